@@ -1,0 +1,258 @@
+"""Types of the native engine (sources in ``native/``).
+
+The engine knows sources, segments and files; it knows neither tensors nor checkpoints. Every
+call that may wait releases the GIL while it does. Addresses are plain integers: the caller keeps
+the memory behind them alive (``keepalive``) and unchanged for as long as each docstring says.
+Offsets and sizes are bytes, times are seconds.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, final
+
+from typing_extensions import Buffer
+
+SEGMENT_BYTES: int
+"""Size of a host cache segment (8 MiB). A file is one byte stream cut into segments."""
+
+BLOCK_BYTES: int
+"""Bytes that one stored CRC32C covers (1 MiB). Divides ``SEGMENT_BYTES``."""
+
+MIN_HOST_CACHE_BYTES: int
+"""Smallest host cache an engine accepts (4 segments)."""
+
+def crc32c(data: Buffer, crc: int = 0) -> int:
+    """CRC32C (Castagnoli, RFC 3720) of ``data``, continuing from ``crc``."""
+
+def crc32c_portable(data: Buffer, crc: int = 0) -> int:
+    """The table-driven implementation, whatever the CPU has (for tests)."""
+
+def crc32c_implementation() -> Literal["sse4.2", "armv8", "table"]:
+    """What ``crc32c`` uses on this CPU."""
+
+def sample_words(addresses: Sequence[int], sizes: Sequence[int], seed: int) -> list[int]:
+    """One 64-bit digest per region, of a few 8-byte words at places drawn from ``seed``.
+
+    The same addresses, sizes and seed read the same places. An empty region gives 0. Reads host
+    memory at the call, in the calling thread.
+    """
+
+@final
+class Fault:
+    """Why a job failed. Errors travel as values; Python decides what to raise."""
+
+    @property
+    def kind(self) -> Literal["io", "corrupt", "cancelled", "shutdown"]: ...
+    @property
+    def errno(self) -> int:
+        """The system's error number for ``io`` (0 otherwise; ``io`` with 0 is a short file)."""
+    @property
+    def path(self) -> str: ...
+    @property
+    def offset(self) -> int:
+        """File offset of the failed operation, or of the first byte of the corrupt block."""
+    @property
+    def operation(self) -> str:
+        """The failed operation: ``open``, ``fallocate``, ``write``, ``fdatasync``, ``read``, ``checksum`` …"""
+    @property
+    def message(self) -> str:
+        """All of it in a sentence, with the system's words for ``errno``."""
+
+@final
+class Transfer:
+    """An ordered list of copies between host memory and positions of one byte stream.
+
+    Used in both directions: gathering memory into a stream (save, ``Engine.gather``) and
+    scattering a stream into memory (restore). Regions may be added in any order; no two may
+    overlap in the stream. ``group`` tags a region so that ``SaveJob.wait_read`` can wait for it.
+    """
+
+    def __init__(self) -> None: ...
+    def add(self, offset: int, nbytes: int, address: int, group: int = 0) -> None:
+        """A contiguous region: ``nbytes`` at ``address`` <-> stream ``[offset, offset + nbytes)``."""
+    def add_many(
+        self,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        addresses: Sequence[int],
+        groups: Sequence[int],
+    ) -> None:
+        """``add`` for whole columns, all of one length, in one call."""
+    def add_buffer(self, offset: int, data: Buffer, group: int = 0) -> None:
+        """``add`` for an object with the buffer protocol (contiguous); the caller keeps it alive."""
+    def add_strided(
+        self,
+        offset: int,
+        itemsize: int,
+        sizes: Sequence[int],
+        stream_strides: Sequence[int],
+        address: int,
+        memory_strides: Sequence[int],
+        group: int = 0,
+    ) -> None:
+        """A box of ``sizes`` elements. Strides are bytes and at least 0 in the stream; element 0 is
+        at stream ``offset`` and at ``address``. The stream side is row-major (strides do not grow from
+        the outer to the inner dimension, as in a slice of a C-contiguous array). ``sizes`` may hold
+        zeros (nothing is copied) and may be empty (one element)."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes copied in all."""
+
+@final
+class Window:
+    """The read window of one save: its job's deferred reads start when it opens."""
+
+    def __init__(self, deadline: float) -> None:
+        """Opens by itself ``deadline`` seconds from now, at the latest (0: open already)."""
+    def open(self) -> None:
+        """Open it now. Idempotent, any thread, never waits for I/O."""
+    @property
+    def is_open(self) -> bool: ...
+
+@final
+class Slab:
+    """Contiguous host cache memory with the buffer protocol (writable). Freed by ``release`` or with the object."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def release(self) -> None:
+        """Give the segments back. Idempotent. The memory must not be used afterwards."""
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class SaveFile:
+    """One file to write: a stream of ``table_offset`` bytes given by ``content``, then the checksum table.
+
+    Bytes of the stream that no region covers are zeros. The table is
+    ``ceil(table_offset / BLOCK_BYTES)`` little-endian 32-bit CRC32C values, one per block of the
+    stream (the last block may be short), then the CRC32C of those words themselves. The file is
+    ``table_offset + 4 * (blocks + 1)`` bytes long. ``table_offset`` is a multiple of 4.
+    """
+
+    def __init__(self, path: str, table_offset: int, content: Transfer) -> None: ...
+    @property
+    def nbytes(self) -> int:
+        """Size of the file, table included."""
+
+@final
+class SaveJob:
+    """The write of one rank's files. Native threads do the work; this is the handle.
+
+    The sources must stay alive and unchanged until ``wait_read(-1)`` has returned True. Dropping
+    the handle before that cancels what has not been read and waits (without the GIL) for copies under
+    way, so the sources are never read after the handle (which holds ``keepalive``) is gone.
+    """
+
+    def wait_read(self, group: int, timeout: float) -> bool:
+        """Wait until all regions of ``group`` (-1: of every group) are read or the job has failed.
+
+        Returns False when ``timeout`` seconds passed first. Never waits on storage except for back-pressure.
+        """
+    def wait(self, timeout: float) -> bool:
+        """Wait until every file and directory is on stable storage, or the job has failed; False on timeout."""
+    def cancel(self) -> None:
+        """Fail the job with a ``cancelled`` fault if it is not finished. Returns at once."""
+    @property
+    def fault(self) -> Fault | None:
+        """None while running and after success."""
+    @property
+    def done(self) -> bool: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_written(self) -> int: ...
+    @property
+    def direct(self) -> bool:
+        """False if any file had to be written through the page cache (O_DIRECT refused)."""
+    @property
+    def read_seconds(self) -> float:
+        """From the window's opening (or the submission, if later) to the last read; 0 until then."""
+    @property
+    def total_seconds(self) -> float:
+        """From the window's opening (or the submission, if later) to durable; 0 until then."""
+
+@final
+class RestorePlan:
+    """What to read: regions of files, scattered into memory."""
+
+    def __init__(self) -> None: ...
+    def add_file(self, path: str, nbytes: int, table_offset: int, content: Transfer) -> None:
+        """Regions of ``content`` use offsets in the file. ``nbytes`` is the size that the file must have."""
+
+@final
+class RestoreJob:
+    def wait(self, timeout: float) -> bool:
+        """Wait until all is scattered and verified, or the job has failed; False on timeout."""
+    def cancel(self) -> None: ...
+    @property
+    def fault(self) -> Fault | None: ...
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from storage, rounding to blocks and checksum tables included."""
+
+@final
+class CacheStats:
+    @property
+    def total_segments(self) -> int: ...
+    @property
+    def free_segments(self) -> int: ...
+    @property
+    def slab_segments(self) -> int: ...
+    @property
+    def waiting(self) -> int:
+        """Requests blocked for a segment or slab right now."""
+    @property
+    def peak_used_segments(self) -> int: ...
+
+@final
+class Engine:
+    """The process's native threads and host cache.
+
+    One per process is meant (``dcp_datastates.engine``); more are allowed in tests. Belongs to the
+    process that made it: after ``fork`` the child's copy refuses every call with RuntimeError, and
+    dropping it there frees nothing and waits for nothing.
+    """
+
+    def __init__(
+        self, host_cache_bytes: int, copy_threads: int = 2, flush_threads: int = 4, restore_threads: int = 4
+    ) -> None:
+        """Raises ValueError for a size below ``MIN_HOST_CACHE_BYTES``, MemoryError if the arena cannot be mapped."""
+    def grow(self, host_cache_bytes: int) -> None:
+        """Add segments until the cache holds ``host_cache_bytes`` in all; smaller sizes change nothing.
+
+        Raises MemoryError (the cache is as it was) if the memory cannot be mapped.
+        """
+    @property
+    def host_cache_bytes(self) -> int: ...
+    def stats(self) -> CacheStats: ...
+    def slab(self, nbytes: int, order: int, timeout: float) -> Slab | None:
+        """Contiguous cache memory for eager copies of save ``order``; waits behind older saves.
+
+        None on timeout, and at once when ``nbytes`` can never fit (slabs together leave at least
+        two segments to the streams).
+        """
+    def gather(self, content: Transfer, address: int, nbytes: int) -> None:
+        """Copy the regions of ``content`` into memory at ``address`` (stream offset 0), which is ``nbytes`` long.
+
+        Returns when done; large copies use several threads. Works on any host memory.
+        """
+    def save(
+        self,
+        files: Sequence[SaveFile],
+        sync_directories: Sequence[str],
+        order: int,
+        window: Window,
+        keepalive: Any,
+    ) -> SaveJob:
+        """Start writing ``files`` (their directories exist; the files must not) and return at once.
+
+        When all files are written and fdatasynced, ``sync_directories`` are fsynced in the order given;
+        then the job is done. ``order`` is the save's sequence number: older saves get segments first.
+        """
+    def restore(self, plan: RestorePlan, keepalive: Any) -> RestoreJob: ...
+    def shutdown(self) -> None:
+        """Fail what is in flight with a ``shutdown`` fault, join all threads. Idempotent."""
+    @property
+    def alive(self) -> bool:
+        """False after ``shutdown`` and in a forked child."""
