@@ -215,7 +215,11 @@ class Engine:
     """
 
     def __init__(
-        self, host_cache_bytes: int, copy_threads: int = 2, flush_threads: int = 4, restore_threads: int = 4
+        self,
+        host_cache_bytes: int,
+        copy_threads: int = 2,
+        flush_threads: int = 4,
+        restore_threads: int = 4,
     ) -> None:
         """Raises ValueError for a size below ``MIN_HOST_CACHE_BYTES``, MemoryError if the arena cannot be mapped."""
     def grow(self, host_cache_bytes: int) -> None:
@@ -225,6 +229,9 @@ class Engine:
         """
     @property
     def host_cache_bytes(self) -> int: ...
+    @property
+    def max_slab_bytes(self) -> int:
+        """Largest slab that an idle cache could give."""
     def stats(self) -> CacheStats: ...
     def slab(self, nbytes: int, order: int, timeout: float) -> Slab | None:
         """Contiguous cache memory for eager copies of save ``order``; waits behind older saves.

@@ -1,0 +1,110 @@
+# `make demo` and `make test` do all their own set-up: python3, make and a C++ compiler suffice.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+TEST_WORKERS ?= auto
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt $(PIP_ARGS)
+
+NATIVE_SOURCES := $(shell find native -type f)
+PYTHON_SOURCES := dcp_datastates tests integration benchmarks
+
+# One rank per core is what the tests and the demo run; more threads only fight over the cores.
+export OMP_NUM_THREADS ?= 1
+# The venv's cmake and ninja, not those that the machine may have.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help install demo test python-test native-test native-plain native-tsan native-asan bench lint format clean
+
+help:
+	@echo "make demo         train, checkpoint every iteration, kill, resume on fewer ranks"
+	@echo "make test         all tests (native ones also under sanitizers)"
+	@echo "make python-test  the Python tests only (PYTEST_ARGS=... are passed on)"
+	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
+	@echo "make bench        the stall benchmark (BENCH_ARGS=... are passed on)"
+	@echo "make lint         formatting, static analysis, types"
+	@echo "make format       rewrite the sources in the house format"
+	@echo "make clean        remove .venv and build/"
+
+install: $(VENV)/installed
+
+demo: $(VENV)/installed
+	$(BIN)/python integration/demo/run.py
+
+test: native-test python-test
+
+python-test: $(VENV)/installed
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/stall.py $(BENCH_ARGS)
+
+# --- native tests: executables without Python, each build in a directory of its own ----------------
+
+native-test: native-plain native-tsan native-asan
+
+native-plain: SANITIZE :=
+native-tsan: SANITIZE := thread
+native-asan: SANITIZE := address,undefined
+
+native-plain native-tsan native-asan: native-%: $(VENV)/tools
+	@mkdir -p build
+	cmake -S native -B build/native-$* -G Ninja -DCMAKE_BUILD_TYPE=RelWithDebInfo \
+	    -DCMAKE_EXPORT_COMPILE_COMMANDS=ON -DDATASTATES_BUILD_TESTS=ON \
+	    -DDATASTATES_BUILD_MODULE=OFF -DDATASTATES_SANITIZE="$(SANITIZE)" >build/native-$*.log \
+	    || { cat build/native-$*.log; exit 1; }
+	cmake --build build/native-$* --parallel $(JOBS)
+	ctest --test-dir build/native-$* --output-on-failure --no-tests=error --timeout 300
+
+# --- static checks ----------------------------------------------------------------------------
+
+lint: $(VENV)/installed
+	ruff format --check $(PYTHON_SOURCES)
+	ruff check $(PYTHON_SOURCES)
+	mypy
+	clang-format --dry-run --Werror $(CPP_SOURCES)
+	@mkdir -p build
+	cmake -S native -B build/lint -G Ninja -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+	    -DDATASTATES_BUILD_TESTS=ON -DDATASTATES_BUILD_MODULE=ON \
+	    -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
+	    -Dpybind11_DIR="$$(pybind11-config --cmakedir)" >build/lint.log \
+	    || { cat build/lint.log; exit 1; }
+	run-clang-tidy.py -quiet -j $(JOBS) -p build/lint 'native/' >build/tidy.log 2>&1 \
+	    || { cat build/tidy.log; exit 1; }
+
+format: $(VENV)/tools
+	ruff check --fix-only --quiet $(PYTHON_SOURCES)
+	ruff format $(PYTHON_SOURCES)
+	clang-format -i $(CPP_SOURCES)
+
+CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
+
+# --- set-up -------------------------------------------------------------------------------------
+
+# Alone and first: pip picks the newest build that satisfies the pin (a local CPU build, where the
+# index has one), and nothing that follows may replace it.
+$(VENV)/torch: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(INSTALL) torch==2.13.0
+	@touch $@
+
+# Everything else that is pinned and needed to build, test and check.
+$(VENV)/tools: $(VENV)/torch pyproject.toml
+	$(INSTALL) cmake ninja pybind11 scikit-build-core numpy safetensors fsspec typing_extensions \
+	    hypothesis pytest pytest-timeout pytest-xdist rich clang-format clang-tidy mypy ruff
+	@touch $@
+
+# Editable: Python files run from the tree; the native module lies in the venv, and is rebuilt when
+# its sources change.
+$(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
+	$(INSTALL) --no-build-isolation --editable '.[test,demo,lint]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build

@@ -1,0 +1,52 @@
+"""Lazy asynchronous checkpointing for ``torch.distributed.checkpoint``, after DataStates-LLM.
+
+``DataStatesWriter`` and ``DataStatesReader`` are a storage backend for DCP. Importing the package
+registers one hook before every ``Optimizer.step()``, which costs nothing while no save is in flight.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from dcp_datastates.config import parse_size
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    ConfigurationError,
+    DataStatesError,
+    IncompatibleStateError,
+    SaveAbandonedError,
+    SnapshotTornError,
+    StorageError,
+    UnsafeObjectError,
+    UnsupportedTensorError,
+)
+from dcp_datastates.ownership import track
+from dcp_datastates.reader import DataStatesReader
+from dcp_datastates.stats import SaveStats
+from dcp_datastates.writer import DataStatesWriter
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CheckpointReplacedError",
+    "ConfigurationError",
+    "DataStatesError",
+    "DataStatesReader",
+    "DataStatesWriter",
+    "IncompatibleStateError",
+    "SaveAbandonedError",
+    "SaveStats",
+    "SnapshotTornError",
+    "StorageError",
+    "UnsafeObjectError",
+    "UnsupportedTensorError",
+    "parse_size",
+    "track",
+]
+
+try:
+    __version__ = version("dcp_datastates")
+except PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"

@@ -1,0 +1,110 @@
+"""Options of the writer and the reader: parsed, checked and named in one place."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
+from dcp_datastates.errors import ConfigurationError
+
+__all__ = ["Defer", "ReadWindow", "WriterConfig", "parse_host_cache_size", "parse_size"]
+
+Defer = Literal["owned", "all", "none"]
+ReadWindow = Literal["backward", "immediate"]
+
+EAGER_BELOW_BYTES = 64 * 1024
+"""Tensors smaller than this are copied at capture: below it, a copy costs less than a deferral."""
+
+MAX_READ_DEADLINE = 3600.0
+"""Longest ``read_deadline``, in seconds. Every save must end, also one whose backward pass never comes."""
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)},
+    **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_size(size: int | str, *, name: str = "size") -> int:
+    """Bytes of ``size``: an int (bytes) or a string such as ``"512MiB"``, ``"4GiB"`` or ``"4GB"``.
+
+    ``KB`` … ``TB`` are powers of 1000, ``KiB`` … ``TiB`` powers of 1024; case does not matter.
+    Raises :class:`ConfigurationError`, naming the option ``name``, for anything else.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        unit = _UNITS.get(match[2].upper())
+        if unit is not None:
+            return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    raise ConfigurationError(
+        f"{name}={size!r} is not a size; give bytes as a non-negative int, or a string such as "
+        f'"512MiB", "4GiB" or "4GB"'
+    )
+
+
+def parse_host_cache_size(size: int | str) -> int:
+    """:func:`parse_size`, at least the smallest host cache that the engine can work with."""
+    nbytes = parse_size(size, name="host_cache_size")
+    if nbytes < MIN_HOST_CACHE_BYTES:
+        segments = MIN_HOST_CACHE_BYTES // SEGMENT_BYTES
+        raise ConfigurationError(
+            f"host_cache_size={size!r} is below the minimum of "
+            f"{MIN_HOST_CACHE_BYTES >> 20}MiB ({segments} segments); give at least that"
+        )
+    return nbytes
+
+
+def _one_of(name: str, value: Any, kind: Any) -> Any:
+    choices = get_args(kind)
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name}={value!r} is not an option; choose one of {', '.join(map(repr, choices))}"
+        )
+    return value
+
+
+@dataclass(frozen=True)
+class WriterConfig:
+    """Checked options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them."""
+
+    host_cache_bytes: int
+    read_window: ReadWindow
+    read_deadline: float
+    defer: Defer
+    overwrite: bool
+
+    @staticmethod
+    def checked(
+        *,
+        host_cache_size: int | str,
+        read_window: str,
+        read_deadline: float,
+        defer: str,
+        overwrite: bool,
+    ) -> WriterConfig:
+        """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
+        if (
+            isinstance(read_deadline, bool)
+            or not isinstance(read_deadline, (int, float))
+            or not math.isfinite(read_deadline)
+            or not 0 <= read_deadline <= MAX_READ_DEADLINE
+        ):
+            raise ConfigurationError(
+                f"read_deadline={read_deadline!r} must be seconds between 0 and "
+                f"{MAX_READ_DEADLINE:g}: reads that wait for longer hold up the commit"
+            )
+        if not isinstance(overwrite, bool):
+            raise ConfigurationError(f"overwrite={overwrite!r} must be True or False")
+        return WriterConfig(
+            host_cache_bytes=parse_host_cache_size(host_cache_size),
+            read_window=_one_of("read_window", read_window, ReadWindow),
+            read_deadline=float(read_deadline),
+            defer=_one_of("defer", defer, Defer),
+            overwrite=overwrite,
+        )

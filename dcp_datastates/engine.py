@@ -1,0 +1,72 @@
+"""The process's one native engine: its threads, its host cache, its end.
+
+Writers and readers share it. It is made at first use and grows when a writer asks for more; it ends at
+interpreter exit. A forked child starts without one and makes its own at first use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import threading
+from typing import Final
+
+from dcp_datastates._native import CacheStats, Engine
+
+__all__ = ["engine", "next_order", "stats"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
+"""Host cache of a process that only restores: what restores may use is a few segments."""
+
+_lock = threading.Lock()  # guards _engine
+_engine: Engine | None = None
+_orders = itertools.count(1)
+
+
+def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
+    """The process's engine, with a host cache of at least ``host_cache_bytes``.
+
+    Raises ``MemoryError`` saying what was asked for if the memory cannot be mapped.
+    """
+    global _engine
+    with _lock:
+        if _engine is None:
+            _engine = Engine(host_cache_bytes)
+        elif host_cache_bytes > _engine.host_cache_bytes:
+            _engine.grow(host_cache_bytes)
+            logger.info("host cache grown to %d MiB", _engine.host_cache_bytes >> 20)
+        return _engine
+
+
+def stats() -> CacheStats | None:
+    """What the host cache holds right now; None before the engine exists."""
+    with _lock:
+        return None if _engine is None else _engine.stats()
+
+
+def next_order() -> int:
+    """Sequence number of the next save of this process; older saves get cache segments first."""
+    return next(_orders)
+
+
+def _shut_down() -> None:
+    global _engine
+    with _lock:
+        if _engine is not None:
+            _engine.shutdown()
+            _engine = None
+
+
+def _forget_in_child() -> None:
+    # The parent's threads do not exist here and its lock may be held: start anew, touch neither.
+    global _engine, _lock
+    _lock = threading.Lock()
+    _engine = None
+
+
+atexit.register(_shut_down)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,71 @@
+"""Every error this package raises on purpose.
+
+All derive from :class:`DataStatesError`; each also derives from the built-in exception that Python
+programs expect for its cause. Inside DCP's collectives they arrive wrapped in DCP's own
+``CheckpointException``, whose ``failures`` maps each failed rank to the original.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointCorruptError",
+    "CheckpointExistsError",
+    "CheckpointNotFoundError",
+    "CheckpointReplacedError",
+    "ConfigurationError",
+    "DataStatesError",
+    "IncompatibleStateError",
+    "SaveAbandonedError",
+    "SnapshotTornError",
+    "StorageError",
+    "UnsafeObjectError",
+    "UnsupportedTensorError",
+]
+
+
+class DataStatesError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigurationError(DataStatesError, ValueError):
+    """An option has a value that cannot work, or options contradict each other."""
+
+
+class StorageError(DataStatesError, OSError):
+    """The file system refused an operation. ``errno`` and ``filename`` are set where known."""
+
+
+class CheckpointExistsError(DataStatesError, FileExistsError):
+    """A committed checkpoint is at the path and ``overwrite=False``."""
+
+
+class CheckpointNotFoundError(DataStatesError, FileNotFoundError):
+    """No committed checkpoint is at the path; the message says what is there instead."""
+
+
+class CheckpointCorruptError(DataStatesError):
+    """Stored bytes are not those that were written (checksum, size or structure)."""
+
+
+class CheckpointReplacedError(DataStatesError):
+    """The checkpoint at the path was replaced while it was being loaded; load again."""
+
+
+class UnsafeObjectError(DataStatesError):
+    """The state holds pickled Python objects and the reader was told ``allow_objects=False``."""
+
+
+class IncompatibleStateError(DataStatesError, ValueError):
+    """A tensor of the state to load into does not fit what was saved (shape or dtype)."""
+
+
+class UnsupportedTensorError(DataStatesError, TypeError):
+    """A tensor that has no dense bytes in memory (sparse, quantized, meta) cannot be stored."""
+
+
+class SnapshotTornError(DataStatesError):
+    """A deferred tensor changed before it was read; the save is not committed."""
+
+
+class SaveAbandonedError(DataStatesError):
+    """DCP ended a save before its data were written: another rank or the planner failed."""

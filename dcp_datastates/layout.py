@@ -1,0 +1,300 @@
+"""From a plan to bytes: which file holds what, and where. Pure functions; no file is touched.
+
+A rank writes one file, or a few when its plan holds several chunks of one FQN (a safetensors file has
+one entry per name). Each file is one sequential stream and a valid safetensors file::
+
+    0            header: length, JSON, spaces up to a multiple of 4096
+    data_start   tensors, larger element sizes first (so each is aligned to its element)
+                 objects (BYTE_IO), whose lengths no plan knows: they come after all tensors,
+                 so that no tensor's offset depends on them
+                 0 to 3 bytes of padding
+    table_offset checksums, U32: one CRC32C per MiB of all before, then one of these words
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from dcp_datastates._native import BLOCK_BYTES
+
+__all__ = ["FileLayout", "SealedFile", "TensorEntry", "lay_out", "stored_form"]
+
+ALIGNMENT: Final = 4096
+"""Data begin at a multiple of this: the largest logical block size of common storage."""
+
+MAX_HEADER_BYTES: Final = 100_000_000
+"""safetensors refuses longer headers."""
+
+_UNKNOWN_SIZE: Final = 10**15
+"""Stands in for an object's size while the header's capacity is computed: more digits than any."""
+
+# The names of safetensors 0.8. A dtype that is missing here is stored as U8, its name noted.
+_SAFETENSORS_NAME: Final[Mapping[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def stored_form(
+    dtype: torch.dtype, sizes: Sequence[int], offsets: Sequence[int]
+) -> tuple[str, list[int], list[int]]:
+    """The safetensors name, shape and offsets (elements of that name) of a chunk of ``dtype``.
+
+    What safetensors cannot name becomes ``U8`` with the last dimension in bytes.
+    """
+    name = _SAFETENSORS_NAME.get(dtype)
+    if name is not None:
+        return name, list(sizes), list(offsets)
+    if not sizes:
+        return "U8", [dtype.itemsize], [0]
+    return (
+        "U8",
+        [*sizes[:-1], sizes[-1] * dtype.itemsize],
+        [*offsets[:-1], offsets[-1] * dtype.itemsize],
+    )
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One chunk of one tensor in a file. ``offset`` is in the file, ``nbytes`` its dense size."""
+
+    item: int
+    """Position in the plan's ``items``."""
+    key: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Of the chunk within the whole tensor, in elements."""
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """One BYTE_IO object in a file; its size is known only when it has been serialized."""
+
+    item: int
+    key: str
+
+
+@dataclass(frozen=True)
+class SealedFile:
+    """A file with all sizes known. ``header`` is its first ``len(header)`` bytes."""
+
+    header: bytes
+    object_offsets: tuple[int, ...]
+    object_sizes: tuple[int, ...]
+    table_offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes, checksum table included."""
+        return self.table_offset + 4 * (_blocks(self.table_offset) + 1)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One file of a rank: what is in it, and where the tensors are."""
+
+    name: str
+    tensors: tuple[TensorEntry, ...]
+    objects: tuple[ObjectEntry, ...]
+    data_start: int
+    tensors_end: int
+    _stem: str = field(repr=False)
+
+    def seal(self, object_sizes: Sequence[int]) -> SealedFile:
+        """Fix the file, given the size in bytes of each object, in order of ``objects``."""
+        if len(object_sizes) != len(self.objects):
+            raise ValueError(f"{len(object_sizes)} sizes for {len(self.objects)} objects")
+        end = self.tensors_end
+        object_offsets = []
+        for size in object_sizes:
+            object_offsets.append(end)
+            end += size
+        table_offset = end + -end % 4
+        header = _header(
+            self.tensors,
+            self.objects,
+            object_sizes,
+            self.data_start,
+            self.tensors_end,
+            table_offset,
+            self._stem,
+        )
+        return SealedFile(
+            header.ljust(self.data_start), tuple(object_offsets), tuple(object_sizes), table_offset
+        )
+
+
+def lay_out(items: Sequence[WriteItem], rank: int) -> tuple[FileLayout, ...]:
+    """Lay out the write items of one rank's final plan; no items, no files.
+
+    The same items give the same layout on any machine. The ``n``-th chunk of an FQN goes to the
+    rank's file ``n``; objects go to file 0. Raises ``ValueError`` for a name that no safetensors
+    file can hold, or for more names than one header can.
+    """
+    tensors: list[list[tuple[int, WriteItem]]] = []
+    objects: list[tuple[int, WriteItem]] = []
+    seen: dict[str, int] = {}
+    for position, item in enumerate(items):
+        if item.type == WriteItemType.BYTE_IO:
+            objects.append((position, item))
+            continue
+        file = seen.get(item.index.fqn, 0)
+        seen[item.index.fqn] = file + 1
+        if file == len(tensors):
+            tensors.append([])
+        tensors[file].append((position, item))
+    if objects and not tensors:
+        tensors.append([])
+    return tuple(
+        _lay_out_file(chunks, objects if number == 0 else [], f"r{rank:05d}-{number}")
+        for number, chunks in enumerate(tensors)
+    )
+
+
+def _lay_out_file(
+    chunks: list[tuple[int, WriteItem]], objects: list[tuple[int, WriteItem]], stem: str
+) -> FileLayout:
+    ordered = sorted(chunks, key=lambda chunk: -_write_data(chunk[1]).properties.dtype.itemsize)
+    relative: list[TensorEntry] = []
+    end = 0
+    for position, item in ordered:
+        data = _write_data(item)
+        nbytes = math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+        relative.append(
+            TensorEntry(
+                position,
+                _key(item.index.fqn),
+                data.properties.dtype,
+                tuple(data.chunk.sizes),
+                tuple(data.chunk.offsets),
+                end,
+                nbytes,
+            )
+        )
+        end += nbytes
+    object_entries = tuple(
+        ObjectEntry(position, _key(item.index.fqn)) for position, item in objects
+    )
+    longest = _header(relative, object_entries, [_UNKNOWN_SIZE] * len(objects), 0, end, None, stem)
+    if len(longest) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{len(chunks) + len(objects)} entries need a header of {len(longest)} bytes; safetensors "
+            f"allows {MAX_HEADER_BYTES}: save fewer tensors per rank"
+        )
+    data_start = len(longest) + -len(longest) % ALIGNMENT
+    tensors = tuple(
+        TensorEntry(
+            entry.item,
+            entry.key,
+            entry.dtype,
+            entry.sizes,
+            entry.offsets,
+            data_start + entry.offset,
+            entry.nbytes,
+        )
+        for entry in relative
+    )
+    return FileLayout(
+        f"{stem}.safetensors", tensors, object_entries, data_start, data_start + end, stem
+    )
+
+
+def _write_data(item: WriteItem) -> Any:
+    if item.tensor_data is None:
+        raise ValueError(f"write item {item.index.fqn!r} of type {item.type} has no tensor data")
+    return item.tensor_data
+
+
+def _key(fqn: str) -> str:
+    """The entry's name in the file: the FQN, unless safetensors or the layout reserves that name."""
+    if fqn == "__metadata__" or fqn.startswith("__dcp_datastates__"):
+        return f"__dcp_datastates__.fqn.{fqn}"
+    try:
+        fqn.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"FQN {fqn!r} is not valid Unicode text and cannot name a tensor"
+        ) from error
+    return fqn
+
+
+def _header(
+    tensors: Sequence[TensorEntry],
+    objects: Sequence[ObjectEntry],
+    object_sizes: Sequence[int],
+    data_start: int,
+    tensors_end: int,
+    table_offset: int | None,
+    stem: str,
+) -> bytes:
+    """Length and JSON, not padded. ``table_offset=None`` gives the longest that these may need."""
+    entries: dict[str, Any] = {}
+    saved_offsets: dict[str, dict[str, list[int]]] = {}
+    torch_dtypes: dict[str, str] = {}
+
+    def put(
+        key: str, name: str, shape: list[int], offsets: list[int], start: int, size: int
+    ) -> None:
+        begin = start - data_start
+        entries[key] = {"dtype": name, "shape": shape, "data_offsets": [begin, begin + size]}
+        saved_offsets[key] = {"saved_offsets": offsets}
+
+    for entry in tensors:
+        name, shape, offsets = stored_form(entry.dtype, entry.sizes, entry.offsets)
+        if entry.dtype not in _SAFETENSORS_NAME:
+            torch_dtypes[entry.key] = str(entry.dtype)
+        put(entry.key, name, shape, offsets, entry.offset, entry.nbytes)
+    end = tensors_end
+    for element, size in zip(objects, object_sizes, strict=True):
+        put(element.key, "U8", [size], [0], end, size)
+        end += size
+    padding = 3 if table_offset is None else table_offset - end
+    if padding:
+        put(f"__dcp_datastates__.pad.{stem}", "U8", [padding], [0], end, padding)
+    words = _blocks(end + padding + (MAX_HEADER_BYTES if table_offset is None else 0)) + 1
+    put(f"__dcp_datastates__.crc32c.{stem}", "U32", [words], [0], end + padding, 4 * words)
+
+    notes = {
+        "version": 1,
+        "objects": [element.key for element in objects],
+        "torch_dtypes": torch_dtypes,
+    }
+    metadata = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": json.dumps(saved_offsets, separators=(",", ":")),
+        "dcp_datastates": json.dumps(notes, separators=(",", ":")),
+    }
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    # Where the data start, hence how many digits an offset has, depends on this very length only
+    # through the table's number of words; MAX_HEADER_BYTES above bounds that.
+    capacity = data_start - 8 if data_start else len(text)
+    return capacity.to_bytes(8, "little") + text
+
+
+def _blocks(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_BYTES)

@@ -1,0 +1,132 @@
+"""Which tensors an optimizer owns: the only ones that may be read after ``async_save`` has returned.
+
+What an optimizer owns (its parameters, its state) changes in its ``step()``, and there the step gate
+waits. Optimizers are learnt when they first step, or named with :func:`track`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dcp_datastates.errors import ConfigurationError
+
+__all__ = ["STABLE", "UNOWNED", "Ownership", "known_optimizers", "learn", "local_tensor", "track"]
+
+STABLE: Final = 0
+"""Group of memory that nobody changes: copies made at capture, serialized objects."""
+
+UNOWNED: Final = 1
+"""Group of deferred tensors that no known optimizer owns (``defer="all"``)."""
+
+_FIRST_OWNED: Final = 2
+
+_lock = threading.Lock()  # guards _known
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def learn(optimizer: Optimizer) -> None:
+    """Remember an optimizer (weakly)."""
+    if optimizer not in _known:
+        with _lock:
+            _known.add(optimizer)
+
+
+def track(optimizer: Optimizer) -> None:
+    """Name an optimizer before its first ``step()``, so that even the first save defers its tensors.
+
+    Without it, the first save of a job copies everything inside ``async_save``. Keeps only a weak
+    reference. Raises :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"track() takes a torch.optim.Optimizer, not a {type(optimizer).__name__}; what another "
+            f"object updates cannot be deferred, because nothing announces its step"
+        )
+    learn(optimizer)
+
+
+def known_optimizers() -> list[Optimizer]:
+    """Those that have stepped or were named, and are alive."""
+    with _lock:
+        return list(_known)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: the local shard of a DTensor, a finished collective's result."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    return tensor
+
+
+def _owned(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            for value in state.values():
+                if isinstance(value, torch.Tensor):
+                    yield value
+
+
+class Ownership:
+    """One look at what every known optimizer owns, taken at a capture.
+
+    Tensors are told apart by storage, so views and ``detach()`` of an owned tensor are owned. Each
+    optimizer's tensors form a *group*, for which its gate waits; a storage with several owners is in a
+    group of its own.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._group_of_storage: dict[int, int] = {}
+        self._owners: dict[int, frozenset[int]] = {}
+        self._optimizers = list(optimizers)  # strong: their ids stay theirs while this lives
+        group_of_owners: dict[frozenset[int], int] = {}
+        for optimizer in self._optimizers:
+            if any(group.get("capturable") for group in optimizer.param_groups):
+                continue  # a replayed CUDA graph steps without a hook: never defer
+            self._add(optimizer, group_of_owners)
+
+    def _add(self, optimizer: Optimizer, group_of_owners: dict[frozenset[int], int]) -> None:
+        groups = self._group_of_storage
+        mine = self._group(frozenset({id(optimizer)}), group_of_owners)
+        for tensor in _owned(optimizer):
+            local = tensor if type(tensor) is torch.nn.Parameter else local_tensor(tensor)
+            try:
+                address = local.data_ptr()
+            except RuntimeError:
+                continue  # no memory of its own (sparse, meta, a wrapper): never deferred
+            if address:
+                storage = address - int(local.storage_offset()) * local.element_size()
+                other = groups.setdefault(storage, mine)
+                if other != mine:
+                    owners = self._owners[other] | self._owners[mine]
+                    groups[storage] = self._group(owners, group_of_owners)
+
+    def _group(self, owners: frozenset[int], group_of_owners: dict[frozenset[int], int]) -> int:
+        group = group_of_owners.setdefault(owners, _FIRST_OWNED + len(group_of_owners))
+        self._owners[group] = owners
+        return group
+
+    def group(self, storage_address: int) -> int | None:
+        """The group of the storage that begins at this address, or None if nobody owns it."""
+        return self._group_of_storage.get(storage_address)
+
+    def is_gated_by(self, group: int, optimizer: Any) -> bool:
+        """Whether ``optimizer`` may change tensors of ``group`` when it steps.
+
+        An optimizer that was unknown at the capture may change anything. So may, for all one can tell,
+        the code around a step change what no optimizer owns.
+        """
+        if not any(optimizer is known for known in self._optimizers):
+            return True
+        return group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset())

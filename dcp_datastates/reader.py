@@ -1,0 +1,230 @@
+"""The storage reader: a committed checkpoint, verified, into any world size, mesh or placement.
+
+DCP's calls, on each rank: ``read_metadata  set_up_storage_reader  prepare_local_plan
+[prepare_global_plan]  read_data``.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future as TorchFuture
+
+from dcp_datastates.config import parse_host_cache_size
+from dcp_datastates.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    ConfigurationError,
+    DataStatesError,
+    StorageError,
+    UnsafeObjectError,
+)
+from dcp_datastates.metadata import Note, decode, read_note
+from dcp_datastates.restore import restore
+from dcp_datastates.storage import local
+
+__all__ = ["DataStatesReader"]
+
+
+class DataStatesReader(StorageReader):
+    """Loads what :class:`~dcp_datastates.DataStatesWriter` saved.
+
+    Pass it as ``storage_reader=`` to :func:`torch.distributed.checkpoint.load`, with any planner.
+    Only the bytes that the state to load into needs are read (rounded to checksum blocks of 1 MiB),
+    every one of them verified before it is used.
+
+    Args:
+        path: Directory of the checkpoint. None if every load passes ``checkpoint_id``.
+        allow_objects: Whether Python objects in the checkpoint may be unpickled, by DCP's own
+            ``torch.load``: only for checkpoints from sources you trust. False refuses a plan that
+            needs one.
+        allow_cast: Whether a tensor may be loaded into one of another dtype. Stock DCP casts silently;
+            here the default is to refuse.
+        host_cache_size: Host memory for staging if this process has no engine yet, bytes or a string.
+
+    Raises:
+        ConfigurationError: an option has a value that cannot work.
+
+    Loading raises, wrapped in DCP's ``CheckpointException`` where ranks are involved:
+    :class:`CheckpointNotFoundError`, :class:`CheckpointCorruptError`, :class:`IncompatibleStateError`,
+    :class:`CheckpointReplacedError`, :class:`UnsafeObjectError` or :class:`StorageError`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        allow_objects: bool = True,
+        allow_cast: bool = False,
+        host_cache_size: int | str = DEFAULT_HOST_CACHE_BYTES,
+    ) -> None:
+        super().__init__()
+        for name, value in (("allow_objects", allow_objects), ("allow_cast", allow_cast)):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"{name}={value!r} must be True or False")
+        self._path = None if path is None else local.local_path(path)
+        self._allow_objects = allow_objects
+        self._allow_cast = allow_cast
+        self._host_cache_bytes = parse_host_cache_size(host_cache_size)
+        self._metadata: Metadata | None = None
+        self._note: Note | None = None
+        self._failure: DataStatesError | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this reader can load from ``checkpoint_id``: any path without a URL scheme."""
+        try:
+            local.local_path(checkpoint_id)
+        except ConfigurationError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path, for DCP's logs."""
+        return "" if self._path is None else str(self._path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, from ``checkpoint_id`` if given."""
+        self._metadata = self._note = self._failure = None
+        if checkpoint_id is not None:
+            self._path = local.local_path(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata; opening it runs no code from it.
+
+        DCP asks a second time, with ``rank=``, for metadata of that rank alone when the first call fails.
+        There is none, and the first reason is the true one: it is raised from
+        :meth:`set_up_storage_reader`, where DCP does not replace it.
+        """
+        if "rank" in kwargs and self._failure is not None:
+            return Metadata({})
+        try:
+            metadata = _load_metadata(self._directory())
+        except DataStatesError as error:
+            self._failure = error
+            raise
+        self._failure = None
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = str(uuid.uuid4())
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the metadata that DCP's planner works with."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self._metadata = metadata
+        self._note = read_note(metadata, self._directory() / local.METADATA_NAME)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Refuse objects if told so; note which attempt this rank is about to read."""
+        if not self._allow_objects:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    raise UnsafeObjectError(
+                        f"{item.dest_index.fqn!r} is a pickled Python object and allow_objects=False; "
+                        f"load tensors only, or trust the checkpoint with allow_objects=True"
+                    )
+        plan.storage_data = self._noted().attempt.name
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Coordinator: all ranks must have seen the same attempt."""
+        seen = {plan.storage_data for plan in plans}
+        if len(seen) > 1:
+            raise CheckpointReplacedError(
+                f"{self._directory()}: ranks see different attempts ({', '.join(sorted(map(str, seen)))}): "
+                f"the checkpoint was replaced meanwhile, or the path is not shared; load again"
+            )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        """Read, verify and scatter what the plan asks for; returns when done."""
+        metadata, note = self._metadata, self._noted()
+        assert metadata is not None
+        directory = self._directory()
+        try:
+            restore(
+                plan,
+                planner,
+                metadata,
+                note,
+                directory,
+                engine(self._host_cache_bytes),
+                self._allow_cast,
+            )
+        except CheckpointNotFoundError as error:
+            raise self._explain_missing(directory, note, error) from error
+        future: TorchFuture[None] = TorchFuture()
+        future.set_result(None)
+        return future
+
+    def _explain_missing(
+        self, directory: Path, note: Note, error: CheckpointNotFoundError
+    ) -> DataStatesError:
+        try:
+            now = read_note(_load_metadata(directory), directory / local.METADATA_NAME).attempt
+        except DataStatesError:
+            return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
+        if now != note.attempt:
+            return CheckpointReplacedError(
+                f"{directory}: attempt {note.attempt.name} was replaced by {now.name} while it was being "
+                f"loaded; load again"
+            )
+        return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
+
+    def _directory(self) -> Path:
+        if self._path is None:
+            raise ConfigurationError(
+                "no path to load from: construct DataStatesReader(path), or pass checkpoint_id"
+            )
+        return self._path
+
+    def _noted(self) -> Note:
+        if self._note is None:
+            raise DataStatesError("set_up_storage_reader() was not called before this")
+        return self._note
+
+
+def _load_metadata(directory: Path) -> Metadata:
+    path = directory / local.METADATA_NAME
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(
+            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
+        ) from None
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"reading {path} failed: {error.strerror}", str(path)
+        ) from error
+    return decode(data, path)
+
+
+def _what_is_there(directory: Path) -> str:
+    if not directory.exists():
+        return "the directory does not exist"
+    if not directory.is_dir():
+        return "it is a file"
+    uncommitted = local.attempts(directory)
+    if uncommitted:
+        return f"a save was begun and not committed ({uncommitted[-1].name}); it is still running, or failed"
+    inside = sorted(os.listdir(directory))
+    if not inside:
+        return "the directory is empty"
+    steps = [name for name in inside if (directory / name / local.METADATA_NAME).exists()]
+    if steps:
+        return f"but there are checkpoints below it, such as {steps[-1]!r}"
+    return f"the directory holds {len(inside)} other entries, such as {inside[0]!r}"

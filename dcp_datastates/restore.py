@@ -1,0 +1,279 @@
+"""Carrying out one rank's load plan: find each item's bytes, have them verified and scattered."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from dcp_datastates._native import BLOCK_BYTES, Engine, Fault, RestorePlan, Transfer
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    DataStatesError,
+    IncompatibleStateError,
+    StorageError,
+)
+from dcp_datastates.metadata import FileRecord, Note
+from dcp_datastates.ownership import local_tensor
+
+__all__ = ["restore"]
+
+_POLL_SECONDS: Final = 0.1
+
+_DETOUR_BYTES: Final = 256 << 20
+"""Host memory for tensors that cannot be scattered into directly (on a device, or to be cast)."""
+
+
+@dataclass
+class _Request:
+    """One read item with its bytes' place and its destination."""
+
+    item: ReadItem
+    info: _StorageInfo
+    target: torch.Tensor | None = None
+    """Where the planner wants a tensor item; None for an object."""
+    host: torch.Tensor | None = None
+    """Host memory that the engine scatters into: ``target`` itself, or a detour of the saved dtype."""
+    chunk_sizes: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+    data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def detour(self) -> bool:
+        return self.target is not None and self.host is None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.target is None else self.target.numel() * self.dtype.itemsize
+
+
+def restore(
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    metadata: Metadata,
+    note: Note,
+    directory: Path,
+    engine: Engine,
+    allow_cast: bool,
+) -> None:
+    """Fulfil every item of ``plan``. All destinations are checked before the first byte is read.
+
+    Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may have been
+    overwritten in part by then), :class:`CheckpointNotFoundError` for a data file that is gone, or
+    :class:`StorageError`.
+    """
+    requests = [_request(item, planner, metadata, allow_cast) for item in plan.items]
+    for batch in _batches(requests):
+        _read(batch, metadata, note, directory, engine)
+        for request in batch:
+            _deliver(request, planner)
+
+
+def _request(
+    item: ReadItem, planner: LoadPlanner, metadata: Metadata, allow_cast: bool
+) -> _Request:
+    name = item.storage_index.fqn
+    info = metadata.storage_data.get(item.storage_index)
+    if not isinstance(info, _StorageInfo):
+        raise CheckpointCorruptError(
+            f"the metadata do not say where {item.storage_index} is stored"
+        )
+    if item.type == LoadItemType.BYTE_IO:
+        return _Request(item, info, data=bytearray(info.length))
+    saved = metadata.state_dict_metadata[name]
+    if not isinstance(saved, TensorStorageMetadata):
+        raise IncompatibleStateError(f"{name!r} was saved as a Python object, not as a tensor")
+    dtype = saved.properties.dtype
+    chunk = _chunk(saved, item.storage_index)
+    target = planner.resolve_tensor(item).detach()
+    if tuple(target.shape) != tuple(item.lengths):
+        raise IncompatibleStateError(
+            f"{name!r}: the state has room for {tuple(target.shape)} where {tuple(item.lengths)} was saved"
+        )
+    if target.dtype != dtype and not allow_cast:
+        raise IncompatibleStateError(
+            f"{name!r} was saved as {dtype} and the state has {target.dtype}; load into a tensor of the "
+            f"saved dtype, or pass DataStatesReader(..., allow_cast=True) to convert"
+        )
+    request = _Request(item, info, target, None, tuple(chunk.sizes), dtype)
+    memory = local_tensor(target)
+    if (
+        memory.is_cpu
+        and memory.layout is torch.strided
+        and memory.dtype == dtype
+        and not (memory.is_conj() or memory.is_neg())
+        and not any(
+            stride == 0 and size > 1
+            for stride, size in zip(memory.stride(), memory.shape, strict=True)
+        )
+    ):
+        request.host = memory
+    return request
+
+
+def _chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    hint = index.index
+    if hint is not None and hint < len(saved.chunks) and saved.chunks[hint].offsets == index.offset:
+        return saved.chunks[hint]
+    for chunk in saved.chunks:
+        if chunk.offsets == index.offset:
+            return chunk
+    raise CheckpointCorruptError(f"the metadata have no chunk of {index.fqn!r} at {index.offset}")
+
+
+def _batches(requests: list[_Request]) -> Iterator[list[_Request]]:
+    """All direct requests at once; detours in batches of bounded memory."""
+    batch = [request for request in requests if not request.detour]
+    room = _DETOUR_BYTES
+    for request in requests:
+        if request.detour:
+            if request.nbytes > room and batch:
+                yield batch
+                batch, room = [], _DETOUR_BYTES
+            batch.append(request)
+            room -= request.nbytes
+    if batch:
+        yield batch
+
+
+def _read(
+    requests: list[_Request], metadata: Metadata, note: Note, directory: Path, engine: Engine
+) -> None:
+    contents: dict[str, Transfer] = {}
+    for request in requests:
+        if request.detour:
+            assert request.target is not None
+            request.host = torch.empty(request.target.shape, dtype=request.dtype)
+        _add(contents.setdefault(request.info.relative_path, Transfer()), request)
+    plan = RestorePlan()
+    for relative_path, content in contents.items():
+        record = note.files.get(relative_path)
+        if record is None:
+            raise CheckpointCorruptError(
+                f"the metadata do not describe data file {relative_path!r}"
+            )
+        if content.nbytes:
+            plan.add_file(
+                str(directory / relative_path), record.nbytes, record.table_offset, content
+            )
+    job = engine.restore(plan, requests)
+    try:
+        while not job.wait(_POLL_SECONDS):
+            pass
+    except BaseException:
+        job.cancel()
+        while not job.wait(_POLL_SECONDS):
+            pass
+        raise
+    if job.fault is not None:
+        raise _error(job.fault, metadata, note, directory)
+
+
+def _add(content: Transfer, request: _Request) -> None:
+    """Describe where the item's box lies in the stored chunk, which is row-major, and in memory."""
+    if request.target is None:
+        if request.data:
+            content.add_buffer(request.info.offset, request.data)
+        return
+    host = request.host
+    assert host is not None
+    if not host.numel():
+        return
+    itemsize = request.dtype.itemsize
+    strides = [0] * len(request.chunk_sizes)
+    step = itemsize
+    for dimension in reversed(range(len(strides))):
+        strides[dimension] = step
+        step *= request.chunk_sizes[dimension]
+    if step != request.info.length:
+        raise CheckpointCorruptError(
+            f"the metadata give {request.item.storage_index.fqn!r} {request.info.length} bytes; its chunk "
+            f"of {request.chunk_sizes} {request.dtype} has {step}"
+        )
+    start = request.info.offset
+    for offset, length, size, stride in zip(
+        request.item.storage_offsets,
+        request.item.lengths,
+        request.chunk_sizes,
+        strides,
+        strict=True,
+    ):
+        if offset < 0 or offset + length > size:
+            raise CheckpointCorruptError(
+                f"the load plan reads [{offset}, {offset + length}) of {size} in {request.item.storage_index}"
+            )
+        start += offset * stride
+    content.add_strided(
+        start,
+        itemsize,
+        list(host.shape),
+        strides,
+        host.data_ptr(),
+        [stride * itemsize for stride in host.stride()],
+    )
+
+
+def _deliver(request: _Request, planner: LoadPlanner) -> None:
+    if request.target is None:
+        planner.load_bytes(request.item, io.BytesIO(request.data))
+        request.data = bytearray()
+        return
+    if request.host is not None and request.host is not local_tensor(request.target):
+        request.target.copy_(request.host)
+        request.host = None
+    elif request.host is not None:
+        torch.autograd.graph.increment_version(request.host)  # written behind autograd's back
+    planner.commit_tensor(request.item, request.target)
+
+
+def _error(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> DataStatesError:
+    if fault.kind == "corrupt":
+        return CheckpointCorruptError(
+            f"{fault.message} {_affected(fault, metadata, note, directory)}"
+        )
+    if fault.kind == "io" and fault.errno == 2:
+        return CheckpointNotFoundError(fault.errno, fault.message, fault.path)
+    if fault.kind == "io":
+        return StorageError(fault.errno or None, fault.message, fault.path)
+    return DataStatesError(fault.message)
+
+
+def _affected(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> str:
+    """Which tensors the damaged block holds bytes of."""
+    relative_path = Path(fault.path).relative_to(directory).as_posix()
+    record: FileRecord | None = note.files.get(relative_path)
+    if record is not None and fault.offset >= record.table_offset:
+        return "(the file's checksums or size)"
+    names = _overlapping(
+        metadata.storage_data.items(), relative_path, fault.offset, fault.offset + BLOCK_BYTES
+    )
+    if not names:
+        return "(the file's header)"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"(bytes of {', '.join(map(repr, names[:3]))}{more})"
+
+
+def _overlapping(
+    places: Iterable[tuple[MetadataIndex, _StorageInfo]], relative_path: str, start: int, end: int
+) -> list[str]:
+    return [
+        index.fqn
+        for index, info in places
+        if info.relative_path == relative_path
+        and info.length
+        and info.offset < end
+        and start < info.offset + info.length
+    ]

@@ -1,0 +1,109 @@
+"""DCP's bookkeeping takes turns: one save's collectives at a time, in the order of the saves.
+
+Two threads that run collectives on one process group at once mix up each other's messages. DCP starts a
+thread per asynchronous save and has no order among them, so this package gives each a turn.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["Turn", "at_thread_end"]
+
+_POLL_SECONDS: Final = 0.1
+_BEGIN_SECONDS: Final = 60.0
+
+_lock = threading.Lock()  # guards _last
+_last: Turn | None = None
+
+
+class Turn:
+    """A place in the order of this process's saves, taken when it is made.
+
+    The turn lasts from the end of the one before it until :meth:`end`. A thread that dies without
+    ending its turn, or that never comes for it, does not block the ones behind.
+    """
+
+    def __init__(self) -> None:
+        global _last
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._made = time.monotonic()
+        with _lock:
+            self._previous, _last = _last, self
+
+    def wait(self) -> None:
+        """Block, without the GIL, until it is this turn; the calling thread becomes its thread."""
+        self._thread = threading.current_thread()
+        _await(self._previous)
+        self._previous = None
+
+    def end(self) -> None:
+        """Let the next one go. Idempotent, any thread."""
+        self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether this save's collectives are over."""
+        return self._ended.is_set()
+
+    def join(self) -> None:
+        """Block, without the GIL, until this turn has ended."""
+        _await(self)
+
+    def _gone(self) -> bool:
+        if self._thread is None:
+            return time.monotonic() - self._made > _BEGIN_SECONDS
+        return not self._thread.is_alive()
+
+
+def await_all() -> None:
+    """Block until every turn taken so far has ended (for a save that runs in the caller's thread)."""
+    with _lock:
+        last = _last
+    _await(last)
+
+
+def _await(turn: Turn | None) -> None:
+    if turn is None or turn._thread is threading.current_thread():
+        return
+    if turn._previous is not None and turn._thread is None:
+        _await(turn._previous)
+    while not turn._ended.wait(_POLL_SECONDS):
+        if turn._gone():
+            turn.end()
+
+
+class _Sentinel:
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self._callback = callback
+
+    def __del__(self) -> None:
+        self._callback()
+
+
+_local = threading.local()
+
+
+def at_thread_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the current thread ends, or when it comes here again for its next save.
+
+    DCP tells a writer nothing when a save ends early (another rank's planner failed, say); that the
+    thread it made for the save is gone is the one sign. The interpreter clears a thread's local
+    storage in that thread, with the GIL, as the last thing it does.
+    """
+    _local.sentinel = None  # the former save's callback runs now
+    _local.sentinel = _Sentinel(callback)
+
+
+def _forget_in_child() -> None:
+    global _last, _lock
+    _lock = threading.Lock()
+    _last = None
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

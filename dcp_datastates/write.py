@@ -1,0 +1,247 @@
+"""Carrying out one rank's part of a plan: resolve, lay out, hand over to the engine, wait until durable."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_datastates._native import Engine, Fault, SaveFile, SaveJob, Transfer, Window
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.capture import add_region, check_storable
+from dcp_datastates.errors import DataStatesError, StorageError
+from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
+from dcp_datastates.metadata import FileRecord
+from dcp_datastates.ownership import STABLE, local_tensor
+from dcp_datastates.snapshot import Snapshot
+from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage import local
+
+__all__ = ["write_plan"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.1
+
+
+@dataclass
+class _Columns:
+    """Contiguous regions of one file, for one call into the engine."""
+
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+
+
+def write_plan(
+    plan: SavePlan,
+    planner: SavePlanner,
+    engine: Engine,
+    directory: Path,
+    attempt: Attempt,
+    rank: int,
+    order: int,
+    snapshot: Snapshot | None,
+    stats: SaveStats,
+) -> list[WriteResult]:
+    """Write ``plan``'s items below ``directory``; returns when they are on stable storage.
+
+    The results name every item's place, and every file's size in a result of its own
+    (:class:`FileRecord`). On an error this rank's files are removed.
+    """
+    layouts = lay_out(plan.items, rank)
+    if not layouts:
+        if snapshot is not None:
+            # Nothing of this rank's state is in the plan; the gate need not wait for anything.
+            snapshot.hand_over(lambda window: _start(engine, [], [], order, window, None))
+            snapshot.settle()
+        return []
+    folder = directory / attempt.name
+    job: SaveJob | None = None
+    paths = [folder / layout.name for layout in layouts]
+    try:
+        keep: list[Any] = []
+        files, sealed = _files(plan.items, planner, layouts, paths, snapshot, keep)
+        local.make_directories(folder)
+        directories = [str(parent) for parent in local.sync_directories(folder)]
+
+        def start(window: Window) -> SaveJob:
+            return _start(engine, files, directories, order, window, keep)
+
+        if snapshot is None:
+            job = start(Window(0.0))
+        else:
+            job = snapshot.hand_over(start)
+            snapshot.settle()
+        _finish(job, snapshot)
+    except BaseException:
+        if job is not None:
+            job.cancel()
+            while not job.wait(_POLL_SECONDS):
+                pass
+        _remove(paths, folder)
+        raise
+    stats.bytes_written = sum(file.nbytes for file in sealed)
+    stats.read_seconds = job.read_seconds
+    stats.total_seconds = job.total_seconds
+    stats.direct = job.direct
+    return _results(plan.items, layouts, sealed, attempt)
+
+
+def _start(
+    engine: Engine,
+    files: list[SaveFile],
+    directories: list[str],
+    order: int,
+    window: Window,
+    keep: Any,
+) -> SaveJob:
+    return engine.save(files, directories, order, window, keep)
+
+
+def _finish(job: SaveJob, snapshot: Snapshot | None) -> None:
+    while not job.wait(_POLL_SECONDS):
+        pass
+    if snapshot is not None and snapshot.failure is not None:
+        raise snapshot.failure
+    if job.fault is not None:
+        raise _error(job.fault)
+    if not job.direct:
+        _log_buffered_once()
+
+
+def _error(fault: Fault) -> DataStatesError:
+    if fault.kind == "io":
+        return StorageError(fault.errno or None, fault.message, fault.path)
+    return DataStatesError(fault.message)
+
+
+_logged_buffered = False
+
+
+def _log_buffered_once() -> None:
+    global _logged_buffered
+    if not _logged_buffered:
+        _logged_buffered = True
+        logger.info("the file system refuses O_DIRECT; writing through the page cache")
+
+
+def _remove(paths: Sequence[Path], folder: Path) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # only if no other rank has files there
+
+
+def _files(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    layouts: Sequence[FileLayout],
+    paths: Sequence[Path],
+    snapshot: Snapshot | None,
+    keep: list[Any],
+) -> tuple[list[SaveFile], list[SealedFile]]:
+    files, sealed = [], []
+    for layout, path in zip(layouts, paths, strict=True):
+        objects = [_resolve_object(planner, items[entry.item]) for entry in layout.objects]
+        file = layout.seal([len(data) for data in objects])
+        content = Transfer()
+        content.add_buffer(0, file.header, STABLE)
+        keep.append(file.header)
+        _add_tensors(content, items, planner, layout.tensors, snapshot, keep)
+        for offset, data in zip(file.object_offsets, objects, strict=True):
+            if len(data):
+                content.add_buffer(offset, data, STABLE)
+        keep.extend(objects)
+        files.append(SaveFile(str(path), file.table_offset, content))
+        sealed.append(file)
+    return files, sealed
+
+
+def _resolve_object(planner: SavePlanner, item: WriteItem) -> memoryview:
+    data = planner.resolve_data(item)
+    if not isinstance(data, io.BytesIO):
+        raise DataStatesError(
+            f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}; its plan says BYTE_IO"
+        )
+    return data.getbuffer()
+
+
+def _add_tensors(
+    content: Transfer,
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    entries: Sequence[TensorEntry],
+    snapshot: Snapshot | None,
+    keep: list[Any],
+) -> None:
+    columns = _Columns()
+    for entry in entries:
+        tensor = _resolve_tensor(planner, items[entry.item], entry)
+        keep.append(tensor)
+        if not entry.nbytes:
+            continue
+        address = tensor.data_ptr()
+        group = STABLE if snapshot is None else snapshot.group_of(address, entry.nbytes)
+        if tensor.is_contiguous():
+            columns.offsets.append(entry.offset)
+            columns.sizes.append(entry.nbytes)
+            columns.addresses.append(address)
+            columns.groups.append(group)
+        else:
+            add_region(content, entry.offset, tensor, entry.nbytes, group)
+    content.add_many(columns.offsets, columns.sizes, columns.addresses, columns.groups)
+
+
+def _resolve_tensor(planner: SavePlanner, item: WriteItem, entry: TensorEntry) -> torch.Tensor:
+    """The host tensor with the bytes that ``entry`` describes."""
+    data = planner.resolve_data(item)
+    name = item.index.fqn
+    if not isinstance(data, torch.Tensor):
+        raise DataStatesError(
+            f"the planner resolved {name!r} to a {type(data).__name__}; its plan says tensor"
+        )
+    tensor = local_tensor(data).detach()
+    check_storable(tensor, name)
+    if tuple(tensor.shape) != entry.sizes or tensor.dtype != entry.dtype:
+        raise DataStatesError(
+            f"the planner resolved {name!r} to {tensor.dtype} {tuple(tensor.shape)}; its plan says "
+            f"{entry.dtype} {entry.sizes}: a planner that transforms data must plan what it returns"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_cpu else tensor.cpu()
+
+
+def _results(
+    items: Sequence[WriteItem],
+    layouts: Sequence[FileLayout],
+    sealed: Sequence[SealedFile],
+    attempt: Attempt,
+) -> list[WriteResult]:
+    results = []
+    for layout, file in zip(layouts, sealed, strict=True):
+        path = f"{attempt.name}/{layout.name}"
+        record = FileRecord(path, file.nbytes, file.table_offset)
+        first = items[(layout.tensors or layout.objects)[0].item]
+        results.append(WriteResult(first.index, file.nbytes, record))
+        for entry in layout.tensors:
+            info = _StorageInfo(path, entry.offset, entry.nbytes)
+            results.append(WriteResult(items[entry.item].index, entry.nbytes, info))
+        for element, offset, size in zip(
+            layout.objects, file.object_offsets, file.object_sizes, strict=True
+        ):
+            info = _StorageInfo(path, offset, size)
+            results.append(WriteResult(items[element.item].index, size, info))
+    return results

@@ -1,0 +1,47 @@
+#include "fault.h"
+
+#include <array>
+#include <cstring>
+
+namespace datastates {
+namespace {
+
+std::string system_words(int error) {
+    // strerror_r, because the categories of <system_error> are static objects, which a thread must
+    // not need while the process exits. (GNU's variant, which returns the text.)
+    std::array<char, 128> buffer{};
+    return strerror_r(error, buffer.data(), buffer.size());
+}
+
+}  // namespace
+
+std::string_view kind_name(FaultKind kind) {
+    switch (kind) {
+        case FaultKind::kIo:
+            return "io";
+        case FaultKind::kCorrupt:
+            return "corrupt";
+        case FaultKind::kCancelled:
+            return "cancelled";
+        case FaultKind::kShutdown:
+            return "shutdown";
+    }
+    return "io";
+}
+
+std::string describe(const Fault& fault) {
+    if (fault.kind == FaultKind::kCancelled) return "the job was cancelled";
+    if (fault.kind == FaultKind::kShutdown) return "the engine was shut down";
+    std::string text = fault.operation;
+    if (!fault.path.empty()) text += " of '" + fault.path + "'";
+    text += " failed at offset " + std::to_string(fault.offset) + ": ";
+    if (fault.error != 0) {
+        text += system_words(fault.error) + " (errno " + std::to_string(fault.error) + ")";
+        if (!fault.detail.empty()) text += ", " + fault.detail;
+    } else {
+        text += fault.detail.empty() ? "the file is shorter than expected" : fault.detail;
+    }
+    return text;
+}
+
+}  // namespace datastates

@@ -1,0 +1,36 @@
+// Why a job failed, as a value: it crosses threads, and Python decides what to raise.
+
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+namespace datastates {
+
+enum class FaultKind : std::uint8_t {
+    kIo,         ///< the system refused; `error` says why (0: the file ended too early)
+    kCorrupt,    ///< stored bytes are not what was written
+    kCancelled,  ///< the caller asked for it
+    kShutdown,   ///< the engine was shut down
+};
+
+struct Fault {
+    FaultKind kind = FaultKind::kIo;
+    int error = 0;
+    std::string path;
+    std::uint64_t offset = 0;
+    std::string operation;
+    std::string detail;  ///< what `error` does not say
+};
+
+/// The outcome of a step that has nothing to return but its failure.
+using MaybeFault = std::optional<Fault>;
+
+std::string_view kind_name(FaultKind kind);
+
+/// All of it in a sentence.
+std::string describe(const Fault& fault);
+
+}  // namespace datastates

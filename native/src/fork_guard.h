@@ -1,0 +1,50 @@
+// What a forked child must not do: touch locks, threads or condition variables that it has only as
+// copies of its parent's, in whatever state the fork caught them.
+
+#pragma once
+
+#include <memory>
+#include <utility>
+
+namespace datastates {
+
+/// How many forks lie between this process and the one that first asked. Counted by a handler of
+/// pthread_atfork (a process id would not do: in a new pid namespace both may be 1).
+unsigned fork_generation();
+
+/// A shared object that belongs to the process that made it. In a forked child it is neither used
+/// nor destroyed: it leaks, because even a condition variable's destructor may wait for ever for
+/// waiters that exist only in the parent.
+template <typename T>
+class ProcessBound {
+  public:
+    ProcessBound() : ProcessBound(nullptr) {}
+    explicit ProcessBound(std::shared_ptr<T> object)
+        : object_(std::move(object)), generation_(fork_generation()) {}
+    ProcessBound(const ProcessBound&) = delete;
+    ProcessBound& operator=(const ProcessBound&) = delete;
+    ProcessBound(ProcessBound&&) = delete;
+    ProcessBound& operator=(ProcessBound&&) = delete;
+    ~ProcessBound() {
+        if (here()) std::destroy_at(&object_);
+    }
+
+    /// True in the process that made it.
+    [[nodiscard]] bool here() const { return generation_ == fork_generation(); }
+
+    /// The object, or null in a forked child.
+    [[nodiscard]] std::shared_ptr<T> get() const { return here() ? object_ : nullptr; }
+
+    /// Gives the object up (in a forked child: leaks it).
+    void reset() {
+        if (here()) object_.reset();
+    }
+
+  private:
+    union {
+        std::shared_ptr<T> object_;  // in a union, so that the destructor above decides
+    };
+    unsigned generation_;
+};
+
+}  // namespace datastates

@@ -1,0 +1,32 @@
+"""Fixtures for all tests; puts ``tests/`` on the path, so that ``support`` is found by ranks as well."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from support.ranks import agree, close_pool
+
+
+@pytest.fixture
+def shared_dir(tmp_path: Path) -> Path:
+    """A fresh directory that all ranks see."""
+    return Path(agree(str(tmp_path)))
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_cached() -> Iterator[None]:
+    """Stock planners cache plans in class attributes; no test sees another's."""
+    yield
+    from support.planners import forget_cached_plans
+
+    forget_cached_plans()
+
+
+def pytest_sessionfinish() -> None:
+    close_pool()

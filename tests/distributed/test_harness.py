@@ -1,0 +1,88 @@
+"""The harness itself: what it must report, and that it survives what tests do to it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import RankFailure, ranks, run_on_ranks, under_torchrun
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+own_pool = pytest.mark.skipif(under_torchrun(), reason="would kill a rank that torchrun started")
+
+
+@ranks(4)
+def test_every_rank_runs_in_one_group():
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size() == 4
+
+
+@ranks(2)
+def test_a_smaller_world_is_a_whole_world():
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    assert dist.get_world_size() == 2
+    assert sharded.full_tensor().tolist() == list(range(6))
+
+
+@ranks(4)
+@pytest.mark.parametrize("repetition", range(2))
+def test_meshes_of_an_earlier_test_leave_nothing_behind(repetition):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    sharded = distribute_tensor(torch.arange(8.0), mesh["a"], [Shard(0)])
+    assert (sharded * 2).full_tensor().tolist() == [2.0 * n for n in range(8)]
+
+
+def _rank_one_fails():
+    if dist.get_rank() == 1:
+        raise ValueError("the words of rank one")
+
+
+def test_a_failure_names_the_rank_and_shows_its_traceback():
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(2, _rank_one_fails, timeout=60)
+    assert "rank 1 of 2" in str(caught.value)
+    assert "ValueError: the words of rank one" in str(caught.value)
+
+
+def _all_skip():
+    pytest.skip("not today")
+
+
+def test_a_skip_on_the_ranks_is_a_skip():
+    with pytest.raises(pytest.skip.Exception, match="not today"):
+        run_on_ranks(2, _all_skip)
+
+
+def _rank_zero_dies():
+    if dist.get_rank() == 0:
+        os._exit(7)
+
+
+@own_pool
+def test_a_crash_is_reported_and_the_next_test_gets_fresh_ranks():
+    with pytest.raises(RankFailure, match="exit code 7"):
+        run_on_ranks(2, _rank_zero_dies, timeout=60)
+    run_on_ranks(2, _nothing)
+
+
+def _rank_one_sleeps():
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+@own_pool
+def test_a_hang_ends_with_the_stacks_of_who_hangs():
+    with pytest.raises(RankFailure, match="_rank_one_sleeps") as caught:
+        run_on_ranks(2, _rank_one_sleeps, timeout=4)
+    assert "rank 1 of 2" in str(caught.value)
+    run_on_ranks(2, _nothing)
+
+
+def _nothing():
+    pass

@@ -1,0 +1,208 @@
+"""Saving, loading and comparing, as the tests say it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.tensor import DTensor
+
+from dcp_datastates import DataStatesReader, DataStatesWriter
+
+__all__ = [
+    "CACHE",
+    "assert_same",
+    "async_save",
+    "attempts",
+    "bits",
+    "causes",
+    "clone",
+    "committed",
+    "load",
+    "load_everything",
+    "raises",
+    "save",
+    "writer",
+    "zeros",
+]
+
+CACHE = "64MiB"
+"""Host cache of most tests: many processes run them at once."""
+
+RESULT_SECONDS = 60
+
+
+def writer(path: Path | str | None = None, **options: Any) -> DataStatesWriter:
+    return DataStatesWriter(path, **{"host_cache_size": CACHE, **options})
+
+
+def save(state: Mapping[str, Any], path: Path | str, *, planner: Any = None, **options: Any) -> None:
+    """``dcp.save`` with a writer of its own."""
+    with _quiet():
+        dcp.save(dict(state), storage_writer=writer(path, **options), planner=planner)
+
+
+def async_save(
+    state: Mapping[str, Any],
+    path: Path | str | None,
+    *,
+    by: DataStatesWriter | None = None,
+    planner: Any = None,
+    group: Any = None,
+    checkpoint_id: Any = None,
+    **options: Any,
+) -> Future[Any]:
+    """``dcp.async_save``, by the writer given or one of its own; its future."""
+    with _quiet():
+        future = dcp.async_save(
+            dict(state),
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer(path, **options) if by is None else by,
+            planner=planner,
+            process_group=group,
+        )
+    assert isinstance(future, Future), "async_save must return a plain Future"
+    return future
+
+
+def load(
+    state: dict[str, Any], path: Path | str, *, planner: Any = None, **options: Any
+) -> dict[str, Any]:
+    """``dcp.load`` into ``state``, and ``state``. Collective only where a default group exists."""
+    with _quiet():
+        dcp.load(state, storage_reader=DataStatesReader(path, **options), planner=planner)
+    return state
+
+
+def load_everything(path: Path | str, reader: Any = None) -> dict[str, Any]:
+    """The whole checkpoint, with no template, in this process alone."""
+    found: dict[str, Any] = {}
+    with _quiet():
+        _load_state_dict(
+            found,
+            storage_reader=DataStatesReader(path) if reader is None else reader,
+            planner=_EmptyStateDictLoadPlanner(),
+            no_dist=True,
+        )
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield
+
+
+def committed(path: Path | str) -> bool:
+    return Path(path, ".metadata").is_file()
+
+
+def attempts(path: Path | str) -> list[Path]:
+    """The directories of attempts at ``path``, in the order of their names."""
+    return sorted(entry for entry in Path(path).iterdir() if entry.is_dir())
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The errors that DCP wrapped, of every rank; or just ``error``."""
+    if isinstance(error, CheckpointException):
+        return [cause for wrapped in error.failures.values() for cause in causes(wrapped[0])]
+    return [error]
+
+
+@contextlib.contextmanager
+def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
+    """The block raises a ``kind``, bare or wrapped by DCP, whose message has all of ``words``."""
+    with pytest.raises((Exception, CheckpointException)) as caught:
+        yield
+    found = [cause for cause in causes(caught.value) if isinstance(cause, kind)]
+    if not found:
+        raise AssertionError(
+            f"expected {kind.__name__}, got {[repr(cause) for cause in causes(caught.value)]}"
+        ) from caught.value
+    for word in words:
+        assert word in str(found[0]), f"{word!r} is not in the message: {found[0]}"
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The dense bytes of a tensor (of a DTensor: of the local shard), so that NaNs compare as well."""
+    dense = local(tensor.detach()).resolve_conj().resolve_neg().contiguous()
+    return bytes(dense.view(-1).view(torch.uint8).numpy()) if dense.numel() else b""
+
+
+def _mapped(value: Any, function: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(element, function) for key, element in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_mapped(element, function) for element in value)
+    return value
+
+
+def clone(state: Any) -> Any:
+    """A deep copy of all tensors, bit for bit."""
+    return _mapped(state, lambda tensor: tensor.detach().clone())
+
+
+def zeros(state: Any) -> Any:
+    """A template to load into: the same shapes and dtypes, contiguous, nothing of the values."""
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, DTensor):
+            return torch.zeros_like(tensor.detach())
+        result = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if result.numel():
+            result.view(-1).view(torch.uint8).zero_()
+        return result
+
+    return _mapped(state, empty)
+
+
+def assert_same(found: Any, expected: Any, name: str = "state") -> None:
+    """The same structure, shapes and dtypes, and the same bits in every tensor."""
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor), f"{name} is a {type(found).__name__}"
+        assert found.dtype == expected.dtype, f"{name}: {found.dtype}, not {expected.dtype}"
+        assert found.shape == expected.shape, f"{name}: {found.shape}, not {expected.shape}"
+        if bits(found) != bits(expected):
+            pairs = zip(bits(found), bits(expected), strict=True)
+            wrong = [place for place, (a, b) in enumerate(pairs) if a != b]
+            raise AssertionError(
+                f"{name}: {len(wrong)} of {len(bits(expected))} bytes differ, first at {wrong[0]}"
+            )
+    elif isinstance(expected, Mapping):
+        assert isinstance(found, Mapping), f"{name} is a {type(found).__name__}"
+        assert set(found) == set(expected), f"{name}: keys {set(found) ^ set(expected)} differ"
+        for key, value in expected.items():
+            assert_same(found[key], value, f"{name}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected), f"{name} is a {type(found).__name__}"
+        assert len(found) == len(expected), f"{name}: length {len(found)}, not {len(expected)}"
+        for position, value in enumerate(expected):
+            assert_same(found[position], value, f"{name}[{position}]")
+    else:
+        assert found == expected, f"{name}: {found!r}, not {expected!r}"
+
+

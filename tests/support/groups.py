@@ -1,0 +1,35 @@
+"""Process groups that come and go within one process, one default group per test."""
+
+from __future__ import annotations
+
+import gc
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+__all__ = ["destroy", "initialize", "own_group"]
+
+
+def initialize(store: Any, rank: int, world: int, timeout: float) -> None:
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+
+
+def destroy() -> None:
+    """End the default group and forget what torch cached about meshes over it."""
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
+    clear_native = getattr(dist.tensor._dispatch, "clear_sharding_propagator_cache", None)
+    if clear_native is not None:
+        clear_native()
+
+
+def own_group() -> dist.ProcessGroup:
+    """A gloo group for checkpoints alone: DCP must not share the one that training uses."""
+    return dist.new_group(backend="gloo")

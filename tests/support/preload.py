@@ -1,0 +1,8 @@
+"""What every rank imports, once, in the server that ranks are forked from. No threads start here."""
+
+import pytest  # noqa: F401
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel  # noqa: F401
