@@ -40,7 +40,7 @@ class Save:
         return self._ended - self.called
 
     def gate_seconds(self) -> float:
-        """After the commit: seconds that ``optimizer.step()`` itself waited for the save."""
+        """Once, after the commit: seconds that ``optimizer.step()`` itself waited for the save."""
         return 0.0
 
 
@@ -123,6 +123,7 @@ class DataStatesSave(Save):
     def gate_seconds(self) -> float:
         statistics = self._writer.last_save
         assert statistics is not None
+        self._writer.close()
         return statistics.gate_seconds
 
 

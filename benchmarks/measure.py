@@ -63,9 +63,7 @@ def measure_without_save(workload: Workload, situation: Situation) -> float:
     return time.perf_counter() - begun
 
 
-def _iterate(
-    workload: Workload, situation: Situation, before_step: Callable[[], float]
-) -> float:
+def _iterate(workload: Workload, situation: Situation, before_step: Callable[[], float]) -> float:
     """One iteration; seconds that ``before_step`` waited."""
     if situation == "idle":
         return 0.0

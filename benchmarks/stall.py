@@ -52,6 +52,9 @@ def run(directory: Path, state_bytes: int, repeats: int, threads: int, log: Cons
     makers = (stock_contenders, DataStatesContender(roomy), DataStatesContender(_SMALL_CACHE))
     workers = [Worker(context, maker, state_bytes, threads) for maker in makers]
     results.nbytes = workers[0].nbytes
+    names = [name for worker in workers for name in worker.names]
+    for situation in SITUATIONS:
+        results.samples[situation] = {name: [] for name in names}
     turns = [(worker, index) for worker in workers for index in range(len(worker.names))]
     for repeat in range(repeats + 1):  # the first is a warm-up
         log.print(f"repeat {repeat} of {repeats}" if repeat else "warm-up")
@@ -61,8 +64,7 @@ def run(directory: Path, state_bytes: int, repeats: int, threads: int, log: Cons
             for worker, index in turns[repeat % len(turns) :] + turns[: repeat % len(turns)]:
                 sample = worker.measure(index, situation, directory / "checkpoint")
                 if repeat:
-                    of_situation = results.samples.setdefault(situation, {})
-                    of_situation.setdefault(worker.names[index], []).append(sample)
+                    results.samples[situation][worker.names[index]].append(sample)
             if repeat and situation != "idle":
                 seconds = workers[0].measure_without_save(situation)
                 results.without_save.setdefault(situation, []).append(seconds)
@@ -99,7 +101,15 @@ def _situation_table(
         title += f" (the iteration without a save: {without * 1e3:.0f} ms)"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("writer")
-    columns = ["async_save ms", "gate ms", "stall ms", "ratio", "iteration ms", "commit ms", "ratio"]
+    columns = [
+        "async_save ms",
+        "gate ms",
+        "stall ms",
+        "ratio",
+        "iteration ms",
+        "commit ms",
+        "ratio",
+    ]
     for column in [*columns, "GB/s", "of raw"]:
         table.add_column(column, justify="right")
     rows = {name: _medians(samples) for name, samples in by_name.items()}

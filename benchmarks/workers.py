@@ -80,9 +80,7 @@ class Worker:
         return answer
 
 
-def _serve(
-    connection: Connection, make: Contenders, state_bytes: int, threads: int
-) -> None:
+def _serve(connection: Connection, make: Contenders, state_bytes: int, threads: int) -> None:
     torch.set_num_threads(threads)
     contenders = make()
     workload = Workload(state_bytes)

@@ -52,7 +52,7 @@ class Workload:
     def state_dict(self) -> dict[str, Any]:
         """The live tensors, by name; what :func:`torch.distributed.checkpoint.async_save` is given."""
         optimizer = {
-            name: {key: value for key, value in self.optimizer.state[parameter].items()}
+            name: dict(self.optimizer.state[parameter])
             for name, parameter in self.model.named_parameters()
         }
         return {"model": dict(self.model.state_dict()), "optimizer": optimizer}

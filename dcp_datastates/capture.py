@@ -49,6 +49,10 @@ _PLAIN: Final = {
 }
 
 
+def _is_wrapper(tensor: Any) -> bool:
+    return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
+
+
 def check_storable(tensor: torch.Tensor, name: str) -> None:
     """Raise :class:`UnsupportedTensorError` unless ``tensor`` is dense strided memory on a device."""
     if tensor.is_quantized:
@@ -57,7 +61,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         reason, way_out = f"of layout {tensor.layout}", "convert it to_dense(), or save its parts"
     elif tensor.device.type == "meta":
         reason, way_out = "on the meta device and has no data", "materialize it before saving"
-    elif type(tensor) is not DTensor and is_traceable_wrapper_subclass(tensor):
+    elif _is_wrapper(tensor):
         reason = f"a {type(tensor).__name__}, which wraps other tensors"
         way_out = "save the tensors inside it"
     else:
@@ -115,6 +119,7 @@ class Capture:
 
 
 def _over(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A dense tensor over ``buffer`` at ``offset``, with the shape and dtype of ``like``."""
     shape = like.shape
     strides, step = [], 1
     for size in reversed(shape):
@@ -127,7 +132,7 @@ def _over(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor
         (buffer.storage_offset() + offset) // element,
         shape,
         strides[::-1],
-    )  # type: ignore[no-any-return, call-overload]
+    )
 
 
 def capture(

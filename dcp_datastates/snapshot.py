@@ -38,6 +38,9 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.1
 """How often a waiting gate looks whether the thread it waits for still exists."""
 
+_YIELD_SECONDS: Final = 0.002
+"""How long DCP's thread leaves the GIL to the training thread before it begins to plan."""
+
 _BEGIN_SECONDS: Final = 60.0
 """A snapshot that no thread has begun to save for this long is given up."""
 
@@ -127,6 +130,7 @@ class Snapshot:
         self._job: SaveJob | None = None
         self._failure: BaseException | None = None
         self._settled = False
+        self._wanted = threading.Event()  # set when somebody waits for the reads
         self._handed_over = threading.Event()  # set when _job or _failure is
         self.captured.set_running_or_notify_cancel()
 
@@ -173,6 +177,7 @@ class Snapshot:
     def open_window(self) -> None:
         """Let the deferred reads start. Never waits."""
         self._window.open()
+        self._wanted.set()
 
     @property
     def window(self) -> Window:
@@ -237,7 +242,7 @@ class Snapshot:
         if not portions:
             return
         began = time.perf_counter()
-        self._window.open()
+        self.open_window()
         self._await_hand_over()
         try:
             for portion in portions:
@@ -301,6 +306,9 @@ class Snapshot:
     def begin(self) -> dict[Any, Any]:
         """The state at the call; the current thread becomes the one that saves it."""
         self._thread = threading.current_thread()
+        # DCP's planning would hold the GIL for a whole switch interval (5 ms) as soon as this thread
+        # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
+        self._wanted.wait(_YIELD_SECONDS)
         capture = self._capture
         if capture is None:
             raise SaveAbandonedError("this snapshot was given up before DCP began to save it")

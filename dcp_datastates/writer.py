@@ -211,7 +211,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._check_open()
         if self._path is not None:
             self._check_overwrite(self._path)
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise ConfigurationError(
                 "async_save was called while a CUDA graph is being captured; call it outside"
             )
@@ -345,7 +345,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._over_unless_dcp_thread(save)
         return future
 
-    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:  # type: ignore[override]
+    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Coordinator: every rank's bytes are durable; commit."""
         save = self._save()
         assert save.attempt is not None

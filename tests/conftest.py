@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,14 @@ def _no_plans_cached() -> Iterator[None]:
     from support.planners import forget_cached_plans
 
     forget_cached_plans()
+
+
+@pytest.fixture(autouse=True)
+def _quiet_dcp() -> None:
+    """DCP logs each of its functions at DEBUG, which would bury every report of a failure."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.endswith("dcp_logger"):
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def pytest_sessionfinish() -> None:

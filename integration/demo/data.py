@@ -51,7 +51,10 @@ class Batches:
         last = len(self._text) - self._context - 1
         starts = torch.randint(last, (self._batch,), generator=generator)
         windows = torch.stack(
-            [self._text[start : start + self._context + 1] for start in starts[rank::world].tolist()]
+            [
+                self._text[start : start + self._context + 1]
+                for start in starts[rank::world].tolist()
+            ]
         ).long()
         return windows[:, :-1], windows[:, 1:]
 

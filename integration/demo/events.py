@@ -68,9 +68,7 @@ class Killed:
 
 
 Event: TypeAlias = Begun | Stepped | Saved | Killed
-_KINDS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (Begun, Stepped, Saved, Killed)
-}
+_KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in (Begun, Stepped, Saved, Killed)}
 
 
 def emit(event: Event) -> None:

@@ -30,9 +30,7 @@ def report_losses(journal: Journal, console: Console) -> None:
     for iteration, step in resumed.items():
         expected = uninterrupted[iteration].loss
         difference = _relative(step.loss, expected)
-        table.add_row(
-            str(iteration), f"{expected:.6f}", f"{step.loss:.6f}", f"{difference:.1e}"
-        )
+        table.add_row(str(iteration), f"{expected:.6f}", f"{step.loss:.6f}", f"{difference:.1e}")
     console.print(table)
 
     for name, phase in (("killed", "datastates"), ("resumed", "resumed")):
@@ -64,15 +62,14 @@ def report_stalls(journal: Journal, console: Console) -> None:
     for column in ("FileSystemWriter", "DataStatesWriter", "ratio"):
         table.add_column(column, justify="right")
 
-    def row(name: str, unit: str, stock_value: float, our_value: float, ratio: float) -> None:
-        table.add_row(
-            name, f"{stock_value:.2f} {unit}", f"{our_value:.2f} {unit}", f"{ratio:.1f} x"
-        )
+    def row(name: str, unit: str, theirs: float, mine: float, ratio: float | None) -> None:
+        shown = "" if ratio is None else f"{ratio:.1f} x"
+        table.add_row(name, f"{theirs:.2f} {unit}", f"{mine:.2f} {unit}", shown)
 
     def durations(name: str, seconds: Callable[[Saved], float]) -> None:
         theirs = 1e3 * median(map(seconds, stock.saves.values()))
         mine = 1e3 * median(map(seconds, ours.saves.values()))
-        row(name, "ms", theirs, mine, _ratio(theirs, mine))
+        row(name, "ms", theirs, mine, theirs / mine if theirs and mine else None)
 
     durations("stall: async_save + gate", lambda saved: saved.stall_seconds)
     durations("   in async_save", lambda saved: saved.call_seconds)
@@ -80,9 +77,9 @@ def report_stalls(journal: Journal, console: Console) -> None:
     durations("waiting for the save before", lambda saved: saved.wait_seconds)
     durations("from the call to the commit", lambda saved: saved.commit_seconds)
     theirs, mine = _rate(stock.saves.values()), _rate(ours.saves.values())
-    row("writing", "GB/s", theirs, mine, _ratio(mine, theirs))
+    row("writing", "GB/s", theirs, mine, mine / theirs)
     theirs, mine = _iteration(stock), _iteration(ours)
-    row("iteration, all stalls included", "ms", theirs, mine, _ratio(theirs, mine))
+    row("iteration with its stalls", "ms", theirs, mine, theirs / mine)
     console.print(table)
 
 
@@ -101,7 +98,3 @@ def _iteration(phase: PhaseJournal) -> float:
 
 def _relative(value: float, expected: float) -> float:
     return abs(value - expected) / abs(expected)
-
-
-def _ratio(larger: float, smaller: float) -> float:
-    return larger / smaller if smaller else float("inf")

@@ -94,9 +94,11 @@ def run(root: Path, iterations: int, console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=14, help="of the uninterrupted run")
+    parser.add_argument("--iterations", type=int, default=12, help="of the uninterrupted run")
     parser.add_argument(
-        "--dir", type=Path, help="where to put the checkpoints (a new directory there, removed after)"
+        "--dir",
+        type=Path,
+        help="where to put the checkpoints (a new directory there, removed after)",
     )
     arguments = parser.parse_args()
     if arguments.iterations < 8:

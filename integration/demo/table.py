@@ -74,3 +74,4 @@ class LiveTable:
         if self._live:
             self._live.stop()
             self._live = None
+            self._console.print()

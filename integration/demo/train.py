@@ -47,9 +47,7 @@ class Job:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda done: min(1.0, (done + 1) / WARM_UP)
         )
-        self.batches = Batches(
-            standard_library(), batch=GLOBAL_BATCH, context=CONTEXT, seed=SEED
-        )
+        self.batches = Batches(standard_library(), batch=GLOBAL_BATCH, context=CONTEXT, seed=SEED)
         self.state = TrainingState(self.model, self.optimizer, self.schedule, self.batches)
         self._data_parallel = mesh["dp"]
 

@@ -1,0 +1,103 @@
+// Copies between host memory and positions of one byte stream: the list, and its sorted form.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "box.h"
+#include "sizes.h"
+
+namespace datastates {
+
+using Group = std::int64_t;
+
+/// Means every group, where a caller names one.
+inline constexpr Group kEveryGroup = -1;
+
+/// Where a region may be copied to or from.
+enum class Access : std::uint8_t { kReadWrite, kReadOnly };
+
+/// One copy: stream bytes [offset, end), or those of them that `box` has, and memory.
+struct Region {
+    std::uint64_t offset = 0;
+    std::uint64_t end = 0;
+    std::byte* address = nullptr;
+    Group group = 0;
+    std::shared_ptr<const Box> box;  ///< null: all bytes, contiguous in memory
+    Access access = Access::kReadWrite;
+
+    [[nodiscard]] std::uint64_t nbytes() const { return box ? box->nbytes() : end - offset; }
+
+    /// Copies what lies in `part` of the stream, of which `stream` has the first byte.
+    std::uint64_t copy(Direction direction, Range part, std::byte* stream) const;
+
+    /// True if a byte of `part` of the stream is this region's.
+    [[nodiscard]] bool touches(Range part) const;
+};
+
+/// A list of copies under construction. Arguments that make no sense throw std::invalid_argument.
+class Transfer {
+  public:
+    void add(std::uint64_t offset, std::uint64_t nbytes, std::byte* address, Group group,
+             Access access = Access::kReadWrite);
+    void add_strided(std::uint64_t offset, std::uint64_t itemsize, std::span<const Axis> axes,
+                     std::byte* address, Group group);
+    void reserve(std::size_t more) { regions_.reserve(regions_.size() + more); }
+
+    [[nodiscard]] std::uint64_t nbytes() const { return nbytes_; }
+    [[nodiscard]] const std::vector<Region>& regions() const { return regions_; }
+
+  private:
+    void append(Region region);
+
+    std::vector<Region> regions_;  // none of them empty
+    std::uint64_t nbytes_ = 0;
+};
+
+/// The copies of one stream, sorted and checked. Immutable, so any thread may read it.
+class StreamContent {
+  public:
+    /// Throws std::invalid_argument if two regions overlap in the stream.
+    explicit StreamContent(const Transfer& transfer);
+
+    [[nodiscard]] const std::vector<Region>& regions() const { return regions_; }
+    [[nodiscard]] std::uint64_t nbytes() const { return nbytes_; }
+
+    /// One past the last byte that a region covers (0: none).
+    [[nodiscard]] std::uint64_t end() const { return reach_.empty() ? 0 : reach_.back(); }
+
+    /// True if some region's memory must not be written.
+    [[nodiscard]] bool has_read_only() const;
+
+    /// The regions whose span meets `part`, and perhaps some that do not.
+    [[nodiscard]] std::span<const Region> near(Range part) const;
+
+    /// Bytes of one group that a call copied.
+    struct GroupBytes {
+        Group group = 0;
+        std::uint64_t nbytes = 0;
+    };
+
+    /// Fills `out` with `part` of the stream: the regions' bytes, and zeros where there are none.
+    [[nodiscard]] std::vector<GroupBytes> fill(Range part, std::byte* out) const;
+
+    /// Copies `part` in either direction, leaving alone what no region covers.
+    void copy(Direction direction, Range part, std::byte* stream) const;
+
+    /// True if some region has a byte in `part`.
+    [[nodiscard]] bool touches(Range part) const;
+
+  private:
+    void check_overlaps() const;
+
+    std::vector<Region> regions_;       // by offset
+    std::vector<std::uint64_t> reach_;  // largest end among regions_[0..i]: grows with i
+    std::uint64_t nbytes_ = 0;
+};
+
+}  // namespace datastates

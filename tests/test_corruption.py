@@ -1,0 +1,175 @@
+"""Damage is seen: a load gives the right bytes or an error that names the file, never wrong weights."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import struct
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import assert_same, load, load_everything, raises, save, zeros
+from support.files import crc32c, data_files, flip_bit, read_file
+from support.states import filled
+
+from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, DataStatesError
+
+STATE = {
+    "a": filled((700_000,), torch.float32, 1),
+    "b": filled((33, 17), torch.bfloat16, 2),
+    "c": filled((3_000_001,), torch.uint8, 3),
+    "scalar": filled((), torch.float64, 4),
+}
+OBJECT = {"object": {"text": "t" * 50_000}}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save({**STATE, **OBJECT}, tmp_path)
+    assert_same(load_everything(tmp_path), {**STATE, **OBJECT})
+    return tmp_path
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_in_a_data_file_is_seen(seed, checkpoint):
+    (path,) = data_files(checkpoint)
+    chance = random.Random(seed)
+    offset = chance.randrange(path.stat().st_size)
+    flip_bit(path, offset, chance.randrange(8))
+    with raises(CheckpointCorruptError, path.name):
+        load_everything(checkpoint)
+
+
+@pytest.mark.parametrize("name", [*STATE, "object"])
+def test_a_flipped_bit_is_seen_by_a_load_of_just_the_tensor_it_is_in(name, checkpoint):
+    (path,) = data_files(checkpoint)
+    begin, end = read_file(path).span(name)
+    flip_bit(path, (begin + end) // 2, 5)
+    target = {name: torch.zeros_like(STATE[name])} if name in STATE else {"object": {"text": ""}}
+    with raises(CheckpointCorruptError, path.name):
+        load(target, checkpoint)
+
+
+def test_the_error_names_the_tensor(checkpoint):
+    (path,) = data_files(checkpoint)
+    begin, _ = read_file(path).span("c")
+    flip_bit(path, begin + (2 << 20))
+    with raises(CheckpointCorruptError, path.name, "'c'"):
+        load({"c": torch.zeros_like(STATE["c"])}, checkpoint)
+
+
+def test_damage_elsewhere_does_not_stop_a_partial_load_of_sound_blocks(checkpoint):
+    (path,) = data_files(checkpoint)
+    file = read_file(path)
+    first, last = sorted((file.span("a"), file.span("c")))
+    flip_bit(path, last[1] - 1)
+    sound = "a" if file.span("a") == first else "c"
+    target = {sound: torch.zeros_like(STATE[sound])}
+    assert_same(load(target, checkpoint), {sound: STATE[sound]})
+
+
+@pytest.mark.parametrize("keep", [0, 1, 7, 8, 4095, 4096, 1 << 20, -1, -4, -5, -4096])
+def test_a_data_file_that_was_cut_short_is_seen(keep, checkpoint):
+    (path,) = data_files(checkpoint)
+    os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
+    with raises(CheckpointCorruptError, path.name):
+        load_everything(checkpoint)
+
+
+def test_a_data_file_that_grew_is_seen(checkpoint):
+    (path,) = data_files(checkpoint)
+    with path.open("ab") as file:
+        file.write(b"\0")
+    with raises(CheckpointCorruptError, path.name):
+        load_everything(checkpoint)
+
+
+def test_blocks_that_changed_places_are_seen(checkpoint):
+    (path,) = data_files(checkpoint)
+    raw = bytearray(path.read_bytes())
+    block = 1 << 20
+    raw[block : 2 * block], raw[2 * block : 3 * block] = raw[2 * block : 3 * block], raw[block : 2 * block]
+    path.write_bytes(raw)
+    with raises(CheckpointCorruptError, path.name):
+        load_everything(checkpoint)
+
+
+def test_zeros_where_data_should_be_are_seen(checkpoint):
+    (path,) = data_files(checkpoint)
+    raw = bytearray(path.read_bytes())
+    raw[1 << 20 : 2 << 20] = bytes(1 << 20)
+    path.write_bytes(raw)
+    with raises(CheckpointCorruptError, path.name):
+        load_everything(checkpoint)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_in_the_metadata_is_seen(seed, checkpoint):
+    path = checkpoint / ".metadata"
+    chance = random.Random(seed)
+    flip_bit(path, chance.randrange(path.stat().st_size), chance.randrange(8))
+    with raises(CheckpointCorruptError, ".metadata"):
+        load_everything(checkpoint)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, -1, -24, -25])
+def test_metadata_that_was_cut_short_is_seen(keep, checkpoint):
+    path = checkpoint / ".metadata"
+    os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
+    with raises(CheckpointCorruptError, ".metadata"):
+        load_everything(checkpoint)
+
+
+class _Malice:
+    def __init__(self, victim):
+        self.victim = victim
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.victim),)
+
+
+@pytest.mark.parametrize("with_trailer", [False, True])
+@pytest.mark.parametrize("where", ["all of it", "in planner_data"])
+def test_a_malicious_pickle_runs_nothing(with_trailer, where, checkpoint, tmp_path_factory):
+    victim = tmp_path_factory.mktemp("victim") / "created"
+    path = checkpoint / ".metadata"
+    good = path.read_bytes()
+    if where == "all of it":
+        malicious = pickle.dumps(_Malice(victim))
+    else:
+        metadata = pickle.loads(good)
+        metadata.planner_data["x"] = _Malice(victim)
+        malicious = pickle.dumps(metadata)
+    pickle.loads(malicious)
+    assert victim.exists(), "the pickle must be able to do harm, or this test shows nothing"
+    victim.rmdir()
+    path.write_bytes(malicious + (_trailer(malicious) if with_trailer else b""))
+    with raises((CheckpointCorruptError, CheckpointNotFoundError)):
+        load_everything(checkpoint)
+    assert not victim.exists()
+
+
+def _trailer(body: bytes) -> bytes:
+    """A trailer as the package itself would write it, from the layout that its docstring gives."""
+    head = struct.pack("<8sQI", b"DCPDST\x00\x01", len(body), crc32c(body))
+    return head + struct.pack("<I", crc32c(head))
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname"])
+def test_metadata_that_points_outside_of_the_checkpoint_is_refused(name, checkpoint):
+    path = checkpoint / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = name
+    body = pickle.dumps(metadata)
+    path.write_bytes(body + _trailer(body))
+    with raises(DataStatesError):
+        load_everything(checkpoint)
+
+
+def test_a_stock_checkpoint_is_refused_with_a_hint(tmp_path):
+    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    with raises(DataStatesError, "FileSystemReader"):
+        load(zeros({"w": torch.ones(3)}), tmp_path)

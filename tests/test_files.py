@@ -1,0 +1,157 @@
+"""The files, seen with eyes that are not the package's own: safetensors, torch, and plain Python."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from support.checkpoints import assert_same, attempts, bits, load_everything, save, zeros
+from support.files import BLOCK, crc32c, data_files, read_file
+from support.states import DTYPES, filled
+from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+NAMED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+}
+UNNAMED = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.complex128]
+
+
+def _state():
+    state = {str(dtype): filled((13, 5), dtype, n) for n, dtype in enumerate(DTYPES)}
+    state["big"] = filled((1_500_000,), torch.float32, 77)
+    state["empty"] = torch.empty(0, 3)
+    state["scalar"] = filled((), torch.float64, 78)
+    return state
+
+
+def test_safetensors_opens_each_file_and_finds_what_was_saved(tmp_path):
+    state = _state()
+    save({**state, "object": {"a": (1, 2)}}, tmp_path)
+    found = {}
+    for path in data_files(tmp_path):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                assert key not in found
+                found[key] = file.get_tensor(key)
+    for name, tensor in state.items():
+        if tensor.dtype in NAMED:
+            assert_same(found[name], tensor, name)
+        else:
+            assert bits(found[name]) == bits(tensor), name
+
+
+@pytest.mark.parametrize("dtype", UNNAMED, ids=str)
+def test_what_safetensors_cannot_name_is_bytes_with_its_dtype_noted(dtype, tmp_path):
+    tensor = filled((6, 5), dtype)
+    save({"odd": tensor}, tmp_path)
+    file = read_file(data_files(tmp_path)[0])
+    assert file.header["odd"]["dtype"] == "U8"
+    assert file.content("odd") == bits(tensor)
+    assert any(str(dtype) in note for note in file.metadata.values())
+
+
+def test_data_begin_on_a_multiple_of_4096_and_lie_densely_aligned(tmp_path):
+    save(_state(), tmp_path)
+    for path in data_files(tmp_path):
+        file = read_file(path)
+        assert file.data_start % 4096 == 0
+        spans = sorted(file.span(key) for key in file.header)
+        assert spans[0][0] == file.data_start
+        assert spans[-1][1] == len(file.raw)
+        for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+            assert begin == end, "safetensors allows no gaps and no overlaps"
+        for key, entry in file.header.items():
+            item = int("".join(filter(str.isdigit, entry["dtype"].split("_")[0])) or 8) // 8
+            assert file.span(key)[0] % item == 0, f"{key} is not aligned to its element"
+
+
+@pytest.mark.parametrize("elements", [1, 300_000, 1_000_003])
+def test_the_checksum_table_is_that_of_an_independent_crc32c(elements, tmp_path):
+    assert crc32c(b"123456789") == 0xE3069283  # the check value of RFC 3720's polynomial
+    save({"w": filled((elements,), torch.uint8), "object": "x" * 1001}, tmp_path)
+    (path,) = data_files(tmp_path)
+    file = read_file(path)
+    tables = [key for key, entry in file.header.items() if entry["dtype"] == "U32"]
+    assert len(tables) == 1
+    begin, end = file.span(tables[0])
+    assert end == len(file.raw), "the table is the last thing in the file"
+    words = struct.unpack(f"<{(end - begin) // 4}I", file.raw[begin:end])
+    covered = [file.raw[start : min(start + BLOCK, begin)] for start in range(0, begin, BLOCK)]
+    assert list(words[:-1]) == [crc32c(block) for block in covered]
+    assert words[-1] == crc32c(file.raw[begin : end - 4])
+
+
+def test_every_file_has_a_uniquely_named_checksum_table(tmp_path):
+    state = {"w": filled((10,), torch.float32)}
+    save(state, tmp_path)
+    names = [set(read_file(path).header) - {"w"} for path in data_files(tmp_path)]
+    assert all(names)
+    assert not set.intersection(*names) or len(names) == 1
+
+
+def test_metadata_is_stock_and_readable_by_plain_pickle(tmp_path):
+    state = {"a": filled((9, 4), torch.bfloat16), "nested": {"b": torch.tensor(1)}, "object": (1, 2)}
+    save(state, tmp_path)
+    with (tmp_path / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    assert type(metadata) is Metadata
+    assert set(metadata.state_dict_metadata) == {"a", "nested.b", "object"}
+    assert metadata.state_dict_metadata["a"].size == (9, 4)
+    assert metadata.planner_data["nested.b"] == ("nested", "b")
+    for index, info in metadata.storage_data.items():
+        assert type(info) is _StorageInfo
+        assert not os.path.isabs(info.relative_path)
+        raw = (tmp_path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+        if index.fqn == "a":
+            assert raw == bits(state["a"])
+
+
+def test_stock_tools_read_the_metadata(tmp_path):
+    state = {"a": torch.ones(3), "b": {"c": torch.zeros(2, 2)}}
+    save(state, tmp_path)
+    metadata = FileSystemReader(tmp_path).read_metadata()
+    assert set(metadata.state_dict_metadata) == {"a", "b.c"}
+
+
+def test_the_files_are_where_they_should_be_and_nothing_else_is(tmp_path):
+    save({"w": torch.ones(3)}, tmp_path)
+    (attempt,) = attempts(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([".metadata", attempt.name])
+    assert [entry.name for entry in attempt.iterdir()] == ["r00000-0.safetensors"]
+
+
+def test_a_moved_checkpoint_loads(tmp_path):
+    state = {"w": filled((100_000,), torch.float32), "object": {"k": 1}}
+    save(state, tmp_path / "here")
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert_same(load_everything(tmp_path / "there"), state)
+
+
+def test_the_hugging_face_reader_loads_the_attempt(tmp_path):
+    hugging_face_knows = {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
+    }
+    state = {
+        str(dtype): filled((13, 5), dtype, n) for n, dtype in enumerate(DTYPES) if dtype in hugging_face_knows
+    }
+    state["empty"] = torch.empty(0, 4)
+    save({**state, "object": (1, "two")}, tmp_path)
+    (attempt,) = attempts(tmp_path)
+    target = zeros(state)
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(attempt)), no_dist=True)
+    assert_same(target, state)
+
+
+def test_metadata_mentions_no_absolute_path(tmp_path):
+    save({"w": torch.ones(3)}, tmp_path)
+    assert str(tmp_path).encode() not in (tmp_path / ".metadata").read_bytes()

@@ -1,0 +1,208 @@
+"""What a load takes from a checkpoint: all of it, part of it, or all without a template."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import (
+    assert_same,
+    clone,
+    committed,
+    load,
+    load_everything,
+    raises,
+    save,
+    zeros,
+)
+from support.states import Opinion, filled
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from dcp_datastates import (
+    CheckpointNotFoundError,
+    DataStatesError,
+    DataStatesReader,
+    IncompatibleStateError,
+)
+
+
+def _trained():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 300), torch.nn.BatchNorm1d(300))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_model_and_optimizer_come_back_through_their_state_dicts(tmp_path):
+    model, optimizer = _trained()
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    expected = clone(state)
+    save(state, tmp_path)
+    fresh, fresh_optimizer = _trained()
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.zero_()
+    weights, moments = get_state_dict(fresh, fresh_optimizer)
+    target = {"model": weights, "optimizer": moments}
+    load(target, tmp_path)
+    set_state_dict(
+        fresh, fresh_optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"]
+    )
+    weights, moments = get_state_dict(fresh, fresh_optimizer)
+    assert_same({"model": weights, "optimizer": moments}, expected)
+
+
+def test_the_model_alone_is_loaded_from_a_checkpoint_with_optimizer_state(tmp_path):
+    model, optimizer = _trained()
+    save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
+    target = {"model": zeros(model.state_dict())}
+    load(target, tmp_path)
+    assert_same(target["model"], model.state_dict())
+
+
+def test_any_subset_is_loaded_and_the_rest_is_left_alone(tmp_path):
+    state = {f"t{n}": filled((1000 + n,), torch.float32, n) for n in range(20)}
+    save({**state, "object": Opinion("x")}, tmp_path)
+    target = zeros({name: state[name] for name in ("t3", "t17")})
+    assert_same(load(target, tmp_path), {"t3": state["t3"], "t17": state["t17"]})
+
+
+def test_the_stateful_protocol_is_honoured(tmp_path):
+    class Counter:
+        def __init__(self, value: int) -> None:
+            self.value = torch.tensor(value)
+
+        def state_dict(self):
+            return {"value": self.value}
+
+        def load_state_dict(self, state):
+            self.value = state["value"]
+
+    save({"counter": Counter(41)}, tmp_path)
+    counter = Counter(0)
+    load({"counter": counter}, tmp_path)
+    assert counter.value.item() == 41
+
+
+def test_a_key_that_was_not_saved_is_refused_by_name(tmp_path):
+    save({"present": torch.ones(2)}, tmp_path)
+    with raises((DataStatesError, RuntimeError, KeyError), "absent"):
+        load({"absent": torch.ones(2)}, tmp_path)
+
+
+def test_a_planner_that_allows_partial_loads_skips_what_was_not_saved(tmp_path):
+    save({"present": torch.ones(2)}, tmp_path)
+    target = {"present": torch.zeros(2), "absent": torch.full((2,), 7.0)}
+    load(target, tmp_path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert_same(target, {"present": torch.ones(2), "absent": torch.full((2,), 7.0)})
+
+
+def test_everything_is_loaded_without_a_template_nesting_restored(tmp_path):
+    state = {
+        "model": {"w": filled((100, 7), torch.bfloat16), "b": filled((), torch.float64)},
+        "list": [filled((5,), torch.int32), {"x": 1}],
+        "step": 12,
+    }
+    save(state, tmp_path)
+    assert_same(load_everything(tmp_path), state)
+
+
+def test_one_reader_serves_several_loads_also_from_several_threads(tmp_path):
+    state = {f"t{n}": filled((200_000,), torch.float32, n) for n in range(8)}
+    save(state, tmp_path)
+    reader = DataStatesReader(tmp_path)
+    for _ in range(2):
+        target = zeros(state)
+        dcp.load(target, storage_reader=reader, no_dist=True)
+        assert_same(target, state)
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(lambda _: load_everything(tmp_path), range(8)):
+            assert_same(found, state)
+
+
+def test_checkpoint_id_overrides_the_readers_path(tmp_path):
+    for number in (1, 2):
+        save({"n": torch.tensor(number)}, tmp_path / str(number))
+    reader = DataStatesReader(tmp_path / "1")
+    for number in (2, 1):
+        target = {"n": torch.tensor(0)}
+        dcp.load(target, checkpoint_id=tmp_path / str(number), storage_reader=reader, no_dist=True)
+        assert target["n"].item() == number
+
+
+# --- what does not fit ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4, 7), (7, 5), (28,), (4, 7, 1), (), (5, 8)])
+def test_another_shape_is_refused_by_name_and_nothing_is_written(shape, tmp_path):
+    save({"layer.weight": torch.ones(5, 7)}, tmp_path)
+    target = {"layer.weight": torch.full(shape, 3.0)}
+    with raises((IncompatibleStateError, ValueError), "layer.weight"):
+        load(target, tmp_path)
+    assert bool((target["layer.weight"] == 3).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int32, torch.bool])
+def test_another_dtype_is_refused_by_name_with_the_way_out(dtype, tmp_path):
+    save({"layer.weight": torch.ones(5, 7)}, tmp_path)
+    target = {"layer.weight": torch.zeros(5, 7, dtype=dtype)}
+    with raises(IncompatibleStateError, "layer.weight", "float32", str(dtype), "allow_cast"):
+        load(target, tmp_path)
+    assert not target["layer.weight"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_another_dtype_is_cast_when_asked_for(dtype, tmp_path):
+    saved = torch.randn(300, 1000)
+    save({"w": saved}, tmp_path)
+    target = load({"w": torch.zeros(300, 1000, dtype=dtype)}, tmp_path, allow_cast=True)
+    assert_same(target, {"w": saved.to(dtype)})
+
+
+def test_objects_can_be_refused(tmp_path):
+    save({"object": Opinion("x"), "w": torch.ones(3)}, tmp_path)
+    with raises(DataStatesError, "object", "allow_objects"):
+        load({"object": None, "w": torch.zeros(3)}, tmp_path, allow_objects=False)
+    target = {"w": torch.zeros(3)}
+    load(target, tmp_path, allow_objects=False)
+    assert_same(target, {"w": torch.ones(3)})
+
+
+# --- nothing to load --------------------------------------------------------------------------------
+
+
+def test_loading_where_nothing_is_says_so(tmp_path):
+    path = tmp_path / "nowhere"
+    with raises(CheckpointNotFoundError, "nowhere"):
+        load({"w": torch.zeros(1)}, path)
+    with raises(FileNotFoundError):
+        load({"w": torch.zeros(1)}, path)
+    assert not path.exists(), "a load must create nothing"
+
+
+def test_loading_an_empty_directory_says_that_it_is_empty(tmp_path):
+    with raises(CheckpointNotFoundError, str(tmp_path)):
+        load({"w": torch.zeros(1)}, tmp_path)
+
+
+def test_loading_an_uncommitted_save_says_that_it_was_not_committed(tmp_path):
+    save({"w": torch.ones(1)}, tmp_path)
+    (tmp_path / ".metadata").unlink()
+    assert not committed(tmp_path)
+    with raises(CheckpointNotFoundError, str(tmp_path), "commit"):
+        load({"w": torch.zeros(1)}, tmp_path)
+
+
+def test_a_missing_data_file_is_named(tmp_path):
+    save({"w": torch.ones(1)}, tmp_path)
+    file = next(tmp_path.rglob("*.safetensors"))
+    file.unlink()
+    with raises(DataStatesError, file.name):
+        load({"w": torch.zeros(1)}, tmp_path)

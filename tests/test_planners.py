@@ -1,0 +1,152 @@
+"""Any planner works: stock with cached plans, one that transforms, one that fails."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from support.checkpoints import (
+    assert_same,
+    async_save,
+    attempts,
+    committed,
+    load,
+    load_everything,
+    raises,
+    save,
+    writer,
+    zeros,
+)
+from support.planners import FailingPlanner, HalvingPlanner, PlannerRefusal
+from support.states import filled
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from dcp_datastates import engine as engine_module
+
+
+def _caching():
+    return DefaultSavePlanner(enable_plan_caching=True)
+
+
+def _number(path):
+    """The one number that fills all of a checkpoint written by ``_filled_with``."""
+    found = load_everything(path)
+    numbers = {found["object"]["n"], *found["w"].unique().tolist(), *found["s"].unique().tolist()}
+    assert len(numbers) == 1, f"{path} mixes saves: {numbers}"
+    return numbers.pop()
+
+
+def _filled_with(number):
+    return {"w": torch.full((300_000,), float(number)), "s": torch.full((3,), number), "object": {"n": number}}
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("same_planner", [True, False])
+def test_cached_plans_never_mix_saves_to_several_paths(how, same_planner, tmp_path):
+    planner = _caching()
+    for number in range(5):
+        chosen = planner if same_planner else _caching()
+        path = tmp_path / str(number)
+        if how == "save":
+            save(_filled_with(number), path, planner=chosen)
+        else:
+            async_save(_filled_with(number), path, planner=chosen).result(60)
+    assert [_number(tmp_path / str(number)) for number in range(5)] == list(range(5))
+
+
+@pytest.mark.parametrize("reuse_writer", [True, False])
+def test_cached_plans_never_mix_saves_to_one_path(reuse_writer, tmp_path):
+    ours = writer(tmp_path) if reuse_writer else None
+    planner = _caching()
+    seen = set()
+    for number in range(5):
+        async_save(_filled_with(number), tmp_path, by=ours, planner=planner).result(60)
+        assert _number(tmp_path) == number
+        names = {attempt.name for attempt in attempts(tmp_path)}
+        assert not names & seen, "an attempt's directory was used twice"
+        seen |= names
+
+
+def test_cached_plans_notice_a_changed_structure(tmp_path):
+    planner = _caching()
+    states = [
+        {"a": filled((5,), torch.float32)},
+        {"a": filled((9,), torch.float32), "b": filled((2, 2), torch.int8)},
+        {"b": filled((2, 2), torch.int16), "object": "x"},
+        {"a": filled((5,), torch.float32)},
+    ]
+    for number, state in enumerate(states):
+        save(state, tmp_path / str(number), planner=planner)
+    for number, state in enumerate(states):
+        assert_same(load_everything(tmp_path / str(number)), state)
+
+
+def test_cached_plans_carry_objects_that_grow(tmp_path):
+    planner = _caching()
+    for number in range(4):
+        save({"text": "x" * 10_000 * number, "w": torch.ones(10)}, tmp_path / str(number), planner=planner)
+    for number in range(4):
+        assert load_everything(tmp_path / str(number))["text"] == "x" * 10_000 * number
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_planner_that_transforms_decides_what_is_stored(how, tmp_path):
+    state = {"w": torch.randn(200, 500), "n": torch.arange(100_000), "tiny": torch.randn(3)}
+    if how == "save":
+        save(state, tmp_path, planner=HalvingPlanner())
+    else:
+        async_save(state, tmp_path, planner=HalvingPlanner()).result(60)
+    expected = {"w": state["w"].half(), "n": state["n"], "tiny": state["tiny"].half()}
+    assert_same(load(zeros(expected), tmp_path), expected)
+
+
+def test_a_transforming_planner_sees_the_values_at_the_call(tmp_path):
+    parameter = torch.nn.Parameter(torch.randn(300_000))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    expected = parameter.detach().clone().half()
+    future = async_save({"w": parameter}, tmp_path, planner=HalvingPlanner())
+    optimizer.step()
+    future.result(60)
+    assert_same(load({"w": torch.zeros(300_000, dtype=torch.float16)}, tmp_path), {"w": expected})
+
+
+def test_keeping_the_nesting_unflattened_works(tmp_path):
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    state = {"w": filled((100,), torch.float32), "object": {"a": {"b": 1}}}
+    save(state, tmp_path, planner=planner)
+    assert_same(load_everything(tmp_path), state)
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"],
+)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
+    parameter = torch.nn.Parameter(torch.randn(500_000))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = {"w": parameter, "small": torch.ones(4)}
+    ours = writer(read_deadline=30)
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    with raises(PlannerRefusal, where):
+        if how == "save":
+            save(state, bad, planner=FailingPlanner(where))
+        else:
+            future = async_save(state, None, by=ours, checkpoint_id=bad, planner=FailingPlanner(where))
+            optimizer.step()  # must not wait for a save that is no more
+            future.result(60)
+    assert not committed(bad)
+    expected = parameter.detach().clone()
+    future = async_save(state, None, by=ours, checkpoint_id=good)
+    optimizer.step()
+    future.result(60)
+    assert_same(load_everything(good), {"w": expected, "small": torch.ones(4)})
+    gc.collect()
+    stats = engine_module.stats()
+    assert stats is not None
+    assert stats.free_segments == stats.total_segments, "a failed save kept its host cache"

@@ -1,0 +1,235 @@
+"""Bad input is refused early, by name, with a way out."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import CACHE, async_save, attempts, committed, load, raises, save, writer
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import dcp_datastates
+from dcp_datastates import (
+    CheckpointExistsError,
+    ConfigurationError,
+    DataStatesError,
+    DataStatesReader,
+    DataStatesWriter,
+    StorageError,
+    UnsupportedTensorError,
+    parse_size,
+    track,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        (0, 0),
+        (1 << 40, 1 << 40),
+        ("512MiB", 512 << 20),
+        ("4GiB", 4 << 30),
+        ("4GB", 4_000_000_000),
+        ("4gib", 4 << 30),
+        (" 64 KiB ", 64 << 10),
+        ("1.5GiB", 3 << 29),
+        ("100", 100),
+        ("7B", 7),
+        ("2TB", 2 * 10**12),
+    ],
+)
+def test_sizes_are_understood(text, nbytes):
+    assert parse_size(text) == nbytes
+
+
+BAD_SIZES = ["", "GiB", "4 giraffes", "-1GiB", "4GiB4", "1e9", "0x10", -1, 1.5, None, True, [], "∞", "NaN"]
+
+
+@pytest.mark.parametrize("size", BAD_SIZES, ids=repr)
+def test_an_unparsable_size_is_refused(size, tmp_path):
+    with raises(ConfigurationError, repr(size), '"4GiB"'):
+        parse_size(size)
+    with raises(ConfigurationError, "host_cache_size", repr(size), '"4GiB"'):
+        DataStatesWriter(tmp_path, host_cache_size=size)
+    with raises(ValueError):
+        parse_size(size)
+
+
+@pytest.mark.parametrize("size", [0, 1, "4MiB", (32 << 20) - 1])
+def test_a_host_cache_below_a_few_segments_is_refused_with_the_minimum(size, tmp_path):
+    with raises(ConfigurationError, f"host_cache_size={size!r}", "32MiB", "4 segments"):
+        DataStatesWriter(tmp_path, host_cache_size=size)
+
+
+def test_a_host_cache_no_machine_has_is_refused_by_its_size(tmp_path):
+    with raises((DataStatesError, MemoryError), "host_cache_size"):
+        save({"w": torch.ones(1)}, tmp_path, host_cache_size="900000TB")
+    save({"w": torch.ones(1)}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "way_out"),
+    [
+        ("read_window", "forward", "'backward'"),
+        ("read_window", None, "'immediate'"),
+        ("defer", "some", "'owned'"),
+        ("defer", True, "'none'"),
+        ("read_deadline", -1, "0"),
+        ("read_deadline", float("nan"), "seconds"),
+        ("read_deadline", float("inf"), "seconds"),
+        ("read_deadline", "soon", "seconds"),
+        ("overwrite", "yes", "True"),
+        ("overwrite", None, "False"),
+    ],
+)
+def test_an_unknown_option_value_is_refused_with_the_choices(option, value, way_out, tmp_path):
+    with raises(ConfigurationError, f"{option}={value!r}", way_out):
+        DataStatesWriter(tmp_path, host_cache_size=CACHE, **{option: value})
+
+
+def test_an_unhashable_option_value_is_refused_too(tmp_path):
+    with raises(ConfigurationError, "defer=[]", "'owned'"):
+        DataStatesWriter(tmp_path, host_cache_size=CACHE, defer=[])
+
+
+def test_an_unknown_option_is_a_type_error(tmp_path):
+    with pytest.raises(TypeError, match="sync_files"):
+        DataStatesWriter(tmp_path, sync_files=True)
+
+
+def test_options_are_by_keyword_only(tmp_path):
+    with pytest.raises(TypeError):
+        DataStatesWriter(tmp_path, "4GiB")
+
+
+# --- paths ------------------------------------------------------------------------------------------
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "below"):
+        with raises(ConfigurationError, str(file), "is a file"):
+            save({"w": torch.ones(1)}, path)
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize("path", [3, b"bytes", "", ["a"]], ids=repr)
+def test_a_path_that_is_no_path_is_refused(path):
+    with raises(ConfigurationError, repr(path)):
+        DataStatesWriter(path, host_cache_size=CACHE)
+    with raises(ConfigurationError, repr(path)):
+        DataStatesReader(path)
+
+
+def test_a_url_is_refused_rather_than_made_a_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with raises(ConfigurationError, "s3://bucket/key"):
+        save({"w": torch.ones(1)}, "s3://bucket/key")
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_path_at_all_is_refused_at_the_save_with_the_way_out():
+    with raises(ConfigurationError, "path", "checkpoint_id"):
+        dcp.save({"w": torch.ones(1)}, storage_writer=writer(), no_dist=True)
+    with raises(ConfigurationError, "path", "checkpoint_id"):
+        async_save({"w": torch.ones(1)}, None).result(60)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_directory_is_refused(tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o555)
+    with raises(StorageError, str(locked)):
+        save({"w": torch.ones(1)}, locked / "c")
+
+
+def test_a_directory_on_a_read_only_file_system_is_refused():
+    with raises(StorageError, "/proc/"):
+        save({"w": torch.ones(1)}, "/proc/checkpoint")
+
+
+def test_an_existing_checkpoint_is_refused_without_overwrite(tmp_path):
+    save({"w": torch.ones(3)}, tmp_path)
+    for put in (save, lambda *a, **k: async_save(*a, **k).result(60)):
+        with raises(CheckpointExistsError, str(tmp_path), "overwrite"):
+            put({"w": torch.zeros(3)}, tmp_path, overwrite=False)
+    with raises(FileExistsError):
+        save({"w": torch.zeros(3)}, tmp_path, overwrite=False)
+    assert load({"w": torch.zeros(3)}, tmp_path)["w"].tolist() == [1, 1, 1]
+    assert len(attempts(tmp_path)) == 1
+
+
+def test_without_overwrite_a_new_path_and_an_uncommitted_one_are_saved_to(tmp_path):
+    save({"w": torch.ones(3)}, tmp_path / "new", overwrite=False)
+    (tmp_path / "new" / ".metadata").unlink()
+    save({"w": torch.ones(3)}, tmp_path / "new", overwrite=False)
+    assert committed(tmp_path / "new")
+
+
+# --- tensors ------------------------------------------------------------------------------------------
+
+UNSTORABLE = {
+    "sparse": lambda: torch.eye(5).to_sparse(),
+    "csr": lambda: torch.eye(5).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(5), 0.1, 0, torch.qint8),
+    "meta": lambda: torch.empty(5, device="meta"),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", UNSTORABLE)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_tensor_that_cannot_be_stored_is_refused_by_name(kind, how, tmp_path):
+    state = {"good": torch.ones(3), "outer": {"bad one": UNSTORABLE[kind]()}}
+    path = tmp_path / "c"
+    with raises(UnsupportedTensorError, "outer.bad one"):
+        if how == "save":
+            save(state, path)
+        else:
+            async_save(state, path).result(60)
+    assert not committed(path)
+    save({"good": torch.ones(3)}, path)
+    assert committed(path)
+
+
+def test_unsupported_tensors_are_refused_inside_async_save_not_later(tmp_path):
+    with raises(UnsupportedTensorError, "w"):
+        async_save({"w": torch.empty(5, device="meta")}, tmp_path)
+
+
+# --- ways of calling ---------------------------------------------------------------------------------
+
+
+def test_the_process_checkpointer_is_refused_with_the_way_out(tmp_path):
+    with raises((DataStatesError, TypeError), "AsyncCheckpointerType"):
+        dcp.async_save(
+            {"w": torch.ones(1)},
+            storage_writer=writer(tmp_path / "c"),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        ).result(120)
+    assert not committed(tmp_path / "c")
+
+
+def test_saving_without_collectives_is_refused(tmp_path):
+    with raises(ConfigurationError, "use_collectives"):
+        dcp.save(
+            {"w": torch.ones(1)}, storage_writer=writer(tmp_path / "c"), use_collectives=False, no_dist=True
+        )
+    assert not committed(tmp_path / "c")
+
+
+@pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), None, [torch.ones(1)], torch.optim.SGD])
+def test_only_optimizers_can_be_tracked(thing):
+    with raises(ConfigurationError, "Optimizer"):
+        track(thing)
+
+
+def test_every_error_is_a_data_states_error():
+    names = [name for name in dcp_datastates.__all__ if name.endswith("Error")]
+    assert len(names) >= 9
+    for name in names:
+        assert issubclass(getattr(dcp_datastates, name), DataStatesError)

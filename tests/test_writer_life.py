@@ -1,0 +1,215 @@
+"""A writer's life: made and never used, used once, used for every save, closed, closed again."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import (
+    assert_same,
+    async_save,
+    committed,
+    load,
+    load_everything,
+    raises,
+    save,
+    writer,
+    zeros,
+)
+from support.states import large
+
+from dcp_datastates import DataStatesError
+from dcp_datastates import engine as engine_module
+
+
+def test_a_writer_that_was_never_used_closes_silently(tmp_path, capfd, recwarn):
+    path = tmp_path / "c"
+    unused = writer(path)
+    unused.close()
+    unused.close()
+    del unused
+    writer()  # not even closed
+    gc.collect()
+    assert not path.exists()
+    assert capfd.readouterr() == ("", "")
+    assert not recwarn.list
+
+
+def test_close_drains_and_is_idempotent(tmp_path):
+    state = large(32)
+    ours = writer(tmp_path, read_deadline=0.5)
+    future = async_save(state, tmp_path, by=ours)
+    ours.close()
+    assert committed(tmp_path), "close() returned before the save in flight was committed"
+    ours.close()
+    future.result(60)
+    assert_same(load(zeros(state), tmp_path), state)
+
+
+def test_a_closed_writer_refuses_saves_by_name(tmp_path):
+    ours = writer(tmp_path)
+    ours.close()
+    with raises(DataStatesError, "close"):
+        async_save({"w": torch.ones(1)}, tmp_path, by=ours).result(60)
+    assert not committed(tmp_path)
+
+
+def test_wait_returns_when_all_saves_are_committed(tmp_path):
+    ours = writer(read_window="immediate")
+    for number in range(3):
+        async_save(large(8, seed=number), None, by=ours, checkpoint_id=tmp_path / str(number))
+    ours.wait()
+    assert all(committed(tmp_path / str(number)) for number in range(3))
+
+
+def test_wait_before_any_save_returns_at_once():
+    writer().wait()
+
+
+def test_one_writer_per_save(tmp_path):
+    for number in range(5):
+        async_save({"n": torch.tensor(number)}, tmp_path / str(number)).result(60)
+    for number in range(5):
+        assert load_everything(tmp_path / str(number))["n"].item() == number
+
+
+@pytest.mark.parametrize("window", ["backward", "immediate"])
+def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(window, tmp_path):
+    ours = writer(read_window=window, read_deadline=0.2)
+    tensor = torch.zeros(100_000)
+    futures = []
+    for number in range(6):
+        tensor.fill_(number)
+        futures.append(
+            async_save({"t": tensor, "n": number}, None, by=ours, checkpoint_id=tmp_path / str(number))
+        )
+    for future in futures:
+        future.result(60)
+    for number in range(6):
+        found = load_everything(tmp_path / str(number))
+        assert_same(found, {"t": torch.full((100_000,), float(number)), "n": number})
+
+
+def test_one_writer_serves_sync_and_async_saves_in_turn(tmp_path):
+    ours = writer()
+    for number in range(4):
+        state = {"n": torch.tensor(number)}
+        path = tmp_path / str(number)
+        if number % 2:
+            dcp.save(state, checkpoint_id=path, storage_writer=ours, no_dist=True)
+        else:
+            async_save(state, None, by=ours, checkpoint_id=path).result(60)
+        assert load_everything(path)["n"].item() == number
+
+
+def test_a_synchronous_save_does_not_take_over_an_asynchronous_one_in_flight(tmp_path):
+    ours = writer(read_deadline=1.0)
+    first = async_save({"n": torch.full((100_000,), 1.0)}, None, by=ours, checkpoint_id=tmp_path / "a")
+    dcp.save({"n": torch.full((9,), 2.0)}, checkpoint_id=tmp_path / "b", storage_writer=ours, no_dist=True)
+    first.result(60)
+    assert load_everything(tmp_path / "a")["n"].tolist() == [1.0] * 100_000
+    assert load_everything(tmp_path / "b")["n"].tolist() == [2.0] * 9
+
+
+def test_checkpoint_id_equal_to_the_path_saves_there_again(tmp_path):
+    ours = writer(tmp_path)
+    for number in range(3):
+        async_save({"n": torch.tensor(number)}, None, by=ours, checkpoint_id=tmp_path).result(60)
+        assert load_everything(tmp_path)["n"].item() == number
+
+
+def test_the_writer_given_a_path_needs_no_checkpoint_id(tmp_path):
+    dcp.save({"n": torch.tensor(5)}, storage_writer=writer(str(tmp_path)), no_dist=True)
+    assert load_everything(str(tmp_path))["n"].item() == 5
+
+
+def test_relative_paths_mean_the_directory_at_the_call(tmp_path, monkeypatch):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    future = async_save({"n": torch.ones(100_000)}, "c", read_deadline=0.3)
+    monkeypatch.chdir(tmp_path / "two")
+    future.result(60)
+    assert committed(tmp_path / "one" / "c")
+    assert os.listdir(tmp_path / "two") == []
+
+
+def test_captured_resolves_when_the_state_may_change(tmp_path):
+    ours = writer(tmp_path, read_window="immediate")
+    state = large(16)
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    future = async_save(state, tmp_path, by=ours)
+    assert ours.captured.result(60) is None
+    for tensor in state.values():
+        tensor.zero_()
+    future.result(60)
+    assert_same(load(zeros(state), tmp_path), expected)
+
+
+def test_last_save_tells_what_was_written(tmp_path):
+    ours = writer(tmp_path)
+    async_save(large(16), tmp_path, by=ours).result(60)
+    ours.wait()
+    told = ours.last_save
+    size = sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors"))
+    assert 16 << 20 <= told.bytes_written <= size + (1 << 16)
+    assert 0 <= told.stage_seconds < 60
+    assert told.gate_seconds >= 0
+    assert 0 <= told.read_seconds <= told.total_seconds < 60
+    assert isinstance(told.direct, bool)
+
+
+# --- one engine -----------------------------------------------------------------------------------
+
+
+def test_writers_share_one_engine_which_grows_when_asked_for_more(tmp_path):
+    save({"w": torch.ones(3)}, tmp_path / "a", host_cache_size="64MiB")
+    shared = engine_module.engine()
+    save({"w": torch.ones(3)}, tmp_path / "b", host_cache_size="64MiB")
+    assert engine_module.engine() is shared
+    size = shared.host_cache_bytes
+    save({"w": torch.ones(3)}, tmp_path / "c", host_cache_size=size + (16 << 20))
+    assert engine_module.engine() is shared
+    assert shared.host_cache_bytes >= size + (16 << 20)
+    save({"w": torch.ones(3)}, tmp_path / "d", host_cache_size="32MiB")
+    assert shared.host_cache_bytes >= size + (16 << 20), "a smaller wish must not shrink it"
+    for name in "abcd":
+        assert committed(tmp_path / name)
+
+
+def test_growing_while_a_save_is_in_flight_keeps_that_save_whole(tmp_path):
+    state = large(96)
+    future = async_save(state, tmp_path / "a", read_window="immediate")
+    size = engine_module.engine().host_cache_bytes
+    save({"w": torch.ones(3)}, tmp_path / "b", host_cache_size=size + (32 << 20))
+    future.result(60)
+    assert_same(load(zeros(state), tmp_path / "a"), state)
+
+
+def test_saves_leave_nothing_in_the_host_cache_and_no_threads(tmp_path):
+    save({"w": torch.ones(3)}, tmp_path / "warm")
+    threads = threading.active_count()
+    for number in range(5):
+        async_save(large(16), tmp_path / str(number), read_window="immediate").result(60)
+    gc.collect()
+    stats = engine_module.stats()
+    assert stats is not None
+    assert stats.free_segments == stats.total_segments
+    assert stats.waiting == 0
+    assert threading.active_count() <= threads + 1
+
+
+def test_the_state_is_let_go_after_the_save(tmp_path):
+    tensor = torch.ones(200_000)
+    alive = weakref.ref(tensor)
+    ours = writer(tmp_path, defer="all", read_window="immediate")
+    async_save({"w": tensor}, tmp_path, by=ours).result(60)
+    ours.wait()
+    del tensor
+    gc.collect()
+    assert alive() is None, "the writer keeps the state alive after the save"
