@@ -25,12 +25,7 @@ Contenders: TypeAlias = Callable[[], list[Contender]]
 
 
 def stock_contenders() -> list[Contender]:
-    return [
-        Stock(threads=1),
-        Stock(threads=4),
-        StockStager(threads=4, shared_memory=False),
-        StockStager(threads=4, shared_memory=True),
-    ]
+    return [Stock(threads=1), Stock(threads=4), StockStager(threads=4)]
 
 
 @dataclass(frozen=True)

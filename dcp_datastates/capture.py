@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import copy
 import io
-import math
+import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from itertools import compress, count
+from typing import Any, Final, cast
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -30,6 +31,9 @@ from dcp_datastates.ownership import UNOWNED, Ownership, local_tensor
 
 __all__ = ["Capture", "DeferredTensors", "StagedStateDict", "capture", "check_storable"]
 
+_NBYTES: Final = operator.attrgetter("nbytes")
+_IS_CPU: Final = operator.attrgetter("is_cpu")
+
 _SLOT: Final = 64
 """Eager copies are aligned to this many bytes in their buffer."""
 
@@ -41,7 +45,7 @@ _ATOMS: Final = frozenset(
 )
 # dtypes whose memory is the value: not complex (may be lazily conjugated), not quantized.
 _PLAIN: Final = {
-    dtype: dtype.itemsize
+    dtype
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
     and not dtype.is_complex
@@ -76,23 +80,12 @@ class DeferredTensors:
     tensors: list[torch.Tensor] = field(default_factory=list)
     """As they stand in the staged state: the local tensor itself, or a DTensor around it."""
     locals: list[torch.Tensor] = field(default_factory=list)
-    storages: list[torch.UntypedStorage] = field(default_factory=list)
-    """Keep the memory alive, also when ``tensor.data`` is replaced."""
     groups: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Bytes, if contiguous; else one element's."""
-    names: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Eager:
-    """Copies to make, and where the tensors over them belong."""
-
-    content: Transfer = field(default_factory=Transfer)
-    places: list[tuple[Any, Any, torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
-    """(container, key, tensor, its local tensor, offset in the buffer)"""
-    nbytes: int = 0
+    names: list[tuple[str, Any]] = field(default_factory=list)
+    """(prefix, key), which together are the FQN."""
 
 
 @dataclass
@@ -147,101 +140,150 @@ def capture(
     ``allocate`` gives a ``uint8`` host buffer of the size asked for; it is called at most once. Raises
     :class:`UnsupportedTensorError` naming a tensor that cannot be stored, before anything is copied.
     """
-    pass_ = _Pass(ownership, defer)
-    root = pass_.mapping(state_dict, "")
-    eager = pass_.eager
+    walk = _Walk()
+    root = walk.mapping(state_dict, "")
+    deferred, copied = _classify(walk, ownership, defer)
+    content = Transfer()
+    nbytes = 0
+    eager = []
+    for position in copied:
+        container, key = walk.containers[position], walk.keys[position]
+        tensor, local = walk.tensors[position], walk.locals[position]
+        if _is_unusual(local):
+            container[key] = _copy_unusual(tensor, local, walk.name(position))
+            continue
+        eager.append((container, key, tensor, local, nbytes))
+        if local.nbytes:
+            add_region(content, nbytes, local, local.nbytes, 0)
+            nbytes += local.nbytes + -local.nbytes % _SLOT
     buffer = None
-    if eager.places:
-        buffer = allocate(max(eager.nbytes, 1))
-        engine.gather(eager.content, buffer.data_ptr(), eager.nbytes)
-    return Capture(root, pass_.deferred, eager.places, buffer, eager.nbytes)
+    if eager:
+        buffer = allocate(max(nbytes, 1))
+        engine.gather(content, buffer.data_ptr(), nbytes)
+    return Capture(root, deferred, eager, buffer, nbytes)
 
 
-class _Pass:
-    """One walk over a state dict, building its staged copy and the columns."""
+class _Walk:
+    """One walk over a state dict: its staged copy, and columns over its tensors."""
 
-    def __init__(self, ownership: Ownership, defer: Defer) -> None:
-        self.deferred = DeferredTensors()
-        self.eager = _Eager()
-        self._group = ownership.group
-        self._unowned = UNOWNED if defer == "all" else None
-        self._eager_below = EAGER_BELOW_BYTES if defer != "none" else math.inf
-        self._columns: tuple[list[int], list[int], list[int]] = ([], [], [])
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.locals: list[torch.Tensor] = []
+        self.containers: list[Any] = []
+        self.prefixes: list[str] = []
+        self.keys: list[Any] = []
+
+    def name(self, position: int) -> str:
+        return f"{self.prefixes[position]}{self.keys[position]}"
 
     def mapping(self, source: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
-        staged: dict[Any, Any] = (
-            {} if type(source) is dict else OrderedDict() if isinstance(source, OrderedDict) else {}
-        )
+        staged: dict[Any, Any] = OrderedDict() if isinstance(source, OrderedDict) else {}
         for key, value in source.items():
-            staged[key] = value
             kind = type(value)
             if kind in _ATOMS:
-                continue
-            if isinstance(value, torch.Tensor):
-                self._tensor(staged, key, value, kind, prefix)
+                staged[key] = value
             else:
-                self._other(staged, key, value, prefix)
+                staged[key] = self._leaf(staged, key, value, kind, prefix)
         return staged
 
-    def _other(self, container: Any, key: Any, value: Any, prefix: str) -> None:
-        if isinstance(value, Mapping):
-            container[key] = self.mapping(value, f"{prefix}{key}.")
-        elif type(value) is list and not all(type(element) in _ATOMS for element in value):
+    def _leaf(self, container: Any, key: Any, value: Any, kind: type, prefix: str) -> Any:
+        """What to put in ``value``'s place."""
+        if kind is torch.Tensor:
+            local = value
+        elif kind is torch.nn.Parameter:
+            # An alias of our own: ``parameter.data = …`` cannot take the memory from under it.
+            value = local = value.detach()
+        elif isinstance(value, ShardedTensor):
+            return _copy_sharded(value, f"{prefix}{key}")
+        elif isinstance(value, torch.Tensor):
+            local = local_tensor(value)
+        elif isinstance(value, Mapping):
+            return self.mapping(value, f"{prefix}{key}.")
+        elif kind is list and not all(type(element) in _ATOMS for element in value):
             staged: list[Any] = list(value)
-            container[key] = staged
+            inner = f"{prefix}{key}."
             for position, element in enumerate(value):
-                if isinstance(element, torch.Tensor):
-                    self._tensor(staged, position, element, type(element), f"{prefix}{key}.")
-                elif type(element) not in _ATOMS:
-                    self._other(staged, position, element, f"{prefix}{key}.")
+                if type(element) not in _ATOMS:
+                    staged[position] = self._leaf(staged, position, element, type(element), inner)
+            return staged
         else:
-            container[key] = _copy_object(value, f"{prefix}{key}")
+            return _copy_object(value, f"{prefix}{key}")
+        self.tensors.append(value)
+        self.locals.append(local)
+        self.containers.append(container)
+        self.prefixes.append(prefix)
+        self.keys.append(key)
+        return value
 
-    def _tensor(
-        self, container: Any, key: Any, tensor: torch.Tensor, kind: type, prefix: str
-    ) -> None:
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            local = tensor
-        elif isinstance(tensor, ShardedTensor):
-            container[key] = _copy_sharded(tensor, f"{prefix}{key}")
-            return
-        else:
-            local = local_tensor(tensor)
-        itemsize = _PLAIN.get(local.dtype)
-        if (
-            itemsize is None
-            or not local.is_cpu
-            or local.layout is not torch.strided
-            or local.is_neg()
-            or local.is_nested
-            or not (type(local) is torch.Tensor or type(local) is torch.nn.Parameter)
-        ):
-            container[key] = _copy_unusual(tensor, local, f"{prefix}{key}")
-            return
-        address = local.data_ptr()
-        nbytes = local.numel() * itemsize
-        if nbytes >= self._eager_below:
-            group = self._group(address - int(local.storage_offset()) * itemsize)
-            if group is None:
-                group = self._unowned
-            if group is not None:
-                if kind is torch.nn.Parameter:
-                    # An alias of our own: ``parameter.data = …`` cannot take the memory from under it.
-                    container[key] = tensor = local = local.detach()
-                deferred = self.deferred
-                deferred.tensors.append(tensor)
-                deferred.locals.append(local)
-                deferred.storages.append(local.untyped_storage())
-                deferred.groups.append(group)
-                deferred.addresses.append(address)
-                deferred.sizes.append(nbytes if local.is_contiguous() else itemsize)
-                deferred.names.append(f"{prefix}{key}")
-                return
-        eager = self.eager
-        eager.places.append((container, key, tensor, local, eager.nbytes))
-        if nbytes:
-            add_region(eager.content, eager.nbytes, local, nbytes, 0)
-            eager.nbytes += nbytes + -nbytes % _SLOT
+
+def _classify(
+    walk: _Walk, ownership: Ownership, defer: Defer
+) -> tuple[DeferredTensors, Iterable[int]]:
+    """The deferred tensors, and the positions of those to copy.
+
+    Works by columns: a call per tensor and attribute from C costs half of what it costs in a loop.
+    """
+    locals_ = walk.locals
+    if defer == "none":
+        return DeferredTensors(), range(len(locals_))
+    try:
+        addresses = list(map(torch.Tensor.data_ptr, locals_))
+        sizes = list(map(_NBYTES, locals_))
+        storages = map(
+            operator.sub,
+            addresses,
+            map(
+                operator.mul,
+                map(torch.Tensor.storage_offset, locals_),
+                map(torch.Tensor.element_size, locals_),
+            ),
+        )
+        groups = list(map(ownership.group, storages))
+        dense = list(map(torch.Tensor.is_contiguous, locals_))
+        on_host = map(_IS_CPU, locals_)
+    except (RuntimeError, NotImplementedError, TypeError):  # one without memory of its own
+        _check_all(walk)
+        raise
+    unowned = UNOWNED if defer == "all" else None
+    if unowned is not None:
+        groups = [
+            unowned if group is None and not _is_unusual(local) else group
+            for group, local in zip(groups, locals_, strict=True)
+        ]
+    late = [
+        group is not None and nbytes >= EAGER_BELOW_BYTES and host
+        for group, nbytes, host in zip(groups, sizes, on_host, strict=True)
+    ]
+    deferred = DeferredTensors(
+        list(compress(walk.tensors, late)),
+        list(compress(locals_, late)),
+        list(compress(cast("list[int]", groups), late)),
+        list(compress(addresses, late)),
+        list(compress(sizes, late)),
+        list(compress(zip(walk.prefixes, walk.keys, strict=True), late)),
+    )
+    if not all(dense):
+        for position, local in enumerate(deferred.locals):
+            if not local.is_contiguous():
+                deferred.sizes[position] = local.element_size()
+    return deferred, compress(count(), map(operator.not_, late))
+
+
+def _check_all(walk: _Walk) -> None:
+    for position, local in enumerate(walk.locals):
+        check_storable(local, walk.name(position))
+
+
+def _is_unusual(local: torch.Tensor) -> bool:
+    """Whether the memory at ``data_ptr()`` is not simply the value, dense or strided, on the host."""
+    return (
+        local.dtype not in _PLAIN
+        or not local.is_cpu
+        or local.layout is not torch.strided
+        or local.is_neg()
+        or local.is_nested
+        or type(local) is not torch.Tensor
+    )
 
 
 def add_region(

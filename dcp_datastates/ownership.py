@@ -6,9 +6,10 @@ waits. Optimizers are learnt when they first step, or named with :func:`track`.
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -68,14 +69,39 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _owned(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The local tensors that ``optimizer`` owns, as far as they have memory of their own."""
+    tensors: list[torch.Tensor] = []
     for group in optimizer.param_groups:
-        yield from group["params"]
+        tensors += group["params"]
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            for value in state.values():
-                if isinstance(value, torch.Tensor):
-                    yield value
+            # Step counts are single numbers: too small to be deferred, and there are many.
+            tensors += [value for name, value in state.items() if name != "step"]
+    return [
+        tensor
+        if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor
+        else local_tensor(tensor)
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    ]
+
+
+def _storages(tensors: list[torch.Tensor]) -> Iterator[int]:
+    """Where each tensor's storage begins. By columns, which is faster than by rows."""
+    offsets = map(
+        operator.mul,
+        map(torch.Tensor.storage_offset, tensors),
+        map(torch.Tensor.element_size, tensors),
+    )
+    return map(operator.sub, map(torch.Tensor.data_ptr, tensors), offsets)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except (RuntimeError, NotImplementedError):  # sparse, meta, a wrapper: never deferred
+        return False
 
 
 class Ownership:
@@ -99,27 +125,28 @@ class Ownership:
     def _add(self, optimizer: Optimizer, group_of_owners: dict[frozenset[int], int]) -> None:
         groups = self._group_of_storage
         mine = self._group(frozenset({id(optimizer)}), group_of_owners)
-        for tensor in _owned(optimizer):
-            local = tensor if type(tensor) is torch.nn.Parameter else local_tensor(tensor)
-            try:
-                address = local.data_ptr()
-            except RuntimeError:
-                continue  # no memory of its own (sparse, meta, a wrapper): never deferred
-            if address:
-                storage = address - int(local.storage_offset()) * local.element_size()
-                other = groups.setdefault(storage, mine)
-                if other != mine:
-                    owners = self._owners[other] | self._owners[mine]
-                    groups[storage] = self._group(owners, group_of_owners)
+        tensors = _owned(optimizer)
+        try:
+            storages = list(_storages(tensors))
+        except (RuntimeError, NotImplementedError):
+            storages = list(_storages([tensor for tensor in tensors if _has_memory(tensor)]))
+        if groups.keys().isdisjoint(storages):
+            groups.update(dict.fromkeys(storages, mine))
+        else:
+            for storage in storages:
+                owners = self._owners[groups.get(storage, mine)] | self._owners[mine]
+                groups[storage] = self._group(owners, group_of_owners)
+        groups.pop(0, None)  # tensors without elements
 
     def _group(self, owners: frozenset[int], group_of_owners: dict[frozenset[int], int]) -> int:
         group = group_of_owners.setdefault(owners, _FIRST_OWNED + len(group_of_owners))
         self._owners[group] = owners
         return group
 
-    def group(self, storage_address: int) -> int | None:
-        """The group of the storage that begins at this address, or None if nobody owns it."""
-        return self._group_of_storage.get(storage_address)
+    @property
+    def group(self) -> Callable[[int], int | None]:
+        """Maps the address at which a storage begins to its group, or None if nobody owns it."""
+        return self._group_of_storage.get
 
     def is_gated_by(self, group: int, optimizer: Any) -> bool:
         """Whether ``optimizer`` may change tensors of ``group`` when it steps.

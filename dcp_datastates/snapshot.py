@@ -53,7 +53,7 @@ class _Portion:
     locals: list[torch.Tensor] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
+    names: list[tuple[str, Any]] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     samples: list[int] = field(default_factory=list)
     settled: bool = False
@@ -141,7 +141,6 @@ class Snapshot:
         self._capture = capture
         self._slab = slab
         deferred = capture.deferred
-        self._keep = [deferred.storages, deferred.locals]
         self._split(deferred)
         if self._portions:
             step_gate.gate(self)
@@ -274,15 +273,16 @@ class Snapshot:
                 return  # the writer reports the fault
             torn = self._torn(portion)
             if torn:
+                prefix, key = torn[0]
                 raise SnapshotTornError(
-                    f"{len(torn)} deferred tensor(s) changed before they were read, {torn[0]!r} first: "
+                    f"{len(torn)} deferred tensor(s) changed before they were read, '{prefix}{key}' first: "
                     f"something other than a known optimizer's step() writes to them. Wait for "
                     f"writer.captured before such writes, or use defer='none'"
                 )
             portion.settled = True
             portion.locals = []
 
-    def _torn(self, portion: _Portion) -> list[str]:
+    def _torn(self, portion: _Portion) -> list[tuple[str, Any]]:
         samples = sample_words(portion.addresses, portion.sizes, self._seed)
         if samples == portion.samples and portion.versions == [
             _version(tensor) for tensor in portion.locals
@@ -345,13 +345,15 @@ class Snapshot:
         deferred = self._deferred
         if deferred is None:
             return None
-        for tensor, local, address, name in zip(
+        # From here on the memory itself is kept, also when somebody replaces a tensor's.
+        self._keep = [tensor.untyped_storage() for tensor in deferred.locals]
+        for tensor, local, address, (prefix, key) in zip(
             deferred.tensors, deferred.locals, deferred.addresses, deferred.names, strict=True
         ):
             if local.data_ptr() != address or (
                 tensor is not local and local_tensor(tensor) is not local
             ):
-                return name
+                return f"{prefix}{key}"
         return None
 
     def settle(self) -> None:

@@ -42,7 +42,7 @@ def run_job(
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=0"),
-        *(f"--nproc-per-node={ranks}", str(_WORKER)),
+        *(f"--nproc-per-node={ranks}", f"--log-dir={root / 'logs'}", str(_WORKER)),
         *(f"--job={job}", f"--root={root}", f"--iterations={iterations}"),
     ]
     output: deque[str] = deque(maxlen=60)

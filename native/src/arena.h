@@ -1,0 +1,29 @@
+// A large anonymous mapping for host cache segments.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace datastates {
+
+/// Zeroed memory, aligned to huge pages, backed lazily. Not inherited by forked children: O_DIRECT
+/// on memory that a fork shares copy-on-write corrupts (open(2), NOTES).
+class Arena {
+  public:
+    /// Throws std::bad_alloc if the memory cannot be mapped.
+    explicit Arena(std::uint64_t nbytes);
+    Arena(const Arena&) = delete;
+    Arena& operator=(const Arena&) = delete;
+    Arena(Arena&& other) noexcept;
+    Arena& operator=(Arena&&) = delete;
+    ~Arena();
+
+    [[nodiscard]] std::byte* data() const { return data_; }
+
+  private:
+    std::byte* data_ = nullptr;
+    std::uint64_t nbytes_ = 0;
+};
+
+}  // namespace datastates

@@ -1,0 +1,67 @@
+// A new file that is written past the page cache, and made durable.
+
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "fault.h"
+#include "file_ops.h"
+#include "sizes.h"
+
+namespace datastates {
+
+/// One file under construction; any thread may write any part. Uses O_DIRECT where the filesystem
+/// takes it, and else the page cache, of which it then keeps little dirty.
+class OutputFile {
+  public:
+    OutputFile(std::shared_ptr<FileOps> ops, std::string path, std::uint64_t nbytes);
+    OutputFile(const OutputFile&) = delete;
+    OutputFile& operator=(const OutputFile&) = delete;
+    OutputFile(OutputFile&&) = delete;
+    OutputFile& operator=(OutputFile&&) = delete;
+    ~OutputFile() { abandon(); }
+
+    /// Creates the file (it must not exist) and allocates its space. Only the first call does.
+    MaybeFault ensure_open();
+
+    /// Writes whole multiples of kDirectAlignment at such an offset. What lies beyond the file's size
+    /// is padding: it may reach storage, and `finish` cuts it off. The file is open.
+    MaybeFault write(std::span<const std::byte> data, std::uint64_t offset);
+
+    /// Cuts the file to its size, makes its bytes durable, closes it. No write is under way.
+    MaybeFault finish();
+
+    /// Closes the file as it is. No write is under way.
+    void abandon();
+
+    /// False once the file had to be written through the page cache.
+    [[nodiscard]] bool direct() const { return direct_; }
+
+  private:
+    MaybeFault create();
+    MaybeFault fall_back();
+    MaybeFault limit_dirty(Range written);
+    [[nodiscard]] Fault failed(const char* operation, int error, std::uint64_t offset) const;
+
+    std::shared_ptr<FileOps> ops_;
+    std::string path_;
+    std::uint64_t nbytes_;
+    std::mutex mutex_;  // guards the opening, and behind_
+    bool tried_ = false;
+    MaybeFault open_fault_;
+    std::atomic<int> fd_ = -1;
+    std::atomic<bool> direct_ = true;
+    std::deque<Range> behind_;  // buffered writes whose write-back was started, oldest first
+};
+
+/// Makes a directory's entries durable.
+MaybeFault sync_directory(FileOps& ops, const std::string& path);
+
+}  // namespace datastates

@@ -1,0 +1,125 @@
+"""A host cache far smaller than the state, references, leaks: nothing is lost, nothing is kept."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from support.checkpoints import assert_same, async_save, clone, load, load_everything, save, writer, zeros
+from support.states import filled, large
+from torch import nn
+
+from dcp_datastates import engine as engine_module
+from dcp_datastates import track
+
+
+def _owned(mebibytes, tensors=6, seed=0):
+    parameters = nn.ParameterDict(large(mebibytes, tensors, seed))
+    optimizer = torch.optim.SGD(parameters.values(), lr=0.5)
+    track(optimizer)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    return dict(parameters), optimizer
+
+
+@pytest.mark.parametrize("read_window", ["backward", "immediate"])
+@pytest.mark.parametrize("defer", ["owned", "none"])
+def test_a_state_many_times_the_host_cache_is_saved_right(read_window, defer, tmp_path):
+    state, optimizer = _owned(256)
+    expected = clone(state)
+    future = async_save(
+        state, tmp_path, host_cache_size="32MiB", read_window=read_window, defer=defer, read_deadline=60
+    )
+    optimizer.step()
+    future.result(120)
+    assert_same(load(zeros(expected), tmp_path), expected)
+
+
+def test_a_synchronous_save_larger_than_the_host_cache_is_right(tmp_path):
+    state = large(200)
+    save(state, tmp_path, host_cache_size="32MiB")
+    assert_same(load(zeros(state), tmp_path), state)
+
+
+def test_many_saves_in_flight_share_a_small_host_cache(tmp_path):
+    ours = writer(host_cache_size="32MiB", read_deadline=0.1)
+    states = [large(24, seed=number) for number in range(6)]
+    futures = [
+        async_save(state, None, by=ours, checkpoint_id=tmp_path / str(number))
+        for number, state in enumerate(states)
+    ]
+    for future in futures:
+        future.result(120)
+    for number, state in enumerate(states):
+        assert_same(load(zeros(state), tmp_path / str(number)), state)
+
+
+def test_saves_whose_window_is_shut_do_not_block_the_next_async_save(tmp_path):
+    """The next ``stage()`` needs cache that older saves hold; they must not wait for a backward pass."""
+    futures = []
+    for number in range(4):
+        state, optimizer = _owned(40, seed=number)
+        state["eager"] = filled((20 << 20,), torch.uint8, number)
+        expected = clone(state)
+        path = tmp_path / str(number)
+        future = async_save(state, path, host_cache_size="32MiB", read_deadline=3600)
+        futures.append((future, expected, path, optimizer))
+    for future, expected, path, optimizer in futures:
+        optimizer.step()
+        future.result(120)
+        assert_same(load(zeros(expected), path), expected)
+
+
+def test_loads_proceed_while_saves_fill_the_host_cache(tmp_path):
+    state = large(48)
+    save(state, tmp_path / "old")
+    held, optimizer = _owned(128)
+    expected = clone(held)
+    future = async_save(held, tmp_path / "new", read_deadline=3600)
+    for _ in range(3):
+        assert_same(load(zeros(state), tmp_path / "old"), state)
+    optimizer.step()
+    future.result(120)
+    assert_same(load(zeros(expected), tmp_path / "new"), expected)
+
+
+def test_the_state_may_be_deleted_right_after_the_call(tmp_path):
+    state, optimizer = _owned(32)
+    expected = clone(state)
+    future = async_save(state, tmp_path, read_deadline=1.0)
+    del state, optimizer
+    gc.collect()
+    trash = [torch.full((1 << 20,), 7.0) for _ in range(16)]
+    future.result(60)
+    assert trash
+    assert_same(load_everything(tmp_path), expected)
+
+
+def _resident_mebibytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+@pytest.mark.parametrize("how", ["one writer", "a writer per save"])
+def test_fifty_saves_leak_no_memory_and_no_descriptors(how, tmp_path):
+    state, optimizer = _owned(16)
+    ours = writer() if how == "one writer" else None
+
+    def saves(count):
+        for number in range(count):
+            path = tmp_path / str(number % 2)
+            future = async_save(state, path if ours is None else None, by=ours, checkpoint_id=path)
+            optimizer.step()
+            future.result(60)
+        gc.collect()
+        return _resident_mebibytes(), len(os.listdir("/proc/self/fd"))
+
+    memory, descriptors = saves(10)
+    memory_later, descriptors_later = saves(50)
+    assert memory_later - memory < 48, f"{memory_later - memory:.0f} MiB grew over 50 saves of 16 MiB"
+    assert descriptors_later <= descriptors
+    stats = engine_module.stats()
+    assert stats is not None
+    assert stats.free_segments == stats.total_segments

@@ -1,0 +1,212 @@
+"""Writes that no gate can hold back: the right bytes, or ``SnapshotTornError`` and no commit. Never wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support.checkpoints import (
+    assert_same,
+    async_save,
+    clone,
+    committed,
+    load,
+    raises,
+    zeros,
+)
+from support.training import TrainingRun
+
+from dcp_datastates import SnapshotTornError
+
+deferring = pytest.mark.parametrize("defer", ["owned", "none"])
+
+
+def _all_data(run):
+    return [parameter.data for parameter in run.model.parameters()]
+
+
+def _add(run):
+    for data in _all_data(run):
+        data.add_(1)
+
+
+def _add_to_one(run):
+    run.model.output.weight.data.add_(1)
+
+
+def _no_grad_copy(run):
+    with torch.no_grad():
+        run.model.output.weight.copy_(torch.zeros(run.width, run.width))
+
+
+def _through_numpy(run):
+    run.model.output.weight.detach().numpy()[:] = 3
+
+
+def _load_state_dict(run):
+    other = TrainingRun(seed=99)
+    run.model.load_state_dict(other.model.state_dict())
+
+
+def _moments(run):
+    for state in run.optimizer.state.values():
+        state["exp_avg"].mul_(2)
+
+
+WRITES = {
+    "p.data.add_": _add,
+    "one p.data.add_": _add_to_one,
+    "copy_ without grad": _no_grad_copy,
+    "through numpy": _through_numpy,
+    "load_state_dict": _load_state_dict,
+    "optimizer state": _moments,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_that_slips_past_the_gate_is_never_committed(write, tmp_path):
+    run = TrainingRun()
+    run.step()
+    run.forward_backward()
+    future = async_save(run.state(), tmp_path, read_deadline=3600)
+    WRITES[write](run)
+    run.optimizer.step()  # opens the window: the reads come after the write
+    with raises(SnapshotTornError):
+        future.result(60)
+    assert not committed(tmp_path)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_with_nothing_deferred_any_write_is_fine(write, tmp_path):
+    run = TrainingRun()
+    run.step()
+    run.forward_backward()
+    expected = clone(run.state())
+    future = async_save(run.state(), tmp_path, defer="none")
+    WRITES[write](run)
+    future.result(60)
+    assert_same(load(zeros(expected), tmp_path), expected)
+
+
+def test_a_torn_save_names_the_tensor_and_the_way_out(tmp_path):
+    run = TrainingRun()
+    run.step()
+    run.forward_backward()
+    future = async_save(run.state(), tmp_path, read_deadline=3600)
+    _add_to_one(run)
+    run.optimizer.step()
+    with raises(SnapshotTornError, "output.weight", 'defer="none"'):
+        future.result(60)
+
+
+def test_a_torn_save_leaves_the_old_checkpoint_and_the_next_works(tmp_path):
+    run = TrainingRun()
+    run.step()
+    old = clone(run.state())
+    async_save(run.state(), tmp_path, defer="none").result(60)
+    run.forward_backward()
+    future = async_save(run.state(), tmp_path, read_deadline=3600)
+    _add(run)
+    run.optimizer.step()
+    with raises(SnapshotTornError):
+        future.result(60)
+    assert_same(load(zeros(old), tmp_path), old)
+    expected = clone(run.state())
+    future = async_save(run.state(), tmp_path, read_deadline=3600)
+    run.step()
+    future.result(60)
+    assert_same(load(zeros(expected), tmp_path), expected)
+
+
+@deferring
+@pytest.mark.parametrize("seed", range(3))
+def test_data_swapped_for_another_tensor_gives_the_bytes_at_the_call_or_nothing(defer, seed, tmp_path):
+    run = TrainingRun(seed=seed)
+    run.step()
+    run.forward_backward()
+    expected = clone(run.state())
+    future = async_save(run.state(), tmp_path, defer=defer, read_deadline=3600 if defer == "owned" else 1)
+    for parameter in run.model.parameters():
+        parameter.data = torch.full_like(parameter.data, 5.0)
+    garbage = [torch.full((256, 256), 9.0) for _ in range(32)]  # reuses memory that was let go too early
+    run.optimizer.step()
+    assert garbage
+    try:
+        future.result(60)
+    except BaseException:
+        assert defer == "owned"
+        assert not committed(tmp_path)
+    else:
+        assert_same(load(zeros(expected), tmp_path), expected)
+
+
+@deferring
+@pytest.mark.parametrize("read_window", ["backward", "immediate"])
+def test_buffers_that_forward_changes_are_those_at_the_call(defer, read_window, tmp_path):
+    run = TrainingRun()
+    run.step()
+    names = ("norm.running_mean", "norm.num_batches_tracked", "calls")
+    expected = clone({name: run.state()["model"][name] for name in names})
+    future = async_save(run.state(), tmp_path, defer=defer, read_window=read_window)
+    for _ in range(3):
+        run.forward_backward()
+    changed = {name: run.state()["model"][name] for name in names}
+    assert any(not torch.equal(changed[name], expected[name]) for name in names)
+    future.result(60)
+    target = {"model": zeros(expected)}
+    assert_same(load(target, tmp_path)["model"], expected)
+
+
+@deferring
+@pytest.mark.parametrize("read_window", ["backward", "immediate"])
+def test_an_average_that_no_optimizer_owns_may_change_right_after_the_call(defer, read_window, tmp_path):
+    run = TrainingRun()
+    run.step()
+    average = copy.deepcopy(run.model)
+    state = {"live": run.state(), "average": average.state_dict()}
+    expected = clone(state)
+    future = async_save(state, tmp_path, defer=defer, read_window=read_window, read_deadline=60)
+    with torch.no_grad():
+        for mine, live in zip(average.parameters(), run.model.parameters(), strict=True):
+            mine.lerp_(live + 1, 0.5)
+    run.step()
+    future.result(60)
+    assert_same(load(zeros(expected), tmp_path), expected)
+
+
+def test_unowned_memory_may_be_freed_and_reused_right_after_the_call(tmp_path):
+    values = {str(n): torch.full((100_000,), float(n)) for n in range(20)}
+    expected = clone(values)
+    future = async_save(values, tmp_path, read_deadline=1.0)
+    for tensor in values.values():
+        tensor.fill_(-1)
+    values.clear()
+    trash = [torch.full((100_000,), -2.0) for _ in range(40)]
+    future.result(60)
+    assert trash
+    assert_same(load(zeros(expected), tmp_path), expected)
+
+
+def test_a_tensor_resized_after_the_call_is_saved_as_it_was(tmp_path):
+    tensor = torch.arange(100_000.0)
+    expected = tensor.clone()
+    future = async_save({"t": tensor}, tmp_path)
+    tensor.resize_(10)
+    tensor.zero_()
+    future.result(60)
+    assert_same(load({"t": torch.zeros(100_000)}, tmp_path), {"t": expected})
+
+
+def test_changes_to_the_state_dict_itself_after_the_call_are_not_seen(tmp_path):
+    state = {"model": {"w": torch.ones(100_000)}, "list": [torch.ones(3)], "n": 1}
+    expected = clone(state)
+    inner, sequence = state["model"], state["list"]
+    future = async_save(state, tmp_path, read_deadline=0.5)
+    inner["w"] = torch.zeros(1)
+    inner["more"] = torch.zeros(1)
+    sequence.append(torch.zeros(1))
+    state["n"] = 2
+    future.result(60)
+    target = {"model": {"w": torch.zeros(100_000)}, "list": [torch.zeros(3)], "n": 0}
+    assert_same(load(target, tmp_path), expected)

@@ -1,0 +1,72 @@
+"""Saved on one mesh, loaded on another: sharded by FSDP2, tensor parallelism and both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoints import assert_same, load, load_everything, save, zeros
+from support.meshes import Block, collect, dense_reference, fsdp_tp, full
+from support.ranks import ranks, run_on_ranks
+
+LAYOUTS = {"fsdp 4": (4, (4, 1)), "tp 4": (4, (1, 4)), "2x2": (4, (2, 2)), "fsdp 2": (2, (2, 1))}
+
+
+def _saves(shape, path):
+    model, optimizer = fsdp_tp(Block(), shape)
+    state = collect(model, optimizer)
+    save(state, path / "c")
+    reference = {name: full(tensor) for name, tensor in state.items()}
+    if dist.get_rank() == 0:
+        torch.save(reference, path / "dense.pt")
+
+
+def _loads(shape, path):
+    model, optimizer = fsdp_tp(Block(seed=1), shape)
+    state = collect(model, optimizer)
+    target = zeros(state)
+    load(target, path / "c")
+    expected = torch.load(path / "dense.pt", weights_only=True)
+    assert_same({name: full(tensor) for name, tensor in target.items()}, expected)
+
+
+@pytest.mark.parametrize("loaded", LAYOUTS)
+@pytest.mark.parametrize("saved", ["fsdp 4", "tp 4", "2x2"])
+def test_any_mesh_loads_what_another_saved(saved, loaded, shared_dir):
+    world, shape = LAYOUTS[saved]
+    run_on_ranks(world, _saves, shape=shape, path=shared_dir)
+    world, shape = LAYOUTS[loaded]
+    run_on_ranks(world, _loads, shape=shape, path=shared_dir)
+
+
+def test_one_process_loads_all_of_what_four_ranks_saved(shared_dir):
+    run_on_ranks(4, _saves, shape=(2, 2), path=shared_dir)
+    expected = torch.load(shared_dir / "dense.pt", weights_only=True)
+    assert_same(load_everything(shared_dir / "c"), expected)
+    target = {"layers.0.weight": torch.zeros_like(expected["layers.0.weight"])}
+    load(target, shared_dir / "c")
+    assert_same(target, {"layers.0.weight": expected["layers.0.weight"]})
+
+
+def test_two_ranks_load_what_one_process_saved_dense(shared_dir):
+    run_on_ranks(1, _saves_dense, path=shared_dir)
+    run_on_ranks(2, _loads, shape=(2, 1), path=shared_dir)
+
+
+def _saves_dense(path):
+    reference = dense_reference(Block())
+    save(reference, path / "c")
+    torch.save(reference, path / "dense.pt")
+
+
+@ranks(4)
+def test_the_sharded_state_has_the_awkward_cases_it_is_meant_to_have(shared_dir):
+    model, optimizer = fsdp_tp(Block(), (2, 2))
+    state = collect(model, optimizer)
+    placements = {str(tensor.placements) for tensor in state.values() if hasattr(tensor, "placements")}
+    assert any("_StridedShard" in placement for placement in placements), placements
+    sizes = [tuple(tensor.to_local().shape) for tensor in state.values() if hasattr(tensor, "to_local")]
+    gathered: list = [None] * 4
+    dist.all_gather_object(gathered, sizes)
+    assert any(0 in size for rank in gathered for size in rank), "no rank has a zero-size shard"
+    assert len({tuple(rank) for rank in map(tuple, gathered)}) > 1, "all shards are of one size"
