@@ -12,6 +12,7 @@ in whichever thread steps an optimizer.
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -95,6 +96,14 @@ def _span(tensor: torch.Tensor) -> int:
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return (extent + 1) * tensor.element_size()
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    """A copy that keeps no frames alive: they would hold the state's tensors, in a cycle with this."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return DataStatesError(f"{type(error).__name__}: {error}")
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -197,7 +206,7 @@ class Snapshot:
             if self._settled:
                 return
             if self._failure is None:
-                self._failure = error
+                self._failure = _without_traceback(error)
             job = self._job
             self._handed_over.set()
         if job is not None:
@@ -219,6 +228,8 @@ class Snapshot:
     def _let_go(self) -> None:
         """Drop what kept sources alive. The eager copies' cache segments are free from here on."""
         step_gate.ungate(self)
+        self._portions = {}
+        self._ownership = Ownership(())
         self._capture = None
         self._deferred = None
         self._keep = []

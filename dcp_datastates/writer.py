@@ -68,6 +68,7 @@ class _Save:
     order: int = 0
     rank: int = 0
     attempt: Attempt | None = None
+    error: DataStatesError | None = None
 
     def deliver(self, attempt: Attempt) -> None:
         """Take the coordinator's choice; the newest counts, see :class:`AttemptTicket`."""
@@ -245,7 +246,12 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             at_thread_end(save.ended)
             assert save.turn is not None
             save.turn.wait()
-            return snapshot.begin()
+            try:
+                return snapshot.begin()
+            except DataStatesError as error:
+                # Raised from storage_meta(), where DCP tells the other ranks; here they would wait.
+                save.error = error
+                return {}
 
         def abandon(error: BaseException) -> None:
             snapshot.fail(error)
@@ -370,6 +376,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save = _Save(path or self._path, SaveStats(), order=next_order())
         here.save = save
         collect_ticket(save.deliver)
+        if save.error is not None:
+            raise save.error
         return save
 
     def _save(self) -> _Save:

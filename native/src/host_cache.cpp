@@ -248,9 +248,11 @@ HostCache::SlabRequest::SlabRequest(std::shared_ptr<HostCache> cache, std::uint6
 }
 
 HostCache::SlabRequest::~SlabRequest() {
-    take().release();
-    const std::scoped_lock lock(cache_->mutex_);
-    cache_->dequeue(request_);
+    {
+        const std::scoped_lock lock(cache_->mutex_);
+        cache_->dequeue(request_);
+    }
+    take().release();  // what was granted before that
 }
 
 HostCache::SlabRequest::State HostCache::SlabRequest::wait_until(Clock::time_point deadline) {

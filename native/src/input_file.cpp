@@ -51,6 +51,19 @@ MaybeFault InputFile::open(std::uint64_t nbytes) {
     return std::nullopt;
 }
 
+MaybeFault InputFile::fall_back() {
+    const auto result = ops_->set_direct(fd_, false);
+    if (!result.ok()) {
+        return Fault{.kind = FaultKind::kIo,
+                     .error = result.error,
+                     .path = path_,
+                     .operation = "open",
+                     .detail = {}};
+    }
+    direct_ = false;
+    return std::nullopt;
+}
+
 MaybeFault InputFile::read(std::span<std::byte> buffer, std::uint64_t offset,
                            std::uint64_t nbytes) {
     std::uint64_t done = 0;
@@ -61,11 +74,8 @@ MaybeFault InputFile::read(std::span<std::byte> buffer, std::uint64_t offset,
         const auto result = uninterrupted(
             [&] { return ops_->read(fd_, buffer.subspan(done, wanted), offset + done); });
         if (direct && is_unsupported(result.error)) {
-            const auto buffered = ops_->set_direct(fd_, false);
-            if (buffered.ok()) {
-                direct_ = false;
-                continue;
-            }
+            if (auto fault = fall_back()) return fault;
+            continue;
         }
         const auto got = static_cast<std::uint64_t>(std::max<std::int64_t>(0, result.value));
         if (!result.ok() || got == 0) {
@@ -76,12 +86,14 @@ MaybeFault InputFile::read(std::span<std::byte> buffer, std::uint64_t offset,
                          .operation = "read",
                          .detail = result.ok() ? "the file ends too early" : ""};
         }
-        done += got;
-        // After a short direct read, what follows must begin at an aligned place again.
-        if (direct && done < nbytes) {
-            const std::uint64_t aligned = done / kDirectAlignment * kDirectAlignment;
-            if (aligned == 0 || got < done - aligned) direct_ = !ops_->set_direct(fd_, false).ok();
-            else done = aligned;
+        if (!direct || done + got >= nbytes) {
+            done += got;
+            continue;
+        }
+        // A short direct read goes on from the last aligned place; one shorter than that, buffered.
+        done += got / kDirectAlignment * kDirectAlignment;
+        if (got < kDirectAlignment) {
+            if (auto fault = fall_back()) return fault;
         }
     }
     return std::nullopt;

@@ -32,6 +32,8 @@ class InputFile {
     MaybeFault read(std::span<std::byte> buffer, std::uint64_t offset, std::uint64_t nbytes);
 
   private:
+    MaybeFault fall_back();
+
     std::shared_ptr<FileOps> ops_;
     std::string path_;
     int fd_ = -1;

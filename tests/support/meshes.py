@@ -11,17 +11,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-__all__ = ["Block", "collect", "dense_reference", "fsdp_tp", "full"]
+__all__ = ["Block", "collect", "dense_reference", "fsdp_tp", "full", "train"]
 
 
 class Block(nn.Module):
-    """Odd sizes: 3 and 1 rows leave ranks of four with nothing."""
+    """Sizes that divide by nothing: 3 rows and 1 leave ranks of four with no bytes at all.
 
-    def __init__(self, seed: int = 0) -> None:
+    ``hidden`` must divide by the tensor-parallel size for a forward pass, not for being saved.
+    """
+
+    def __init__(self, seed: int = 0, hidden: int = 254) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.layers = nn.ModuleList(
-            [nn.Linear(130, 254, bias=True), nn.Linear(254, 130, bias=False), nn.Linear(130, 3)]
+            [nn.Linear(130, hidden), nn.Linear(hidden, 130, bias=False), nn.Linear(130, 3)]
         )
         self.scale = nn.Parameter(torch.randn(1))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -32,7 +35,7 @@ class Block(nn.Module):
 
 
 def fsdp_tp(model: nn.Module, shape: tuple[int, int]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard over a (data, tensor) mesh of ``shape``, and take two steps."""
+    """Shard over a (data, tensor) mesh of ``shape``, and step twice with gradients out of the air."""
     data, tensor = shape
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     if tensor > 1:
@@ -41,15 +44,23 @@ def fsdp_tp(model: nn.Module, shape: tuple[int, int]) -> tuple[nn.Module, torch.
     if data > 1:
         fully_shard(model, mesh=mesh["data"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    steps(model, optimizer, 2)
+    step_on_noise(model, optimizer)
     return model, optimizer
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
-    for _ in range(count):
-        model(torch.randn(4, 130)).square().sum().backward()
+def step_on_noise(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.rand_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One real iteration."""
+    model(torch.randn(4, 130)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -71,5 +82,5 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def dense_reference(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state of an unsharded model after two steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    steps(model, optimizer, 2)
+    step_on_noise(model, optimizer)
     return {name: tensor.detach().clone() for name, tensor in collect(model, optimizer).items()}

@@ -1,0 +1,281 @@
+#include "save_job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+#include <stdexcept>
+#include <utility>
+
+#include "crc32c.h"
+
+namespace datastates {
+namespace {
+
+constexpr std::uint64_t kWord = sizeof(std::uint32_t);
+
+double seconds_between(Clock::time_point from, Clock::time_point to) {
+    return std::chrono::duration<double>(std::max(to, from) - from).count();
+}
+
+}  // namespace
+
+std::uint64_t file_bytes(std::uint64_t table_offset) {
+    return table_offset + kWord * (divide_up(table_offset, kBlockBytes) + 1);
+}
+
+SaveFile::SaveFile(std::string file_path, std::uint64_t offset, const Transfer& transfer)
+    : path(std::move(file_path)), table_offset(offset) {
+    constexpr std::uint64_t kMaxFile = std::uint64_t{1} << 62U;
+    if (path.empty()) throw std::invalid_argument("path is empty");
+    if (path.find('\0') != std::string::npos) {
+        throw std::invalid_argument("path has a NUL character");
+    }
+    if (table_offset % kWord != 0) {
+        throw std::invalid_argument("table_offset=" + std::to_string(table_offset) +
+                                    " is not a multiple of 4, in '" + path + "'");
+    }
+    if (table_offset > kMaxFile) {
+        throw std::invalid_argument("table_offset=" + std::to_string(table_offset) +
+                                    " is too large, in '" + path + "'");
+    }
+    content = std::make_shared<const StreamContent>(transfer);
+    if (content->end() > table_offset) {
+        throw std::invalid_argument("a region ends at " + std::to_string(content->end()) +
+                                    ", beyond table_offset=" + std::to_string(table_offset) +
+                                    ", in '" + path + "'");
+    }
+}
+
+std::uint64_t SaveFile::nbytes() const { return file_bytes(table_offset); }
+
+SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
+    : spec(file),
+      output(ops, file.path, file.nbytes()),
+      checksums(divide_up(file.table_offset, kBlockBytes)),
+      // The last is the one that the table begins in. Should the table not fit there, it goes on
+      // through that segment's memory, so no file ever waits with more than one segment in hand.
+      segments(file.table_offset / kSegmentBytes + 1),
+      unsummed(segments - 1),
+      unwritten(segments) {}
+
+SaveJob::SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sync_directories,
+                 std::uint64_t order, std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops)
+    : order_(order),
+      window_(std::move(window)),
+      directories_(std::move(sync_directories)),
+      submitted_(Clock::now()),
+      unfinished_files_(files.size()) {
+    for (const SaveFile& file : files) {
+        files_.push_back(std::make_unique<File>(file, ops));
+        for (const Region& region : file.content->regions()) {
+            unread_[region.group] += region.nbytes();
+        }
+        unread_total_ += file.content->nbytes();
+    }
+    if (unread_total_ == 0) read_at_ = submitted_;
+}
+
+bool SaveJob::wait_read(Group group, Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, deadline, [&] {
+        if (fault_) return reading_ == 0;
+        if (group == kEveryGroup) return unread_total_ == 0;
+        const auto unread = unread_.find(group);
+        return unread == unread_.end() || unread->second == 0;
+    });
+}
+
+bool SaveJob::wait(Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, deadline, [&] { return done_; });
+}
+
+void SaveJob::wait_not_reading() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return reading_ == 0; });
+}
+
+bool SaveJob::all_read() const {
+    const std::scoped_lock lock(mutex_);
+    return unread_total_ == 0;
+}
+
+bool SaveJob::done() const {
+    const std::scoped_lock lock(mutex_);
+    return done_;
+}
+
+MaybeFault SaveJob::fault() const {
+    const std::scoped_lock lock(mutex_);
+    return fault_;
+}
+
+bool SaveJob::direct() const {
+    return std::ranges::all_of(files_, [](const auto& file) { return file->output.direct(); });
+}
+
+double SaveJob::read_seconds() const {
+    const std::scoped_lock lock(mutex_);
+    if (unread_total_ != 0) return 0;
+    return seconds_between(std::max(submitted_, window_->opened_at()), read_at_);
+}
+
+double SaveJob::total_seconds() const {
+    const std::scoped_lock lock(mutex_);
+    if (!done_ || fault_) return 0;
+    return seconds_between(std::max(submitted_, window_->opened_at()), durable_at_);
+}
+
+bool SaveJob::is_last(const Unit& unit) const {
+    return unit.segment + 1 == files_[unit.file]->segments;
+}
+
+std::optional<SaveJob::Taken> SaveJob::take_unit() {
+    const std::scoped_lock lock(mutex_);
+    if (fault_ || next_.file == files_.size()) return std::nullopt;
+    const Unit unit = next_;
+    next_ = is_last(unit) ? Unit{unit.file + 1, 0} : Unit{unit.file, unit.segment + 1};
+    ++reading_;
+    return Taken{.unit = unit, .last = next_.file == files_.size()};
+}
+
+std::optional<ReadUnit> SaveJob::read(const Unit& unit, Lease memory) {
+    File& file = *files_[unit.file];
+    const std::uint64_t begin = unit.segment * kSegmentBytes;
+    const Range part{.begin = begin,
+                     .end = std::min(begin + kSegmentBytes, file.spec.table_offset)};
+    std::vector<StreamContent::GroupBytes> groups;
+    std::exception_ptr error;
+    try {
+        groups = file.spec.content->fill(part, memory.data());
+    } catch (...) {
+        error = std::current_exception();  // out of memory: the count below must still be right
+    }
+    const std::scoped_lock lock(mutex_);
+    --reading_;
+    for (const auto& [group, nbytes] : groups) {
+        unread_[group] -= nbytes;
+        unread_total_ -= nbytes;
+        bytes_read_ += nbytes;
+        if (unread_total_ == 0) read_at_ = Clock::now();
+    }
+    changed_.notify_all();
+    if (error) std::rethrow_exception(error);
+    if (fault_) return std::nullopt;
+    if (is_last(unit) && file.unsummed > 0) {
+        file.last = std::move(memory);
+        return std::nullopt;
+    }
+    return ReadUnit{.unit = unit, .memory = std::move(memory)};
+}
+
+std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {
+    File& file = *files_[read.unit.file];
+    std::uint64_t offset = read.unit.segment * kSegmentBytes;
+    const std::uint64_t end = std::min(offset + kSegmentBytes, file.spec.table_offset);
+    const std::byte* block = read.memory.data();
+    while (offset < end) {
+        const std::uint64_t size = std::min(kBlockBytes, end - offset);
+        file.checksums[offset / kBlockBytes] = crc32c({block, size});
+        offset += size;
+        block += size;
+    }
+    if (is_last(read.unit)) return std::nullopt;
+    const std::scoped_lock lock(mutex_);
+    --file.unsummed;
+    if (file.unsummed > 0 || !file.last) return std::nullopt;
+    return ReadUnit{.unit = {read.unit.file, file.segments - 1}, .memory = std::move(file.last)};
+}
+
+MaybeFault SaveJob::write(const ReadUnit& read) {
+    File& file = *files_[read.unit.file];
+    if (is_last(read.unit)) return write_table(file, read.memory.data());
+    auto fault =
+        file.output.write({read.memory.data(), kSegmentBytes}, read.unit.segment * kSegmentBytes);
+    if (!fault) bytes_written_ += kSegmentBytes;
+    return fault;
+}
+
+MaybeFault SaveJob::write_table(File& file, std::byte* memory) {
+    std::vector<std::uint32_t> table = file.checksums;
+    table.push_back(crc32c(std::as_bytes(std::span(table))));
+    auto words = std::as_bytes(std::span(table));
+    std::uint64_t offset = (file.segments - 1) * kSegmentBytes;
+    std::uint64_t filled = file.spec.table_offset - offset;  // the stream's last bytes are there
+    while (true) {
+        const std::uint64_t size = std::min<std::uint64_t>(words.size(), kSegmentBytes - filled);
+        std::memcpy(memory + filled, words.data(), size);
+        filled += size;
+        words = words.subspan(size);
+        const std::uint64_t padded = round_up(filled, kDirectAlignment);
+        std::memset(memory + filled, 0, padded - filled);
+        if (auto fault = file.output.write({memory, padded}, offset)) return fault;
+        bytes_written_ += filled;
+        if (words.empty()) return std::nullopt;
+        offset += kSegmentBytes;
+        filled = 0;
+    }
+}
+
+bool SaveJob::unit_written(std::size_t file) {
+    const std::scoped_lock lock(mutex_);
+    return --files_[file]->unwritten == 0;
+}
+
+bool SaveJob::file_finished() {
+    const std::scoped_lock lock(mutex_);
+    return --unfinished_files_ == 0;
+}
+
+void SaveJob::succeed() {
+    const std::scoped_lock lock(mutex_);
+    if (fault_) return;
+    durable_at_ = Clock::now();
+    done_ = true;
+    changed_.notify_all();
+}
+
+bool SaveJob::fail(Fault fault) {
+    std::vector<Lease> dropped;  // given back after the lock
+    const std::scoped_lock lock(mutex_);
+    if (fault_ || done_) return false;
+    fault_ = std::move(fault);
+    failed_ = true;
+    for (const auto& file : files_) {
+        if (file->last) dropped.push_back(std::move(file->last));
+    }
+    changed_.notify_all();
+    return true;
+}
+
+void SaveJob::unpin() {
+    {
+        const std::scoped_lock lock(mutex_);
+        if (--pins_ > 0 || !fault_ || done_) return;
+    }
+    // Nobody else is at work on the job, and nobody will be: a failed job gives out no units.
+    for (const auto& file : files_) file->output.abandon();
+    const std::scoped_lock lock(mutex_);
+    done_ = true;
+    changed_.notify_all();
+}
+
+SaveJob::Pin::Pin(std::shared_ptr<SaveJob> job) : job_(std::move(job)) {
+    const std::scoped_lock lock(job_->mutex_);
+    ++job_->pins_;
+}
+
+SaveJob::Pin& SaveJob::Pin::operator=(Pin&& other) noexcept {
+    if (this != &other) {
+        release();
+        job_ = std::move(other.job_);
+    }
+    return *this;
+}
+
+void SaveJob::Pin::release() {
+    if (const auto job = std::move(job_)) job->unpin();
+    job_ = nullptr;
+}
+
+}  // namespace datastates

@@ -1,0 +1,177 @@
+// One rank's files of one save, and how far they have come. Passive: SavePipeline's threads act.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "fault.h"
+#include "host_cache.h"
+#include "output_file.h"
+#include "sizes.h"
+#include "transfer.h"
+#include "window.h"
+
+namespace datastates {
+
+/// A file to write: `table_offset` bytes of stream, then the table of its blocks' checksums.
+struct SaveFile {
+    /// Throws std::invalid_argument if the arguments make no file.
+    SaveFile(std::string path, std::uint64_t table_offset, const Transfer& content);
+
+    std::string path;
+    std::uint64_t table_offset = 0;
+    std::shared_ptr<const StreamContent> content;
+
+    [[nodiscard]] std::uint64_t nbytes() const;
+};
+
+/// Size of a file, its checksum table included.
+std::uint64_t file_bytes(std::uint64_t table_offset);
+
+/// One segment of one file of a job.
+struct Unit {
+    std::size_t file = 0;
+    std::uint64_t segment = 0;
+};
+
+/// A unit that has been read and may be written.
+struct ReadUnit {
+    Unit unit;
+    Lease memory;
+};
+
+class SaveJob {
+  public:
+    SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sync_directories,
+            std::uint64_t order, std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops);
+
+    // --- for the handle -------------------------------------------------------------------
+
+    /// Until all regions of `group` have been read, or the job has failed and reads no more.
+    bool wait_read(Group group, Clock::time_point deadline);
+    /// Until durable, or failed and no thread is at work on it any more.
+    bool wait(Clock::time_point deadline);
+    /// Until no thread reads the job's sources. Only after a failure, or when all is read.
+    void wait_not_reading();
+
+    [[nodiscard]] bool all_read() const;
+    [[nodiscard]] bool done() const;
+    [[nodiscard]] MaybeFault fault() const;
+    [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
+    [[nodiscard]] std::uint64_t bytes_written() const { return bytes_written_; }
+    [[nodiscard]] bool direct() const;
+    [[nodiscard]] double read_seconds() const;
+    [[nodiscard]] double total_seconds() const;
+
+    // --- for the pipeline -------------------------------------------------------------------
+
+    [[nodiscard]] std::uint64_t order() const { return order_; }
+    [[nodiscard]] const std::shared_ptr<Window>& window() const { return window_; }
+    [[nodiscard]] std::size_t file_count() const { return files_.size(); }
+    [[nodiscard]] const std::vector<std::string>& sync_directories() const { return directories_; }
+    [[nodiscard]] bool failed() const { return failed_; }
+
+    struct Taken {
+        Unit unit;
+        bool last = false;
+    };
+    /// The next unit in file order, which the caller must read; none if the job has failed.
+    std::optional<Taken> take_unit();
+
+    /// Gathers a taken unit into `memory`, and reports it. Returns what may be written now, if any:
+    /// the file's last segment waits here for the checksums of those before it.
+    std::optional<ReadUnit> read(const Unit& unit, Lease memory);
+
+    MaybeFault open_file(std::size_t file) { return files_[file]->output.ensure_open(); }
+
+    /// Sums a unit's blocks. Returns the file's last segment if that was all it waited for.
+    std::optional<ReadUnit> sum(const ReadUnit& read);
+
+    /// Writes a summed unit; with the file's last segment, the checksum table.
+    MaybeFault write(const ReadUnit& read);
+
+    /// Reports a written unit. True if it was the file's last.
+    bool unit_written(std::size_t file);
+
+    MaybeFault finish_file(std::size_t file) { return files_[file]->output.finish(); }
+    /// Reports a durable file. True if it was the job's last.
+    bool file_finished();
+    /// Reports that everything is durable.
+    void succeed();
+
+    /// The first fault wins. Returns whether it was this one; what waits to be written is dropped.
+    bool fail(Fault fault);
+
+    /// Keeps the job at work: a failed job is done when the last pin goes. Every queue entry and
+    /// every thread that touches the job's files or sources has one.
+    class Pin;
+
+  private:
+    struct File {
+        File(const SaveFile& file, const std::shared_ptr<FileOps>& ops);
+
+        SaveFile spec;
+        OutputFile output;
+        std::vector<std::uint32_t> checksums;  // each written by one thread, before `unsummed` drops
+        std::uint64_t segments = 0;            // that pass through the cache: up to the last
+        std::uint64_t unsummed = 0;            // segments before the last whose sums are missing
+        std::uint64_t unwritten = 0;
+        Lease last;  // the last segment, read, while it waits for `unsummed`
+    };
+
+    [[nodiscard]] bool is_last(const Unit& unit) const;
+    MaybeFault write_table(File& file, std::byte* memory);
+    void unpin();
+
+    const std::uint64_t order_;
+    const std::shared_ptr<Window> window_;
+    const std::vector<std::string> directories_;
+    std::vector<std::unique_ptr<File>> files_;
+    const Clock::time_point submitted_;
+
+    std::atomic<bool> failed_ = false;
+    std::atomic<std::uint64_t> bytes_read_ = 0;
+    std::atomic<std::uint64_t> bytes_written_ = 0;
+
+    mutable std::mutex mutex_;         // guards what follows, and the counts and `last` of File
+    std::condition_variable changed_;  // any of it; waiters are the handle's methods only
+    Unit next_;                        // not yet taken
+    std::unordered_map<Group, std::uint64_t> unread_;  // bytes per group
+    std::uint64_t unread_total_ = 0;
+    std::size_t reading_ = 0;  // threads that read sources now
+    std::size_t unfinished_files_ = 0;
+    std::size_t pins_ = 0;
+    MaybeFault fault_;
+    bool done_ = false;
+    Clock::time_point read_at_;
+    Clock::time_point durable_at_;
+};
+
+class SaveJob::Pin {
+  public:
+    explicit Pin(std::shared_ptr<SaveJob> job);
+    Pin(const Pin&) = delete;
+    Pin& operator=(const Pin&) = delete;
+    Pin(Pin&& other) noexcept = default;
+    Pin& operator=(Pin&& other) noexcept;
+    ~Pin() { release(); }
+
+    [[nodiscard]] const std::shared_ptr<SaveJob>& job() const { return job_; }
+    SaveJob* operator->() const { return job_.get(); }
+
+  private:
+    void release();
+
+    std::shared_ptr<SaveJob> job_;
+};
+
+}  // namespace datastates

@@ -1,0 +1,237 @@
+#include "save_pipeline.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "threads.h"
+
+namespace datastates {
+namespace {
+
+/// What a thread makes of an exception: only memory can have run out.
+Fault out_of_memory(const char* operation) {
+    return {.kind = FaultKind::kIo,
+            .error = ENOMEM,
+            .path = {},
+            .offset = 0,
+            .operation = operation,
+            .detail = {}};
+}
+
+}  // namespace
+
+SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::size_t copy_threads,
+                           std::size_t flush_threads)
+    : cache_(std::move(cache)), copy_threads_(copy_threads), flush_threads_(flush_threads) {}
+
+bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
+    job->window()->attach(weak_from_this());
+    {
+        const std::scoped_lock lock(mutex_);
+        if (stopping_) return false;
+        start_threads();
+        std::erase_if(jobs_, [](const auto& weak) { return weak.expired(); });
+        jobs_.push_back(job);
+        // Opened ahead of the first read, so that a full disk is found before anything is copied.
+        for (std::size_t file = 0; file < job->file_count(); ++file) {
+            tasks_.push_back({.job = SaveJob::Pin(job), .open = file, .write = std::nullopt});
+        }
+        if (job->file_count() == 0) {
+            tasks_.push_back(
+                {.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
+        } else {
+            const auto place = std::ranges::upper_bound(unread_jobs_, job->order(), {},
+                                                        [](const auto& j) { return j->order(); });
+            unread_jobs_.insert(place, job);
+        }
+    }
+    tasks_changed_.notify_all();
+    window_opened();  // perhaps it is
+    return true;
+}
+
+void SavePipeline::start_threads() {
+    while (threads_.size() < copy_threads_ + flush_threads_) {
+        const std::size_t i = threads_.size();
+        if (i < copy_threads_) {
+            threads_.push_back(start_thread("ds-copy-" + std::to_string(i), [this] { copy_loop(); }));
+        } else {
+            threads_.push_back(start_thread("ds-flush-" + std::to_string(i - copy_threads_),
+                                            [this] { flush_loop(); }));
+        }
+    }
+}
+
+void SavePipeline::window_opened() {
+    {
+        const std::scoped_lock lock(mutex_);  // or a thread about to wait would miss it
+        jobs_changed_.notify_all();
+    }
+    // Threads that wait for segments on behalf of a newer job look again.
+    cache_->interrupt();
+}
+
+void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) {
+    SaveJob::Pin pin(job);
+    if (!job->fail(std::move(fault))) return;
+    std::vector<Task> dropped;  // destroyed after the lock
+    {
+        const std::scoped_lock lock(mutex_);
+        std::erase(unread_jobs_, job);
+        const auto keep = std::ranges::stable_partition(
+            tasks_, [&](const Task& task) { return task.job.job() != job; });
+        std::ranges::move(keep, std::back_inserter(dropped));
+        tasks_.erase(keep.begin(), keep.end());
+        // Ended by a flush thread: closing its files may take a while.
+        if (!stopping_) {
+            tasks_.push_front({.job = std::move(pin), .open = std::nullopt, .write = std::nullopt});
+        }
+    }
+    tasks_changed_.notify_all();
+    cache_->interrupt();
+}
+
+void SavePipeline::shutdown() {
+    std::vector<std::jthread> threads;
+    std::vector<std::shared_ptr<SaveJob>> jobs;
+    {
+        const std::scoped_lock lock(mutex_);
+        stopping_ = true;
+        threads.swap(threads_);
+        for (const auto& weak : jobs_) {
+            if (auto job = weak.lock()) jobs.push_back(std::move(job));
+        }
+        jobs_.clear();
+        jobs_changed_.notify_all();
+        tasks_changed_.notify_all();
+    }
+    for (const auto& job : jobs) fail(job, {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}});
+    cache_->interrupt();
+    threads.clear();  // joins
+    std::deque<Task> left;
+    {
+        const std::scoped_lock lock(mutex_);
+        left.swap(tasks_);
+    }
+}
+
+// --- copy threads ------------------------------------------------------------------------------
+
+void SavePipeline::copy_loop() {
+    while (true) {
+        const std::uint64_t epoch = cache_->epoch();
+        const auto order = wait_for_open_job();
+        if (!order) return;
+        Lease memory = cache_->acquire(Share::kSave, *order, epoch);
+        if (!memory) continue;  // something changed: an older job may have become readable
+        auto reading = take_unit();
+        if (!reading) continue;
+        const SaveJob::Pin& job = reading->job;
+        try {
+            if (auto read = job->read(reading->unit, std::move(memory))) {
+                enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)});
+            }
+        } catch (const std::exception&) {
+            fail(job.job(), out_of_memory("copy"));
+        }
+    }
+}
+
+std::optional<std::uint64_t> SavePipeline::wait_for_open_job() {
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+        const auto open = std::ranges::find_if(
+            unread_jobs_, [](const auto& job) { return job->window()->is_open(); });
+        if (open != unread_jobs_.end()) return (*open)->order();
+        if (unread_jobs_.empty()) {
+            jobs_changed_.wait(lock);
+        } else {
+            const auto opens_at = [](const auto& job) { return job->window()->opened_at(); };
+            const auto next = std::ranges::min(unread_jobs_, {}, opens_at)->window()->opened_at();
+            jobs_changed_.wait_until(lock, next);
+        }
+    }
+    return std::nullopt;
+}
+
+std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
+    const std::scoped_lock lock(mutex_);
+    for (auto next = unread_jobs_.begin(); next != unread_jobs_.end(); ++next) {
+        const std::shared_ptr<SaveJob> job = *next;
+        if (!job->window()->is_open()) continue;
+        SaveJob::Pin pin(job);
+        const auto taken = job->take_unit();
+        if (!taken) continue;  // it has failed, and is about to leave the list
+        if (taken->last) unread_jobs_.erase(next);
+        return Reading{.job = std::move(pin), .unit = taken->unit};
+    }
+    return std::nullopt;
+}
+
+// --- flush threads -----------------------------------------------------------------------------
+
+void SavePipeline::flush_loop() {
+    while (auto task = next_task()) {
+        try {
+            run(*task);
+        } catch (const std::exception&) {
+            fail(task->job.job(), out_of_memory("write"));
+        }
+    }
+}
+
+std::optional<SavePipeline::Task> SavePipeline::next_task() {
+    std::unique_lock lock(mutex_);
+    tasks_changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
+    if (stopping_) return std::nullopt;
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    return task;
+}
+
+void SavePipeline::enqueue(Task task) {
+    {
+        const std::scoped_lock lock(mutex_);
+        tasks_.push_back(std::move(task));
+    }
+    tasks_changed_.notify_one();
+}
+
+void SavePipeline::run(Task& task) {
+    if (task.job->failed()) return;
+    if (task.open) {
+        if (auto fault = task.job->open_file(*task.open)) fail(task.job.job(), std::move(*fault));
+    } else if (task.write) {
+        write(task.job, std::move(*task.write));
+    } else {
+        finish_job(task.job);
+    }
+}
+
+void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
+    const std::size_t file = read.unit.file;
+    if (auto last = job->sum(read)) {
+        enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
+    }
+    auto fault = job->open_file(file);
+    if (!fault) fault = job->write(read);
+    read.memory.release();
+    if (!fault && job->unit_written(file) && !job->failed()) {
+        fault = job->finish_file(file);
+        if (!fault && job->file_finished()) finish_job(job);
+    }
+    if (fault) fail(job.job(), std::move(*fault));
+}
+
+void SavePipeline::finish_job(const SaveJob::Pin& job) {
+    if (job->failed()) return;
+    for (const std::string& directory : job->sync_directories()) {
+        if (auto fault = job->sync_directory(directory)) return fail(job.job(), std::move(*fault));
+    }
+    job->succeed();
+}
+
+}  // namespace datastates

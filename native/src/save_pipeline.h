@@ -1,0 +1,89 @@
+// The threads that save: copy threads read sources into segments, flush threads write them out.
+//
+//     sources ─► copy threads ─► queue ─► flush threads (checksum, write, fdatasync) ─► done
+//
+// The queue is bounded by the cache, as every entry that waits in it for long holds a segment. Copy
+// threads wait for jobs with an open window, and for segments; flush threads wait for entries, and
+// never for segments: so what is read is always written, whatever else waits.
+
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "host_cache.h"
+#include "save_job.h"
+#include "window.h"
+
+namespace datastates {
+
+class SavePipeline : public WindowListener, public std::enable_shared_from_this<SavePipeline> {
+  public:
+    SavePipeline(std::shared_ptr<HostCache> cache, std::size_t copy_threads,
+                 std::size_t flush_threads);
+    SavePipeline(const SavePipeline&) = delete;
+    SavePipeline& operator=(const SavePipeline&) = delete;
+    SavePipeline(SavePipeline&&) = delete;
+    SavePipeline& operator=(SavePipeline&&) = delete;
+    ~SavePipeline() override { shutdown(); }
+
+    /// Starts the threads with the first job. False after `shutdown`.
+    bool submit(const std::shared_ptr<SaveJob>& job);
+
+    /// Fails `job` and drops what is queued of it. Returns at once.
+    void fail(const std::shared_ptr<SaveJob>& job, Fault fault);
+
+    /// Fails all jobs with a shutdown fault and joins the threads. One call at a time.
+    void shutdown();
+
+    void window_opened() override;
+
+  private:
+    /// What a flush thread does next: open a file, write a unit, or (neither) sync the directories
+    /// of a job that has no files, or let a failed job end.
+    struct Task {
+        SaveJob::Pin job;
+        std::optional<std::size_t> open;
+        std::optional<ReadUnit> write;
+    };
+
+    struct Reading {
+        SaveJob::Pin job;
+        Unit unit;
+    };
+
+    void start_threads();
+
+    void copy_loop();
+    std::optional<std::uint64_t> wait_for_open_job();
+    std::optional<Reading> take_unit();
+
+    void flush_loop();
+    std::optional<Task> next_task();
+    void enqueue(Task task);
+    void run(Task& task);
+    void write(const SaveJob::Pin& job, ReadUnit read);
+    void finish_job(const SaveJob::Pin& job);
+
+    const std::shared_ptr<HostCache> cache_;
+    const std::size_t copy_threads_;
+    const std::size_t flush_threads_;
+
+    std::mutex mutex_;                       // guards what follows; taken before a job's
+    std::condition_variable jobs_changed_;   // copy threads: unread_jobs_, windows, stopping_
+    std::condition_variable tasks_changed_;  // flush threads: tasks_, stopping_
+    std::vector<std::shared_ptr<SaveJob>> unread_jobs_;  // units left to take; by order, arrival
+    std::deque<Task> tasks_;
+    std::vector<std::weak_ptr<SaveJob>> jobs_;  // all that may be in flight
+    bool stopping_ = false;
+    std::vector<std::jthread> threads_;  // end when stopping_; joined by `shutdown`
+};
+
+}  // namespace datastates
