@@ -49,7 +49,7 @@ def parse_size(size: int | str, *, name: str = "size") -> int:
 
 
 def parse_host_cache_size(size: int | str) -> int:
-    """:func:`parse_size`, at least the smallest host cache that the engine can work with."""
+    """:func:`parse_size` in whole segments, and at least what the engine can work with."""
     nbytes = parse_size(size, name="host_cache_size")
     if nbytes < MIN_HOST_CACHE_BYTES:
         segments = MIN_HOST_CACHE_BYTES // SEGMENT_BYTES
@@ -57,7 +57,7 @@ def parse_host_cache_size(size: int | str) -> int:
             f"host_cache_size={size!r} is below the minimum of "
             f"{MIN_HOST_CACHE_BYTES >> 20}MiB ({segments} segments); give at least that"
         )
-    return nbytes
+    return nbytes - nbytes % SEGMENT_BYTES
 
 
 def _one_of(name: str, value: Any, kind: Any) -> Any:

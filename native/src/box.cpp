@@ -42,8 +42,8 @@ void copy_grid(const Grid& grid, std::size_t run, std::byte* stream, std::byte* 
     const auto stream_step = static_cast<std::int64_t>(grid.column.stream_stride);
     const auto stream_row = static_cast<std::int64_t>(grid.row.stream_stride);
     const std::uint64_t columns = grid.column.size;
-    // Where memory is transposed, neighbours in a row are far apart there and neighbours in a column
-    // are close: small tiles use each cache line that they touch whole.
+    // Where memory is transposed, neighbours in a row are far apart there and neighbours in a
+    // column are close: small tiles use each cache line that they touch whole.
     const bool transposed = std::abs(grid.column.memory_stride) > std::abs(grid.row.memory_stride);
     const std::uint64_t tile = transposed && grid.rows > 1 ? 32 : columns;
     for (std::uint64_t left = 0; left < columns; left += tile) {
@@ -51,9 +51,11 @@ void copy_grid(const Grid& grid, std::size_t run, std::byte* stream, std::byte* 
         const auto first = static_cast<std::int64_t>(left);
         for (std::int64_t r = 0; r < static_cast<std::int64_t>(grid.rows); ++r) {
             std::byte* to = stream + r * stream_row + first * stream_step;
-            std::byte* from = memory + r * grid.row.memory_stride + first * grid.column.memory_stride;
+            std::byte* from =
+                memory + r * grid.row.memory_stride + first * grid.column.memory_stride;
             for (std::int64_t c = 0; c < count; ++c) {
-                move_bytes<direction>(to + c * stream_step, from + c * grid.column.memory_stride, size);
+                move_bytes<direction>(to + c * stream_step, from + c * grid.column.memory_stride,
+                                      size);
             }
         }
     }
@@ -112,8 +114,8 @@ Box::Box(std::uint64_t itemsize, std::span<const Axis> axes) : run_(itemsize) {
         } else if (!joined.empty() &&
                    axis.stream_stride ==
                        checked_multiply(joined.back().stream_stride, joined.back().size) &&
-                   axis.memory_stride ==
-                       joined.back().memory_stride * static_cast<std::int64_t>(joined.back().size)) {
+                   axis.memory_stride == joined.back().memory_stride *
+                                             static_cast<std::int64_t>(joined.back().size)) {
             joined.back().size *= axis.size;
         } else {
             joined.push_back(axis);

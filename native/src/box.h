@@ -1,4 +1,5 @@
-// A strided box: a rectangular part of an array, in memory on one side and in a stream on the other.
+// A strided box: a rectangular part of an array, in memory on one side and in a stream on the
+// other.
 
 #pragma once
 

@@ -57,7 +57,8 @@ inline std::uint32_t three_lanes(std::uint32_t state, const std::byte* data, std
         second = step8(second, load8(data + lane));
         third = step8(third, load8(data + 2 * lane));
     }
-    state = apply(past_lane, static_cast<std::uint32_t>(first)) ^ static_cast<std::uint32_t>(second);
+    state =
+        apply(past_lane, static_cast<std::uint32_t>(first)) ^ static_cast<std::uint32_t>(second);
     return apply(past_lane, state) ^ static_cast<std::uint32_t>(third);
 }
 
@@ -87,7 +88,8 @@ const char* const crc32c_hardware_name = "armv8";
 
 #else
 
-std::uint32_t crc32c_hardware(std::uint32_t state, const std::byte* /*data*/, std::size_t /*size*/) {
+std::uint32_t crc32c_hardware(std::uint32_t state, const std::byte* /*data*/,
+                              std::size_t /*size*/) {
     return state;
 }
 

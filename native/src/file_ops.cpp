@@ -12,7 +12,9 @@ SysResult result_of(std::int64_t value) {
     return {.value = value, .error = 0};
 }
 
-off_t file_offset(std::uint64_t offset) { return static_cast<off_t>(offset); }
+off_t file_offset(std::uint64_t offset) {
+    return static_cast<off_t>(offset);
+}
 
 class PosixFileOps final : public FileOps {
   public:
@@ -27,7 +29,7 @@ class PosixFileOps final : public FileOps {
     }
 
     SysResult size(int fd) override {
-        struct stat status {};
+        struct stat status{};
         const int failed = ::fstat(fd, &status);
         return failed != 0 ? result_of(failed) : result_of(status.st_size);
     }
@@ -79,6 +81,8 @@ class PosixFileOps final : public FileOps {
 
 }  // namespace
 
-std::shared_ptr<FileOps> posix_file_ops() { return std::make_shared<PosixFileOps>(); }
+std::shared_ptr<FileOps> posix_file_ops() {
+    return std::make_shared<PosixFileOps>();
+}
 
 }  // namespace datastates

@@ -188,14 +188,22 @@ std::optional<std::uint32_t> HostCache::find_run(std::uint32_t count,
     std::uint32_t length = 0;
     for (std::uint32_t i = 0; i < slots_.size(); ++i) {
         const Slot& slot = slots_[i];
-        const bool usable = slot.share == Share::kSave &&
-                            (slot.use == Use::kFree ||
-                             (even_if_streaming && slot.use == Use::kStream));
+        const bool usable =
+            slot.share == Share::kSave &&
+            (slot.use == Use::kFree || (even_if_streaming && slot.use == Use::kStream));
         const bool continues = i > 0 && slots_[i - 1].arena == slot.arena;
         length = !usable ? 0 : (continues ? length + 1 : 1);
         if (length == count) return i + 1 - count;
     }
     return std::nullopt;
+}
+
+std::uint64_t HostCache::max_slab_bytes() const {
+    const std::scoped_lock lock(mutex_);
+    std::vector<std::uint64_t> per_arena(arenas_.size(), 0);
+    for (const Slot& slot : slots_) per_arena[slot.arena] += slot.share == Share::kSave ? 1 : 0;
+    const std::uint64_t longest = *std::ranges::max_element(per_arena);
+    return std::min(longest, save_segments_ - kStreamReserve) * kSegmentBytes;
 }
 
 bool HostCache::can_ever_fit(std::uint32_t count) const {
@@ -258,8 +266,7 @@ HostCache::SlabRequest::~SlabRequest() {
 HostCache::SlabRequest::State HostCache::SlabRequest::wait_until(Clock::time_point deadline) {
     if (!fits_) return State::kNeverFits;
     std::unique_lock lock(cache_->mutex_);
-    request_.wake.wait_until(lock, deadline,
-                             [&] { return request_.granted || cache_->closed_; });
+    request_.wake.wait_until(lock, deadline, [&] { return request_.granted || cache_->closed_; });
     if (request_.granted) return State::kGranted;
     return cache_->closed_ ? State::kClosed : State::kWaiting;
 }

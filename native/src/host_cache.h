@@ -7,8 +7,8 @@
 //   - A segment of a stream is always given back without the help of another one: what holds it is
 //     being read, checksummed or written.
 //   - A slab may be held for long (until its save's reads are done, which take segments), so slabs
-//     in total leave `kStreamReserve` segments to the streams; and a slab that waits for other slabs
-//     lets newer requests pass, while one that waits only for streams to drain does not.
+//     in total leave `kStreamReserve` segments to the streams; and a slab that waits for other
+//     slabs lets newer requests pass, while one that waits only for streams to drain does not.
 
 #pragma once
 
@@ -83,6 +83,9 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
 
     [[nodiscard]] CacheStats stats() const;
 
+    /// The largest slab that an idle cache could give.
+    [[nodiscard]] std::uint64_t max_slab_bytes() const;
+
     class SlabRequest;
 
   private:
@@ -131,10 +134,10 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
 
     void release(std::uint32_t first);
 
-    mutable std::mutex mutex_;                    // guards all that follows
-    std::vector<Arena> arenas_;                   // unmapped with the cache, which leases keep alive
-    std::vector<Slot> slots_;                     // in each arena: for saves first, then restores
-    std::vector<std::uint32_t> free_for_saves_;   // stacks: what was used last is used next, so a
+    mutable std::mutex mutex_;                   // guards all that follows
+    std::vector<Arena> arenas_;                  // unmapped with the cache, which leases keep alive
+    std::vector<Slot> slots_;                    // in each arena: for saves first, then restores
+    std::vector<std::uint32_t> free_for_saves_;  // stacks: what was used last is used next, so a
     std::vector<std::uint32_t> free_for_restores_;  // small job touches little memory
     std::set<Request*, Turn> queue_;
     std::uint64_t save_segments_ = 0;

@@ -25,8 +25,7 @@ InputFile::~InputFile() {
 
 MaybeFault InputFile::open(std::uint64_t nbytes) {
     Fault fault{.kind = FaultKind::kIo, .path = path_, .operation = "open", .detail = {}};
-    const auto opened =
-        uninterrupted([&] { return ops_->open(path_, O_RDONLY | O_CLOEXEC, 0); });
+    const auto opened = uninterrupted([&] { return ops_->open(path_, O_RDONLY | O_CLOEXEC, 0); });
     if (!opened.ok()) {
         fault.error = opened.error;
         return fault;

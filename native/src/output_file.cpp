@@ -44,9 +44,8 @@ MaybeFault OutputFile::ensure_open() {
 
 MaybeFault OutputFile::create() {
     constexpr mode_t kMode = 0644;  // less the umask
-    const auto opened = uninterrupted([&] {
-        return ops_->open(path_, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kMode);
-    });
+    const auto opened = uninterrupted(
+        [&] { return ops_->open(path_, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kMode); });
     if (!opened.ok()) return failed("open", opened.error, 0);
     const int fd = static_cast<int>(opened.value);
     fd_ = fd;
@@ -58,8 +57,8 @@ MaybeFault OutputFile::create() {
     }
     // Finds a full disk before anything is read, and lets the writes that follow go in parallel:
     // ext4 and XFS serialize direct writes that extend a file. Measured on ext4: see the README.
-    const auto allocated = uninterrupted(
-        [&] { return ops_->allocate(fd, round_up(nbytes_, kDirectAlignment)); });
+    const auto allocated =
+        uninterrupted([&] { return ops_->allocate(fd, round_up(nbytes_, kDirectAlignment)); });
     if (!allocated.ok() && !is_unsupported(allocated.error)) {
         return failed("fallocate", allocated.error, 0);
     }
@@ -80,8 +79,7 @@ MaybeFault OutputFile::write(std::span<const std::byte> data, std::uint64_t offs
     while (done < range.size()) {
         const bool direct = direct_;
         const auto left = direct ? data.subspan(done) : data.first(range.size()).subspan(done);
-        const auto result =
-            uninterrupted([&] { return ops_->write(fd_, left, offset + done); });
+        const auto result = uninterrupted([&] { return ops_->write(fd_, left, offset + done); });
         if (direct && is_unsupported(result.error)) {
             if (auto fault = fall_back()) return fault;
             continue;
@@ -90,7 +88,8 @@ MaybeFault OutputFile::write(std::span<const std::byte> data, std::uint64_t offs
         const auto written = static_cast<std::uint64_t>(result.value);
         if (written == 0) return failed("write", EIO, offset + done);
         if (written >= left.size()) break;
-        // A short direct write goes on from the last aligned place; one shorter than that, buffered.
+        // A short direct write goes on from the last aligned place; one shorter than that,
+        // buffered.
         const std::uint64_t aligned = written / kDirectAlignment * kDirectAlignment;
         if (direct && aligned == 0) {
             if (auto fault = fall_back()) return fault;
@@ -101,8 +100,8 @@ MaybeFault OutputFile::write(std::span<const std::byte> data, std::uint64_t offs
 }
 
 MaybeFault OutputFile::limit_dirty(Range written) {
-    // An error of write-back must be reported from here: having been told to this descriptor once, it
-    // is not told to fdatasync again.
+    // An error of write-back must be reported from here: having been told to this descriptor once,
+    // it is not told to fdatasync again.
     const auto started = uninterrupted([&] { return ops_->start_writeback(fd_, written); });
     if (!started.ok() && !is_unsupported(started.error)) {
         return failed("write", started.error, written.begin);
@@ -143,8 +142,8 @@ void OutputFile::abandon() {
 }
 
 MaybeFault sync_directory(FileOps& ops, const std::string& path) {
-    const auto opened = uninterrupted(
-        [&] { return ops.open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
+    const auto opened =
+        uninterrupted([&] { return ops.open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
     if (!opened.ok()) return io_fault(path, "open", opened.error, 0);
     const int fd = static_cast<int>(opened.value);
     const auto synced = uninterrupted([&] { return ops.sync(fd); });

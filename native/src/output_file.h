@@ -31,8 +31,8 @@ class OutputFile {
     /// Creates the file (it must not exist) and allocates its space. Only the first call does.
     MaybeFault ensure_open();
 
-    /// Writes whole multiples of kDirectAlignment at such an offset. What lies beyond the file's size
-    /// is padding: it may reach storage, and `finish` cuts it off. The file is open.
+    /// Writes whole multiples of kDirectAlignment at such an offset. What lies beyond the file's
+    /// size is padding: it may reach storage, and `finish` cuts it off. The file is open.
     MaybeFault write(std::span<const std::byte> data, std::uint64_t offset);
 
     /// Cuts the file to its size, makes its bytes durable, closes it. No write is under way.

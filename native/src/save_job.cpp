@@ -46,7 +46,9 @@ SaveFile::SaveFile(std::string file_path, std::uint64_t offset, const Transfer& 
     }
 }
 
-std::uint64_t SaveFile::nbytes() const { return file_bytes(table_offset); }
+std::uint64_t SaveFile::nbytes() const {
+    return file_bytes(table_offset);
+}
 
 SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
     : spec(file),
@@ -62,11 +64,12 @@ SaveJob::SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sy
                  std::uint64_t order, std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops)
     : order_(order),
       window_(std::move(window)),
+      ops_(std::move(ops)),
       directories_(std::move(sync_directories)),
       submitted_(Clock::now()),
       unfinished_files_(files.size()) {
     for (const SaveFile& file : files) {
-        files_.push_back(std::make_unique<File>(file, ops));
+        files_.push_back(std::make_unique<File>(file, ops_));
         for (const Region& region : file.content->regions()) {
             unread_[region.group] += region.nbytes();
         }
@@ -225,6 +228,13 @@ bool SaveJob::unit_written(std::size_t file) {
 bool SaveJob::file_finished() {
     const std::scoped_lock lock(mutex_);
     return --unfinished_files_ == 0;
+}
+
+MaybeFault SaveJob::sync_directories() {
+    for (const std::string& directory : directories_) {
+        if (auto fault = sync_directory(*ops_, directory)) return fault;
+    }
+    return std::nullopt;
 }
 
 void SaveJob::succeed() {

@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -77,7 +78,6 @@ class SaveJob {
     [[nodiscard]] std::uint64_t order() const { return order_; }
     [[nodiscard]] const std::shared_ptr<Window>& window() const { return window_; }
     [[nodiscard]] std::size_t file_count() const { return files_.size(); }
-    [[nodiscard]] const std::vector<std::string>& sync_directories() const { return directories_; }
     [[nodiscard]] bool failed() const { return failed_; }
 
     struct Taken {
@@ -105,6 +105,8 @@ class SaveJob {
     MaybeFault finish_file(std::size_t file) { return files_[file]->output.finish(); }
     /// Reports a durable file. True if it was the job's last.
     bool file_finished();
+    /// Makes the directories' entries durable.
+    MaybeFault sync_directories();
     /// Reports that everything is durable.
     void succeed();
 
@@ -121,9 +123,10 @@ class SaveJob {
 
         SaveFile spec;
         OutputFile output;
-        std::vector<std::uint32_t> checksums;  // each written by one thread, before `unsummed` drops
-        std::uint64_t segments = 0;            // that pass through the cache: up to the last
-        std::uint64_t unsummed = 0;            // segments before the last whose sums are missing
+        std::vector<std::uint32_t>
+            checksums;               // each written by one thread, before `unsummed` drops
+        std::uint64_t segments = 0;  // that pass through the cache: up to the last
+        std::uint64_t unsummed = 0;  // segments before the last whose sums are missing
         std::uint64_t unwritten = 0;
         Lease last;  // the last segment, read, while it waits for `unsummed`
     };
@@ -134,6 +137,7 @@ class SaveJob {
 
     const std::uint64_t order_;
     const std::shared_ptr<Window> window_;
+    const std::shared_ptr<FileOps> ops_;
     const std::vector<std::string> directories_;
     std::vector<std::unique_ptr<File>> files_;
     const Clock::time_point submitted_;

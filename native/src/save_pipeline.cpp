@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <exception>
+#include <iterator>
 #include <string>
 #include <utility>
 
@@ -57,7 +58,8 @@ void SavePipeline::start_threads() {
     while (threads_.size() < copy_threads_ + flush_threads_) {
         const std::size_t i = threads_.size();
         if (i < copy_threads_) {
-            threads_.push_back(start_thread("ds-copy-" + std::to_string(i), [this] { copy_loop(); }));
+            threads_.push_back(
+                start_thread("ds-copy-" + std::to_string(i), [this] { copy_loop(); }));
         } else {
             threads_.push_back(start_thread("ds-flush-" + std::to_string(i - copy_threads_),
                                             [this] { flush_loop(); }));
@@ -108,7 +110,8 @@ void SavePipeline::shutdown() {
         jobs_changed_.notify_all();
         tasks_changed_.notify_all();
     }
-    for (const auto& job : jobs) fail(job, {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}});
+    for (const auto& job : jobs)
+        fail(job, {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}});
     cache_->interrupt();
     threads.clear();  // joins
     std::deque<Task> left;
@@ -132,7 +135,9 @@ void SavePipeline::copy_loop() {
         const SaveJob::Pin& job = reading->job;
         try {
             if (auto read = job->read(reading->unit, std::move(memory))) {
-                enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)});
+                enqueue({.job = SaveJob::Pin(job.job()),
+                         .open = std::nullopt,
+                         .write = std::move(read)});
             }
         } catch (const std::exception&) {
             fail(job.job(), out_of_memory("copy"));
@@ -228,9 +233,7 @@ void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
 
 void SavePipeline::finish_job(const SaveJob::Pin& job) {
     if (job->failed()) return;
-    for (const std::string& directory : job->sync_directories()) {
-        if (auto fault = job->sync_directory(directory)) return fail(job.job(), std::move(*fault));
-    }
+    if (auto fault = job->sync_directories()) return fail(job.job(), std::move(*fault));
     job->succeed();
 }
 

@@ -13,7 +13,8 @@ std::jthread start_thread(const std::string& name, std::function<void()> body) {
     sigset_t before;
     sigfillset(&blocked);
     // Left alone: a fault of the thread's own still reaches its handler (faulthandler, say).
-    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&blocked, own);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT})
+        sigdelset(&blocked, own);
     pthread_sigmask(SIG_SETMASK, &blocked, &before);
     try {
         std::jthread thread(std::move(body));

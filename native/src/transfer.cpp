@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <queue>
 #include <stdexcept>
@@ -79,7 +80,7 @@ void Transfer::add(std::uint64_t offset, std::uint64_t nbytes, std::byte* addres
         throw std::invalid_argument("region of " + std::to_string(nbytes) + " bytes at offset " +
                                     std::to_string(offset) + " ends beyond 2^63");
     }
-    append(Region{.offset = offset,
+    push(Region{.offset = offset,
                   .end = offset + nbytes,
                   .address = address,
                   .group = group,
@@ -87,8 +88,8 @@ void Transfer::add(std::uint64_t offset, std::uint64_t nbytes, std::byte* addres
                   .access = access});
 }
 
-void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize,
-                           std::span<const Axis> axes, std::byte* address, Group group) {
+void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize, std::span<const Axis> axes,
+                           std::byte* address, Group group) {
     auto box = std::make_shared<const Box>(itemsize, axes);
     if (box->contiguous()) return add(offset, box->nbytes(), address, group);
     if (offset > kMaxPosition || box->span() > kMaxPosition - offset) {
@@ -96,7 +97,7 @@ void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize,
                                     " ends beyond 2^63");
     }
     const std::uint64_t end = offset + box->span();
-    append(Region{.offset = offset,
+    push(Region{.offset = offset,
                   .end = end,
                   .address = address,
                   .group = group,
@@ -104,7 +105,14 @@ void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize,
                   .access = Access::kReadWrite});
 }
 
-void Transfer::append(Region region) {
+void Transfer::append(Transfer&& other) {
+    regions_.insert(regions_.end(), std::make_move_iterator(other.regions_.begin()),
+                    std::make_move_iterator(other.regions_.end()));
+    nbytes_ += std::exchange(other.nbytes_, 0);
+    other.regions_.clear();
+}
+
+void Transfer::push(Region region) {
     if (region.group < 0) {
         throw std::invalid_argument("group=" + std::to_string(region.group) + " is negative");
     }

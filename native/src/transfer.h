@@ -47,13 +47,14 @@ class Transfer {
              Access access = Access::kReadWrite);
     void add_strided(std::uint64_t offset, std::uint64_t itemsize, std::span<const Axis> axes,
                      std::byte* address, Group group);
-    void reserve(std::size_t more) { regions_.reserve(regions_.size() + more); }
+    void append(Transfer&& other);
+    void reserve(std::size_t regions) { regions_.reserve(regions); }
 
     [[nodiscard]] std::uint64_t nbytes() const { return nbytes_; }
     [[nodiscard]] const std::vector<Region>& regions() const { return regions_; }
 
   private:
-    void append(Region region);
+    void push(Region region);
 
     std::vector<Region> regions_;  // none of them empty
     std::uint64_t nbytes_ = 0;

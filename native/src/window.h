@@ -46,7 +46,7 @@ class Window {
   private:
     Clock::time_point deadline_;
     std::atomic<Clock::time_point> opened_at_{deadline_};
-    std::mutex mutex_;                                     // guards listeners_
+    std::mutex mutex_;                                      // guards listeners_
     std::vector<std::weak_ptr<WindowListener>> listeners_;  // one per job: few
 };
 

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 def fsdp_tp(model: nn.Module, shape: tuple[int, int]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard over a (data, tensor) mesh of ``shape``, and step twice with gradients out of the air."""
+    """Shard over a (data, tensor) mesh of ``shape``, and step twice with made-up gradients."""
     data, tensor = shape
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor"))
     if tensor > 1:
@@ -44,14 +44,14 @@ def fsdp_tp(model: nn.Module, shape: tuple[int, int]) -> tuple[nn.Module, torch.
     if data > 1:
         fully_shard(model, mesh=mesh["data"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    step_on_noise(model, optimizer)
+    step_twice(model, optimizer)
     return model, optimizer
 
 
-def step_on_noise(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step_twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for _ in range(2):
         for parameter in model.parameters():
-            parameter.grad = torch.rand_like(parameter)
+            parameter.grad = parameter.detach() * 0.5 + 1
         optimizer.step()
         optimizer.zero_grad()
 
@@ -82,5 +82,5 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 def dense_reference(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state of an unsharded model after two steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
-    step_on_noise(model, optimizer)
+    step_twice(model, optimizer)
     return {name: tensor.detach().clone() for name, tensor in collect(model, optimizer).items()}

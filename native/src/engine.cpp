@@ -1,0 +1,96 @@
+#include "engine.h"
+
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "sizes.h"
+
+namespace datastates {
+namespace {
+
+Fault cancelled() {
+    return {.kind = FaultKind::kCancelled, .path = {}, .operation = {}, .detail = {}};
+}
+
+std::shared_ptr<HostCache> make_cache(std::uint64_t nbytes, const ThreadCounts& threads) {
+    if (nbytes < kMinSegments * kSegmentBytes) {
+        throw std::invalid_argument("host_cache_bytes=" + std::to_string(nbytes) +
+                                    " is below the minimum of " +
+                                    std::to_string(kMinSegments * kSegmentBytes) + " (" +
+                                    std::to_string(kMinSegments) + " segments)");
+    }
+    constexpr std::size_t kMaxThreads = 256;
+    for (const std::size_t count : {threads.copy, threads.flush, threads.restore}) {
+        if (count == 0 || count > kMaxThreads) {
+            throw std::invalid_argument("a thread count of " + std::to_string(count) +
+                                        " is not between 1 and " + std::to_string(kMaxThreads));
+        }
+    }
+    return std::make_shared<HostCache>(nbytes);
+}
+
+}  // namespace
+
+SaveHandle::SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<SaveJob> job)
+    : pipeline_(std::move(pipeline)), job_(std::move(job)) {}
+
+SaveHandle::~SaveHandle() {
+    if (!job_->all_read()) pipeline_->fail(job_, cancelled());
+    job_->wait_not_reading();
+}
+
+void SaveHandle::cancel() {
+    pipeline_->fail(job_, cancelled());
+}
+
+RestoreHandle::RestoreHandle(std::shared_ptr<RestorePipeline> pipeline,
+                             std::shared_ptr<RestoreJob> job)
+    : pipeline_(std::move(pipeline)), job_(std::move(job)) {}
+
+RestoreHandle::~RestoreHandle() {
+    cancel();
+    job_->wait(Clock::time_point::max());
+}
+
+void RestoreHandle::cancel() {
+    pipeline_->fail(job_, cancelled());
+}
+
+Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops)
+    : ops_(std::move(ops)),
+      cache_(make_cache(host_cache_bytes, threads)),
+      saves_(std::make_shared<SavePipeline>(cache_, threads.copy, threads.flush)),
+      restores_(std::make_shared<RestorePipeline>(cache_, threads.restore)) {}
+
+std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
+                                         std::vector<std::string> sync_directories,
+                                         std::uint64_t order,
+                                         const std::shared_ptr<Window>& window) {
+    std::set<std::string_view> paths;
+    for (const SaveFile& file : files) {
+        if (!paths.insert(file.path).second) {
+            throw std::invalid_argument("'" + file.path + "' is written twice by one save");
+        }
+    }
+    auto job = std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_);
+    auto handle = std::make_shared<SaveHandle>(saves_, job);
+    if (!saves_->submit(job)) throw std::runtime_error("the engine is shut down");
+    return handle;
+}
+
+std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& files) {
+    auto job = std::make_shared<RestoreJob>(files, ops_);
+    if (!restores_->submit(job)) throw std::runtime_error("the engine is shut down");
+    return std::make_shared<RestoreHandle>(restores_, job);
+}
+
+void Engine::shutdown() {
+    const std::scoped_lock lock(shutdown_mutex_);
+    if (!alive_.exchange(false)) return;
+    cache_->close();
+    saves_->shutdown();
+    restores_->shutdown();
+}
+
+}  // namespace datastates

@@ -1,0 +1,104 @@
+// The engine: a host cache, and the threads that save and restore through it.
+
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fault.h"
+#include "file_ops.h"
+#include "host_cache.h"
+#include "restore_job.h"
+#include "restore_pipeline.h"
+#include "save_job.h"
+#include "save_pipeline.h"
+#include "window.h"
+
+namespace datastates {
+
+/// A save in flight, for its caller. Dropped before all is read, it cancels the save and waits for
+/// copies under way; later, the save goes on by itself.
+class SaveHandle {
+  public:
+    SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<SaveJob> job);
+    SaveHandle(const SaveHandle&) = delete;
+    SaveHandle& operator=(const SaveHandle&) = delete;
+    SaveHandle(SaveHandle&&) = delete;
+    SaveHandle& operator=(SaveHandle&&) = delete;
+    ~SaveHandle();
+
+    void cancel();
+    SaveJob* operator->() const { return job_.get(); }
+
+  private:
+    std::shared_ptr<SavePipeline> pipeline_;
+    std::shared_ptr<SaveJob> job_;
+};
+
+/// A restore in flight, for its caller. Dropped early, it cancels the restore and waits until no
+/// thread writes to its memory.
+class RestoreHandle {
+  public:
+    RestoreHandle(std::shared_ptr<RestorePipeline> pipeline, std::shared_ptr<RestoreJob> job);
+    RestoreHandle(const RestoreHandle&) = delete;
+    RestoreHandle& operator=(const RestoreHandle&) = delete;
+    RestoreHandle(RestoreHandle&&) = delete;
+    RestoreHandle& operator=(RestoreHandle&&) = delete;
+    ~RestoreHandle();
+
+    void cancel();
+    RestoreJob* operator->() const { return job_.get(); }
+
+  private:
+    std::shared_ptr<RestorePipeline> pipeline_;
+    std::shared_ptr<RestoreJob> job_;
+};
+
+struct ThreadCounts {
+    std::size_t copy = 2;
+    std::size_t flush = 4;
+    std::size_t restore = 4;
+};
+
+class Engine {
+  public:
+    /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
+    explicit Engine(std::uint64_t host_cache_bytes, ThreadCounts threads = {},
+                    std::shared_ptr<FileOps> ops = posix_file_ops());
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+    Engine(Engine&&) = delete;
+    Engine& operator=(Engine&&) = delete;
+    ~Engine() { shutdown(); }
+
+    [[nodiscard]] HostCache& cache() const { return *cache_; }
+    [[nodiscard]] const std::shared_ptr<HostCache>& shared_cache() const { return cache_; }
+
+    /// Throws std::invalid_argument for a path named twice, std::runtime_error after `shutdown`.
+    std::shared_ptr<SaveHandle> save(const std::vector<SaveFile>& files,
+                                     std::vector<std::string> sync_directories, std::uint64_t order,
+                                     const std::shared_ptr<Window>& window);
+
+    /// Throws std::runtime_error after `shutdown`.
+    std::shared_ptr<RestoreHandle> restore(const std::vector<RestoreFile>& files);
+
+    /// Fails what is in flight and joins all threads. Idempotent, any thread.
+    void shutdown();
+
+    [[nodiscard]] bool alive() const { return alive_; }
+
+  private:
+    const std::shared_ptr<FileOps> ops_;
+    const std::shared_ptr<HostCache> cache_;
+    const std::shared_ptr<SavePipeline> saves_;
+    const std::shared_ptr<RestorePipeline> restores_;
+    std::atomic<bool> alive_ = true;
+    std::mutex shutdown_mutex_;  // held during `shutdown`: a second caller returns after the first
+};
+
+}  // namespace datastates

@@ -1,0 +1,140 @@
+// Bindings of Engine.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine.h"
+#include "gather.h"
+#include "python_arguments.h"
+#include "python_jobs.h"
+#include "python_support.h"
+
+namespace datastates {
+namespace {
+
+constexpr std::uint64_t kReleaseGilBytes = std::uint64_t{256} << 10U;
+
+/// The engine, or RuntimeError if it cannot be used any more.
+std::shared_ptr<Engine> usable(const PyEngine& self) {
+    auto engine = required(self.engine, "engine");
+    if (!engine->alive()) throw std::runtime_error("the engine is shut down");
+    return engine;
+}
+
+std::size_t thread_count(std::int64_t value, const char* name) {
+    if (value < 1)
+        throw py::value_error(std::string(name) + "=" + std::to_string(value) + " is less than 1");
+    return static_cast<std::size_t>(value);
+}
+
+std::unique_ptr<PyEngine> make_engine(std::int64_t host_cache_bytes, std::int64_t copy_threads,
+                                      std::int64_t flush_threads, std::int64_t restore_threads) {
+    return std::make_unique<PyEngine>(std::make_shared<Engine>(
+        to_size(host_cache_bytes, "host_cache_bytes"),
+        ThreadCounts{.copy = thread_count(copy_threads, "copy_threads"),
+                     .flush = thread_count(flush_threads, "flush_threads"),
+                     .restore = thread_count(restore_threads, "restore_threads")}));
+}
+
+std::unique_ptr<PySlab> make_slab(const PyEngine& self, std::int64_t nbytes, std::int64_t order,
+                                  double timeout) {
+    using State = HostCache::SlabRequest::State;
+    const auto engine = usable(self);
+    HostCache::SlabRequest request(engine->shared_cache(), to_size(nbytes, "nbytes"),
+                                   to_size(order, "order"));
+    auto state = State::kWaiting;
+    wait_in_slices(timeout, [&](auto deadline) {
+        state = request.wait_until(deadline);
+        return state != State::kWaiting;
+    });
+    if (state == State::kClosed) throw std::runtime_error("the engine is shut down");
+    if (state != State::kGranted) return nullptr;
+    return std::make_unique<PySlab>(std::make_shared<Lease>(request.take()),
+                                    static_cast<std::uint64_t>(nbytes));
+}
+
+void gather_into(const PyEngine& self, const Transfer& transfer, std::uint64_t address,
+                 std::int64_t nbytes) {
+    usable(self);
+    const StreamContent content(transfer);
+    if (content.end() > to_size(nbytes, "nbytes")) {
+        throw py::value_error("a region ends at " + std::to_string(content.end()) +
+                              ", beyond nbytes=" + std::to_string(nbytes));
+    }
+    if (address == 0 && content.nbytes() > 0) throw py::value_error("address is null");
+    if (content.nbytes() <= kReleaseGilBytes) return gather(content, to_address(address));
+    const py::gil_scoped_release release;
+    gather(content, to_address(address));
+}
+
+std::unique_ptr<PySaveJob> save(const PyEngine& self, const std::vector<SaveFile>& files,
+                                const py::sequence& sync_directories, std::int64_t order,
+                                const PyWindow& window, py::object keepalive) {
+    const auto engine = usable(self);
+    std::vector<std::string> directories;
+    for (const auto& directory : sync_directories) directories.push_back(to_path(directory));
+    auto handle = engine->save(files, std::move(directories), to_size(order, "order"),
+                               required(window.window, "window"));
+    return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
+}
+
+std::unique_ptr<PyRestoreJob> restore(const PyEngine& self, const RestorePlan& plan,
+                                      py::object keepalive) {
+    return std::make_unique<PyRestoreJob>(usable(self)->restore(plan.files), std::move(keepalive));
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+    py::class_<CacheStats>(module, "CacheStats", py::is_final())
+        .def_readonly("total_segments", &CacheStats::total_segments)
+        .def_readonly("free_segments", &CacheStats::free_segments)
+        .def_readonly("slab_segments", &CacheStats::slab_segments)
+        .def_readonly("waiting", &CacheStats::waiting)
+        .def_readonly("peak_used_segments", &CacheStats::peak_used_segments);
+
+    const ThreadCounts defaults;
+    py::class_<PyEngine>(module, "Engine", py::is_final())
+        .def(py::init(&make_engine), py::arg("host_cache_bytes"),
+             py::arg("copy_threads") = defaults.copy, py::arg("flush_threads") = defaults.flush,
+             py::arg("restore_threads") = defaults.restore)
+        .def(
+            "grow",
+            [](const PyEngine& self, std::int64_t nbytes) {
+                usable(self)->cache().grow(to_size(nbytes, "host_cache_bytes"));
+            },
+            py::arg("host_cache_bytes"))
+        .def_property_readonly("host_cache_bytes",
+                               [](const PyEngine& self) {
+                                   const auto engine = required(self.engine, "engine");
+                                   return engine->cache().stats().total_segments * kSegmentBytes;
+                               })
+        .def_property_readonly("max_slab_bytes",
+                               [](const PyEngine& self) {
+                                   return required(self.engine, "engine")->cache().max_slab_bytes();
+                               })
+        .def("stats",
+             [](const PyEngine& self) { return required(self.engine, "engine")->cache().stats(); })
+        .def("slab", &make_slab, py::arg("nbytes"), py::arg("order"), py::arg("timeout"))
+        .def("gather", &gather_into, py::arg("content"), py::arg("address"), py::arg("nbytes"))
+        .def("save", &save, py::arg("files"), py::arg("sync_directories"), py::arg("order"),
+             py::arg("window"), py::arg("keepalive"))
+        .def("restore", &restore, py::arg("plan"), py::arg("keepalive"))
+        .def("shutdown",
+             [](const PyEngine& self) {
+                 const auto engine = required(self.engine, "engine");
+                 const py::gil_scoped_release release;
+                 engine->shutdown();
+             })
+        .def_property_readonly("alive", [](const PyEngine& self) {
+            const auto engine = self.engine.get();
+            return engine != nullptr && engine->alive();
+        });
+}
+
+}  // namespace datastates

@@ -1,0 +1,89 @@
+// Bindings of Transfer.
+
+#include <pybind11/pybind11.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "python_arguments.h"
+#include "python_support.h"
+#include "transfer.h"
+
+namespace datastates {
+namespace {
+
+void add(Transfer& transfer, std::int64_t offset, std::int64_t nbytes, std::uint64_t address,
+         Group group) {
+    transfer.add(to_size(offset, "offset"), to_size(nbytes, "nbytes"), to_address(address), group);
+}
+
+void add_many(Transfer& transfer, const py::object& offsets, const py::object& sizes,
+              const py::object& addresses, const py::object& groups) {
+    const std::array columns{IntColumn(offsets, "offsets"), IntColumn(sizes, "sizes"),
+                             IntColumn(addresses, "addresses"), IntColumn(groups, "groups")};
+    const std::size_t count = columns[0].size();
+    for (const IntColumn& column : columns) {
+        if (column.size() == count) continue;
+        throw py::value_error(
+            "columns differ in length: offsets has " + std::to_string(columns[0].size()) +
+            ", sizes " + std::to_string(columns[1].size()) + ", addresses " +
+            std::to_string(columns[2].size()) + ", groups " + std::to_string(columns[3].size()));
+    }
+    Transfer added;  // so that a bad entry changes nothing
+    added.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) {
+        added.add(to_size(columns[0][i], "offsets"), to_size(columns[1][i], "sizes"),
+                  to_address(columns[2].address(i)), columns[3][i]);
+    }
+    transfer.append(std::move(added));
+}
+
+void add_buffer(Transfer& transfer, std::int64_t offset, const py::object& data, Group group) {
+    const PyBufferView view(data, PyBUF_SIMPLE);
+    transfer.add(to_size(offset, "offset"), view.bytes().size(), view.bytes().data(), group,
+                 view.read_only() ? Access::kReadOnly : Access::kReadWrite);
+}
+
+void add_strided(Transfer& transfer, std::int64_t offset, std::int64_t itemsize,
+                 const py::object& sizes, const py::object& stream_strides, std::uint64_t address,
+                 const py::object& memory_strides, Group group) {
+    const IntColumn size_column(sizes, "sizes");
+    const IntColumn stream_column(stream_strides, "stream_strides");
+    const IntColumn memory_column(memory_strides, "memory_strides");
+    const std::size_t rank = size_column.size();
+    if (stream_column.size() != rank || memory_column.size() != rank) {
+        throw py::value_error("sizes has " + std::to_string(rank) + " dimensions, stream_strides " +
+                              std::to_string(stream_column.size()) + " and memory_strides " +
+                              std::to_string(memory_column.size()));
+    }
+    std::vector<Axis> axes;
+    for (std::size_t i = 0; i < rank; ++i) {
+        axes.push_back({.size = to_size(size_column[i], "sizes"),
+                        .stream_stride = to_size(stream_column[i], "stream_strides"),
+                        .memory_stride = memory_column[i]});
+    }
+    transfer.add_strided(to_size(offset, "offset"), to_size(itemsize, "itemsize"), axes,
+                         to_address(address), group);
+}
+
+}  // namespace
+
+void bind_transfer(py::module_& module) {
+    py::class_<Transfer>(module, "Transfer", py::is_final())
+        .def(py::init<>())
+        .def("add", &add, py::arg("offset"), py::arg("nbytes"), py::arg("address"),
+             py::arg("group") = 0)
+        .def("add_many", &add_many, py::arg("offsets"), py::arg("sizes"), py::arg("addresses"),
+             py::arg("groups"))
+        .def("add_buffer", &add_buffer, py::arg("offset"), py::arg("data"), py::arg("group") = 0)
+        .def("add_strided", &add_strided, py::arg("offset"), py::arg("itemsize"), py::arg("sizes"),
+             py::arg("stream_strides"), py::arg("address"), py::arg("memory_strides"),
+             py::arg("group") = 0)
+        .def_property_readonly("nbytes", &Transfer::nbytes);
+}
+
+}  // namespace datastates

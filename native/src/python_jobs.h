@@ -1,0 +1,77 @@
+// The engine's objects as Python holds them: safe in a forked child, and alive with what they need.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "engine.h"
+#include "fork_guard.h"
+#include "host_cache.h"
+#include "restore_job.h"
+#include "window.h"
+
+namespace datastates {
+
+struct PyWindow {
+    explicit PyWindow(std::shared_ptr<Window> made) : window(std::move(made)) {}
+
+    ProcessBound<Window> window;
+};
+
+struct PySlab {
+    PySlab(std::shared_ptr<Lease> granted, std::uint64_t size)
+        : data(granted->data()), nbytes(size), lease(std::move(granted)) {}
+
+    std::byte* data;
+    std::uint64_t nbytes;
+    ProcessBound<Lease> lease;
+};
+
+struct RestorePlan {
+    std::vector<RestoreFile> files;
+};
+
+/// A job's handle, and the Python object that keeps its memory alive: in this order, the handle
+/// goes first, and the memory once no thread touches it.
+template <typename Handle>
+struct PyJob {
+    PyJob(std::shared_ptr<Handle> job, pybind11::object memory)
+        : keepalive(std::move(memory)), handle(std::move(job)) {}
+    PyJob(const PyJob&) = delete;
+    PyJob& operator=(const PyJob&) = delete;
+    PyJob(PyJob&&) = delete;
+    PyJob& operator=(PyJob&&) = delete;
+    ~PyJob() { drop_handle(); }
+
+    void drop_handle() {
+        const pybind11::gil_scoped_release release;  // it may wait for copies under way
+        handle.reset();
+    }
+
+    pybind11::object keepalive;
+    ProcessBound<Handle> handle;
+};
+
+using PySaveJob = PyJob<SaveHandle>;
+using PyRestoreJob = PyJob<RestoreHandle>;
+
+struct PyEngine {
+    ProcessBound<Engine> engine;
+
+    explicit PyEngine(std::shared_ptr<Engine> made) : engine(std::move(made)) {}
+    PyEngine(const PyEngine&) = delete;
+    PyEngine& operator=(const PyEngine&) = delete;
+    PyEngine(PyEngine&&) = delete;
+    PyEngine& operator=(PyEngine&&) = delete;
+    ~PyEngine() {
+        const pybind11::gil_scoped_release release;  // it joins threads
+        engine.reset();
+    }
+};
+
+}  // namespace datastates

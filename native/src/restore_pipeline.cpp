@@ -1,0 +1,118 @@
+#include "restore_pipeline.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <exception>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "threads.h"
+
+namespace datastates {
+
+RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache, std::size_t threads)
+    : cache_(std::move(cache)), thread_count_(threads) {}
+
+bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
+    const RestoreJob::Pin until_queued(job);  // a plan of no files is done when this goes
+    {
+        const std::scoped_lock lock(mutex_);
+        if (stopping_) return false;
+        while (threads_.size() < thread_count_) {
+            threads_.push_back(
+                start_thread("ds-restore-" + std::to_string(threads_.size()), [this] { loop(); }));
+        }
+        std::erase_if(jobs_, [](const auto& weak) { return weak.expired(); });
+        jobs_.push_back(job);
+        for (const RestoreStep& step : job->first_steps()) {
+            tasks_.push_back({.job = RestoreJob::Pin(job), .step = step});
+        }
+    }
+    changed_.notify_all();
+    return true;
+}
+
+void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) {
+    const RestoreJob::Pin until_dropped(job);
+    if (!job->fail(std::move(fault))) return;
+    std::vector<Task> dropped;  // destroyed after the lock
+    const std::scoped_lock lock(mutex_);
+    const auto keep = std::ranges::stable_partition(
+        tasks_, [&](const Task& task) { return task.job.job() != job; });
+    std::ranges::move(keep, std::back_inserter(dropped));
+    tasks_.erase(keep.begin(), keep.end());
+}
+
+void RestorePipeline::shutdown() {
+    std::vector<std::jthread> threads;
+    std::vector<std::shared_ptr<RestoreJob>> jobs;
+    {
+        const std::scoped_lock lock(mutex_);
+        stopping_ = true;
+        threads.swap(threads_);
+        for (const auto& weak : jobs_) {
+            if (auto job = weak.lock()) jobs.push_back(std::move(job));
+        }
+        jobs_.clear();
+        changed_.notify_all();
+    }
+    for (const auto& job : jobs) {
+        fail(job, {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}});
+    }
+    cache_->interrupt();
+    threads.clear();  // joins
+}
+
+void RestorePipeline::loop() {
+    while (const auto task = next_task()) {
+        try {
+            run(*task);
+        } catch (const std::exception&) {  // only memory can have run out
+            fail(task->job.job(), {.kind = FaultKind::kIo,
+                                   .error = ENOMEM,
+                                   .path = {},
+                                   .operation = "read",
+                                   .detail = {}});
+        }
+    }
+}
+
+std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
+    if (stopping_) return std::nullopt;
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    return task;
+}
+
+void RestorePipeline::run(const Task& task) {
+    const Lease memory = acquire_segment();
+    if (!memory || task.job->failed()) return;
+    std::vector<RestoreStep> more;
+    auto fault = task.job->run(task.step, memory.data(), more);
+    if (fault) return fail(task.job.job(), std::move(*fault));
+    if (more.empty()) return;
+    {
+        const std::scoped_lock lock(mutex_);
+        if (stopping_ || task.job->failed()) return;  // `fail` has passed here, or will find them
+        for (const RestoreStep& step : more) {
+            tasks_.push_back({.job = RestoreJob::Pin(task.job.job()), .step = step});
+        }
+    }
+    changed_.notify_all();
+}
+
+Lease RestorePipeline::acquire_segment() {
+    while (true) {
+        const std::uint64_t epoch = cache_->epoch();
+        {
+            const std::scoped_lock lock(mutex_);
+            if (stopping_) return {};
+        }
+        if (auto memory = cache_->acquire(Share::kRestore, 0, epoch)) return memory;
+    }
+}
+
+}  // namespace datastates

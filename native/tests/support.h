@@ -1,0 +1,120 @@
+// Directories, random bytes, reference files, and file operations that fail on demand.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <random>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "file_ops.h"
+#include "save_job.h"
+#include "transfer.h"
+#include "window.h"
+
+namespace datastates::testing {
+
+using Bytes = std::vector<std::byte>;
+using Random = std::mt19937_64;
+
+inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20U;
+
+/// An empty directory, removed with all it holds.
+class TemporaryDirectory {
+  public:
+    TemporaryDirectory();
+    TemporaryDirectory(const TemporaryDirectory&) = delete;
+    TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+    TemporaryDirectory(TemporaryDirectory&&) = delete;
+    TemporaryDirectory& operator=(TemporaryDirectory&&) = delete;
+    ~TemporaryDirectory();
+
+    [[nodiscard]] std::string path() const { return path_.string(); }
+    [[nodiscard]] std::string file(const std::string& name) const { return (path_ / name).string(); }
+
+  private:
+    std::filesystem::path path_;
+};
+
+Bytes random_bytes(std::uint64_t size, std::uint64_t seed);
+std::uint64_t random_below(Random& random, std::uint64_t bound);
+Bytes read_file(const std::string& path);
+void write_file(const std::string& path, std::span<const std::byte> bytes);
+
+Clock::time_point in(double seconds);
+std::shared_ptr<Window> open_window();
+
+/// The file that a stream must become, made the obvious way.
+Bytes reference_file(std::span<const std::byte> stream);
+
+/// Memory that a file's regions lie in, and the stream that they make.
+struct Source {
+    /// A stream of `size` bytes, some of it gaps, cut into regions of up to `max_region` bytes that
+    /// belong to groups 0 to 2.
+    Source(std::uint64_t size, std::uint64_t max_region, std::uint64_t seed);
+
+    Bytes memory;
+    Bytes stream;
+    Transfer transfer;
+    std::vector<Range> regions;
+};
+
+/// The system's file operations, each of which a test may watch or replace.
+class HookedFileOps final : public FileOps {
+  public:
+    enum class Call : std::uint8_t {
+        kOpen, kSetDirect, kSize, kAllocate, kWrite, kRead, kStartWriteback, kWaitWriteback,
+        kDropCached, kTruncate, kSyncData, kSync, kClose
+    };
+    struct Event {
+        Call call;
+        std::string path;
+        std::uint64_t offset = 0;
+        std::uint64_t size = 0;
+    };
+    /// What to return instead of making the call; or a size to cut a read or write to.
+    struct Instead {
+        std::optional<SysResult> result;
+        std::optional<std::uint64_t> cut;
+    };
+    using Hook = std::function<Instead(const Event&)>;
+
+    explicit HookedFileOps(Hook hook = nullptr) : hook_(std::move(hook)) {}
+
+    [[nodiscard]] std::vector<Event> trace() const;
+    [[nodiscard]] std::size_t open_files() const;
+
+    SysResult open(const std::string& path, int flags, mode_t mode) override;
+    SysResult set_direct(int fd, bool direct) override;
+    SysResult size(int fd) override;
+    SysResult allocate(int fd, std::uint64_t nbytes) override;
+    SysResult write(int fd, std::span<const std::byte> data, std::uint64_t offset) override;
+    SysResult read(int fd, std::span<std::byte> data, std::uint64_t offset) override;
+    SysResult start_writeback(int fd, Range range) override;
+    SysResult wait_writeback(int fd, Range range) override;
+    SysResult drop_cached(int fd, Range range) override;
+    SysResult truncate(int fd, std::uint64_t nbytes) override;
+    SysResult sync_data(int fd) override;
+    SysResult sync(int fd) override;
+    SysResult close(int fd) override;
+
+  private:
+    Instead observe(Call call, int fd, std::uint64_t offset, std::uint64_t size);
+
+    const std::shared_ptr<FileOps> system_ = posix_file_ops();
+    const Hook hook_;  // called by any thread
+    mutable std::mutex mutex_;  // guards what follows
+    std::map<int, std::string> paths_;
+    std::vector<Event> trace_;
+};
+
+}  // namespace datastates::testing

@@ -1,0 +1,104 @@
+"""One rank's failure is every rank's, for that save only."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoints import (
+    assert_same,
+    async_save,
+    committed,
+    load_everything,
+    raises,
+    save,
+    writer,
+)
+from support.groups import own_group
+from support.planners import FailingPlanner, PlannerRefusal
+from support.ranks import ranks
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from dcp_datastates import CheckpointExistsError, SnapshotTornError, UnsupportedTensorError
+from dcp_datastates import engine as engine_module
+
+
+def _owned():
+    parameter = torch.nn.Parameter(torch.full((500_000,), float(dist.get_rank())))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {f"w{dist.get_rank()}": parameter}, optimizer
+
+
+def _saves_well(ours, group, path):
+    state, optimizer = _owned()
+    expected = {f"w{rank}": torch.full((500_000,), rank - 1.0) for rank in range(dist.get_world_size())}
+    future = async_save(state, None, by=ours, group=group, checkpoint_id=path)
+    optimizer.step()
+    future.result(60)
+    assert_same(load_everything(path), expected)
+    gc.collect()
+    stats = engine_module.stats()
+    assert stats is not None
+    assert stats.free_segments == stats.total_segments
+
+
+@ranks(4)
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("where", ["create_local_plan", "create_global_plan", "finish_plan", "resolve_data"])
+def test_a_planner_that_fails_on_one_rank_fails_on_all_and_the_next_save_works(where, failing, shared_dir):
+    if where == "create_global_plan" and failing != 0:
+        pytest.skip("only the coordinator makes the global plan")
+    group = own_group()
+    ours = writer(read_deadline=30)
+    planner = FailingPlanner(where) if dist.get_rank() == failing else DefaultSavePlanner()
+    state, optimizer = _owned()
+    future = async_save(
+        state, None, by=ours, group=group, checkpoint_id=shared_dir / "bad", planner=planner
+    )
+    began = time.monotonic()
+    optimizer.step()  # on the ranks that did not fail, too, no reads will ever come
+    with raises(PlannerRefusal, where):
+        future.result(60)
+    assert time.monotonic() - began < 20
+    assert not committed(shared_dir / "bad")
+    _saves_well(ours, group, shared_dir / "good")
+
+
+@ranks(4)
+def test_a_torn_tensor_on_one_rank_fails_the_save_on_all(shared_dir):
+    group = own_group()
+    ours = writer(read_deadline=600)
+    state, optimizer = _owned()
+    future = async_save(state, None, by=ours, group=group, checkpoint_id=shared_dir / "bad")
+    if dist.get_rank() == 3:
+        state["w3"].data.add_(1)
+    optimizer.step()
+    with raises(SnapshotTornError, "w3"):
+        future.result(60)
+    assert not committed(shared_dir / "bad")
+    _saves_well(ours, group, shared_dir / "good")
+
+
+@ranks(4)
+def test_a_tensor_that_one_rank_cannot_store_fails_a_synchronous_save_on_all(shared_dir):
+    mine = torch.eye(3).to_sparse() if dist.get_rank() == 1 else torch.eye(3)
+    with raises(UnsupportedTensorError, "rank 1"):
+        save({f"rank {dist.get_rank()}": mine}, shared_dir / "bad")
+    assert not committed(shared_dir / "bad")
+    save({"w": torch.eye(3)}, shared_dir / "bad")
+    assert committed(shared_dir / "bad")
+
+
+@ranks(2)
+def test_an_existing_checkpoint_is_refused_on_every_rank(shared_dir):
+    save({"w": torch.ones(3)}, shared_dir / "c")
+    dist.barrier()
+    with raises(CheckpointExistsError):
+        save({"w": torch.zeros(3)}, shared_dir / "c", overwrite=False)
+    dist.barrier()
+    assert load_everything(shared_dir / "c")["w"].tolist() == [1, 1, 1]

@@ -1,0 +1,149 @@
+"""Many ranks in one process: tensors cut into boxes by hand, saved and loaded by driving DCP's parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from dcp_datastates import DataStatesReader
+from support.checkpoints import writer
+
+__all__ = ["Box", "boxes", "load_by_ranks", "save_by_ranks", "write_item"]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A hyperrectangle of a tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The view of ``tensor`` that this box covers."""
+        for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dimension, offset, size)
+        return tensor
+
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), torch.Size(self.sizes))
+
+
+def boxes(shape: Iterable[int], cuts: Iterable[Iterable[int]]) -> list[Box]:
+    """The grid that the ``cuts`` of each dimension make of ``shape``."""
+    sides = []
+    for size, places in zip(shape, cuts, strict=True):
+        edges = sorted({0, size, *(place for place in places if 0 < place < size)})
+        sides.append(list(itertools.pairwise(edges)) or [(0, 0)])
+    return [
+        Box(tuple(a for a, _ in corner), tuple(b - a for a, b in corner))
+        for corner in itertools.product(*sides)
+    ]
+
+
+def write_item(name: str, dtype: torch.dtype, shape: Iterable[int], box: Box) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(name, torch.Size(box.offsets)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=box.chunk(),
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(shape),
+        ),
+    )
+
+
+Pieces = Mapping[str, tuple[torch.Tensor, list[Box]]]
+"""By name, a dense tensor and the boxes of it that a rank has."""
+
+
+class _SavePieces(DefaultSavePlanner):
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def create_local_plan(self) -> SavePlan:
+        items = [
+            write_item(name, tensor.dtype, tensor.shape, box)
+            for name, (tensor, mine) in self._pieces.items()
+            for box in mine
+        ]
+        self.plan = SavePlan(items, planner_data={})
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        tensor, _ = self._pieces[write_item.index.fqn]
+        assert write_item.tensor_data is not None
+        chunk = write_item.tensor_data.chunk
+        return Box(tuple(chunk.offsets), tuple(chunk.sizes)).of(tensor)
+
+
+class _LoadPieces(DefaultLoadPlanner):
+    def __init__(self, pieces: Pieces) -> None:
+        super().__init__()
+        self._pieces = pieces
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        items: list[Any] = []
+        for name, (_, mine) in self._pieces.items():
+            stored = self.metadata.state_dict_metadata[name]
+            items += create_read_items_for_chunk_list(name, stored, [box.chunk() for box in mine])  # type: ignore[arg-type]
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        tensor, mine = self._pieces[index.fqn]
+        (box,) = (box for box in mine if box.offsets == tuple(index.offset or ()))
+        return box.of(tensor)
+
+
+def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces], **options: Any) -> None:
+    """What DCP does on each rank, for all ranks in turn, in this thread."""
+    writers = [writer(path, **options) for _ in pieces_of_ranks]
+    planners = [_SavePieces(pieces) for pieces in pieces_of_ranks]
+    plans = []
+    for rank, (ours, planner) in enumerate(zip(writers, planners, strict=True)):
+        meta = ours.storage_meta()
+        planner.set_up_planner({}, meta, rank == 0)
+        ours.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+        plans.append(ours.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = planners[0].create_global_plan(plans)
+    plans = writers[0].prepare_global_plan(plans)
+    results = [
+        ours.write_data(planner.finish_plan(plan), planner).wait()
+        for ours, planner, plan in zip(writers, planners, plans, strict=True)
+    ]
+    writers[0].finish(metadata, results)
+
+
+def load_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
+    """Fill the boxes of each rank, as ``dcp.load`` would there."""
+    readers = [DataStatesReader(path) for _ in pieces_of_ranks]
+    planners = [_LoadPieces(pieces) for pieces in pieces_of_ranks]
+    plans = []
+    for rank, (reader, planner) in enumerate(zip(readers, planners, strict=True)):
+        metadata = reader.read_metadata()
+        planner.set_up_planner({}, metadata, rank == 0)
+        reader.set_up_storage_reader(metadata, rank == 0)
+        plans.append(reader.prepare_local_plan(planner.create_local_plan()))
+    plans = readers[0].prepare_global_plan(planners[0].create_global_plan(plans))
+    for reader, planner, plan in zip(readers, planners, plans, strict=True):
+        reader.read_data(planner.finish_plan(plan), planner).wait()
