@@ -81,11 +81,11 @@ void Transfer::add(std::uint64_t offset, std::uint64_t nbytes, std::byte* addres
                                     std::to_string(offset) + " ends beyond 2^63");
     }
     push(Region{.offset = offset,
-                  .end = offset + nbytes,
-                  .address = address,
-                  .group = group,
-                  .box = nullptr,
-                  .access = access});
+                .end = offset + nbytes,
+                .address = address,
+                .group = group,
+                .box = nullptr,
+                .access = access});
 }
 
 void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize, std::span<const Axis> axes,
@@ -98,11 +98,11 @@ void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize, std::sp
     }
     const std::uint64_t end = offset + box->span();
     push(Region{.offset = offset,
-                  .end = end,
-                  .address = address,
-                  .group = group,
-                  .box = std::move(box),
-                  .access = Access::kReadWrite});
+                .end = end,
+                .address = address,
+                .group = group,
+                .box = std::move(box),
+                .access = Access::kReadWrite});
 }
 
 void Transfer::append(Transfer&& other) {

@@ -25,7 +25,8 @@ template <typename A, typename B>
 void check_equal(const A& found, const B& expected,
                  std::source_location where = std::source_location::current()) {
     if (found == expected) return;
-    check(false, "found " + std::to_string(found) + ", expected " + std::to_string(expected), where);
+    check(false, "found " + std::to_string(found) + ", expected " + std::to_string(expected),
+          where);
 }
 
 /// Fails the case unless `call` throws an `Error` whose text contains `words`.

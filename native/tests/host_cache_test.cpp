@@ -154,7 +154,9 @@ void a_slab_that_waits_for_slabs_lets_newer_streams_pass() {
     HostCache::SlabRequest older(cache, kSegmentBytes, 1);
     check(older.wait_until(Clock::now()) == State::kWaiting);
     // The newer save must be able to run, or its slab would never be freed.
-    { const Lease lease = take(*cache, 9); }
+    {
+        const Lease lease = take(*cache, 9);
+    }
     newer.take().release();
     check(older.wait_until(Clock::now()) == State::kGranted);
 }

@@ -14,10 +14,10 @@ namespace datastates::testing {
 
 TemporaryDirectory::TemporaryDirectory() {
     const char* const base = std::getenv("DATASTATES_TEST_DIR");
-    auto pattern = (std::filesystem::path(base != nullptr ? base
-                                                          : std::filesystem::temp_directory_path()) /
-                    "datastates-XXXXXX")
-                       .string();
+    auto pattern =
+        (std::filesystem::path(base != nullptr ? base : std::filesystem::temp_directory_path()) /
+         "datastates-XXXXXX")
+            .string();
     if (::mkdtemp(pattern.data()) == nullptr) throw std::runtime_error("mkdtemp failed");
     path_ = pattern;
 }
@@ -61,7 +61,9 @@ Clock::time_point in(double seconds) {
            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-std::shared_ptr<Window> open_window() { return std::make_shared<Window>(Clock::now()); }
+std::shared_ptr<Window> open_window() {
+    return std::make_shared<Window>(Clock::now());
+}
 
 Bytes reference_file(std::span<const std::byte> stream) {
     std::vector<std::uint32_t> table;
@@ -80,8 +82,7 @@ Source::Source(std::uint64_t size, std::uint64_t max_region, std::uint64_t seed)
     Random random(seed);
     std::vector<std::pair<Range, std::uint64_t>> cuts;
     for (std::uint64_t at = 0; at < size;) {
-        const std::uint64_t length =
-            std::min(size - at, 1 + random_below(random, max_region));
+        const std::uint64_t length = std::min(size - at, 1 + random_below(random, max_region));
         if (random_below(random, 5) != 0) {
             regions.push_back({.begin = at, .end = at + length});
         }

@@ -39,7 +39,9 @@ class TemporaryDirectory {
     ~TemporaryDirectory();
 
     [[nodiscard]] std::string path() const { return path_.string(); }
-    [[nodiscard]] std::string file(const std::string& name) const { return (path_ / name).string(); }
+    [[nodiscard]] std::string file(const std::string& name) const {
+        return (path_ / name).string();
+    }
 
   private:
     std::filesystem::path path_;
@@ -72,8 +74,19 @@ struct Source {
 class HookedFileOps final : public FileOps {
   public:
     enum class Call : std::uint8_t {
-        kOpen, kSetDirect, kSize, kAllocate, kWrite, kRead, kStartWriteback, kWaitWriteback,
-        kDropCached, kTruncate, kSyncData, kSync, kClose
+        kOpen,
+        kSetDirect,
+        kSize,
+        kAllocate,
+        kWrite,
+        kRead,
+        kStartWriteback,
+        kWaitWriteback,
+        kDropCached,
+        kTruncate,
+        kSyncData,
+        kSync,
+        kClose
     };
     struct Event {
         Call call;
@@ -111,7 +124,7 @@ class HookedFileOps final : public FileOps {
     Instead observe(Call call, int fd, std::uint64_t offset, std::uint64_t size);
 
     const std::shared_ptr<FileOps> system_ = posix_file_ops();
-    const Hook hook_;  // called by any thread
+    const Hook hook_;           // called by any thread
     mutable std::mutex mutex_;  // guards what follows
     std::map<int, std::string> paths_;
     std::vector<Event> trace_;

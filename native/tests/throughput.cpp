@@ -59,10 +59,12 @@ int main(int argc, char** argv) {
         (*restore)->wait(in(600));
         const double restored = seconds_since(restore_start);
         const double gigabytes = static_cast<double>(size) / 1e9;
-        std::printf("submit %.3f ms, read %.0f ms, durable %.0f ms (%.2f GB/s, %s); restore %.0f ms (%.2f GB/s)%s\n",
-                    submitted * 1e3, read * 1e3, durable * 1e3, gigabytes / durable,
-                    (*save)->direct() ? "direct" : "buffered", restored * 1e3, gigabytes / restored,
-                    (*save)->fault() || (*restore)->fault() ? " FAILED" : "");
+        std::printf(
+            "submit %.3f ms, read %.0f ms, durable %.0f ms (%.2f GB/s, %s); restore %.0f ms (%.2f "
+            "GB/s)%s\n",
+            submitted * 1e3, read * 1e3, durable * 1e3, gigabytes / durable,
+            (*save)->direct() ? "direct" : "buffered", restored * 1e3, gigabytes / restored,
+            (*save)->fault() || (*restore)->fault() ? " FAILED" : "");
     }
     return EXIT_SUCCESS;
 }

@@ -34,8 +34,8 @@ struct RandomBox {
         std::int64_t memory_stride = static_cast<std::int64_t>(itemsize);
         for (const std::size_t i : memory_order) {
             axes[i].memory_stride = memory_stride;
-            memory_stride *= static_cast<std::int64_t>(
-                std::max<std::uint64_t>(1, axes[i].size) + random_below(random, 2));
+            memory_stride *= static_cast<std::int64_t>(std::max<std::uint64_t>(1, axes[i].size) +
+                                                       random_below(random, 2));
         }
         stream_bytes = stride;
         memory_bytes = static_cast<std::uint64_t>(memory_stride);
@@ -163,7 +163,8 @@ void bad_arguments_are_refused() {
     Bytes memory(100);
     Transfer transfer;
     check_throws<Invalid>("2^63", [&] { transfer.add(~0ULL, 1, memory.data(), 0); });
-    check_throws<Invalid>("2^63", [&] { transfer.add(1ULL << 62U, 1ULL << 62U, memory.data(), 0); });
+    check_throws<Invalid>("2^63",
+                          [&] { transfer.add(1ULL << 62U, 1ULL << 62U, memory.data(), 0); });
     check_throws<Invalid>("null", [&] { transfer.add(0, 1, nullptr, 0); });
     check_throws<Invalid>("group", [&] { transfer.add(0, 1, memory.data(), -2); });
     transfer.add(0, 0, nullptr, 0);
@@ -208,8 +209,9 @@ void large_gathers_use_threads_and_match() {
 
 int main() {
     using namespace datastates::testing;
-    return run_cases({{"random_boxes_match_brute_force", random_boxes_match_brute_force},
-                      {"interlocked_boxes_are_not_overlaps", interlocked_boxes_are_not_overlaps},
-                      {"bad_arguments_are_refused", bad_arguments_are_refused},
-                      {"large_gathers_use_threads_and_match", large_gathers_use_threads_and_match}});
+    return run_cases(
+        {{"random_boxes_match_brute_force", random_boxes_match_brute_force},
+         {"interlocked_boxes_are_not_overlaps", interlocked_boxes_are_not_overlaps},
+         {"bad_arguments_are_refused", bad_arguments_are_refused},
+         {"large_gathers_use_threads_and_match", large_gathers_use_threads_and_match}});
 }

@@ -1,0 +1,242 @@
+// Every file operation fails in turn: the job says so, nothing leaks, and the next job works.
+
+#include <atomic>
+#include <cerrno>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "engine.h"
+#include "support.h"
+
+namespace datastates::testing {
+namespace {
+
+using Call = HookedFileOps::Call;
+using Event = HookedFileOps::Event;
+using Instead = HookedFileOps::Instead;
+
+constexpr std::uint64_t kSize = 20 * kMiB + 12;
+constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
+
+Instead failing(int error) {
+    return {.result = SysResult{.value = -1, .error = error}, .cut = {}};
+}
+
+/// An engine whose file operations can be broken while it runs.
+struct Broken {
+    Broken()
+        : ops(std::make_shared<HookedFileOps>([this](const Event& event) {
+              const std::scoped_lock lock(mutex);
+              return hook ? hook(event) : Instead{};
+          })),
+          engine(kCache, {}, ops) {}
+
+    void set(HookedFileOps::Hook next) {
+        const std::scoped_lock lock(mutex);
+        hook = std::move(next);
+    }
+
+    MaybeFault save(const std::string& name) {
+        const auto job = engine.save({SaveFile(directory.file(name), kSize, source.transfer)},
+                                     {directory.path()}, 0, open_window());
+        check((*job)->wait(in(60)), "the job ends");
+        direct = (*job)->direct();
+        check_equal(engine.cache().stats().free_segments, kMinSegments);
+        check_equal(ops->open_files(), 0U);
+        return (*job)->fault();
+    }
+
+    MaybeFault restore(const std::string& name) {
+        Bytes out(kSize);
+        Transfer transfer;
+        transfer.add(0, kSize, out.data(), 0);
+        MaybeFault fault;
+        {
+            const auto job = engine.restore(
+                {RestoreFile(directory.file(name), file_bytes(kSize), kSize, transfer)});
+            check((*job)->wait(in(60)), "the job ends");
+            fault = (*job)->fault();
+        }
+        check_equal(ops->open_files(), 0U);
+        check(fault || std::equal(source.stream.begin(), source.stream.end(), out.begin()),
+              "restored bytes");
+        return fault;
+    }
+
+    void check_file(const std::string& name) {
+        check(read_file(directory.file(name)) == reference_file(source.stream), "file " + name);
+    }
+
+    TemporaryDirectory directory;
+    Source source{kSize, kMiB, 1};
+    std::mutex mutex;  // guards hook
+    HookedFileOps::Hook hook;
+    bool direct = false;
+    std::shared_ptr<HookedFileOps> ops;
+    Engine engine;
+};
+
+void each_failing_call_fails_its_save_only() {
+    struct Expected {
+        Call call;
+        int error;
+        const char* operation;
+    };
+    Broken broken;
+    int round = 0;
+    for (const auto& [call, error, operation] :
+         std::vector<Expected>{{Call::kOpen, EACCES, "open"},
+                               {Call::kSetDirect, EIO, "open"},
+                               {Call::kAllocate, ENOSPC, "fallocate"},
+                               {Call::kWrite, EIO, "write"},
+                               {Call::kWrite, ENOSPC, "write"},
+                               {Call::kTruncate, EIO, "ftruncate"},
+                               {Call::kSyncData, EIO, "fdatasync"},
+                               {Call::kSync, EIO, "fsync"},
+                               {Call::kClose, EIO, "close"}}) {
+        const std::string name = std::to_string(round++);
+        broken.set(
+            [&](const Event& event) { return event.call == call ? failing(error) : Instead{}; });
+        const auto fault = broken.save(name);
+        check(fault.has_value(), operation);
+        check(fault->kind == FaultKind::kIo && fault->error == error, describe(*fault));
+        check(fault->operation == operation, describe(*fault));
+        const bool of_directory = call == Call::kSync;
+        check(fault->path ==
+              (of_directory ? broken.directory.path() : broken.directory.file(name)));
+        broken.set(nullptr);
+        check(!broken.save(name + "-after"));
+        broken.check_file(name + "-after");
+    }
+}
+
+void a_failed_fdatasync_is_not_repeated() {
+    Broken broken;
+    std::atomic<int> calls = 0;
+    broken.set([&](const Event& event) {
+        if (event.call != Call::kSyncData) return Instead{};
+        ++calls;
+        return failing(EIO);
+    });
+    check(broken.save("f").has_value());
+    check_equal(calls.load(), 1);
+}
+
+void refused_o_direct_falls_back() {
+    Broken broken;
+    broken.set([](const Event& event) {
+        return event.call == Call::kSetDirect && event.size == 1 ? failing(EINVAL) : Instead{};
+    });
+    check(!broken.save("at-open"));
+    check(!broken.direct);
+    broken.check_file("at-open");
+    check(!broken.restore("at-open"));
+    // Only once reading or writing begins, by several threads at once.
+    std::atomic<bool> direct = false;
+    broken.set([&](const Event& event) {
+        if (event.call == Call::kSetDirect) direct = event.size == 1;
+        const bool moves = event.call == Call::kWrite || event.call == Call::kRead;
+        return moves && direct ? failing(EINVAL) : Instead{};
+    });
+    check(!broken.save("at-write"));
+    check(!broken.direct);
+    broken.check_file("at-write");
+    check(!broken.restore("at-write"));
+    // An error that is met only in write-back must not be lost.
+    broken.set([](const Event& event) {
+        if (event.call == Call::kSetDirect) return failing(EINVAL);
+        return event.call == Call::kStartWriteback ? failing(EIO) : Instead{};
+    });
+    check(broken.save("writeback").has_value());
+}
+
+void unsupported_fallocate_is_no_failure() {
+    Broken broken;
+    broken.set([](const Event& event) {
+        return event.call == Call::kAllocate ? failing(EOPNOTSUPP) : Instead{};
+    });
+    check(!broken.save("f"));
+    broken.check_file("f");
+}
+
+void short_and_interrupted_calls_go_on() {
+    Broken broken;
+    for (const std::uint64_t cut : {kMiB, std::uint64_t{4096 * 3 + 5}, std::uint64_t{100'001}}) {
+        std::atomic<unsigned> calls = 0;
+        broken.set([&](const Event& event) {
+            if (event.call == Call::kOpen) return calls++ % 2 == 0 ? failing(EINTR) : Instead{};
+            if (event.call != Call::kWrite && event.call != Call::kRead) return Instead{};
+            if (calls++ % 3 == 0) return failing(EINTR);
+            return Instead{.result = {}, .cut = cut};
+        });
+        const std::string name = std::to_string(cut);
+        const auto fault = broken.save(name);
+        check(!fault, fault ? describe(*fault) : "");
+        broken.check_file(name);
+        check(!broken.restore(name));
+    }
+}
+
+void each_failing_call_fails_its_restore() {
+    Broken broken;
+    check(!broken.save("f"));
+    for (const auto call : {Call::kOpen, Call::kSize, Call::kRead}) {
+        broken.set(
+            [&](const Event& event) { return event.call == call ? failing(EIO) : Instead{}; });
+        const auto fault = broken.restore("f");
+        check(fault && fault->kind == FaultKind::kIo && fault->error == EIO);
+        broken.set(nullptr);
+        check(!broken.restore("f"));
+    }
+    broken.set([](const Event& event) {
+        const bool end = event.call == Call::kRead;
+        return end ? Instead{.result = SysResult{.value = 0, .error = 0}, .cut = {}} : Instead{};
+    });
+    const auto fault = broken.restore("f");
+    check(fault && fault->kind == FaultKind::kIo && fault->error == 0);
+    broken.set(nullptr);
+    const auto missing = broken.restore("no such file");
+    check(missing && missing->kind == FaultKind::kIo && missing->error == ENOENT);
+}
+
+void an_existing_file_is_left_alone() {
+    Broken broken;
+    const Bytes old = random_bytes(100, 9);
+    write_file(broken.directory.file("f"), old);
+    const auto fault = broken.save("f");
+    check(fault && fault->error == EEXIST && fault->operation == "open");
+    check(read_file(broken.directory.file("f")) == old);
+}
+
+void bytes_are_durable_before_entries() {
+    Broken broken;
+    check(!broken.save("f"));
+    bool synced = false;
+    bool closed = false;
+    for (const Event& event : broken.ops->trace()) {
+        if (event.call == Call::kSyncData) synced = true;
+        if (event.call == Call::kClose && event.path == broken.directory.file("f")) closed = true;
+        if (event.call == Call::kWrite || event.call == Call::kTruncate) check(!synced);
+        if (event.call == Call::kSync) check(synced && closed);
+        if (event.call == Call::kWrite) check(event.size % 4096 == 0 && event.offset % 4096 == 0);
+    }
+}
+
+}  // namespace
+}  // namespace datastates::testing
+
+int main() {
+    using namespace datastates::testing;
+    return run_cases(
+        {{"each_failing_call_fails_its_save_only", each_failing_call_fails_its_save_only},
+         {"a_failed_fdatasync_is_not_repeated", a_failed_fdatasync_is_not_repeated},
+         {"refused_o_direct_falls_back", refused_o_direct_falls_back},
+         {"unsupported_fallocate_is_no_failure", unsupported_fallocate_is_no_failure},
+         {"short_and_interrupted_calls_go_on", short_and_interrupted_calls_go_on},
+         {"each_failing_call_fails_its_restore", each_failing_call_fails_its_restore},
+         {"an_existing_file_is_left_alone", an_existing_file_is_left_alone},
+         {"bytes_are_durable_before_entries", bytes_are_durable_before_entries}});
+}
