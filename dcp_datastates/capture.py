@@ -229,16 +229,7 @@ def _classify(
     try:
         addresses = list(map(torch.Tensor.data_ptr, locals_))
         sizes = list(map(_NBYTES, locals_))
-        storages = map(
-            operator.sub,
-            addresses,
-            map(
-                operator.mul,
-                map(torch.Tensor.storage_offset, locals_),
-                map(torch.Tensor.element_size, locals_),
-            ),
-        )
-        groups = list(map(ownership.group, storages))
+        groups = ownership.groups(locals_)
         dense = list(map(torch.Tensor.is_contiguous, locals_))
         on_host = map(_IS_CPU, locals_)
     except (RuntimeError, NotImplementedError, TypeError):  # one without memory of its own

@@ -150,8 +150,3 @@ def test_the_hugging_face_reader_loads_the_attempt(tmp_path):
     target = zeros(state)
     dcp.load(target, storage_reader=HuggingFaceStorageReader(str(attempt)), no_dist=True)
     assert_same(target, state)
-
-
-def test_metadata_mentions_no_absolute_path(tmp_path):
-    save({"w": torch.ones(3)}, tmp_path)
-    assert str(tmp_path).encode() not in (tmp_path / ".metadata").read_bytes()

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import CACHE, async_save, attempts, committed, load, raises, save, writer
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from support.scripts import run_script
 
 import dcp_datastates
 from dcp_datastates import (
@@ -176,7 +176,6 @@ UNSTORABLE = {
     "csr": lambda: torch.eye(5).to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(5), 0.1, 0, torch.qint8),
     "meta": lambda: torch.empty(5, device="meta"),
-    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
 }
 
 
@@ -205,13 +204,33 @@ def test_unsupported_tensors_are_refused_inside_async_save_not_later(tmp_path):
 
 
 def test_the_process_checkpointer_is_refused_with_the_way_out(tmp_path):
-    with raises((DataStatesError, TypeError), "AsyncCheckpointerType"):
-        dcp.async_save(
-            {"w": torch.ones(1)},
-            storage_writer=writer(tmp_path / "c"),
-            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-        ).result(120)
-    assert not committed(tmp_path / "c")
+    path = tmp_path / "c"
+    run_script(
+        """
+        import torch.distributed as dist
+        from support.scripts import run_script
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            dcp.async_save(
+                {"w": torch.ones(1)},
+                storage_writer=writer(),
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            ).result(50)
+        except BaseException as error:
+            assert "AsyncCheckpointerType.THREAD" in str(error), repr(error)
+        else:
+            raise SystemExit("it was not refused")
+        """,
+        path,
+        timeout=100,
+    ).assert_clean()
+    assert not committed(path)
+
+
+def test_a_nested_tensor_is_refused_by_name(tmp_path):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with raises(UnsupportedTensorError, "outer.ragged"):
+        async_save({"outer": {"ragged": nested}}, tmp_path)
 
 
 def test_saving_without_collectives_is_refused(tmp_path):

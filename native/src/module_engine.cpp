@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,13 +33,35 @@ std::size_t thread_count(std::int64_t value, const char* name) {
     return static_cast<std::size_t>(value);
 }
 
+[[noreturn]] void raise_memory_error(std::int64_t host_cache_bytes) {
+    PyErr_Format(PyExc_MemoryError, "a host cache of %lld bytes cannot be mapped",
+                 static_cast<long long>(host_cache_bytes));
+    throw py::error_already_set();
+}
+
 std::unique_ptr<PyEngine> make_engine(std::int64_t host_cache_bytes, std::int64_t copy_threads,
                                       std::int64_t flush_threads, std::int64_t restore_threads) {
-    return std::make_unique<PyEngine>(std::make_shared<Engine>(
-        to_size(host_cache_bytes, "host_cache_bytes"),
-        ThreadCounts{.copy = thread_count(copy_threads, "copy_threads"),
-                     .flush = thread_count(flush_threads, "flush_threads"),
-                     .restore = thread_count(restore_threads, "restore_threads")}));
+    const ThreadCounts threads{.copy = thread_count(copy_threads, "copy_threads"),
+                               .flush = thread_count(flush_threads, "flush_threads"),
+                               .restore = thread_count(restore_threads, "restore_threads")};
+    const std::uint64_t nbytes = to_size(host_cache_bytes, "host_cache_bytes");
+    try {
+        return std::make_unique<PyEngine>(std::make_shared<Engine>(nbytes, threads));
+    } catch (const std::bad_alloc&) {
+        raise_memory_error(host_cache_bytes);
+    }
+}
+
+void grow(const PyEngine& self, std::int64_t host_cache_bytes) {
+    const auto engine = usable(self);
+    const std::uint64_t nbytes = to_size(host_cache_bytes, "host_cache_bytes");
+    const py::gil_scoped_release release;
+    try {
+        engine->cache().grow(nbytes);
+    } catch (const std::bad_alloc&) {
+        const py::gil_scoped_acquire acquire;
+        raise_memory_error(host_cache_bytes);
+    }
 }
 
 std::unique_ptr<PySlab> make_slab(const PyEngine& self, std::int64_t nbytes, std::int64_t order,
@@ -103,12 +126,7 @@ void bind_engine(py::module_& module) {
         .def(py::init(&make_engine), py::arg("host_cache_bytes"),
              py::arg("copy_threads") = defaults.copy, py::arg("flush_threads") = defaults.flush,
              py::arg("restore_threads") = defaults.restore)
-        .def(
-            "grow",
-            [](const PyEngine& self, std::int64_t nbytes) {
-                usable(self)->cache().grow(to_size(nbytes, "host_cache_bytes"));
-            },
-            py::arg("host_cache_bytes"))
+        .def("grow", &grow, py::arg("host_cache_bytes"))
         .def_property_readonly("host_cache_bytes",
                                [](const PyEngine& self) {
                                    const auto engine = required(self.engine, "engine");

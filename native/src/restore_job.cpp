@@ -55,7 +55,7 @@ MaybeFault RestoreJob::fault() const {
 
 bool RestoreJob::fail(Fault fault) {
     const std::scoped_lock lock(mutex_);
-    if (fault_ || done_) return false;
+    if (fault_ || ending_) return false;
     fault_ = std::move(fault);
     failed_ = true;
     return true;
@@ -140,10 +140,13 @@ MaybeFault RestoreJob::scatter(File& file, Range blocks, std::byte* memory) {
 }
 
 void RestoreJob::unpin() {
-    std::vector<std::unique_ptr<File>> finished;  // closed after the lock
+    {
+        const std::scoped_lock lock(mutex_);
+        if (--pins_ > 0 || ending_) return;
+        ending_ = true;
+    }
+    files_.clear();  // closes them; whoever would use them has a pin
     const std::scoped_lock lock(mutex_);
-    if (--pins_ > 0) return;
-    finished.swap(files_);  // whoever would use them has a pin
     done_ = true;
     changed_.notify_all();
 }

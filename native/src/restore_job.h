@@ -89,6 +89,7 @@ class RestoreJob {
     std::condition_variable changed_;  // done_
     std::size_t pins_ = 0;
     MaybeFault fault_;
+    bool ending_ = false;  // the last pin went
     bool done_ = false;
 };
 

@@ -23,14 +23,6 @@ std::shared_ptr<SaveHandle> save(Engine& engine, const TemporaryDirectory& direc
                        {directory.path()}, order, window);
 }
 
-void wait_until_free(const Engine& engine) {
-    const auto deadline = in(30);
-    while (engine.cache().stats().free_segments != engine.cache().stats().total_segments) {
-        check(Clock::now() < deadline, "segments leaked");
-        std::this_thread::yield();
-    }
-}
-
 void a_window_opens_by_hand_or_by_deadline() {
     const TemporaryDirectory directory;
     Engine engine(kCache);
@@ -92,7 +84,7 @@ void cancelling_at_any_time_frees_all() {
         const auto fault = (*job)->fault();
         check(!fault || fault->kind == FaultKind::kCancelled);
         if (!fault) check(read_file(directory.file(name)) == reference_file(source.stream));
-        wait_until_free(engine);
+        check_all_free(engine.cache());
     }
 }
 
@@ -109,10 +101,10 @@ void a_dropped_handle_never_reads_again() {
         const bool was_read = (*job)->all_read();
         job.reset();
         source.reset();  // AddressSanitizer sees a read after this
-        const auto deadline = in(60);
-        while (engine.cache().stats().free_segments != kMinSegments) check(Clock::now() < deadline);
+        check_all_free(engine.cache());
         if (!was_read) continue;
         // All was read: the save goes on without its handle. Nobody tells when it is done.
+        const auto deadline = in(60);
         while (std::filesystem::file_size(directory.file(name)) != expected.size()) {
             check(Clock::now() < deadline);
             std::this_thread::yield();
@@ -137,7 +129,7 @@ void a_dropped_restore_never_writes_again() {
         std::this_thread::sleep_for(std::chrono::microseconds(random_below(random, 20'000)));
         job.reset();
         out.reset();
-        wait_until_free(engine);
+        check_all_free(engine.cache());
     }
 }
 

@@ -110,12 +110,7 @@ void stress(bool with_faults) {
         }
     }
     check(!failed);
-    const auto deadline = in(30);
-    while (engine.cache().stats().free_segments != 6) {
-        check(Clock::now() < deadline, "segments leaked");
-        std::this_thread::yield();
-    }
-    check_equal(engine.cache().stats().slab_segments, 0U);
+    check_all_free(engine.cache());
     engine.shutdown();
     check_equal(ops->open_files(), 0U);
 }

@@ -7,7 +7,9 @@
 #include <cstring>
 #include <fstream>
 #include <stdexcept>
+#include <thread>
 
+#include "check.h"
 #include "crc32c.h"
 
 namespace datastates::testing {
@@ -59,6 +61,15 @@ void write_file(const std::string& path, std::span<const std::byte> bytes) {
 Clock::time_point in(double seconds) {
     return Clock::now() +
            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+void check_all_free(const HostCache& cache) {
+    const auto deadline = in(30);
+    while (cache.stats().free_segments != cache.stats().total_segments) {
+        check(Clock::now() < deadline, "segments leaked");
+        std::this_thread::yield();
+    }
+    check_equal(cache.stats().slab_segments, 0U);
 }
 
 std::shared_ptr<Window> open_window() {

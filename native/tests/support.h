@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "file_ops.h"
+#include "host_cache.h"
 #include "save_job.h"
 #include "transfer.h"
 #include "window.h"
@@ -53,6 +54,11 @@ Bytes read_file(const std::string& path);
 void write_file(const std::string& path, std::span<const std::byte> bytes);
 
 Clock::time_point in(double seconds);
+
+/// Waits until no segment is in use. (Soon after the last job: a copy thread may just have taken
+/// one for a unit that another thread got.) Fails the case if that does not happen.
+void check_all_free(const HostCache& cache);
+
 std::shared_ptr<Window> open_window();
 
 /// The file that a stream must become, made the obvious way.

@@ -1,5 +1,8 @@
-// Prints how fast a save and a restore are: throughput [cache MiB] [directory] [data MiB] [files].
+// Prints how fast a save and a restore are:
+// throughput [cache MiB] [directory] [data MiB] [files] [copy threads] [flush threads]
+// With NO_FALLOCATE in the environment: without preallocation.
 
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -34,7 +37,17 @@ int main(int argc, char** argv) {
     const std::uint64_t copy_threads = number(4, 2);
     const std::uint64_t flush_threads = number(5, 4);
     auto memory = testing::random_bytes(size, 1);
-    Engine engine(cache, {.copy = copy_threads, .flush = flush_threads});
+    std::shared_ptr<FileOps> ops = posix_file_ops();
+    if (std::getenv("NO_FALLOCATE") != nullptr) {
+        ops = std::make_shared<testing::HookedFileOps>([](const auto& event) {
+            testing::HookedFileOps::Instead instead;
+            if (event.call == testing::HookedFileOps::Call::kAllocate) {
+                instead.result = SysResult{.value = -1, .error = EOPNOTSUPP};
+            }
+            return instead;
+        });
+    }
+    Engine engine(cache, {.copy = copy_threads, .flush = flush_threads}, ops);
     const std::uint64_t per_file = size / file_count / 4096 * 4096;
     for (int round = 0; round < 5; ++round) {
         std::vector<SaveFile> files;

@@ -125,14 +125,14 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 @contextlib.contextmanager
-def raises(kind: type[BaseException], *words: str) -> Iterator[None]:
+def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *words: str) -> Iterator[None]:
     """The block raises a ``kind``, bare or wrapped by DCP, whose message has all of ``words``."""
     with pytest.raises((Exception, CheckpointException)) as caught:
         yield
     found = [cause for cause in causes(caught.value) if isinstance(cause, kind)]
     if not found:
         raise AssertionError(
-            f"expected {kind.__name__}, got {[repr(cause) for cause in causes(caught.value)]}"
+            f"expected {kind}, got {[repr(cause) for cause in causes(caught.value)]}"
         ) from caught.value
     for word in words:
         assert word in str(found[0]), f"{word!r} is not in the message: {found[0]}"
