@@ -44,7 +44,10 @@ class Fault:
     def kind(self) -> Literal["io", "corrupt", "cancelled", "shutdown"]: ...
     @property
     def errno(self) -> int:
-        """The system's error number for ``io`` (0 otherwise; ``io`` with 0 is a short file)."""
+        """The system's error number for ``io`` (0 otherwise).
+
+        A file of the wrong size is ``corrupt``; ``io`` with 0 is one that was cut while being read.
+        """
     @property
     def path(self) -> str: ...
     @property
@@ -150,7 +153,10 @@ class SaveJob:
         Returns False when ``timeout`` seconds passed first. Never waits on storage except for back-pressure.
         """
     def wait(self, timeout: float) -> bool:
-        """Wait until every file and directory is on stable storage, or the job has failed; False on timeout."""
+        """Wait until every file and directory is on stable storage, or the job has failed; False on timeout.
+
+        A failed job counts once no thread touches its files any more, so that they may be removed.
+        """
     def cancel(self) -> None:
         """Fail the job with a ``cancelled`` fault if it is not finished. Returns at once."""
     @property
@@ -224,6 +230,8 @@ class Engine:
         """Raises ValueError for a size below ``MIN_HOST_CACHE_BYTES``, MemoryError if the arena cannot be mapped."""
     def grow(self, host_cache_bytes: int) -> None:
         """Add segments until the cache holds ``host_cache_bytes`` in all; smaller sizes change nothing.
+
+        Here as at the start, sizes are rounded down to whole segments.
 
         Raises MemoryError (the cache is as it was) if the memory cannot be mapped.
         """

@@ -14,6 +14,7 @@ import threading
 from typing import Final
 
 from dcp_datastates._native import CacheStats, Engine
+from dcp_datastates.errors import ConfigurationError
 
 __all__ = ["engine", "next_order", "stats"]
 
@@ -30,15 +31,30 @@ _orders = itertools.count(1)
 def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
     """The process's engine, with a host cache of at least ``host_cache_bytes``.
 
-    Raises ``MemoryError`` saying what was asked for if the memory cannot be mapped.
+    Raises :class:`ConfigurationError` saying what was asked for if the memory cannot be had; an engine
+    that exists is as it was.
     """
     global _engine
     with _lock:
-        if _engine is None:
-            _engine = Engine(host_cache_bytes)
-        elif host_cache_bytes > _engine.host_cache_bytes:
-            _engine.grow(host_cache_bytes)
-            logger.info("host cache grown to %d MiB", _engine.host_cache_bytes >> 20)
+        if _engine is not None and host_cache_bytes <= _engine.host_cache_bytes:
+            return _engine
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if host_cache_bytes > memory:
+            raise ConfigurationError(
+                f"host_cache_size={host_cache_bytes} is more than this machine's memory of {memory} "
+                f"bytes; a checkpoint may be larger than the cache, so ask for less"
+            )
+        try:
+            if _engine is None:
+                _engine = Engine(host_cache_bytes)
+            else:
+                _engine.grow(host_cache_bytes)
+                logger.info("host cache grown to %d MiB", host_cache_bytes >> 20)
+        except MemoryError as error:
+            raise ConfigurationError(
+                f"host_cache_size={host_cache_bytes}: the system gives this process no such memory "
+                f"({error}); a checkpoint may be larger than the cache, so ask for less"
+            ) from error
         return _engine
 
 

@@ -288,7 +288,7 @@ class Snapshot:
                 raise SnapshotTornError(
                     f"{len(torn)} deferred tensor(s) changed before they were read, '{prefix}{key}' first: "
                     f"something other than a known optimizer's step() writes to them. Wait for "
-                    f"writer.captured before such writes, or use defer='none'"
+                    f'writer.captured before such writes, or use defer="none"'
                 )
             portion.settled = True
             portion.locals = []
@@ -343,7 +343,7 @@ class Snapshot:
         if moved is not None:
             raise SnapshotTornError(
                 f"the memory of deferred tensor {moved!r} was replaced (tensor.data = …) before it was "
-                f"read; wait for writer.captured before that, or use defer='none'"
+                f'read; wait for writer.captured before that, or use defer="none"'
             )
         with self._lock:
             if self._failure is not None:

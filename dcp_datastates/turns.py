@@ -81,9 +81,12 @@ def _await(turn: Turn | None) -> None:
 class _Sentinel:
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback = callback
+        self._process = os.getpid()
 
     def __del__(self) -> None:
-        self._callback()
+        # A forked child drops the local storage of the parent's threads: their saves go on.
+        if os.getpid() == self._process:
+            self._callback()
 
 
 _local = threading.local()

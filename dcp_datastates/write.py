@@ -214,7 +214,8 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem, entry: TensorEntry) -
         )
     tensor = local_tensor(data).detach()
     check_storable(tensor, name)
-    if tuple(tensor.shape) != entry.sizes or tensor.dtype != entry.dtype:
+    as_planned = tuple(tensor.shape) == entry.sizes or tensor.numel() == entry.nbytes == 0
+    if not as_planned or tensor.dtype != entry.dtype:
         raise DataStatesError(
             f"the planner resolved {name!r} to {tensor.dtype} {tuple(tensor.shape)}; its plan says "
             f"{entry.dtype} {entry.sizes}: a planner that transforms data must plan what it returns"

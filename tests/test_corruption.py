@@ -90,7 +90,10 @@ def test_blocks_that_changed_places_are_seen(checkpoint):
     (path,) = data_files(checkpoint)
     raw = bytearray(path.read_bytes())
     block = 1 << 20
-    raw[block : 2 * block], raw[2 * block : 3 * block] = raw[2 * block : 3 * block], raw[block : 2 * block]
+    raw[block : 2 * block], raw[2 * block : 3 * block] = (
+        raw[2 * block : 3 * block],
+        raw[block : 2 * block],
+    )
     path.write_bytes(raw)
     with raises(CheckpointCorruptError, path.name):
         load_everything(checkpoint)

@@ -99,7 +99,11 @@ def test_every_file_has_a_uniquely_named_checksum_table(tmp_path):
 
 
 def test_metadata_is_stock_and_readable_by_plain_pickle(tmp_path):
-    state = {"a": filled((9, 4), torch.bfloat16), "nested": {"b": torch.tensor(1)}, "object": (1, 2)}
+    state = {
+        "a": filled((9, 4), torch.bfloat16),
+        "nested": {"b": torch.tensor(1)},
+        "object": (1, 2),
+    }
     save(state, tmp_path)
     with (tmp_path / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
@@ -142,7 +146,9 @@ def test_the_hugging_face_reader_loads_the_attempt(tmp_path):
         *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool),
     }
     state = {
-        str(dtype): filled((13, 5), dtype, n) for n, dtype in enumerate(DTYPES) if dtype in hugging_face_knows
+        str(dtype): filled((13, 5), dtype, n)
+        for n, dtype in enumerate(DTYPES)
+        if dtype in hugging_face_knows
     }
     state["empty"] = torch.empty(0, 4)
     save({**state, "object": (1, "two")}, tmp_path)

@@ -22,7 +22,9 @@ from dcp_datastates.layout import lay_out, stored_form
 quick = settings(deadline=None, max_examples=150)
 
 names = st.one_of(
-    st.sampled_from(["__metadata__", "__dcp_datastates__.x", "a.b", "ü", "a/b", "", '"', "\\", "\0"]),
+    st.sampled_from(
+        ["__metadata__", "__dcp_datastates__.x", "a.b", "ü", "a/b", "", '"', "\\", "\0"]
+    ),
     st.text(max_size=20).filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text)),
 )
 
@@ -48,7 +50,10 @@ def plans(draw):
 def sealed(draw):
     items = draw(plans())
     files = lay_out(items, draw(st.integers(0, 10_000)))
-    sizes = [draw(st.lists(st.integers(0, 5000), min_size=len(f.objects), max_size=len(f.objects))) for f in files]
+    sizes = [
+        draw(st.lists(st.integers(0, 5000), min_size=len(f.objects), max_size=len(f.objects)))
+        for f in files
+    ]
     return items, [(file, size, file.seal(size)) for file, size in zip(files, sizes, strict=True)]
 
 
@@ -150,18 +155,33 @@ def test_no_items_no_files():
 
 def test_files_are_named_by_rank_and_number():
     items = [write_item("w", torch.uint8, (4,), Box((at,), (2,))) for at in (0, 2)]
-    assert [file.name for file in lay_out(items, 3)] == ["r00003-0.safetensors", "r00003-1.safetensors"]
+    assert [file.name for file in lay_out(items, 3)] == [
+        "r00003-0.safetensors",
+        "r00003-1.safetensors",
+    ]
 
 
 def test_more_names_than_a_header_can_hold_are_refused():
-    items = [write_item(f"{n}" + "x" * 1_000_000, torch.uint8, (1,), Box((0,), (1,))) for n in range(100)]
+    items = [
+        write_item(f"{n}" + "x" * 1_000_000, torch.uint8, (1,), Box((0,), (1,))) for n in range(100)
+    ]
     with pytest.raises(ValueError, match="header"):
         lay_out(items, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_stored_form_keeps_the_number_of_bytes(dtype):
-    widths = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1}
+    widths = {
+        "F64": 8,
+        "F32": 4,
+        "F16": 2,
+        "BF16": 2,
+        "I64": 8,
+        "I32": 4,
+        "I16": 2,
+        "I8": 1,
+        "U8": 1,
+    }
     widths |= {"U16": 2, "U32": 4, "U64": 8, "BOOL": 1, "C64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
     widths |= {"F8_E8M0": 1}
     for sizes in ((), (0,), (3,), (2, 5), (4, 0, 2)):

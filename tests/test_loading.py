@@ -53,7 +53,10 @@ def test_model_and_optimizer_come_back_through_their_state_dicts(tmp_path):
     target = {"model": weights, "optimizer": moments}
     load(target, tmp_path)
     set_state_dict(
-        fresh, fresh_optimizer, model_state_dict=target["model"], optim_state_dict=target["optimizer"]
+        fresh,
+        fresh_optimizer,
+        model_state_dict=target["model"],
+        optim_state_dict=target["optimizer"],
     )
     weights, moments = get_state_dict(fresh, fresh_optimizer)
     assert_same({"model": weights, "optimizer": moments}, expected)

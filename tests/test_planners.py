@@ -38,7 +38,11 @@ def _number(path):
 
 
 def _filled_with(number):
-    return {"w": torch.full((300_000,), float(number)), "s": torch.full((3,), number), "object": {"n": number}}
+    return {
+        "w": torch.full((300_000,), float(number)),
+        "s": torch.full((3,), number),
+        "object": {"n": number},
+    }
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
@@ -85,7 +89,11 @@ def test_cached_plans_notice_a_changed_structure(tmp_path):
 def test_cached_plans_carry_objects_that_grow(tmp_path):
     planner = _caching()
     for number in range(4):
-        save({"text": "x" * 10_000 * number, "w": torch.ones(10)}, tmp_path / str(number), planner=planner)
+        save(
+            {"text": "x" * 10_000 * number, "w": torch.ones(10)},
+            tmp_path / str(number),
+            planner=planner,
+        )
     for number in range(4):
         assert load_everything(tmp_path / str(number))["text"] == "x" * 10_000 * number
 
@@ -137,7 +145,9 @@ def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
         if how == "save":
             save(state, bad, planner=FailingPlanner(where))
         else:
-            future = async_save(state, None, by=ours, checkpoint_id=bad, planner=FailingPlanner(where))
+            future = async_save(
+                state, None, by=ours, checkpoint_id=bad, planner=FailingPlanner(where)
+            )
             optimizer.step()  # must not wait for a save that is no more
             future.result(60)
     assert not committed(bad)

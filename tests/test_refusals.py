@@ -44,7 +44,22 @@ def test_sizes_are_understood(text, nbytes):
     assert parse_size(text) == nbytes
 
 
-BAD_SIZES = ["", "GiB", "4 giraffes", "-1GiB", "4GiB4", "1e9", "0x10", -1, 1.5, None, True, [], "∞", "NaN"]
+BAD_SIZES = [
+    "",
+    "GiB",
+    "4 giraffes",
+    "-1GiB",
+    "4GiB4",
+    "1e9",
+    "0x10",
+    -1,
+    1.5,
+    None,
+    True,
+    [],
+    "∞",
+    "NaN",
+]
 
 
 @pytest.mark.parametrize("size", BAD_SIZES, ids=repr)
@@ -236,7 +251,10 @@ def test_a_nested_tensor_is_refused_by_name(tmp_path):
 def test_saving_without_collectives_is_refused(tmp_path):
     with raises(ConfigurationError, "use_collectives"):
         dcp.save(
-            {"w": torch.ones(1)}, storage_writer=writer(tmp_path / "c"), use_collectives=False, no_dist=True
+            {"w": torch.ones(1)},
+            storage_writer=writer(tmp_path / "c"),
+            use_collectives=False,
+            no_dist=True,
         )
     assert not committed(tmp_path / "c")
 

@@ -49,7 +49,9 @@ def test_any_boxes_load_as_any_other_boxes(data):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "c")
         save_by_ranks(path, saved)
-        target = {name: torch.zeros(t.shape, dtype=torch.uint8).to(t.dtype) for name, t in dense.items()}
+        target = {
+            name: torch.zeros(t.shape, dtype=torch.uint8).to(t.dtype) for name, t in dense.items()
+        }
         load_by_ranks(path, data.draw(dealt(target, data.draw(st.integers(1, 6)))))
         assert_same(target, dense)
         assert_same(load_everything(path), dense)

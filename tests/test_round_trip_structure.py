@@ -43,7 +43,11 @@ def test_nested_dicts_and_lists_come_back(how, tmp_path):
     _put(how, state, tmp_path)
     target = {
         "model": {"a": {"b": {"c": torch.zeros(5)}}, "n": 0},
-        "list": [torch.zeros(2, dtype=torch.int64), [torch.zeros(3, dtype=torch.int8), ""], {"deep": 0.0}],
+        "list": [
+            torch.zeros(2, dtype=torch.int64),
+            [torch.zeros(3, dtype=torch.int8), ""],
+            {"deep": 0.0},
+        ],
         "plain list": [0, 0.0, "", "", False],
         "empty": {"dict": {}, "list": []},
         "one": torch.zeros(70_000),
@@ -82,7 +86,17 @@ def test_training_objects_come_back(how, tmp_path):
     }
     _put(how, state, tmp_path)
     loaded = load_everything(tmp_path)
-    for name in ("torch rng", "opinion", "step", "rate", "none", "big", "dtype", "size", "python rng"):
+    for name in (
+        "torch rng",
+        "opinion",
+        "step",
+        "rate",
+        "none",
+        "big",
+        "dtype",
+        "size",
+        "python rng",
+    ):
         assert_same(loaded[name], state[name], name)
     assert loaded["scheduler"]["last_epoch"] == 3
     restored = np.random.RandomState()
@@ -154,7 +168,9 @@ def test_a_name_that_is_not_text_is_refused_and_not_committed(tmp_path):
 
 def test_an_object_that_cannot_be_pickled_fails_the_save_and_the_next_works(tmp_path):
     with pytest.raises(BaseException, match=r"(?i)pickle|copied|generator"):
-        async_save({"generator": (n for n in range(3)), "w": torch.ones(3)}, tmp_path / "bad").result(60)
+        async_save(
+            {"generator": (n for n in range(3)), "w": torch.ones(3)}, tmp_path / "bad"
+        ).result(60)
     assert not committed(tmp_path / "bad")
     save({"w": torch.ones(3)}, tmp_path / "good")
     assert_same(load({"w": torch.zeros(3)}, tmp_path / "good"), {"w": torch.ones(3)})

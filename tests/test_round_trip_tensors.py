@@ -34,7 +34,11 @@ def test_every_dtype_and_shape_comes_back(how, dtype, tmp_path):
 
 @by_dtype
 def test_every_dtype_comes_back_without_a_template(dtype, tmp_path):
-    state = {"a": filled((33, 3), dtype), "scalar": filled((), dtype, 1), "none": filled((0, 4), dtype)}
+    state = {
+        "a": filled((33, 3), dtype),
+        "scalar": filled((), dtype, 1),
+        "none": filled((0, 4), dtype),
+    }
     save(state, tmp_path)
     assert_same(load_everything(tmp_path), state)
 
@@ -101,7 +105,10 @@ def test_tied_tensors_and_overlapping_views_each_come_back(how, tmp_path):
 
 @both_ways
 def test_parameters_come_back_and_keep_what_they_are(how, tmp_path):
-    state = {"parameter": torch.nn.Parameter(torch.randn(300, 100)), "leaf": torch.randn(3, requires_grad=True)}
+    state = {
+        "parameter": torch.nn.Parameter(torch.randn(300, 100)),
+        "leaf": torch.randn(3, requires_grad=True),
+    }
     expected = clone(state)
     _put(how, state, tmp_path)
     target = {"parameter": torch.nn.Parameter(torch.zeros(300, 100)), "leaf": torch.zeros(3)}

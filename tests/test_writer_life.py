@@ -86,7 +86,9 @@ def test_one_writer_reused_with_checkpoint_id_each_save_to_its_own_place(window,
     for number in range(6):
         tensor.fill_(number)
         futures.append(
-            async_save({"t": tensor, "n": number}, None, by=ours, checkpoint_id=tmp_path / str(number))
+            async_save(
+                {"t": tensor, "n": number}, None, by=ours, checkpoint_id=tmp_path / str(number)
+            )
         )
     for future in futures:
         future.result(60)
@@ -109,8 +111,15 @@ def test_one_writer_serves_sync_and_async_saves_in_turn(tmp_path):
 
 def test_a_synchronous_save_does_not_take_over_an_asynchronous_one_in_flight(tmp_path):
     ours = writer(read_deadline=1.0)
-    first = async_save({"n": torch.full((100_000,), 1.0)}, None, by=ours, checkpoint_id=tmp_path / "a")
-    dcp.save({"n": torch.full((9,), 2.0)}, checkpoint_id=tmp_path / "b", storage_writer=ours, no_dist=True)
+    first = async_save(
+        {"n": torch.full((100_000,), 1.0)}, None, by=ours, checkpoint_id=tmp_path / "a"
+    )
+    dcp.save(
+        {"n": torch.full((9,), 2.0)},
+        checkpoint_id=tmp_path / "b",
+        storage_writer=ours,
+        no_dist=True,
+    )
     first.result(60)
     assert load_everything(tmp_path / "a")["n"].tolist() == [1.0] * 100_000
     assert load_everything(tmp_path / "b")["n"].tolist() == [2.0] * 9

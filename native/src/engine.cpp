@@ -73,14 +73,15 @@ std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
             throw std::invalid_argument("'" + file.path + "' is written twice by one save");
         }
     }
-    auto job = std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_);
+    const auto job =
+        std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_);
     auto handle = std::make_shared<SaveHandle>(saves_, job);
     if (!saves_->submit(job)) throw std::runtime_error("the engine is shut down");
     return handle;
 }
 
 std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& files) {
-    auto job = std::make_shared<RestoreJob>(files, ops_);
+    const auto job = std::make_shared<RestoreJob>(files, ops_);
     if (!restores_->submit(job)) throw std::runtime_error("the engine is shut down");
     return std::make_shared<RestoreHandle>(restores_, job);
 }

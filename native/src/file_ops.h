@@ -57,7 +57,7 @@ std::shared_ptr<FileOps> posix_file_ops();
 
 /// Repeats `call` as long as a signal interrupts it.
 template <typename Call>
-SysResult uninterrupted(Call&& call) {
+SysResult uninterrupted(const Call& call) {
     SysResult result = call();
     while (result.error == EINTR) result = call();
     return result;

@@ -8,7 +8,7 @@ namespace datastates {
 namespace {
 
 // Trivially destructible, so usable until the very end of the process.
-std::atomic<unsigned> generation{0};
+std::atomic<unsigned> generation{0};  // NOLINT(*-avoid-non-const-global-variables)
 
 }  // namespace
 

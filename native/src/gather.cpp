@@ -40,7 +40,7 @@ void gather(const StreamContent& content, std::byte* out) {
     try {
         while (helpers.size() + 1 < wanted)
             helpers.push_back(start_thread("ds-gather", copy_pieces));
-    } catch (const std::system_error&) {
+    } catch (const std::system_error&) {  // NOLINT(bugprone-empty-catch)
         // No more threads to be had: those that there are do the work.
     }
     copy_pieces();

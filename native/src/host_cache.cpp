@@ -192,7 +192,8 @@ std::optional<std::uint32_t> HostCache::find_run(std::uint32_t count,
             slot.share == Share::kSave &&
             (slot.use == Use::kFree || (even_if_streaming && slot.use == Use::kStream));
         const bool continues = i > 0 && slots_[i - 1].arena == slot.arena;
-        length = !usable ? 0 : (continues ? length + 1 : 1);
+        if (!continues) length = 0;
+        length = usable ? length + 1 : 0;
         if (length == count) return i + 1 - count;
     }
     return std::nullopt;
@@ -274,7 +275,8 @@ HostCache::SlabRequest::State HostCache::SlabRequest::wait_until(Clock::time_poi
 Lease HostCache::SlabRequest::take() {
     const std::scoped_lock lock(cache_->mutex_);
     if (!request_.granted) return {};
-    const std::uint32_t first = *std::exchange(request_.granted, std::nullopt);
+    const std::uint32_t first = *request_.granted;
+    request_.granted.reset();
     return {cache_, first, cache_->slots_[first].data};
 }
 

@@ -22,7 +22,7 @@ namespace {
 constexpr std::size_t kReleaseGilBytes = std::size_t{256} << 10U;
 
 template <typename Checksum>
-std::uint32_t checksum(const py::buffer& data, std::uint32_t crc, Checksum&& compute) {
+std::uint32_t checksum(const py::buffer& data, std::uint32_t crc, const Checksum& compute) {
     const PyBufferView view(data, PyBUF_SIMPLE);
     if (view.bytes().size() < kReleaseGilBytes) return compute(view.bytes(), crc);
     const py::gil_scoped_release release;

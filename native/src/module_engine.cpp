@@ -90,7 +90,10 @@ void gather_into(const PyEngine& self, const Transfer& transfer, std::uint64_t a
                               ", beyond nbytes=" + std::to_string(nbytes));
     }
     if (address == 0 && content.nbytes() > 0) throw py::value_error("address is null");
-    if (content.nbytes() <= kReleaseGilBytes) return gather(content, to_address(address));
+    if (content.nbytes() <= kReleaseGilBytes) {
+        gather(content, to_address(address));
+        return;
+    }
     const py::gil_scoped_release release;
     gather(content, to_address(address));
 }
@@ -113,7 +116,7 @@ std::unique_ptr<PyRestoreJob> restore(const PyEngine& self, const RestorePlan& p
 
 }  // namespace
 
-void bind_engine(py::module_& module) {
+void bind_engine(const py::module_& module) {
     py::class_<CacheStats>(module, "CacheStats", py::is_final())
         .def_readonly("total_segments", &CacheStats::total_segments)
         .def_readonly("free_segments", &CacheStats::free_segments)

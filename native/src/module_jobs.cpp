@@ -52,7 +52,7 @@ auto handle_of(const Job& job) {
     return handle;
 }
 
-void bind_fault(py::module_& module) {
+void bind_fault(const py::module_& module) {
     py::class_<Fault>(module, "Fault", py::is_final())
         .def_property_readonly("kind", [](const Fault& fault) { return kind_name(fault.kind); })
         .def_property_readonly("errno", [](const Fault& fault) { return fault.error; })
@@ -66,7 +66,7 @@ void bind_fault(py::module_& module) {
         });
 }
 
-void bind_window(py::module_& module) {
+void bind_window(const py::module_& module) {
     py::class_<PyWindow>(module, "Window", py::is_final())
         .def(py::init([](double deadline) {
                  if (deadline < 0) {
@@ -86,7 +86,7 @@ void bind_window(py::module_& module) {
         });
 }
 
-void bind_slab(py::module_& module) {
+void bind_slab(const py::module_& module) {
     py::class_<PySlab>(module, "Slab", py::is_final(), py::buffer_protocol())
         .def_property_readonly(
             "address",
@@ -100,7 +100,7 @@ void bind_slab(py::module_& module) {
         });
 }
 
-void bind_save(py::module_& module) {
+void bind_save(const py::module_& module) {
     py::class_<SaveFile>(module, "SaveFile", py::is_final())
         .def(py::init(
                  [](const py::object& path, std::int64_t table_offset, const Transfer& content) {
@@ -154,7 +154,7 @@ void bind_save(py::module_& module) {
         });
 }
 
-void bind_restore(py::module_& module) {
+void bind_restore(const py::module_& module) {
     py::class_<RestorePlan>(module, "RestorePlan", py::is_final())
         .def(py::init<>())
         .def(
@@ -190,7 +190,7 @@ void bind_restore(py::module_& module) {
 
 }  // namespace
 
-void bind_jobs(py::module_& module) {
+void bind_jobs(const py::module_& module) {
     bind_fault(module);
     bind_window(module);
     bind_slab(module);

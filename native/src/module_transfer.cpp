@@ -39,7 +39,7 @@ void add_many(Transfer& transfer, const py::object& offsets, const py::object& s
         added.add(to_size(columns[0][i], "offsets"), to_size(columns[1][i], "sizes"),
                   to_address(columns[2].address(i)), columns[3][i]);
     }
-    transfer.append(std::move(added));
+    transfer.append(added);
 }
 
 void add_buffer(Transfer& transfer, std::int64_t offset, const py::object& data, Group group) {
@@ -61,6 +61,7 @@ void add_strided(Transfer& transfer, std::int64_t offset, std::int64_t itemsize,
                               std::to_string(memory_column.size()));
     }
     std::vector<Axis> axes;
+    axes.reserve(rank);
     for (std::size_t i = 0; i < rank; ++i) {
         axes.push_back({.size = to_size(size_column[i], "sizes"),
                         .stream_stride = to_size(stream_column[i], "stream_strides"),
@@ -72,7 +73,7 @@ void add_strided(Transfer& transfer, std::int64_t offset, std::int64_t itemsize,
 
 }  // namespace
 
-void bind_transfer(py::module_& module) {
+void bind_transfer(const py::module_& module) {
     py::class_<Transfer>(module, "Transfer", py::is_final())
         .def(py::init<>())
         .def("add", &add, py::arg("offset"), py::arg("nbytes"), py::arg("address"),

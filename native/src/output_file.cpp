@@ -55,8 +55,9 @@ MaybeFault OutputFile::create() {
         if (!is_unsupported(direct.error)) return failed("open", direct.error, 0);
         direct_ = false;
     }
-    // Finds a full disk before anything is read, and lets the writes that follow go in parallel:
-    // ext4 and XFS serialize direct writes that extend a file. Measured on ext4: see the README.
+    // Finds a full disk before anything is read. And the writes that follow do not extend the file,
+    // so the filesystem lets them go in parallel: on ext4 (Linux 6.18, four threads) 2 GiB were
+    // durable about a tenth sooner.
     const auto allocated =
         uninterrupted([&] { return ops_->allocate(fd, round_up(nbytes_, kDirectAlignment)); });
     if (!allocated.ok() && !is_unsupported(allocated.error)) {

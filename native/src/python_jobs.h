@@ -46,7 +46,8 @@ struct PyJob {
     PyJob& operator=(const PyJob&) = delete;
     PyJob(PyJob&&) = delete;
     PyJob& operator=(PyJob&&) = delete;
-    ~PyJob() { drop_handle(); }
+    // Of what may throw there, only memory can be missing, and nothing could be done about it.
+    ~PyJob() { drop_handle(); }  // NOLINT(bugprone-exception-escape)
 
     void drop_handle() {
         const pybind11::gil_scoped_release release;  // it may wait for copies under way
@@ -68,7 +69,7 @@ struct PyEngine {
     PyEngine& operator=(const PyEngine&) = delete;
     PyEngine(PyEngine&&) = delete;
     PyEngine& operator=(PyEngine&&) = delete;
-    ~PyEngine() {
+    ~PyEngine() {                                    // NOLINT(bugprone-exception-escape): as above
         const pybind11::gil_scoped_release release;  // it joins threads
         engine.reset();
     }

@@ -19,9 +19,9 @@ namespace datastates {
 
 namespace py = pybind11;
 
-void bind_transfer(py::module_& module);
-void bind_jobs(py::module_& module);
-void bind_engine(py::module_& module);
+void bind_transfer(const py::module_& module);
+void bind_jobs(const py::module_& module);
+void bind_engine(const py::module_& module);
 
 /// A host address that Python handed over as an integer.
 inline std::byte* to_address(std::uint64_t address) {
@@ -46,7 +46,7 @@ inline Clock::time_point after(double seconds, const char* name) {
 /// Calls `wait(deadline)` without the GIL until it is true or `seconds` have passed; in slices, so
 /// that the main thread sees signals, whose exceptions end the wait.
 template <typename Wait>
-bool wait_in_slices(double seconds, Wait&& wait) {
+bool wait_in_slices(double seconds, const Wait& wait) {
     constexpr std::chrono::milliseconds kSlice(100);
     const auto deadline = after(seconds, "timeout");
     while (true) {

@@ -39,7 +39,7 @@ RestoreFile::RestoreFile(std::string file_path, std::uint64_t size, std::uint64_
     }
 }
 
-RestoreJob::RestoreJob(const std::vector<RestoreFile>& files, std::shared_ptr<FileOps> ops) {
+RestoreJob::RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops) {
     for (const RestoreFile& file : files) files_.push_back(std::make_unique<File>(file, ops));
 }
 
@@ -63,6 +63,7 @@ bool RestoreJob::fail(Fault fault) {
 
 std::vector<RestoreStep> RestoreJob::first_steps() const {
     std::vector<RestoreStep> steps;
+    steps.reserve(files_.size());
     for (std::size_t i = 0; i < files_.size(); ++i) {
         steps.push_back({.file = i, .open = true, .blocks = {}});
     }

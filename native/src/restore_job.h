@@ -22,8 +22,8 @@ namespace datastates {
 /// Regions of one file, to be scattered into memory.
 struct RestoreFile {
     /// Throws std::invalid_argument if the arguments do not fit together.
-    RestoreFile(std::string path, std::uint64_t nbytes, std::uint64_t table_offset,
-                const Transfer& content);
+    RestoreFile(std::string file_path, std::uint64_t size, std::uint64_t table,
+                const Transfer& transfer);
 
     std::string path;
     std::uint64_t nbytes = 0;
@@ -40,7 +40,7 @@ struct RestoreStep {
 
 class RestoreJob {
   public:
-    RestoreJob(const std::vector<RestoreFile>& files, std::shared_ptr<FileOps> ops);
+    RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops);
 
     // --- for the handle -------------------------------------------------------------------
 
@@ -68,8 +68,8 @@ class RestoreJob {
 
   private:
     struct File {
-        File(const RestoreFile& file, std::shared_ptr<FileOps> ops)
-            : spec(file), input(std::move(ops), file.path) {}
+        File(const RestoreFile& file, const std::shared_ptr<FileOps>& ops)
+            : spec(file), input(ops, file.path) {}
 
         RestoreFile spec;
         InputFile input;

@@ -92,7 +92,7 @@ void RestorePipeline::run(const Task& task) {
     if (!memory || task.job->failed()) return;
     std::vector<RestoreStep> more;
     auto fault = task.job->run(task.step, memory.data(), more);
-    if (fault) return fail(task.job.job(), std::move(*fault));
+    if (fault) fail(task.job.job(), std::move(*fault));
     if (more.empty()) return;
     {
         const std::scoped_lock lock(mutex_);

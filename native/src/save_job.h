@@ -26,7 +26,7 @@ namespace datastates {
 /// A file to write: `table_offset` bytes of stream, then the table of its blocks' checksums.
 struct SaveFile {
     /// Throws std::invalid_argument if the arguments make no file.
-    SaveFile(std::string path, std::uint64_t table_offset, const Transfer& content);
+    SaveFile(std::string file_path, std::uint64_t offset, const Transfer& transfer);
 
     std::string path;
     std::uint64_t table_offset = 0;

@@ -165,10 +165,9 @@ std::optional<std::uint64_t> SavePipeline::wait_for_open_job() {
 std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
     const std::scoped_lock lock(mutex_);
     for (auto next = unread_jobs_.begin(); next != unread_jobs_.end(); ++next) {
-        const std::shared_ptr<SaveJob> job = *next;
-        if (!job->window()->is_open()) continue;
-        SaveJob::Pin pin(job);
-        const auto taken = job->take_unit();
+        if (!(*next)->window()->is_open()) continue;
+        SaveJob::Pin pin(*next);
+        const auto taken = pin->take_unit();
         if (!taken) continue;  // it has failed, and is about to leave the list
         if (taken->last) unread_jobs_.erase(next);
         return Reading{.job = std::move(pin), .unit = taken->unit};
@@ -233,8 +232,12 @@ void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
 
 void SavePipeline::finish_job(const SaveJob::Pin& job) {
     if (job->failed()) return;
-    if (auto fault = job->sync_directories()) return fail(job.job(), std::move(*fault));
-    job->succeed();
+    auto fault = job->sync_directories();
+    if (fault) {
+        fail(job.job(), std::move(*fault));
+    } else {
+        job->succeed();
+    }
 }
 
 }  // namespace datastates

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <limits>
 #include <queue>
 #include <stdexcept>
@@ -91,7 +90,10 @@ void Transfer::add(std::uint64_t offset, std::uint64_t nbytes, std::byte* addres
 void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize, std::span<const Axis> axes,
                            std::byte* address, Group group) {
     auto box = std::make_shared<const Box>(itemsize, axes);
-    if (box->contiguous()) return add(offset, box->nbytes(), address, group);
+    if (box->contiguous()) {
+        add(offset, box->nbytes(), address, group);
+        return;
+    }
     if (offset > kMaxPosition || box->span() > kMaxPosition - offset) {
         throw std::invalid_argument("box at offset " + std::to_string(offset) +
                                     " ends beyond 2^63");
@@ -105,11 +107,9 @@ void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize, std::sp
                 .access = Access::kReadWrite});
 }
 
-void Transfer::append(Transfer&& other) {
-    regions_.insert(regions_.end(), std::make_move_iterator(other.regions_.begin()),
-                    std::make_move_iterator(other.regions_.end()));
-    nbytes_ += std::exchange(other.nbytes_, 0);
-    other.regions_.clear();
+void Transfer::append(const Transfer& other) {
+    regions_.insert(regions_.end(), other.regions_.begin(), other.regions_.end());
+    nbytes_ += other.nbytes_;
 }
 
 void Transfer::push(Region region) {

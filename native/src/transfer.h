@@ -47,7 +47,7 @@ class Transfer {
              Access access = Access::kReadWrite);
     void add_strided(std::uint64_t offset, std::uint64_t itemsize, std::span<const Axis> axes,
                      std::byte* address, Group group);
-    void append(Transfer&& other);
+    void append(const Transfer& other);
     void reserve(std::size_t regions) { regions_.reserve(regions); }
 
     [[nodiscard]] std::uint64_t nbytes() const { return nbytes_; }

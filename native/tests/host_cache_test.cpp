@@ -1,5 +1,6 @@
 #include "host_cache.h"
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <thread>
@@ -165,8 +166,7 @@ void slabs_are_contiguous_and_survive_their_request() {
     const auto cache = cache_of(16);  // twelve for saves
     std::vector<Lease> singles;
     for (int i = 0; i < 12; ++i) singles.push_back(take(*cache));
-    std::sort(singles.begin(), singles.end(),
-              [](const Lease& a, const Lease& b) { return a.data() < b.data(); });
+    std::ranges::sort(singles, {}, &Lease::data);
     for (int i = 0; i < 12; i += 2) singles[static_cast<std::size_t>(i)].release();
     HostCache::SlabRequest request(cache, 2 * kSegmentBytes, 0);
     check(request.wait_until(in(0.01)) == State::kWaiting);  // six free, no two together

@@ -1,4 +1,4 @@
-// Everything at once, at random: stress_test [seconds]. Meant for the sanitizers.
+// Everything at once, at random. Meant for the sanitizers.
 
 #include <atomic>
 #include <cerrno>
@@ -16,7 +16,7 @@
 namespace datastates::testing {
 namespace {
 
-double duration = 8;
+constexpr double kSeconds = 8;
 
 /// One of several callers: saves, waits, cancels, restores and compares, until the time is up.
 class Caller {
@@ -26,7 +26,7 @@ class Caller {
         : engine_(engine), directory_(directory), order_(order), seed_(seed), random_(seed) {}
 
     void run() {
-        const auto end = in(duration);
+        const auto end = in(kSeconds);
         for (int round = 0; Clock::now() < end; ++round) one_round(round);
     }
 
@@ -125,9 +125,8 @@ void callers_at_random_with_faults() {
 }  // namespace
 }  // namespace datastates::testing
 
-int main(int argc, char** argv) {
+int main() {
     using namespace datastates::testing;
-    if (argc > 1) duration = std::atof(argv[1]);
     return run_cases({{"callers_at_random", callers_at_random},
                       {"callers_at_random_with_faults", callers_at_random_with_faults}});
 }

@@ -91,7 +91,6 @@ Bytes reference_file(std::span<const std::byte> stream) {
 Source::Source(std::uint64_t size, std::uint64_t max_region, std::uint64_t seed)
     : memory(random_bytes(size, seed)), stream(size, std::byte{0}) {
     Random random(seed);
-    std::vector<std::pair<Range, std::uint64_t>> cuts;
     for (std::uint64_t at = 0; at < size;) {
         const std::uint64_t length = std::min(size - at, 1 + random_below(random, max_region));
         if (random_below(random, 5) != 0) {

@@ -31,7 +31,7 @@ struct RandomBox {
             axes[i].stream_stride = stride;
             stride *= whole;
         }
-        std::int64_t memory_stride = static_cast<std::int64_t>(itemsize);
+        auto memory_stride = static_cast<std::int64_t>(itemsize);
         for (const std::size_t i : memory_order) {
             axes[i].memory_stride = memory_stride;
             memory_stride *= static_cast<std::int64_t>(std::max<std::uint64_t>(1, axes[i].size) +

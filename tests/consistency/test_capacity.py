@@ -7,7 +7,16 @@ import os
 
 import pytest
 import torch
-from support.checkpoints import assert_same, async_save, clone, load, load_everything, save, writer, zeros
+from support.checkpoints import (
+    assert_same,
+    async_save,
+    clone,
+    load,
+    load_everything,
+    save,
+    writer,
+    zeros,
+)
 from support.states import filled, large
 from torch import nn
 
@@ -30,7 +39,12 @@ def test_a_state_many_times_the_host_cache_is_saved_right(read_window, defer, tm
     state, optimizer = _owned(256)
     expected = clone(state)
     future = async_save(
-        state, tmp_path, host_cache_size="32MiB", read_window=read_window, defer=defer, read_deadline=60
+        state,
+        tmp_path,
+        host_cache_size="32MiB",
+        read_window=read_window,
+        defer=defer,
+        read_deadline=60,
     )
     optimizer.step()
     future.result(120)
@@ -118,7 +132,9 @@ def test_fifty_saves_leak_no_memory_and_no_descriptors(how, tmp_path):
 
     memory, descriptors = saves(10)
     memory_later, descriptors_later = saves(50)
-    assert memory_later - memory < 48, f"{memory_later - memory:.0f} MiB grew over 50 saves of 16 MiB"
+    assert memory_later - memory < 48, (
+        f"{memory_later - memory:.0f} MiB grew over 50 saves of 16 MiB"
+    )
     assert descriptors_later <= descriptors
     stats = engine_module.stats()
     assert stats is not None

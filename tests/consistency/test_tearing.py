@@ -121,15 +121,21 @@ def test_a_torn_save_leaves_the_old_checkpoint_and_the_next_works(tmp_path):
 
 @deferring
 @pytest.mark.parametrize("seed", range(3))
-def test_data_swapped_for_another_tensor_gives_the_bytes_at_the_call_or_nothing(defer, seed, tmp_path):
+def test_data_swapped_for_another_tensor_gives_the_bytes_at_the_call_or_nothing(
+    defer, seed, tmp_path
+):
     run = TrainingRun(seed=seed)
     run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, defer=defer, read_deadline=3600 if defer == "owned" else 1)
+    future = async_save(
+        run.state(), tmp_path, defer=defer, read_deadline=3600 if defer == "owned" else 1
+    )
     for parameter in run.model.parameters():
         parameter.data = torch.full_like(parameter.data, 5.0)
-    garbage = [torch.full((256, 256), 9.0) for _ in range(32)]  # reuses memory that was let go too early
+    garbage = [
+        torch.full((256, 256), 9.0) for _ in range(32)
+    ]  # reuses memory that was let go too early
     run.optimizer.step()
     assert garbage
     try:
@@ -160,7 +166,9 @@ def test_buffers_that_forward_changes_are_those_at_the_call(defer, read_window, 
 
 @deferring
 @pytest.mark.parametrize("read_window", ["backward", "immediate"])
-def test_an_average_that_no_optimizer_owns_may_change_right_after_the_call(defer, read_window, tmp_path):
+def test_an_average_that_no_optimizer_owns_may_change_right_after_the_call(
+    defer, read_window, tmp_path
+):
     run = TrainingRun()
     run.step()
     average = copy.deepcopy(run.model)

@@ -25,7 +25,9 @@ def test_a_step_right_after_the_call_is_not_seen(optimizer, defer, read_window, 
     run.step()
     run.forward_backward()
     expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, defer=defer, read_window=read_window, read_deadline=60)
+    future = async_save(
+        run.state(), tmp_path, defer=defer, read_window=read_window, read_deadline=60
+    )
     run.optimizer.step()
     after = clone(run.state())
     future.result(60)
@@ -41,7 +43,9 @@ def test_iterations_that_follow_at_once_are_not_seen(read_window, defer, tmp_pat
     run = TrainingRun()
     run.step()
     expected = clone(run.state())
-    future = async_save(run.state(), tmp_path, defer=defer, read_window=read_window, read_deadline=60)
+    future = async_save(
+        run.state(), tmp_path, defer=defer, read_window=read_window, read_deadline=60
+    )
     for _ in range(5):
         run.step()
     future.result(60)
@@ -99,7 +103,9 @@ def test_an_optimizer_made_after_the_call_is_gated_as_well(read_window, tmp_path
 
 @windows
 def test_several_optimizers_each_step_by_themselves(read_window, tmp_path):
-    runs = [TrainingRun(name, seed=seed) for seed, name in enumerate(("adamw foreach", "sgd momentum"))]
+    runs = [
+        TrainingRun(name, seed=seed) for seed, name in enumerate(("adamw foreach", "sgd momentum"))
+    ]
     for run in runs:
         run.step()
         run.forward_backward()
@@ -149,7 +155,9 @@ def test_optimizers_that_step_inside_backward(read_window, iterations, tmp_path)
     saved = []
     for number in range(iterations):
         expected = clone(state())
-        saved.append((async_save(state(), None, by=ours, checkpoint_id=tmp_path / str(number)), expected))
+        saved.append(
+            (async_save(state(), None, by=ours, checkpoint_id=tmp_path / str(number)), expected)
+        )
         model(torch.randn(4, 200)).square().sum().backward()
     for number, (future, expected) in enumerate(saved):
         future.result(60)
@@ -160,7 +168,9 @@ def test_gradient_accumulation_keeps_the_window_and_the_bytes(tmp_path):
     run = TrainingRun()
     run.step()
     expected = clone(run.state())
-    future = async_save({"optimizer": run.state()["optimizer"], "model": run.state()["model"]}, tmp_path)
+    future = async_save(
+        {"optimizer": run.state()["optimizer"], "model": run.state()["model"]}, tmp_path
+    )
     for _ in range(4):
         run.forward_backward()
     run.optimizer.step()
@@ -211,7 +221,9 @@ def test_a_step_of_an_optimizer_that_owns_nothing_saved_does_not_wait(tmp_path):
     ours = writer(tmp_path, read_deadline=3600)
     future = async_save(run.state(), tmp_path, by=ours)
     other.optimizer.step()
-    assert not ours.captured.done(), "another optimizer's step waited for reads that do not concern it"
+    assert not ours.captured.done(), (
+        "another optimizer's step waited for reads that do not concern it"
+    )
     run.step()
     future.result(60)
 
@@ -225,7 +237,9 @@ def test_hundreds_of_iterations_of_maximal_overlap(tmp_path):
     for number in range(iterations):
         expected = clone(run.state()) if number % 7 == 0 or number > iterations - 4 else None
         path = tmp_path / str(number)
-        in_flight.append((async_save(run.state(), None, by=ours, checkpoint_id=path), expected, path))
+        in_flight.append(
+            (async_save(run.state(), None, by=ours, checkpoint_id=path), expected, path)
+        )
         run.step()
         while len(in_flight) > 3 or (number == iterations - 1 and in_flight):
             future, wanted, where = in_flight.pop(0)

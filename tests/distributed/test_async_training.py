@@ -119,7 +119,8 @@ def test_a_saves_by_a_subgroup_of_ranks_hold_what_those_ranks_have(shared_dir):
     for number in (0, 1):
         found = load_everything(shared_dir / str(number))
         expected = {
-            f"of rank {rank}": torch.full((40_000,), float(rank)) for rank in (2 * number, 2 * number + 1)
+            f"of rank {rank}": torch.full((40_000,), float(rank))
+            for rank in (2 * number, 2 * number + 1)
         }
         assert_same(found, expected)
 

@@ -36,7 +36,9 @@ def _owned():
 
 def _saves_well(ours, group, path):
     state, optimizer = _owned()
-    expected = {f"w{rank}": torch.full((500_000,), rank - 1.0) for rank in range(dist.get_world_size())}
+    expected = {
+        f"w{rank}": torch.full((500_000,), rank - 1.0) for rank in range(dist.get_world_size())
+    }
     future = async_save(state, None, by=ours, group=group, checkpoint_id=path)
     optimizer.step()
     future.result(60)
@@ -49,8 +51,12 @@ def _saves_well(ours, group, path):
 
 @ranks(4)
 @pytest.mark.parametrize("failing", [0, 2])
-@pytest.mark.parametrize("where", ["create_local_plan", "create_global_plan", "finish_plan", "resolve_data"])
-def test_a_planner_that_fails_on_one_rank_fails_on_all_and_the_next_save_works(where, failing, shared_dir):
+@pytest.mark.parametrize(
+    "where", ["create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
+)
+def test_a_planner_that_fails_on_one_rank_fails_on_all_and_the_next_save_works(
+    where, failing, shared_dir
+):
     if where == "create_global_plan" and failing != 0:
         pytest.skip("only the coordinator makes the global plan")
     group = own_group()

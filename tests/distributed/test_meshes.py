@@ -63,9 +63,13 @@ def _saves_dense(path):
 def test_the_sharded_state_has_the_awkward_cases_it_is_meant_to_have(shared_dir):
     model, optimizer = fsdp_tp(Block(), (2, 2))
     state = collect(model, optimizer)
-    placements = {str(tensor.placements) for tensor in state.values() if hasattr(tensor, "placements")}
+    placements = {
+        str(tensor.placements) for tensor in state.values() if hasattr(tensor, "placements")
+    }
     assert any("_StridedShard" in placement for placement in placements), placements
-    sizes = [tuple(tensor.to_local().shape) for tensor in state.values() if hasattr(tensor, "to_local")]
+    sizes = [
+        tuple(tensor.to_local().shape) for tensor in state.values() if hasattr(tensor, "to_local")
+    ]
     gathered: list = [None] * 4
     dist.all_gather_object(gathered, sizes)
     assert any(0 in size for rank in gathered for size in rank), "no rank has a zero-size shard"

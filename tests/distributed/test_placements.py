@@ -58,7 +58,11 @@ def _placed(tensor, mesh, placements):
     local = tensor
     for dimension, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            chunks = local.chunk(mesh.size(dimension), dim=placement.dim) if local.numel() else ()
+            chunks = (
+                local.chunk(mesh.size(dimension), placement.dim)
+                if local.size(placement.dim)
+                else ()
+            )
             coordinate = mesh.get_local_rank(dimension)
             empty = local.narrow(placement.dim, 0, 0)
             local = chunks[coordinate] if coordinate < len(chunks) else empty
@@ -80,7 +84,9 @@ def _loads(seed, placed_by, shape, path):
     target = zeros(expected)
     load(target, path)
     for name, tensor in expected.items():
-        assert bits(target[name]) == bits(tensor), f"{name} {tensor.shape} {tensor.dtype} on {shape}"
+        assert bits(target[name]) == bits(tensor), (
+            f"{name} {tensor.shape} {tensor.dtype} on {shape}"
+        )
 
 
 @pytest.mark.parametrize("seed", range(8))

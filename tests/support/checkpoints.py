@@ -46,7 +46,9 @@ def writer(path: Path | str | None = None, **options: Any) -> DataStatesWriter:
     return DataStatesWriter(path, **{"host_cache_size": CACHE, **options})
 
 
-def save(state: Mapping[str, Any], path: Path | str, *, planner: Any = None, **options: Any) -> None:
+def save(
+    state: Mapping[str, Any], path: Path | str, *, planner: Any = None, **options: Any
+) -> None:
     """``dcp.save`` with a writer of its own."""
     with _quiet():
         dcp.save(dict(state), storage_writer=writer(path, **options), planner=planner)
@@ -125,7 +127,9 @@ def causes(error: BaseException) -> list[BaseException]:
 
 
 @contextlib.contextmanager
-def raises(kind: type[BaseException] | tuple[type[BaseException], ...], *words: str) -> Iterator[None]:
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], *words: str
+) -> Iterator[None]:
     """The block raises a ``kind``, bare or wrapped by DCP, whose message has all of ``words``."""
     with pytest.raises((Exception, CheckpointException)) as caught:
         yield
@@ -204,5 +208,3 @@ def assert_same(found: Any, expected: Any, name: str = "state") -> None:
             assert_same(found[position], value, f"{name}[{position}]")
     else:
         assert found == expected, f"{name}: {found!r}, not {expected!r}"
-
-

@@ -120,7 +120,10 @@ class RankPool:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, theirs, self._directory.name), name=f"rank{rank}", daemon=True
+                target=_serve,
+                args=(rank, theirs, self._directory.name),
+                name=f"rank{rank}",
+                daemon=True,
             )
             process.start()
             theirs.close()

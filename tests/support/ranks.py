@@ -65,7 +65,9 @@ def run_on_ranks(
     failed = [outcome for outcome in outcomes if outcome.kind == "failed"]
     if failed:
         raise RankFailure(
-            "\n".join(f"--- rank {outcome.rank} of {world} ---\n{outcome.text}" for outcome in failed)
+            "\n".join(
+                f"--- rank {outcome.rank} of {world} ---\n{outcome.text}" for outcome in failed
+            )
         )
     skipped = [outcome for outcome in outcomes if outcome.kind == "skipped"]
     if skipped:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from pathlib import Path
 
 __all__ = ["Ended", "run_script"]
 
 PREAMBLE = """
-import faulthandler, os, sys, time, warnings
+import faulthandler, os, signal, sys, time, warnings
 faulthandler.enable()
-faulthandler.dump_traceback_later({timeout} - 5, exit=True)
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # a watchdog thread would not survive fork
 warnings.filterwarnings("ignore")
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,10 +25,10 @@ from dcp_datastates import DataStatesReader, DataStatesWriter, track
 path = sys.argv[1]
 
 def writer(where=path, **options):
-    return DataStatesWriter(where, **{{"host_cache_size": "64MiB", **options}})
+    return DataStatesWriter(where, **{"host_cache_size": "64MiB", **options})
 
 def number_at(where=path):
-    target = {{"w": torch.zeros(1_000_000)}}
+    target = {"w": torch.zeros(1_000_000)}
     dcp.load(target, storage_reader=DataStatesReader(where), no_dist=True)
     (number,) = target["w"].unique().tolist()
     return number
@@ -34,7 +38,7 @@ def owned(number):
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     track(optimizer)
     parameter.grad = torch.ones_like(parameter)
-    return {{"w": parameter}}, optimizer
+    return {"w": parameter}, optimizer
 """
 
 
@@ -48,21 +52,33 @@ class Ended(subprocess.CompletedProcess[str]):
         assert "terminate" not in self.stderr, said
 
 
-def run_script(body: str, path: Path, timeout: float = 60) -> Ended:
+def run_script(body: str, path: Path, timeout: float = 40) -> Ended:
     """Run ``body`` behind a few helpers; it is killed, stacks printed, after ``timeout`` seconds."""
-    script = PREAMBLE.format(timeout=timeout) + textwrap.dedent(body)
+    script = PREAMBLE + textwrap.dedent(body)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=timeout + 10,
-        env=environment,
-        cwd=path.parent,
-        check=False,
-    )
-    return Ended(done.args, done.returncode, done.stdout, done.stderr)
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(path)],
+            stdout=out,
+            stderr=err,
+            env=environment,
+            cwd=path.parent,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            code = -signal.SIGKILL
+            os.killpg(process.pid, signal.SIGUSR1)
+            time.sleep(1)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its children too
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        return Ended(process.args, code, out.read(), err.read())
