@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from dcp_datastates import step_gate
 from dcp_datastates._native import SaveJob, Slab, Window, sample_words
+from dcp_datastates.awaited import awaited_here
 from dcp_datastates.capture import Capture, DeferredTensors
 from dcp_datastates.errors import DataStatesError, SaveAbandonedError, SnapshotTornError
 from dcp_datastates.ownership import STABLE, Ownership, local_tensor
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
 """How often a waiting gate looks whether the thread it waits for still exists."""
+
+_AWAITED_SECONDS: Final = 0.01
+"""How often a save with a closed window looks whether somebody waits for its future."""
 
 _YIELD_SECONDS: Final = 0.002
 """How long DCP's thread leaves the GIL to the training thread before it begins to plan."""
@@ -134,6 +138,7 @@ class Snapshot:
         self._deferred: DeferredTensors | None = None
         self._regions: _Regions | None = None
         self._thread: threading.Thread | None = None
+        self._awaited: Callable[[], bool] | None = None
         self._created = time.monotonic()
         self._lock = threading.Lock()  # guards _job, _failure, _settled
         self._job: SaveJob | None = None
@@ -317,6 +322,7 @@ class Snapshot:
     def begin(self) -> dict[Any, Any]:
         """The state at the call; the current thread becomes the one that saves it."""
         self._thread = threading.current_thread()
+        self._awaited = awaited_here()
         # DCP's planning would hold the GIL for a whole switch interval (5 ms) as soon as this thread
         # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
         self._wanted.wait(_YIELD_SECONDS)
@@ -374,6 +380,9 @@ class Snapshot:
         """
         job = self._job
         assert job is not None, "hand_over() comes first"
+        while not (self._window.is_open or job.wait_read(-1, _AWAITED_SECONDS)):
+            if self._awaited is not None and self._awaited():
+                self.open_window()
         for portion in self._portions.values():
             self._settle(portion)
         while not job.wait_read(-1, _POLL_SECONDS):

@@ -1,0 +1,39 @@
+"""Whether somebody waits for the save that the current thread runs.
+
+DCP keeps the future of an asynchronous save to itself and its caller. A caller that blocks in
+``future.result()`` right after ``async_save`` will run no backward pass meanwhile, so reads that wait for
+one should start. The future is the one that ``concurrent.futures`` resolves when this thread's work
+item ends, and it knows who waits. Read-only, and where a future Python hides it, nothing is found: then
+``read_deadline`` opens the window as ever.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+__all__ = ["awaited_here"]
+
+
+def awaited_here() -> Callable[[], bool]:
+    """A function, for any thread, that tells whether a thread waits for the calling thread's work item."""
+    future = _future()
+
+    def awaited() -> bool:
+        condition = getattr(future, "_condition", None)
+        return bool(getattr(condition, "_waiters", None) or getattr(future, "_waiters", None))
+
+    return awaited
+
+
+def _future() -> Any:
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "run" and frame.f_globals.get("__name__") == (
+            "concurrent.futures.thread"
+        ):
+            return getattr(frame.f_locals.get("self"), "future", None)
+        frame = frame.f_back
+    return None
