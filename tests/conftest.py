@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.ranks import agree, close_pool
+from support.ranks import agree, close_pool, under_torchrun
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """Pytest's, emptied after the test: checkpoints are large."""
+    yield tmp_path
+    if not under_torchrun():  # there, another rank may still be looking
+        shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import struct
@@ -67,7 +68,7 @@ def test_data_begin_on_a_multiple_of_4096_and_lie_densely_aligned(tmp_path):
         spans = sorted(file.span(key) for key in file.header)
         assert spans[0][0] == file.data_start
         assert spans[-1][1] == len(file.raw)
-        for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+        for (_, end), (begin, _) in itertools.pairwise(spans):
             assert begin == end, "safetensors allows no gaps and no overlaps"
         for key, entry in file.header.items():
             item = int("".join(filter(str.isdigit, entry["dtype"].split("_")[0])) or 8) // 8

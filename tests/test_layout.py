@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import pickle
@@ -80,7 +81,7 @@ def test_nothing_overlaps_and_everything_is_aligned(plan):
         spans += [(at, at + size) for at, size in zip(seal.object_offsets, sizes, strict=True)]
         assert all(end <= seal.table_offset for _, end in spans)
         ordered = sorted(span for span in spans if span[0] < span[1])
-        for (_, end), (begin, _) in zip(ordered, ordered[1:], strict=False):
+        for (_, end), (begin, _) in itertools.pairwise(ordered):
             assert end <= begin
         if ordered:
             assert ordered[0][0] >= file.data_start
@@ -91,7 +92,7 @@ def test_nothing_overlaps_and_everything_is_aligned(plan):
 @quick
 @given(sealed())
 def test_every_file_opens_with_safetensors(plan):
-    items, files = plan
+    _items, files = plan
     for file, sizes, seal in files:
         with tempfile.NamedTemporaryFile(suffix=".safetensors") as written:
             written.write(seal.header)

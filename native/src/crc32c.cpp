@@ -33,7 +33,7 @@ constexpr SliceTables kSlices = make_slices();
 
 bool cpu_has_instruction() {
 #if defined(__x86_64__)
-    return static_cast<bool>(__builtin_cpu_supports("sse4.2"));
+    return __builtin_cpu_supports("sse4.2") != 0;  // NOLINT(*-implicit-bool-conversion): GCC: int
 #elif defined(__aarch64__)
     constexpr unsigned long kHwcapCrc32 = 1UL << 7U;  // HWCAP_CRC32 of <asm/hwcap.h>
     return (getauxval(AT_HWCAP) & kHwcapCrc32) != 0;

@@ -135,7 +135,7 @@ def test_a_parameter_of_two_optimizers_is_held_back_from_both(read_window, tmp_p
 
 
 @windows
-@pytest.mark.parametrize("iterations", [10])
+@pytest.mark.parametrize("iterations", [5])
 def test_optimizers_that_step_inside_backward(read_window, iterations, tmp_path):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(6)))

@@ -58,10 +58,7 @@ def run_on_ranks(
     """Run a module-level function on ``world`` ranks; raise :class:`RankFailure` unless all pass."""
     code = getattr(function, "rank_body", function).__code__
     job = Job(function.__module__, code.co_filename, function.__name__, world, kwargs)
-    if under_torchrun():
-        outcomes = _torchrun().run(job, timeout)
-    else:
-        outcomes = _pool().run(job, timeout)
+    outcomes = _torchrun().run(job, timeout) if under_torchrun() else _pool().run(job, timeout)
     failed = [outcome for outcome in outcomes if outcome.kind == "failed"]
     if failed:
         raise RankFailure(
