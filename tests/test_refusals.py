@@ -223,7 +223,7 @@ def test_the_process_checkpointer_is_refused_with_the_way_out(tmp_path):
     run_script(
         """
         import torch.distributed as dist
-        from support.scripts import run_script
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             dcp.async_save(

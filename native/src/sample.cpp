@@ -10,6 +10,10 @@ namespace {
 constexpr std::size_t kWords = 4;
 constexpr std::size_t kWholeBelow = 64;
 
+/// A region's words are drawn from one stretch of this size: walking the page tables for a cold
+/// page costs several times what fetching a word does.
+constexpr std::uint64_t kWindow = 4096;
+
 /// Regions whose words are fetched together: a sampled word is nearly always a cache miss.
 constexpr std::size_t kBatch = 8;
 
@@ -53,9 +57,11 @@ std::vector<std::uint64_t> sample_words(std::span<const std::span<const std::byt
             const auto region = regions[first + i];
             if (region.size() < kWholeBelow) continue;
             std::uint64_t random = mix(seed ^ mix(first + i + 1));
+            const std::uint64_t window = std::min<std::uint64_t>(region.size(), kWindow);
+            const std::byte* const at = region.data() + draw(random, region.size() - window + 1);
             for (auto& place : places.at(i)) {
                 random = mix(random + 0x9E3779B97F4A7C15U);
-                place = region.data() + draw(random, region.size() - sizeof(std::uint64_t) + 1);
+                place = at + draw(random, window - sizeof(std::uint64_t) + 1);
                 __builtin_prefetch(place);
             }
         }
