@@ -372,6 +372,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.path = path or save.path
         else:
             self._check_open()
+            step_gate.open_windows()  # no backward pass comes while this thread waits here
             await_all()
             save = _Save(path or self._path, SaveStats(), order=next_order())
         here.save = save

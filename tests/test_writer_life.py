@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 
 import pytest
@@ -23,7 +24,7 @@ from support.checkpoints import (
 )
 from support.states import large
 
-from dcp_datastates import DataStatesError
+from dcp_datastates import DataStatesError, track
 from dcp_datastates import engine as engine_module
 
 
@@ -123,6 +124,19 @@ def test_a_synchronous_save_does_not_take_over_an_asynchronous_one_in_flight(tmp
     first.result(60)
     assert load_everything(tmp_path / "a")["n"].tolist() == [1.0] * 100_000
     assert load_everything(tmp_path / "b")["n"].tolist() == [2.0] * 9
+
+
+def test_a_synchronous_save_opens_the_window_of_an_asynchronous_one_rather_than_wait(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(100_000))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    track(optimizer)
+    future = async_save({"p": parameter}, tmp_path / "a", read_deadline=30)
+    began = time.monotonic()
+    save({"n": torch.ones(3)}, tmp_path / "b")
+    assert time.monotonic() - began < 15, "dcp.save waited for a backward pass that cannot come"
+    future.result(60)
+    assert committed(tmp_path / "a")
+    assert committed(tmp_path / "b")
 
 
 def test_checkpoint_id_equal_to_the_path_saves_there_again(tmp_path):

@@ -205,6 +205,12 @@ def test_waiting_for_the_writer_opens_the_read_window(tmp_path):
     future.result(1)
 
 
+def test_waiting_for_the_future_opens_the_read_window(tmp_path):
+    run = TrainingRun()
+    run.step()
+    async_save(run.state(), tmp_path, read_deadline=3600).result(30)
+
+
 def test_the_gate_opens_the_read_window(tmp_path):
     run = TrainingRun()
     run.step()

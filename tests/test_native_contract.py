@@ -1,0 +1,176 @@
+"""The native engine's contract with Python: forks, signals, ownership of memory, clear refusals."""
+
+import gc
+import os
+import signal
+import threading
+import weakref
+
+import numpy as np
+import pytest
+
+from dcp_datastates import _native
+
+NEVER = 1000.0
+
+
+class Owner:
+    """Something that a job keeps alive."""
+
+
+@pytest.fixture
+def engine():
+    engine = _native.Engine(64 << 20)
+    yield engine
+    engine.shutdown()
+
+
+@pytest.fixture
+def data():
+    return np.random.default_rng(0).integers(0, 255, 64 << 20, dtype=np.uint8)
+
+
+def save(engine, path, data, window, keepalive=None):
+    content = _native.Transfer()
+    content.add_buffer(0, data)
+    file = _native.SaveFile(str(path), data.nbytes, content)
+    return engine.save([file], [str(path.parent)], 0, window, keepalive)
+
+
+def test_a_forked_child_is_refused_and_may_drop_all_it_inherited(engine, data, tmp_path):
+    window = _native.Window(NEVER)
+    job = save(engine, tmp_path / "file", data, window)
+    slab = engine.slab(1, 0, 1.0)
+    waiting = threading.Thread(target=lambda: job.wait(1.0))
+    waiting.start()  # so that a lock may be held when the fork comes
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for use in (engine.stats, lambda: job.fault):
+            try:
+                use()
+            except RuntimeError:
+                refused += 1
+        window.open()
+        slab.release()
+        alive = engine.alive
+        del engine, job, window, slab
+        gc.collect()
+        os._exit(0 if refused == 2 and not alive else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    waiting.join()
+    window.open()
+    assert job.wait(60)
+    assert job.fault is None
+
+
+def test_a_wait_hears_signals(engine, data, tmp_path):
+    def interrupt(*_):
+        raise InterruptedError("heard")
+
+    job = save(engine, tmp_path / "file", data, _native.Window(NEVER))
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(InterruptedError, match="heard"):
+            job.wait(60)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_dropped_job_lets_go_of_its_sources(engine, data, tmp_path):
+    owner = Owner()
+    gone = weakref.ref(owner)
+    job = save(engine, tmp_path / "file", data, _native.Window(NEVER), owner)
+    del owner
+    gc.collect()
+    assert gone() is not None
+    del job
+    assert gone() is None
+
+
+def test_a_cycle_through_a_job_is_collected(engine, data, tmp_path):
+    owner = Owner()
+    gone = weakref.ref(owner)
+    owner.job = save(engine, tmp_path / "file", data, _native.Window(NEVER), owner)
+    del owner
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_cancelled_job_is_done_and_says_so(engine, data, tmp_path):
+    job = save(engine, tmp_path / "file", data, _native.Window(NEVER))
+    job.cancel()
+    assert job.wait(10)
+    assert job.fault.kind == "cancelled"
+
+
+def test_a_missing_file_is_a_fault_with_errno_and_path(engine, data, tmp_path):
+    content = _native.Transfer()
+    content.add_buffer(0, bytearray(4))
+    plan = _native.RestorePlan()
+    plan.add_file(str(tmp_path / "none"), 12, 4, content)
+    job = engine.restore(plan, None)
+    assert job.wait(10)
+    assert (job.fault.kind, job.fault.errno, job.fault.operation) == ("io", 2, "open")
+    assert job.fault.path == str(tmp_path / "none")
+
+
+def test_a_slab_that_can_never_fit_is_refused_at_once_and_one_that_may_is_awaited(engine):
+    assert engine.slab(engine.max_slab_bytes + 1, 0, NEVER) is None
+    largest = engine.slab(engine.max_slab_bytes, 0, 1.0)
+    assert largest is not None
+    assert engine.slab(1, 0, 0.05) is None
+    largest.release()
+    assert engine.slab(1, 0, 1.0) is not None
+
+
+def test_streams_keep_two_segments_whatever_slabs_take(engine, data, tmp_path):
+    slab = engine.slab(engine.max_slab_bytes, 0, 1.0)
+    job = save(engine, tmp_path / "file", data, _native.Window(0))
+    assert job.wait(60)
+    assert job.fault is None
+    assert (tmp_path / "file").stat().st_size > data.nbytes
+    slab.release()
+
+
+def test_growing_adds_segments_and_never_takes_any(engine):
+    before = engine.host_cache_bytes
+    engine.grow(before // 2)
+    assert engine.host_cache_bytes == before
+    engine.grow(2 * before)
+    assert engine.host_cache_bytes == 2 * before
+    with pytest.raises(MemoryError):
+        engine.grow(1 << 60)
+    assert engine.host_cache_bytes == 2 * before
+
+
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        lambda: _native.Engine(1),
+        lambda: _native.Transfer().add(-1, 1, 1),
+        lambda: _native.Transfer().add_many([1], [1, 2], [1], [1]),
+        lambda: _native.SaveFile("", 0, _native.Transfer()),
+        lambda: _native.SaveFile("file", 3, _native.Transfer()),
+        lambda: _native.SaveFile("a\0b", 0, _native.Transfer()),
+        lambda: _native.Window(float("nan")),
+    ],
+)
+def test_misuse_is_a_value_error(misuse):
+    with pytest.raises(ValueError, match=r"\S"):
+        misuse()
+
+
+def test_overlapping_regions_are_refused(data):
+    content = _native.Transfer()
+    content.add_buffer(0, data)
+    content.add_buffer(data.nbytes - 1, data)
+    with pytest.raises(ValueError, match="overlap"):
+        _native.SaveFile("file", 2 * data.nbytes, content)
+
+
+def test_crc32c_has_the_known_value_in_every_implementation():
+    for implementation in (_native.crc32c, _native.crc32c_portable):
+        assert implementation(b"123456789") == 0xE3069283  # RFC 3720, and every other source
+        assert implementation(b"56789", implementation(b"1234")) == 0xE3069283
