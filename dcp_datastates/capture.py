@@ -43,6 +43,9 @@ _ATOMS: Final = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     }
 )
+_COMMON: Final = frozenset({torch.Tensor, DTensor})
+_JUST_TENSORS: Final = frozenset({torch.Tensor})
+_COMMON_OR_ATOMS: Final = _ATOMS | _COMMON
 # dtypes whose memory is the value: not complex (may be lazily conjugated), not quantized.
 _PLAIN: Final = {
     dtype
@@ -177,13 +180,24 @@ class _Walk:
         return f"{self.prefixes[position]}{self.keys[position]}"
 
     def mapping(self, source: Mapping[Any, Any], prefix: str) -> dict[Any, Any]:
-        staged: dict[Any, Any] = OrderedDict() if isinstance(source, OrderedDict) else {}
-        for key, value in source.items():
-            kind = type(value)
-            if kind in _ATOMS:
-                staged[key] = value
-            else:
-                staged[key] = self._leaf(staged, key, value, kind, prefix)
+        staged: dict[Any, Any] = (
+            OrderedDict(source) if isinstance(source, OrderedDict) else dict(source)
+        )
+        # The common case in a few passes of C: nearly all values are tensors or numbers.
+        tensors = [value for value in source.values() if type(value) in _COMMON]
+        locals_ = [value._local_tensor if type(value) is DTensor else value for value in tensors]
+        if set(map(type, locals_)) <= _JUST_TENSORS:
+            self.tensors += tensors
+            self.locals += locals_
+            self.keys += [key for key, value in source.items() if type(value) in _COMMON]
+            self.containers += [staged] * len(tensors)
+            self.prefixes += [prefix] * len(tensors)
+            done = _COMMON_OR_ATOMS
+        else:
+            done = _ATOMS
+        others = [(key, value) for key, value in source.items() if type(value) not in done]
+        for key, value in others:
+            staged[key] = self._leaf(staged, key, value, type(value), prefix)
         return staged
 
     def _leaf(self, container: Any, key: Any, value: Any, kind: type, prefix: str) -> Any:

@@ -27,6 +27,7 @@ UNOWNED: Final = 1
 """Group of deferred tensors that no known optimizer owns (``defer="all"``)."""
 
 _FIRST_OWNED: Final = 2
+_PLAIN_TYPES: Final = frozenset({torch.nn.Parameter, torch.Tensor})
 
 _lock = threading.Lock()  # guards _known
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -77,10 +78,10 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
         if isinstance(state, dict):
             # Step counts are single numbers: too small to be deferred, and there are many.
             tensors += [value for name, value in state.items() if name != "step"]
+    if set(map(type, tensors)) <= _PLAIN_TYPES:
+        return tensors
     return [
-        tensor
-        if type(tensor) is torch.nn.Parameter or type(tensor) is torch.Tensor
-        else local_tensor(tensor)
+        tensor if type(tensor) in _PLAIN_TYPES else local_tensor(tensor)
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
     ]
@@ -110,9 +111,8 @@ class Ownership:
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
-        # By id of the storage object, of which torch keeps one per storage while it is referenced.
-        self._group_of_storage: dict[int, int] = {}
-        self._storages: list[list[torch.UntypedStorage]] = []
+        # Storage objects compare by identity; torch keeps one per storage while it is referenced.
+        self._group_of_storage: dict[torch.UntypedStorage, int] = {}
         self._owners: dict[int, frozenset[int]] = {}
         self._optimizers = list(optimizers)  # strong: their ids stay theirs while this lives
         group_of_owners: dict[frozenset[int], int] = {}
@@ -125,14 +125,12 @@ class Ownership:
         groups = self._group_of_storage
         mine = self._group(frozenset({id(optimizer)}), group_of_owners)
         storages = _storages(_owned(optimizer))
-        self._storages.append(storages)
-        keys = list(map(id, storages))
-        if groups.keys().isdisjoint(keys):
-            groups.update(dict.fromkeys(keys, mine))
+        if groups.keys().isdisjoint(storages):
+            groups.update(dict.fromkeys(storages, mine))
         else:
-            for key in keys:
-                owners = self._owners[groups.get(key, mine)] | self._owners[mine]
-                groups[key] = self._group(owners, group_of_owners)
+            for storage in storages:
+                owners = self._owners[groups.get(storage, mine)] | self._owners[mine]
+                groups[storage] = self._group(owners, group_of_owners)
 
     def _group(self, owners: frozenset[int], group_of_owners: dict[frozenset[int], int]) -> int:
         group = group_of_owners.setdefault(owners, _FIRST_OWNED + len(group_of_owners))
@@ -144,8 +142,7 @@ class Ownership:
 
         By columns: a call per tensor and attribute from C costs half of what it costs in a loop.
         """
-        storages = list(map(torch.Tensor.untyped_storage, tensors))  # alive, so that ids are theirs
-        return list(map(self._group_of_storage.get, map(id, storages)))
+        return list(map(self._group_of_storage.get, map(torch.Tensor.untyped_storage, tensors)))
 
     def is_gated_by(self, group: int, optimizer: Any) -> bool:
         """Whether ``optimizer`` may change tensors of ``group`` when it steps.
