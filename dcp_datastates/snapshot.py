@@ -16,22 +16,20 @@ import copy
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch.optim import Optimizer
 
 from dcp_datastates import step_gate
-from dcp_datastates._native import SaveJob, Slab, Window, sample_words
+from dcp_datastates._native import SaveJob, Slab, Window
 from dcp_datastates.awaited import awaited_here
 from dcp_datastates.capture import Capture, DeferredTensors
-from dcp_datastates.errors import DataStatesError, SaveAbandonedError, SnapshotTornError
-from dcp_datastates.ownership import STABLE, Ownership, local_tensor
+from dcp_datastates.errors import DataStatesError, SaveAbandonedError
+from dcp_datastates.ownership import STABLE, Ownership
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.tear import Portion, Regions, check_memory, portions
 
 __all__ = ["Snapshot"]
 
@@ -50,68 +48,12 @@ _BEGIN_SECONDS: Final = 60.0
 """A snapshot that no thread has begun to save for this long is given up."""
 
 
-@dataclass
-class _Portion:
-    """The deferred tensors of one group: read, checked and let go together."""
-
-    group: int
-    locals: list[torch.Tensor] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    names: list[tuple[str, Any]] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    settled: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Guards ``settled``: the first to need the group's reads (DCP's thread or a gate) checks them."""
-
-
-class _Regions:
-    """Looks up which deferred memory, if any, a resolved tensor's bytes lie in."""
-
-    def __init__(self, deferred: DeferredTensors) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        self._groups: list[int] = []
-        spans = sorted(
-            (address, address + _span(tensor), group)
-            for address, tensor, group in zip(
-                deferred.addresses, deferred.locals, deferred.groups, strict=True
-            )
-        )
-        for start, end, group in spans:
-            if self._ends and start < self._ends[-1]:  # one storage, hence one group
-                self._ends[-1] = max(self._ends[-1], end)
-            else:
-                self._starts.append(start)
-                self._ends.append(end)
-                self._groups.append(group)
-
-    def group_of(self, address: int, nbytes: int) -> int:
-        position = bisect_left(self._starts, address + max(nbytes, 1)) - 1
-        if position >= 0 and address < self._ends[position]:
-            return self._groups[position]
-        return STABLE
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
-    extent = sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return (extent + 1) * tensor.element_size()
-
-
 def _without_traceback(error: BaseException) -> BaseException:
     """A copy that keeps no frames alive: they would hold the state's tensors, in a cycle with this."""
     try:
         return copy.copy(error)
     except Exception:
         return DataStatesError(f"{type(error).__name__}: {error}")
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 class Snapshot:
@@ -130,13 +72,12 @@ class Snapshot:
         self._stats = stats
         self._ownership = ownership
         self._window = window
-        self._seed = order
         self._capture: Capture | None = None
         self._slab: Slab | None = None
         self._keep: list[Any] = []
-        self._portions: dict[int, _Portion] = {}
+        self._portions: list[Portion] = []
         self._deferred: DeferredTensors | None = None
-        self._regions: _Regions | None = None
+        self._regions: Regions | None = None
         self._thread: threading.Thread | None = None
         self._awaited: Callable[[], bool] | None = None
         self._created = time.monotonic()
@@ -154,36 +95,12 @@ class Snapshot:
         """Take over a finished capture and hold the optimizers that own its deferred tensors back."""
         self._capture = capture
         self._slab = slab
-        deferred = capture.deferred
-        self._split(deferred)
+        self._portions = portions(capture.deferred, self.order)
         if self._portions:
             step_gate.gate(self)
         else:
             self._window.open()
             self._resolve_captured(None)
-
-    def _split(self, deferred: DeferredTensors) -> None:
-        groups = set(deferred.groups)
-        for group in groups:
-            if len(groups) == 1:
-                portion = _Portion(
-                    group, deferred.locals, deferred.addresses, deferred.sizes, deferred.names
-                )
-            else:
-                chosen = [i for i, other in enumerate(deferred.groups) if other == group]
-                portion = _Portion(
-                    group,
-                    [deferred.locals[i] for i in chosen],
-                    [deferred.addresses[i] for i in chosen],
-                    [deferred.sizes[i] for i in chosen],
-                    [deferred.names[i] for i in chosen],
-                )
-            try:
-                portion.versions = [tensor._version for tensor in portion.locals]
-            except RuntimeError:  # an inference tensor among them
-                portion.versions = [_version(tensor) for tensor in portion.locals]
-            portion.samples = sample_words(portion.addresses, portion.sizes, self._seed)
-            self._portions[group] = portion
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -233,7 +150,7 @@ class Snapshot:
     def _let_go(self) -> None:
         """Drop what kept sources alive. The eager copies' cache segments are free from here on."""
         step_gate.ungate(self)
-        self._portions = {}
+        self._portions = []
         self._ownership = Ownership(())
         self._capture = None
         self._deferred = None
@@ -251,7 +168,7 @@ class Snapshot:
         """
         portions = [
             portion
-            for portion in self._portions.values()
+            for portion in self._portions
             if not portion.settled and self._ownership.is_gated_by(portion.group, optimizer)
         ]
         if not portions:
@@ -275,7 +192,7 @@ class Snapshot:
             elif thread is threading.current_thread() or not thread.is_alive():
                 self.fail(SaveAbandonedError("DCP ended this save before its data were written"))
 
-    def _settle(self, portion: _Portion) -> None:
+    def _settle(self, portion: Portion) -> None:
         """Wait for the group's reads, then check that it is whole. Raises :class:`SnapshotTornError`."""
         with portion.lock:
             if portion.settled:
@@ -287,35 +204,8 @@ class Snapshot:
                 pass
             if job.fault is not None:
                 return  # the writer reports the fault
-            torn = self._torn(portion)
-            if torn:
-                prefix, key = torn[0]
-                raise SnapshotTornError(
-                    f"{len(torn)} deferred tensor(s) changed before they were read, '{prefix}{key}' first: "
-                    f"something other than a known optimizer's step() writes to them. Wait for "
-                    f'writer.captured before such writes, or use defer="none"'
-                )
+            portion.check()
             portion.settled = True
-            portion.locals = []
-
-    def _torn(self, portion: _Portion) -> list[tuple[str, Any]]:
-        samples = sample_words(portion.addresses, portion.sizes, self._seed)
-        if samples == portion.samples and portion.versions == [
-            _version(tensor) for tensor in portion.locals
-        ]:
-            return []
-        return [
-            name
-            for name, tensor, version, then, now in zip(
-                portion.names,
-                portion.locals,
-                portion.versions,
-                portion.samples,
-                samples,
-                strict=True,
-            )
-            if then != now or _version(tensor) != version
-        ]
 
     # ---- DCP's thread ----------------------------------------------------------------------------
 
@@ -329,7 +219,7 @@ class Snapshot:
         capture = self._capture
         if capture is None:
             raise SaveAbandonedError("this snapshot was given up before DCP began to save it")
-        self._regions = _Regions(capture.deferred)
+        self._regions = Regions(capture.deferred)
         self._deferred = capture.deferred
         root = capture.materialize()
         capture.root = {}
@@ -343,35 +233,16 @@ class Snapshot:
         """Start the native job with this snapshot's window.
 
         Raises what :meth:`fail` was told, or :class:`SnapshotTornError` if a deferred tensor has other
-        memory now than at the capture, so that the planner may have resolved the wrong bytes.
+        memory now than at the capture.
         """
-        moved = self._moved()
-        if moved is not None:
-            raise SnapshotTornError(
-                f"the memory of deferred tensor {moved!r} was replaced (tensor.data = …) before it was "
-                f'read; wait for writer.captured before that, or use defer="none"'
-            )
+        if self._deferred is not None:
+            self._keep = check_memory(self._deferred)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
             self._job = start(self._window)
             self._handed_over.set()
             return self._job
-
-    def _moved(self) -> str | None:
-        deferred = self._deferred
-        if deferred is None:
-            return None
-        # From here on the memory itself is kept, also when somebody replaces a tensor's.
-        self._keep = [tensor.untyped_storage() for tensor in deferred.locals]
-        for tensor, local, address, (prefix, key) in zip(
-            deferred.tensors, deferred.locals, deferred.addresses, deferred.names, strict=True
-        ):
-            if local.data_ptr() != address or (
-                tensor is not local and local_tensor(tensor) is not local
-            ):
-                return f"{prefix}{key}"
-        return None
 
     def settle(self) -> None:
         """Wait until all is read and found whole; then the state may change freely.
@@ -383,7 +254,7 @@ class Snapshot:
         while not (self._window.is_open or job.wait_read(-1, _AWAITED_SECONDS)):
             if self._awaited is not None and self._awaited():
                 self.open_window()
-        for portion in self._portions.values():
+        for portion in self._portions:
             self._settle(portion)
         while not job.wait_read(-1, _POLL_SECONDS):
             pass

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import Engine, Fault, SaveFile, SaveJob, Transfer, Window
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.capture import add_region, check_storable
 from dcp_datastates.errors import DataStatesError, StorageError
 from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
 from dcp_datastates.metadata import FileRecord
@@ -25,6 +24,7 @@ from dcp_datastates.ownership import STABLE, local_tensor
 from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
+from dcp_datastates.tensors import add_region, check_storable
 
 __all__ = ["write_plan"]
 

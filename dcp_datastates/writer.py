@@ -31,7 +31,7 @@ from torch.futures import Future as TorchFuture
 from dcp_datastates import step_gate
 from dcp_datastates._native import Engine, Slab, Window
 from dcp_datastates.attempt import Attempt, AttemptTicket, collect_ticket, next_attempt
-from dcp_datastates.capture import StagedStateDict, capture
+from dcp_datastates.capture import capture
 from dcp_datastates.commit import commit
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.engine import engine, next_order
@@ -43,6 +43,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.ownership import Ownership, known_optimizers
 from dcp_datastates.snapshot import Snapshot
+from dcp_datastates.staged import StagedStateDict
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.turns import Turn, at_thread_end, await_all
@@ -234,7 +235,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         stats.eager_bytes = captured.eager_bytes
         stats.deferred_bytes = sum(captured.deferred.sizes)
         snapshot.hold(captured, buffers.slab)
-        if not immediate and captured.deferred.locals:
+        if not immediate and captured.deferred.sizes:
             step_gate.arm_backward()
         with self._lock:
             self._in_flight = [other for other in self._in_flight if not _is_over(other)]

@@ -1,0 +1,135 @@
+"""One walk over a state dict: its staged copy, and columns over its tensors.
+
+What is not a tensor is copied here. Tensors are only listed; whether one is read later or copied now is
+:mod:`dcp_datastates.capture`'s business.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, Final
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from dcp_datastates.ownership import local_tensor
+from dcp_datastates.tensors import copy_sharded
+
+__all__ = ["Columns", "walk"]
+
+_ATOMS: Final = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    }
+)
+_COMMON: Final = frozenset({torch.Tensor, DTensor})
+_COMMON_OR_ATOMS: Final = _ATOMS | _COMMON
+_JUST_TENSORS: Final = frozenset({torch.Tensor})
+
+
+@dataclass
+class Columns:
+    """Columns over tensors of a state dict: one entry each."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """As they stand in the staged state: the local tensor itself, or a DTensor around it."""
+    locals: list[torch.Tensor] = field(default_factory=list)
+    """Those that have the memory."""
+    containers: list[Any] = field(default_factory=list)
+    """The staged dict or list that each stands in, under its key."""
+    keys: list[Any] = field(default_factory=list)
+    prefixes: list[str] = field(default_factory=list)
+
+    def name(self, position: int) -> str:
+        """The FQN, as DCP flattens state dicts."""
+        return f"{self.prefixes[position]}{self.keys[position]}"
+
+    def where(self, mask: Iterable[bool]) -> Columns:
+        """The entries for which ``mask`` is true."""
+        mask = list(mask)
+        return Columns(
+            list(compress(self.tensors, mask)),
+            list(compress(self.locals, mask)),
+            list(compress(self.containers, mask)),
+            list(compress(self.keys, mask)),
+            list(compress(self.prefixes, mask)),
+        )
+
+
+def walk(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Columns]:
+    """The staged copy of ``state_dict``, with the tensors themselves in it, and columns over them.
+
+    Containers are copied as far as DCP flattens them; other objects deeply.
+    """
+    columns = Columns()
+    return _mapping(state_dict, "", columns), columns
+
+
+def _mapping(source: Mapping[Any, Any], prefix: str, columns: Columns) -> dict[Any, Any]:
+    staged: dict[Any, Any] = (
+        OrderedDict(source) if isinstance(source, OrderedDict) else dict(source)
+    )
+    # The common case in a few passes of C: nearly all values are tensors or numbers.
+    tensors = [value for value in source.values() if type(value) in _COMMON]
+    locals_ = [value._local_tensor if type(value) is DTensor else value for value in tensors]
+    done = _ATOMS
+    if set(map(type, locals_)) <= _JUST_TENSORS:
+        columns.tensors += tensors
+        columns.locals += locals_
+        columns.containers += [staged] * len(tensors)
+        columns.keys += [key for key, value in source.items() if type(value) in _COMMON]
+        columns.prefixes += [prefix] * len(tensors)
+        done = _COMMON_OR_ATOMS
+    for key, value in source.items():
+        if type(value) not in done:
+            staged[key] = _leaf(staged, key, value, prefix, columns)
+    return staged
+
+
+def _leaf(container: Any, key: Any, value: Any, prefix: str, columns: Columns) -> Any:
+    """What to put in ``value``'s place."""
+    if type(value) is torch.nn.Parameter:
+        # An alias of our own: ``parameter.data = …`` cannot take the memory from under it.
+        value = local = value.detach()
+    elif isinstance(value, ShardedTensor):
+        return copy_sharded(value, f"{prefix}{key}")
+    elif isinstance(value, torch.Tensor):
+        local = local_tensor(value)
+    elif isinstance(value, Mapping):
+        return _mapping(value, f"{prefix}{key}.", columns)
+    elif type(value) is list and not all(type(element) in _ATOMS for element in value):
+        staged: list[Any] = list(value)
+        for position, element in enumerate(value):
+            if type(element) not in _ATOMS:
+                staged[position] = _leaf(staged, position, element, f"{prefix}{key}.", columns)
+        return staged
+    else:
+        return _copy_object(value, f"{prefix}{key}")
+    columns.tensors.append(value)
+    columns.locals.append(local)
+    columns.containers.append(container)
+    columns.keys.append(key)
+    columns.prefixes.append(prefix)
+    return value
+
+
+def _copy_object(value: Any, name: str) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # what cannot be deep-copied can often be saved all the same, as DCP would
+        buffer = io.BytesIO()
+        try:
+            torch.save(value, buffer)
+        except Exception as error:
+            raise TypeError(
+                f"object {name!r} of type {type(value).__name__} can be neither copied nor pickled: {error}"
+            ) from error
+        buffer.seek(0)
+        return torch.load(buffer, weights_only=False)  # our own bytes, written a line above
