@@ -39,6 +39,7 @@ _IS_CPU: Final = operator.attrgetter("is_cpu")
 _IS_NESTED: Final = operator.attrgetter("is_nested")
 _LAYOUT: Final = operator.attrgetter("layout")
 _NBYTES: Final = operator.attrgetter("nbytes")
+_SHAPE: Final = operator.attrgetter("shape")
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
 _JUST_STRIDED: Final = frozenset({torch.strided})
 
@@ -71,21 +72,23 @@ class Capture:
     deferred: DeferredTensors
     eager: Columns
     offsets: list[int]
+    forms: list[tuple[torch.Size, torch.dtype]]
+    """Shapes and dtypes at the call: the tensors themselves may have others by now."""
     buffer: torch.Tensor | None
     eager_bytes: int
 
     def materialize(self) -> dict[Any, Any]:
         """Put tensors over the eager copies in their places; the state dict as it was at the call."""
         eager = self.eager
-        for container, key, tensor, local, offset in zip(
-            eager.containers, eager.keys, eager.tensors, eager.locals, self.offsets, strict=True
+        for container, key, tensor, offset, (shape, dtype) in zip(
+            eager.containers, eager.keys, eager.tensors, self.offsets, self.forms, strict=True
         ):
             assert self.buffer is not None
-            copied = tensor_over(self.buffer, offset, local)
+            copied = tensor_over(self.buffer, offset, shape, dtype)
             if isinstance(tensor, DTensor):
                 copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             container[key] = copied
-        self.eager, self.offsets, self.buffer = Columns(), [], None
+        self.eager, self.offsets, self.forms, self.buffer = Columns(), [], [], None
         root, self.root = self.root, {}
         return root
 
@@ -118,7 +121,8 @@ def capture(
     if offsets:
         buffer = allocate(max(nbytes, 1))
         engine.gather(_regions(eager, offsets, sizes), buffer.data_ptr(), nbytes)
-    return Capture(root, deferred, eager, offsets, buffer, nbytes)
+    forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
+    return Capture(root, deferred, eager, offsets, forms, buffer, nbytes)
 
 
 def _odd_memory(columns: Columns) -> list[bool] | None:

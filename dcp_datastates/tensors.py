@@ -66,21 +66,17 @@ def is_unusual(local: torch.Tensor) -> bool:
     )
 
 
-def tensor_over(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A dense tensor over ``buffer`` at ``offset``, with the shape and dtype of ``like``."""
-    shape = like.shape
+def tensor_over(
+    buffer: torch.Tensor, offset: int, shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """A dense tensor over ``buffer`` (``uint8``) at ``offset`` bytes, a multiple of its element size."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    element = like.element_size()
-    result = torch.empty(0, dtype=like.dtype)
-    return result.set_(
-        buffer.untyped_storage(),
-        (buffer.storage_offset() + offset) // element,
-        shape,
-        strides[::-1],
-    )
+    result = torch.empty(0, dtype=dtype)
+    start = (buffer.storage_offset() + offset) // dtype.itemsize
+    return result.set_(buffer.untyped_storage(), start, shape, strides[::-1])
 
 
 def add_region(

@@ -96,7 +96,7 @@ def test_a_torn_save_names_the_tensor_and_the_way_out(tmp_path):
     future = async_save(run.state(), tmp_path, read_deadline=3600)
     _add_to_one(run)
     run.optimizer.step()
-    with raises(SnapshotTornError, "output.weight", "defer='none'"):
+    with raises(SnapshotTornError, "output.weight", 'defer="none"'):
         future.result(60)
 
 
