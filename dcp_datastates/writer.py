@@ -234,9 +234,13 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save = _Save(self._path, stats, snapshot, Turn(), order)
         stats.eager_bytes = captured.eager_bytes
         stats.deferred_bytes = sum(captured.deferred.sizes)
-        snapshot.hold(captured, buffers.slab)
-        if not immediate and captured.deferred.sizes:
-            step_gate.arm_backward()
+        try:
+            snapshot.hold(captured, buffers.slab)
+            if not immediate and captured.deferred.sizes:
+                step_gate.arm_backward()
+        except BaseException:
+            save.ended()  # or the saves behind it would wait for its turn
+            raise
         with self._lock:
             self._in_flight = [other for other in self._in_flight if not _is_over(other)]
             self._in_flight.append(save)
