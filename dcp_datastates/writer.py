@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
 from dcp_datastates import step_gate
-from dcp_datastates._native import Engine, Slab, Window
+from dcp_datastates._native import Window
 from dcp_datastates.attempt import Attempt, AttemptTicket, collect_ticket, next_attempt
+from dcp_datastates.buffers import EagerBuffers
 from dcp_datastates.capture import capture
 from dcp_datastates.commit import commit
 from dcp_datastates.config import WriterConfig
@@ -52,10 +53,6 @@ from dcp_datastates.write import write_plan
 __all__ = ["DataStatesWriter"]
 
 logger = logging.getLogger(__name__)
-
-_POLL_SECONDS = 0.1
-_SMALL_BYTES = 1 << 20
-"""Eager copies up to this size live in ordinary memory: a cache segment each would be a waste."""
 
 
 @dataclasses.dataclass
@@ -225,7 +222,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         window = Window(0.0 if immediate else config.read_deadline)
         stats = SaveStats()
         snapshot = Snapshot(ownership, window, order, stats)
-        buffers = _EagerBuffers(native, order)
+        buffers = EagerBuffers(native, order)
         try:
             captured = capture(state_dict, ownership, config.defer, native, buffers.allocate)
         except BaseException:
@@ -428,38 +425,3 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
 def _is_over(save: _Save) -> bool:
     return save.turn is None or save.turn.ended
-
-
-class _EagerBuffers:
-    """Host memory for eager copies: a slab of the host cache, so that the cache's size bounds it."""
-
-    def __init__(self, native: Engine, order: int) -> None:
-        self._engine = native
-        self._order = order
-        self.slab: Slab | None = None
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A ``uint8`` tensor of ``nbytes``. May wait for older saves to leave the cache."""
-        if nbytes <= _SMALL_BYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
-        if nbytes > self._engine.max_slab_bytes:
-            logger.warning(
-                "%d MiB must be copied at once and do not fit the host cache of %d MiB; using other "
-                "memory. Call dcp_datastates.track(optimizer) before the first save, or raise "
-                "host_cache_size",
-                nbytes >> 20,
-                self._engine.host_cache_bytes >> 20,
-            )
-            return torch.empty(nbytes, dtype=torch.uint8)
-        self.slab = self._engine.slab(nbytes, self._order, 0.0)
-        while self.slab is None:
-            # The space is held by saves whose reads would wait for a backward pass, which cannot come
-            # before this call returns.
-            step_gate.open_windows()
-            self.slab = self._engine.slab(nbytes, self._order, _POLL_SECONDS)
-        return torch.frombuffer(self.slab, dtype=torch.uint8)
-
-    def release(self) -> None:
-        """Give the slab back after a failed capture."""
-        if self.slab is not None:
-            self.slab.release()
