@@ -12,10 +12,15 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
+    "CheckpointSkipped",
+    "CheckpointSupersededError",
+    "CommitOutcomeUnknown",
     "ConfigurationError",
     "DataStatesError",
     "IncompatibleStateError",
+    "RankLostError",
     "SaveAbandonedError",
+    "SaveFailedError",
     "SnapshotTornError",
     "StorageError",
     "UnsafeObjectError",
@@ -69,3 +74,27 @@ class SnapshotTornError(DataStatesError):
 
 class SaveAbandonedError(DataStatesError):
     """DCP ended a save before its data were written: another rank or the planner failed."""
+
+
+class SaveFailedError(DataStatesError):
+    """A save failed on at least one rank, so on all; the checkpoint that was there before still is.
+
+    Raised as this where the cause is no error of this package; else as the cause's own type, with
+    rank and cause in the message.
+    """
+
+
+class RankLostError(SaveFailedError):
+    """A rank died, was cut off, or made no progress for too long; the message names it."""
+
+
+class CheckpointSupersededError(SaveFailedError):
+    """Another job committed a checkpoint at the path while this save was under way."""
+
+
+class CheckpointSkipped(SaveFailedError):
+    """All ranks agreed to leave this save out, because those before it are late (``when_behind``)."""
+
+
+class CommitOutcomeUnknown(DataStatesError):
+    """This rank cannot tell whether the save was committed; the message says how to find out."""

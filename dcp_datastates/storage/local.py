@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.errors import CommitOutcomeUnknown, ConfigurationError, StorageError
+from dcp_datastates.storage import operations
 
 __all__ = [
+    "METADATA_NAME",
     "attempts",
     "check_writable",
+    "claim",
     "local_path",
     "make_directories",
     "publish",
     "remove_attempt",
+    "remove_files",
     "sync_directories",
-    "sync_directory",
 ]
 
-METADATA_NAME = ".metadata"
+METADATA_NAME: Final = ".metadata"
+
+_DATA_FILE = re.compile(r"r(\d{5,})-\d+\.safetensors")
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -72,20 +78,26 @@ def _explained(doing: str, path: Path) -> Iterator[None]:
         ) from error
 
 
-def sync_directory(directory: Path) -> None:
-    """Make the directory's entries durable."""
-    with _explained("fsync of directory", directory):
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def make_directories(directory: Path) -> None:
-    """Create ``directory`` and what is missing above it. Several ranks may race to do so."""
+    """Create ``directory`` and what is missing above it. Several processes may race to do so."""
     with _explained("creating directory", directory):
-        directory.mkdir(parents=True, exist_ok=True)
+        missing = []
+        while not directory.is_dir():
+            missing.append(directory)
+            directory = directory.parent
+        for path in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                operations.make_directory(path, "plan")
+
+
+def claim(directory: Path, attempt: Attempt) -> bool:
+    """Create the attempt's directory; False if it exists: then it is somebody else's."""
+    with _explained("creating directory", directory / attempt.name):
+        try:
+            operations.make_directory(directory / attempt.name, "plan")
+        except FileExistsError:
+            return False
+    return True
 
 
 def sync_directories(directory: Path) -> list[Path]:
@@ -117,26 +129,55 @@ def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
     """Atomically make ``data`` the directory's ``.metadata``, and durable.
 
     Write a temporary file, sync it, rename it over ``.metadata``, sync the directory: a crash at
-    any instant leaves the old ``.metadata`` or the new one, whole.
+    any instant leaves the old ``.metadata`` or the new one, whole. Raises :class:`StorageError`; then
+    the old one is there. :class:`CommitOutcomeUnknown` if the new one has, or may have, taken its place
+    and could not be made durable.
     """
-    temporary = directory / f"{METADATA_NAME}.{attempt.name}.tmp"
+    temporary = _temporary(directory, attempt)
     with _explained("publishing", directory / METADATA_NAME):
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
-            with open(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(temporary, directory / METADATA_NAME)
-        except OSError:
-            with contextlib.suppress(OSError):
+            operations.write_new_file(temporary, data, "publish")
+            operations.rename(temporary, directory / METADATA_NAME, "publish")
+            operations.sync_directory(directory, "publish")
+        except OSError as error:
+            try:
                 os.unlink(temporary)
+            except OSError:
+                raise CommitOutcomeUnknown(
+                    f"{directory / METADATA_NAME} names attempt {attempt.name}, but making that durable "
+                    f"failed: {error.strerror}; it loads now, and may be the old one again after a crash"
+                ) from error
             raise
-    sync_directory(directory)
+
+
+def _temporary(directory: Path, attempt: Attempt) -> Path:
+    return directory / f"{METADATA_NAME}.{attempt.name}.tmp"
+
+
+def remove_files(directory: Path, attempt: Attempt, rank: int, world: int) -> None:
+    """Remove the files of ``attempt`` that are ``rank``'s to remove, as far as possible; never raises.
+
+    Of ``world`` ranks, each removes those whose number is its own modulo ``world`` (an earlier job may
+    have had more ranks), and only names that this package gives. The last one to find the attempt's
+    directory empty removes it; anything foreign in it keeps it.
+    """
+    folder = directory / attempt.name
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        names = []
+    for name in names:
+        match = _DATA_FILE.fullmatch(name)
+        if match and int(match[1]) % world == rank:
+            with contextlib.suppress(OSError):
+                operations.unlink(folder / name, "cleanup")
+    if rank == 0 and _temporary(directory, attempt).exists():
+        with contextlib.suppress(OSError):
+            operations.unlink(_temporary(directory, attempt), "cleanup")
+    with contextlib.suppress(OSError):
+        operations.remove_directory(folder, "cleanup")
 
 
 def remove_attempt(directory: Path, attempt: Attempt) -> None:
-    """Remove an attempt's directory and temporary metadata, as far as possible; never raises."""
-    with contextlib.suppress(OSError):
-        os.unlink(directory / f"{METADATA_NAME}.{attempt.name}.tmp")
-    shutil.rmtree(directory / attempt.name, ignore_errors=True)
+    """:func:`remove_files` of all ranks."""
+    remove_files(directory, attempt, 0, 1)

@@ -1,0 +1,133 @@
+"""Which attempts are in flight, and who may publish: locks that end with the process that holds them.
+
+They are ``flock(2)`` locks on directories, so they add no file to a checkpoint. Where a file system has none
+(NFS refuses a lock on a directory), nothing is locked and :func:`in_flight` answers None: then only
+the rules that need no lock hold (see ``publish.py`` for what remains possible there).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.errors import StorageError
+
+__all__ = ["Hold", "exclusive", "in_flight"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.02
+_UNSUPPORTED: Final = (
+    errno.EBADF,
+    errno.EINVAL,
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EISDIR,
+)
+
+_lock = threading.Lock()  # guards _descriptors
+_descriptors: set[int] = set()
+
+
+def _open(directory: Path) -> int:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with _lock:
+        _descriptors.add(descriptor)
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    with _lock:
+        _descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+def _try(descriptor: int, how: int) -> bool | None:
+    """Whether the lock was got; None where there are no locks."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _UNSUPPORTED:
+            return None
+        raise
+    return True
+
+
+class Hold:
+    """Says that an attempt is in flight, until :meth:`release` or the end of this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._descriptor: int | None = _open(directory)
+        self._process = os.getpid()
+        _try(self._descriptor, fcntl.LOCK_SH)
+
+    def release(self) -> None:
+        """Let go. Idempotent."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None and os.getpid() == self._process:
+            _close(descriptor)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def in_flight(directory: Path) -> bool | None:
+    """Whether a live process holds the attempt in ``directory``; None if that cannot be known."""
+    try:
+        descriptor = _open(directory)
+    except OSError:
+        return False  # gone
+    try:
+        got = _try(descriptor, fcntl.LOCK_EX)
+        return None if got is None else not got
+    except OSError:
+        return None
+    finally:
+        _close(descriptor)
+
+
+@contextlib.contextmanager
+def exclusive(directory: Path, seconds: float) -> Iterator[bool]:
+    """Hold the path's lock; yields False where there are no locks.
+
+    Raises :class:`StorageError` if another process does not let go of it within ``seconds``.
+    """
+    descriptor = _open(directory)
+    try:
+        deadline = time.monotonic() + seconds
+        while (got := _try(descriptor, fcntl.LOCK_EX)) is False:
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    errno.EWOULDBLOCK,
+                    f"another process has been publishing a checkpoint there for {seconds:g} s; is a job "
+                    f"stopped in the middle of it?",
+                    str(directory),
+                )
+            time.sleep(_POLL_SECONDS)
+        yield bool(got)
+    finally:
+        _close(descriptor)
+
+
+def _close_in_child() -> None:
+    # A forked child shares its parent's locks: they would outlive the parent.
+    global _lock
+    _lock = threading.Lock()
+    for descriptor in _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    _descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

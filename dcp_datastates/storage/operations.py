@@ -1,0 +1,116 @@
+"""The file operations outside the native engine, one function each: so that tests can watch and break them.
+
+Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``. With
+``DCP_DATASTATES_TRACE`` set, every operation that was done is appended to that file as a line of JSON, by
+the native engine too: what a crash could have left behind is worked out from such a trace. A sync is
+two records, ``sync_begin`` and ``sync``: it covers what was recorded before its beginning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any, Final
+
+from dcp_datastates.failpoints import hit
+
+__all__ = [
+    "make_directory",
+    "remove_directory",
+    "rename",
+    "sync_directory",
+    "tell",
+    "unlink",
+    "write_new_file",
+]
+
+TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
+
+_sync_ids = itertools.count(1)
+
+
+def _trace(operation: str, path: Path, **more: Any) -> None:
+    trace = os.environ.get(TRACE_VARIABLE)
+    if trace:
+        line = json.dumps({"op": operation, "path": str(path), **more}) + "\n"
+        descriptor = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+def tell(path: Path, attempt: str) -> None:
+    """Note in the trace that from here on, the user may rely on ``attempt`` at ``path``."""
+    _trace("told", path, attempt=attempt)
+
+
+def make_directory(path: Path, phase: str) -> None:
+    """Create a directory (mkdir(2)); raises FileExistsError."""
+    hit(f"{phase}.mkdir.before")
+    os.mkdir(path)
+    _trace("mkdir", path)
+    hit(f"{phase}.mkdir.after")
+
+
+def write_new_file(path: Path, data: bytes, phase: str) -> None:
+    """Create ``path``, which must not exist, with ``data``, and make its bytes (not its name) durable."""
+    hit(f"{phase}.create.before")
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        _trace("create", path)
+        hit(f"{phase}.create.after")
+        hit(f"{phase}.write.before")
+        done = 0
+        while done < len(data):
+            wrote = os.write(descriptor, memoryview(data)[done:])
+            _trace("write", path, offset=done, data=data[done : done + wrote].hex())
+            done += wrote
+        hit(f"{phase}.write.after")
+        _sync(descriptor, path, phase, "sync_file")
+    finally:
+        os.close(descriptor)
+
+
+def rename(path: Path, target: Path, phase: str) -> None:
+    """Replace ``target`` by ``path``, atomically (rename(2))."""
+    hit(f"{phase}.rename.before")
+    os.rename(path, target)
+    _trace("rename", path, to=str(target))
+    hit(f"{phase}.rename.after")
+
+
+def unlink(path: Path, phase: str) -> None:
+    """Remove a file (unlink(2))."""
+    hit(f"{phase}.unlink.before")
+    os.unlink(path)
+    _trace("unlink", path)
+    hit(f"{phase}.unlink.after")
+
+
+def remove_directory(path: Path, phase: str) -> None:
+    """Remove a directory if it is empty (rmdir(2))."""
+    hit(f"{phase}.rmdir.before")
+    os.rmdir(path)
+    _trace("rmdir", path)
+    hit(f"{phase}.rmdir.after")
+
+
+def sync_directory(path: Path, phase: str) -> None:
+    """Make the entries of a directory durable (fsync(2))."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _sync(descriptor, path, phase, "sync_directory")
+    finally:
+        os.close(descriptor)
+
+
+def _sync(descriptor: int, path: Path, phase: str, name: str) -> None:
+    hit(f"{phase}.{name}.before")
+    number = f"{os.getpid()}.{next(_sync_ids)}"
+    _trace("sync_begin", path, id=number)
+    os.fsync(descriptor)
+    _trace("sync", path, id=number)
+    hit(f"{phase}.{name}.after")
