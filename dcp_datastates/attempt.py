@@ -2,7 +2,7 @@
 
 Every save writes into a directory of its own, ``<incarnation>-<sequence>``, so that it never touches
 a byte of the committed checkpoint beside it. The coordinator chooses; the choice travels to the other
-ranks inside the plans that DCP scatters anyway (:class:`AttemptTicket`).
+ranks inside the plans that DCP scatters anyway (:class:`TicketCarrier`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Attempt", "AttemptTicket", "collect_ticket", "next_attempt"]
+__all__ = ["Attempt", "Ticket", "TicketCarrier", "collect_ticket", "next_attempt"]
 
 _NAME = re.compile(r"([0-9a-f]{16})-(\d{8,})")
 
@@ -59,44 +59,62 @@ def next_attempt(present: Iterable[Attempt]) -> Attempt:
         return Attempt(_started if newest <= _started else newest + 1, _sequence)
 
 
-class AttemptTicket:
-    """Carries the attempt to a rank as ``SavePlan.storage_data``, whatever the planner does with it.
+@dataclass(frozen=True)
+class Ticket:
+    """What the coordinator decides for a save, and every rank must know.
 
-    A planner that caches final plans (``DefaultSavePlanner(enable_plan_caching=True)``) hands
-    ``write_data`` the plan of an *earlier* save, whose attempt is stale. What it cannot keep back is
-    the unpickling of the plan that was scattered just now, in the thread that runs the save: that is
-    where a ticket delivers itself, to the collector which the thread put up with
-    :func:`collect_ticket`. Copies of stale tickets deliver too, so a collector keeps the newest.
+    ``number`` is the commit round's, ``world`` how many ranks DCP saves with. Newer ones compare greater.
     """
 
-    def __init__(self, attempt: Attempt) -> None:
-        self.attempt = attempt
+    attempt: Attempt
+    number: int
+    world: int
 
-    def __reduce__(self) -> tuple[Callable[[int, int], AttemptTicket], tuple[int, int]]:
-        return _deliver, (self.attempt.incarnation, self.attempt.sequence)
+
+class TicketCarrier:
+    """Carries the ticket to a rank as ``SavePlan.storage_data``, whatever the planner does with it.
+
+    A planner that caches final plans (``DefaultSavePlanner(enable_plan_caching=True)``) hands
+    ``write_data`` the plan of an *earlier* save, whose ticket is stale. What it cannot keep back is
+    the unpickling of the plan that was scattered just now, in the thread that runs the save: that is
+    where a carrier delivers, to the collector which the thread put up with :func:`collect_ticket`.
+    Copies of stale ones deliver too, so a collector keeps the newest.
+    """
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+
+    def __reduce__(self) -> tuple[Callable[..., TicketCarrier], tuple[int, int, int, int]]:
+        attempt = self.ticket.attempt
+        return _deliver, (
+            attempt.incarnation,
+            attempt.sequence,
+            self.ticket.number,
+            self.ticket.world,
+        )
 
     def __eq__(self, other: object) -> bool:
-        # All tickets are equal, so that planners which compare plans do not see a change in each.
-        return isinstance(other, AttemptTicket)
+        # All are equal, so that planners which compare plans do not see a change in each.
+        return isinstance(other, TicketCarrier)
 
     def __hash__(self) -> int:
-        return hash(AttemptTicket)
+        return hash(TicketCarrier)
 
 
 class _Collector(threading.local):
-    deliver: Callable[[Attempt], Any] | None = None
+    deliver: Callable[[Ticket], Any] | None = None
 
 
 _collector = _Collector()
 
 
-def collect_ticket(deliver: Callable[[Attempt], Any] | None) -> None:
+def collect_ticket(deliver: Callable[[Ticket], Any] | None) -> None:
     """Have tickets unpickled in this thread from now on call ``deliver`` (None: nobody)."""
     _collector.deliver = deliver
 
 
-def _deliver(incarnation: int, sequence: int) -> AttemptTicket:
-    attempt = Attempt(incarnation, sequence)
+def _deliver(incarnation: int, sequence: int, number: int, world: int) -> TicketCarrier:
+    ticket = Ticket(Attempt(incarnation, sequence), number, world)
     if _collector.deliver is not None:
-        _collector.deliver(attempt)
-    return AttemptTicket(attempt)
+        _collector.deliver(ticket)
+    return TicketCarrier(ticket)

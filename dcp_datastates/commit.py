@@ -1,62 +1,493 @@
-"""Publishing: the one moment at which a save becomes a checkpoint.
+"""Committed or absent: the ranks agree on the outcome of every save, in the order of the saves.
 
-The coordinator comes here when every rank's bytes and directory entries are on stable storage (DCP has
-gathered every rank's results, and a rank gives its result only then). In order: the new ``.metadata`` is
-made durable under a temporary name, renamed, its directory synced; only then is anything old removed.
+A :class:`CommitGroup` has a gloo group of its own, never the training job's, one thread that runs the
+rounds, and a heart (``heart.py``) that tells who is lost. A round, on every rank:
+
+1. wait for this rank's files: durable, or failed with a reason;
+2. vote: one small all-reduce; if a rank failed, or they mean different saves, gather who and why;
+3. if all are durable, the coordinator (rank 0) publishes ``.metadata`` (``publish.py``);
+4. the outcome goes to all ranks by another all-reduce; what is not referenced goes; futures resolve.
+
+Who cannot go on by gloo goes on by the store. Under ``decision/<round>`` the first to write decides: the
+coordinator, before it publishes; or whoever finds a rank lost and gives the round up. So a round that was
+given up is never published. A broken connection that nobody is to blame for fails no round: the
+ranks meet again in the next ``generation`` and vote again.
+
+A rank that voted yes and then loses the coordinator looks at the path: a ``.metadata`` of this attempt means
+committed. If the coordinator is certainly dead, any other means failed; else it raises
+:class:`CommitOutcomeUnknown`. Alone, the group is trivial and the same code runs.
+
+Why a rank that votes again never votes for another save than the others: the coordinator writes its decision to
+the store before it goes on to the next round, and a generation begins only when the coordinator has come to it. So
+whoever has met the others in a new generation looks at the store before it votes.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.storage import WriteResult
+from dcp_datastates.ballot import Ballot, Count
+from dcp_datastates.behind import Policy
+from dcp_datastates.decision import REASON_BYTES, Decision, Outcome, Reason
+from dcp_datastates.errors import (
+    CommitOutcomeUnknown,
+    DataStatesError,
+    RankLostError,
+    SaveFailedError,
+)
+from dcp_datastates.failpoints import hit
+from dcp_datastates.heart import Beat, Heart, Loss
+from dcp_datastates.lane import Lane, LaneBroken
+from dcp_datastates.peers import ALONE, Peers
+from dcp_datastates.publish import (
+    publish,
+    published_attempt,
+    tidy_after_commit,
+    tidy_after_failure,
+)
+from dcp_datastates.round import Round
+from dcp_datastates.worker import Worker
 
-from dcp_datastates.attempt import Attempt
-from dcp_datastates.metadata import FileRecord, Note, encode
-from dcp_datastates.storage import local
-
-__all__ = ["commit", "discard"]
+__all__ = ["CommitGroup", "commit_group"]
 
 logger = logging.getLogger(__name__)
 
-DCP_VERSION = "1.0.0"
-"""What stock DCP of torch 2.11 to 2.13 notes as ``Metadata.version``."""
+_POLL_SECONDS: Final = 0.05
+
+_GIVE_UP_SECONDS: Final = 0.5
+"""Between two tries to give up a round that the coordinator is publishing."""
+
+_KEPT_DECISIONS: Final = 16
+"""Decisions of so many rounds stay in the store, for ranks that were stopped meanwhile."""
 
 
-def commit(
-    directory: Path,
-    attempt: Attempt,
-    metadata: Metadata,
-    storage_meta: StorageMeta,
-    results: Iterable[Sequence[WriteResult]],
-) -> None:
-    """Complete ``metadata`` from all ranks' results, publish it, and remove older attempts.
+class _Decided(Exception):
+    """The round that this rank waits in was decided elsewhere."""
 
-    Raises :class:`~dcp_datastates.errors.StorageError`; then the checkpoint at ``directory`` is the
-    one that was there before.
+    def __init__(self, decision: Decision) -> None:
+        super().__init__(decision)
+        self.decision = decision
+
+
+class _NextGeneration(Exception):
+    """Other ranks have given the gloo group up; the round goes on in the next."""
+
+
+class CommitGroup:
+    """The ranks that commit together. Made once per set of ranks, by :func:`commit_group`.
+
+    Its thread, ``dcp_datastates-commit``, starts with the first round and ends with :meth:`close`, which
+    runs at interpreter exit after what was submitted is decided.
     """
-    files: dict[str, FileRecord] = {}
-    storage_data: dict[object, _StorageInfo] = {}
-    for rank_results in results:
-        for result in rank_results:
-            if isinstance(result.storage_data, FileRecord):
-                files[result.storage_data.relative_path] = result.storage_data
-            else:
-                storage_data[result.index] = result.storage_data
-    metadata.storage_data = storage_data
-    metadata.storage_meta = storage_meta
-    metadata.version = DCP_VERSION
-    local.publish(directory, attempt, encode(metadata, Note(attempt, files)))
-    for older in local.attempts(directory):
-        if older < attempt:
-            discard(directory, older)
+
+    def __init__(self, peers: Peers) -> None:
+        self.peers: Final = peers
+        self._lock = threading.Lock()  # guards _drawn, _policy
+        self._drawn = 0
+        self._policy: Policy | None = None
+        self._worker = Worker("dcp_datastates-commit")
+        # The rest is the commit thread's own; the heart's reads what _status() needs.
+        self._expected = 0
+        self._generation = 0
+        self._current: Round | None = None
+        self._cast = -1  # the newest round that this rank has voted in
+        self._doing = "idle"
+        self._ticks = 0
+        self._tried = 0.0
+        self._reading_until = 0.0
+        self._store: Any = None
+        self.heart: Heart | None = None
+        if peers.world > 1:
+            self._store = peers.store("commit")
+            self._lane = Lane(peers, "vote")
+            self.heart = Heart(peers, peers.store("commit"), self._status)
+
+    # ---- any thread --------------------------------------------------------------------------
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank publishes."""
+        return self.peers.rank == 0
+
+    def draw(self) -> int:
+        """Coordinator: the number of the next round."""
+        with self._lock:
+            self._drawn += 1
+            return self._drawn - 1
+
+    @property
+    def policy(self) -> Policy:
+        """Decides about saves that come too fast; made when it is first asked for, on all ranks alike."""
+        with self._lock:
+            if self._policy is None:
+                self._policy = Policy(self.peers, self.heart)
+            return self._policy
+
+    def reading(self, seconds: float) -> None:
+        """For ``seconds`` from now, that this rank has no part to show is no lack of progress: it reads."""
+        self._reading_until = time.monotonic() + seconds
+
+    def submit(self, round_: Round) -> None:
+        """Have the round run after all that were submitted before; ``round_.committed`` tells its outcome."""
+        if not self._worker.post(lambda: self._run(round_)):
+            round_.part.cancel()
+            round_.resolve(
+                SaveFailedError("the process was ending when this save was to be committed")
+            )
+
+    def explain(self, error: BaseException, resolve: Callable[[BaseException], None]) -> None:
+        """Find out, in the commit thread, whether a lost rank is behind ``error``, and ``resolve`` with that."""
+        if not self._worker.post(lambda: resolve(self._cause(error))):
+            resolve(error)
+
+    def close(self) -> None:
+        """Finish what was submitted, end the threads. Idempotent."""
+        with self._lock:
+            policy = self._policy
+        self._worker.close()
+        if policy is not None:
+            policy.close()
+        if self.heart is not None:
+            self.heart.close()
+            self._lane.leave()
+
+    def _cause(self, error: BaseException) -> BaseException:
+        if self.heart is None:
+            return error
+        self.heart.await_look(5)
+        losses = self.heart.losses()
+        return RankLostError(_said(losses)) if losses else error
+
+    def _status(self) -> Beat:
+        round_ = self._current
+        progress = self._ticks if round_ is None else self._ticks + round_.part.progress
+        now = time.monotonic()
+        if now < self._reading_until:
+            return Beat(self._cast, progress + int(now * 10), "reading")
+        return Beat(self._cast, progress, self._doing)
+
+    # ---- the commit thread -------------------------------------------------------------------
+
+    def _run(self, round_: Round) -> None:
+        try:
+            while self.peers.world > 1 and self._expected < round_.number:
+                self._finish(Round.missing(self._expected, round_.timeout))
+            self._finish(round_)
+        except BaseException as error:  # a defect, or a failpoint: still, nobody may wait for ever
+            logger.exception("a commit round ended unexpectedly")
+            if self.heart is not None:
+                self._settle(round_, Decision.failed(self.peers.rank, error))
+                self._leave_generation()
+            round_.resolve(error)
+
+    def _finish(self, round_: Round) -> None:
+        self._current = round_
+        if self.heart is not None:
+            self.heart.follow(round_.number)
+        try:
+            decision = self._decide(round_)
+        finally:
+            self._say("idle", round_)
+            self._expected = round_.number + 1
+            self._cast = max(self._cast, round_.number)
+            self._current = None
+            if self.heart is not None:
+                self.heart.follow(None)
+        self._tidy(round_, decision)
+        round_.resolve(self._error(round_, decision))
+
+    def _error(self, round_: Round, decision: Decision) -> BaseException | None:
+        where = "an unknown path" if round_.directory is None else repr(str(round_.directory))
+        error = decision.error(where, self.peers.world)
+        if error is None:
+            return None
+        cause = round_.part.error or round_.failure
+        if cause is not None and self.peers.world == 1:
+            return cause
+        error.__cause__ = cause
+        return error
+
+    def _tidy(self, round_: Round, decision: Decision) -> None:
+        hit("cleanup.before")
+        if decision.outcome is Outcome.COMMITTED:
+            tidy_after_commit(round_, self.peers.rank, self.peers.world)
+        elif decision.outcome is Outcome.FAILED:
+            round_.part.cancel()
+            while not round_.part.wait(_POLL_SECONDS):
+                pass
+            tidy_after_failure(round_, self.peers.rank, self.peers.world)
+        hit("cleanup.after")
+
+    def _say(self, doing: str, round_: Round) -> None:
+        self._doing = doing if doing == "idle" else f"{doing} (save {round_.number})"
+        self._ticks += 1
+
+    def _decide(self, round_: Round) -> Decision:
+        while True:
+            try:
+                return self._agree(round_)
+            except _Decided as decided:
+                return decided.decision
+            except LaneBroken as broken:
+                logger.info("save %d: a connection broke: %s", round_.number, broken)
+                self._leave_generation()
+            except _NextGeneration:
+                self._lane.leave()
+
+    def _agree(self, round_: Round) -> Decision:
+        self._await_part(round_)
+        ok = round_.part.error is None
+        ballot = Ballot(ok, round_.number, round_.attempt, round_.directory, self.peers.world)
+        hit("vote.before")
+        count = Count.of(self._vote(round_, ballot))
+        hit("vote.after")
+        if not count.unanimous:
+            return self._reasons(round_, count)
+        return self._share(round_, self._publish(round_) if self.is_coordinator else None)
+
+    def _await_part(self, round_: Round) -> None:
+        self._say("flushing", round_)
+        while not round_.part.wait(_POLL_SECONDS):
+            self._check(round_)
+
+    def _vote(self, round_: Round, ballot: Ballot) -> list[int]:
+        if self.peers.world == 1:
+            return ballot.encode()
+        self._say("voting", round_)
+        self._join(round_)
+        self._cast = round_.number
+        return self._lane.max(ballot.encode(), lambda: self._check_others(round_))
+
+    def _join(self, round_: Round) -> None:
+        assert self.heart is not None
+        self._generation = max(self._generation, self.heart.generation)
+        if self._lane.generation != self._generation:
+            self._lane.join(self._generation, lambda: self._check_others(round_, joining=True))
+            found = self._stored(round_)
+            if found is not None and found.final:
+                raise _Decided(found)
+
+    def _reasons(self, round_: Round, count: Count) -> Decision:
+        """Gather who failed and why; the coordinator notes it for ranks that gloo does not reach."""
+        mine = round_.part.error
+        if mine is None and not count.agreed:
+            mine = SaveFailedError(
+                f"the ranks mean different saves; here it is attempt "
+                f"{round_.attempt and round_.attempt.name} at {str(round_.directory)!r}"
+            )
+        if self.peers.world == 1:
+            assert mine is not None
+            return Decision.failed(0, mine)
+        data = b"" if mine is None else Reason.of(mine).encode()
+        gathered = self._lane.gather(data, REASON_BYTES, lambda: self._check_others(round_))
+        reasons = {
+            rank: reason
+            for rank, reason in enumerate(map(Reason.decode, gathered))
+            if reason is not None
+        }
+        return self._settle(round_, Decision(Outcome.FAILED, reasons))
+
+    def _publish(self, round_: Round) -> Decision:
+        """Coordinator: all ranks are durable."""
+        self._say("waiting for DCP to gather the results", round_)
+        while not round_.await_consolidated(_POLL_SECONDS):
+            self._check(round_)
+        consolidated = round_.consolidated
+        try:
+            if consolidated is None:
+                assert round_.abandoned is not None
+                raise round_.abandoned
+            self._record(round_, Decision(Outcome.PUBLISHING))
+            self._say("publishing", round_)
+            publish(round_, consolidated)
+        except _Decided:
+            raise
+        except CommitOutcomeUnknown as error:
+            round_.failure = error
+            decision = Decision(Outcome.UNKNOWN, {0: Reason.of(error)})
+        except Exception as error:
+            round_.failure = error
+            decision = Decision.failed(0, error)
+        else:
+            decision = Decision(Outcome.COMMITTED)
+        return self._settle(round_, decision)
+
+    def _share(self, round_: Round, decision: Decision | None) -> Decision:
+        """The coordinator's decision, on every rank."""
+        if self.peers.world == 1:
+            assert decision is not None
+            return decision
+        hit("outcome.before")
+        committed = -1 if decision is None else int(decision.outcome is Outcome.COMMITTED)
+        try:
+            self._say("waiting for the outcome", round_)
+            (committed,) = self._lane.max([committed], lambda: self._check_others(round_))
+        except (LaneBroken, _NextGeneration):
+            if decision is None:
+                raise
+            self._leave_generation()  # the others find it in the store
+            return decision
+        hit("outcome.after")
+        if decision is not None:
+            return decision
+        if committed:
+            return Decision(Outcome.COMMITTED)
+        found = self._stored(round_)
+        assert found is not None, "the coordinator writes its decision down before it shares it"
+        return found
+
+    # ---- by the store ----------------------------------------------------------------------------
+
+    def _stored(self, round_: Round) -> Decision | None:
+        """What the store says of the round now."""
+        key = f"decision/{round_.number}"
+        return Decision.decode(self._store.get(key)) if self._store.check([key]) else None
+
+    def _record(self, round_: Round, decision: Decision) -> Decision:
+        """Decide the round, unless somebody has, and return what stands; final ones of others raise
+        :class:`_Decided`.
+        """
+        if self._store is None:
+            return decision
+        if self.is_coordinator and round_.number >= _KEPT_DECISIONS:
+            self._store.delete_key(f"decision/{round_.number - _KEPT_DECISIONS}")
+        wanted = decision.encode()
+        found = self._store.compare_set(f"decision/{round_.number}", "", wanted).decode()
+        standing = decision if found == wanted else Decision.decode(found.encode())
+        if standing is not decision and standing.final:
+            raise _Decided(standing)
+        return standing
+
+    def _settle(self, round_: Round, decision: Decision) -> Decision:
+        """Coordinator: note the decision where every rank finds it, whatever becomes of gloo."""
+        if self._store is not None and self.is_coordinator:
+            with contextlib.suppress(Exception):  # the store may be gone; gloo may reach them yet
+                self._store.set(f"decision/{round_.number}", decision.encode())
+        return decision
+
+    def _check_others(self, round_: Round, *, joining: bool = False) -> None:
+        """:meth:`_check` while this rank has done its part: that it stands still is not its own fault."""
+        self._ticks += 1
+        self._check(round_, joining=joining)
+
+    def _check(self, round_: Round, *, joining: bool = False) -> None:
+        """Called while waiting. Raises the way out, if there is one."""
+        heart = self.heart
+        if heart is None:
+            return
+        if heart.decision is not None:
+            decision = Decision.decode(heart.decision)
+            # Others come by gloo as well, which must not be left in the middle of an operation.
+            if decision.given_up or (joining and decision.final):
+                self._lane.leave()
+                raise _Decided(decision)
+        if heart.generation > self._generation:
+            self._generation = heart.generation
+            if joining or self._lane.generation >= 0:
+                raise _NextGeneration
+        losses = heart.losses() or heart.stalled(round_.number, round_.timeout)
+        if losses and time.monotonic() - self._tried > _GIVE_UP_SECONDS:
+            self._tried = time.monotonic()
+            self._give_up(round_, losses)
+
+    def _give_up(self, round_: Round, losses: list[Loss]) -> None:
+        """Decide that the round has failed because of ranks that are lost; raises :class:`_Decided`.
+
+        Returns if the coordinator is publishing: it will tell.
+        """
+        decision = Decision(
+            Outcome.FAILED, {-1: Reason.of(RankLostError(_said(losses)))}, given_up=True
+        )
+        try:
+            standing = self._record(round_, decision)
+        except _Decided:
+            self._leave_generation()
+            raise
+        except Exception:  # the store is gone, and with it rank 0 or torchrun's agent
+            standing = decision if self.is_coordinator else Decision(Outcome.PUBLISHING)
+        if standing.final:
+            self._leave_generation()
+            raise _Decided(standing)
+        if any(loss.rank == 0 for loss in losses):
+            self._leave_generation()
+            raise _Decided(self._look(round_, losses))
+
+    def _look(self, round_: Round, losses: list[Loss]) -> Decision:
+        """The coordinator may have published before it was lost: see."""
+        lost = {-1: Reason.of(RankLostError(_said(losses)))}
+        if round_.directory is None or self._cast < round_.number:
+            return Decision(Outcome.FAILED, lost)  # not without this rank's vote
+        with contextlib.suppress(DataStatesError, OSError):
+            if published_attempt(round_.directory) == round_.attempt:
+                return Decision(Outcome.COMMITTED)
+        if any(loss.certain for loss in losses if loss.rank == 0):
+            return Decision(Outcome.FAILED, lost)
+        error = CommitOutcomeUnknown(
+            f"{_said(losses)}; it may have been about to publish. Attempt "
+            f"{round_.attempt and round_.attempt.name} is committed if the path's .metadata names it: "
+            f"`python -m dcp_datastates inspect` tells, and dcp_datastates.latest() finds the newest"
+        )
+        return Decision(Outcome.UNKNOWN, {-1: Reason.of(error)})
+
+    def _leave_generation(self) -> None:
+        """This rank's gloo group is broken: have all ranks meet in the next generation."""
+        broken = self._lane.generation if self._lane.generation >= 0 else self._generation
+        self._lane.leave()
+        with contextlib.suppress(Exception):  # without a store there is no next generation
+            self._store.compare_set("generation", str(broken) if broken else "", str(broken + 1))
+            self._generation = max(self._generation, int(self._store.get("generation")))
 
 
-def discard(directory: Path, attempt: Attempt) -> None:
-    """Remove what an attempt left that is not, or no longer, the committed one. Never raises."""
-    logger.debug("removing attempt %s of %s", attempt.name, directory)
-    local.remove_attempt(directory, attempt)
+def _said(losses: list[Loss]) -> str:
+    more = f"; and {len(losses) - 3} more ranks" if len(losses) > 3 else ""
+    return "; ".join(str(loss) for loss in losses[:3]) + more
+
+
+_groups_lock = threading.Lock()  # guards _groups
+_groups: dict[tuple[int, ...], CommitGroup] = {}
+
+
+def commit_group(peers: Peers) -> CommitGroup:
+    """The process's commit group of these ranks. Groups over a store that is no more are closed.
+
+    Returns without waiting for the other ranks: they meet in the first round.
+    """
+    stale = []
+    with _groups_lock:
+        if peers is not ALONE:
+            for ranks, group in list(_groups.items()):
+                if group.peers is not ALONE and group.peers.base is not peers.base:
+                    stale.append(_groups.pop(ranks))
+        found = _groups.get(peers.ranks if peers is not ALONE else ())
+        if found is None:
+            found = CommitGroup(peers)
+            _groups[peers.ranks if peers is not ALONE else ()] = found
+    for group in stale:
+        group.close()
+    return found
+
+
+def _close_all() -> None:
+    with _groups_lock:
+        groups = list(_groups.values())
+        _groups.clear()
+    for group in groups:
+        group.close()
+
+
+def _forget_in_child() -> None:
+    # The parent's threads do not exist here and its lock may be held.
+    global _groups_lock
+    _groups_lock = threading.Lock()
+    _groups.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_in_child)

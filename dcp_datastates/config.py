@@ -10,16 +10,35 @@ from typing import Any, Literal, get_args
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["Defer", "ReadWindow", "WriterConfig", "parse_host_cache_size", "parse_size"]
+__all__ = [
+    "Commit",
+    "Defer",
+    "ReadWindow",
+    "WhenBehind",
+    "WriterConfig",
+    "parse_host_cache_size",
+    "parse_size",
+]
 
+Commit = Literal["wait", "background"]
 Defer = Literal["owned", "all", "none"]
 ReadWindow = Literal["backward", "immediate"]
+WhenBehind = Literal["wait", "skip", "newest"]
 
 EAGER_BELOW_BYTES = 64 * 1024
 """Tensors smaller than this are copied at capture: below it, a copy costs less than a deferral."""
 
 MAX_READ_DEADLINE = 3600.0
 """Longest ``read_deadline``, in seconds. Every save must end, also one whose backward pass never comes."""
+
+MIN_COMMIT_TIMEOUT = 1.0
+"""Shortest ``commit_timeout``, in seconds: ranks hear of each other once a second."""
+
+MAX_COMMIT_TIMEOUT = 86400.0
+"""Longest ``commit_timeout``, in seconds."""
+
+MAX_IN_FLIGHT = 32
+"""Most saves that may be in flight at once."""
 
 _UNITS = {
     "": 1,
@@ -69,6 +88,19 @@ def _one_of(name: str, value: Any, kind: Any) -> Any:
     return value
 
 
+def _seconds(name: str, value: Any, least: float, most: float, why: str) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not least <= value <= most
+    ):
+        raise ConfigurationError(
+            f"{name}={value!r} must be seconds between {least:g} and {most:g}: {why}"
+        )
+    return float(value)
+
+
 @dataclass(frozen=True)
 class WriterConfig:
     """Checked options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them."""
@@ -78,6 +110,10 @@ class WriterConfig:
     read_deadline: float
     defer: Defer
     overwrite: bool
+    commit: Commit
+    commit_timeout: float
+    max_in_flight: int
+    when_behind: WhenBehind
 
     @staticmethod
     def checked(
@@ -87,24 +123,42 @@ class WriterConfig:
         read_deadline: float,
         defer: str,
         overwrite: bool,
+        commit: str,
+        commit_timeout: float,
+        max_in_flight: int,
+        when_behind: str,
     ) -> WriterConfig:
         """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
-        if (
-            isinstance(read_deadline, bool)
-            or not isinstance(read_deadline, (int, float))
-            or not math.isfinite(read_deadline)
-            or not 0 <= read_deadline <= MAX_READ_DEADLINE
-        ):
-            raise ConfigurationError(
-                f"read_deadline={read_deadline!r} must be seconds between 0 and "
-                f"{MAX_READ_DEADLINE:g}: reads that wait for longer hold up the commit"
-            )
         if not isinstance(overwrite, bool):
             raise ConfigurationError(f"overwrite={overwrite!r} must be True or False")
+        if (
+            isinstance(max_in_flight, bool)
+            or not isinstance(max_in_flight, int)
+            or not 1 <= max_in_flight <= MAX_IN_FLIGHT
+        ):
+            raise ConfigurationError(
+                f"max_in_flight={max_in_flight!r} must be an int between 1 and {MAX_IN_FLIGHT}"
+            )
         return WriterConfig(
             host_cache_bytes=parse_host_cache_size(host_cache_size),
             read_window=_one_of("read_window", read_window, ReadWindow),
-            read_deadline=float(read_deadline),
+            read_deadline=_seconds(
+                "read_deadline",
+                read_deadline,
+                0,
+                MAX_READ_DEADLINE,
+                "reads that wait for longer hold up the commit",
+            ),
             defer=_one_of("defer", defer, Defer),
             overwrite=overwrite,
+            commit=_one_of("commit", commit, Commit),
+            commit_timeout=_seconds(
+                "commit_timeout",
+                commit_timeout,
+                MIN_COMMIT_TIMEOUT,
+                MAX_COMMIT_TIMEOUT,
+                "a rank without any progress for so long is given up",
+            ),
+            max_in_flight=max_in_flight,
+            when_behind=_one_of("when_behind", when_behind, WhenBehind),
         )

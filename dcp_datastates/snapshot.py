@@ -110,6 +110,11 @@ class Snapshot:
         self._wanted.set()
 
     @property
+    def ownership(self) -> Ownership:
+        """Which optimizers gate what, as of the capture."""
+        return self._ownership
+
+    @property
     def window(self) -> Window:
         """The read window, for the native job."""
         return self._window

@@ -1,10 +1,16 @@
-"""Carrying out one rank's part of a plan: resolve, lay out, hand over to the engine, wait until durable."""
+"""Carrying out one rank's part of a plan: resolve, lay out, hand over to the engine, see it read.
+
+What comes after, up to durable files, is waited for by the commit thread, through :class:`WrittenPart`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import logging
+import os
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import Engine, Fault, SaveFile, SaveJob, Transfer, Window
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.errors import DataStatesError, StorageError
+from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
 from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
 from dcp_datastates.metadata import FileRecord
 from dcp_datastates.ownership import STABLE, local_tensor
@@ -26,11 +32,14 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.tensors import add_region, check_storable
 
-__all__ = ["write_plan"]
+__all__ = ["WrittenPart", "write_plan"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
+
+_SHARED_SECONDS: Final = 10.0
+"""How long a network file system may take to show a directory that another machine created."""
 
 
 @dataclass
@@ -43,6 +52,44 @@ class _Columns:
     groups: list[int] = field(default_factory=list)
 
 
+class WrittenPart:
+    """One rank's files of one save, all read, on their way to stable storage (a ``round.Part``)."""
+
+    def __init__(self, job: SaveJob, stats: SaveStats, nbytes: int) -> None:
+        self._job = job
+        self._stats = stats
+        self._nbytes = nbytes
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the files are durable, or have failed and nothing touches them any more."""
+        job = self._job
+        if not job.wait(seconds):
+            return False
+        if job.fault is None:
+            self._stats.bytes_written = self._nbytes
+            self._stats.read_seconds = job.read_seconds
+            self._stats.total_seconds = job.total_seconds
+            self._stats.direct = job.direct
+            if not job.direct:
+                _log_buffered_once()
+        return True
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why they failed; None while under way, and once durable."""
+        fault = self._job.fault
+        return None if fault is None else _error(fault)
+
+    @property
+    def progress(self) -> int:
+        """Bytes read and written so far."""
+        return self._job.bytes_read + self._job.bytes_written
+
+    def cancel(self) -> None:
+        """Fail them if they are not durable. Returns at once."""
+        self._job.cancel()
+
+
 def write_plan(
     plan: SavePlan,
     planner: SavePlanner,
@@ -53,71 +100,60 @@ def write_plan(
     order: int,
     snapshot: Snapshot | None,
     stats: SaveStats,
-) -> list[WriteResult]:
-    """Write ``plan``'s items below ``directory``; returns when they are on stable storage.
+) -> tuple[list[WriteResult], WrittenPart]:
+    """Begin to write ``plan``'s items below ``directory``; returns when all has been read, and was whole.
 
     The results name every item's place, and every file's size in a result of its own
-    (:class:`FileRecord`). On an error this rank's files are removed.
+    (:class:`FileRecord`). On an error nothing is under way any more.
     """
     layouts = lay_out(plan.items, rank)
-    if not layouts:
-        if snapshot is not None:
-            # Nothing of this rank's state is in the plan; the gate need not wait for anything.
-            snapshot.hand_over(lambda window: _start(engine, [], [], order, window, None))
-            snapshot.settle()
-        return []
     folder = directory / attempt.name
-    job: SaveJob | None = None
+    check_shared(folder, rank)
     paths = [folder / layout.name for layout in layouts]
+    job: SaveJob | None = None
+    keep: list[Any] = []
     try:
-        keep: list[Any] = []
         files, sealed = _files(plan.items, planner, layouts, paths, snapshot, keep)
-        local.make_directories(folder)
-        directories = [str(parent) for parent in local.sync_directories(folder)]
+        directories = [str(parent) for parent in local.sync_directories(folder)] if files else []
 
         def start(window: Window) -> SaveJob:
-            return _start(engine, files, directories, order, window, keep)
+            return engine.save(files, directories, order, window, keep)
 
         if snapshot is None:
             job = start(Window(0.0))
+            while not job.wait_read(-1, _POLL_SECONDS):
+                pass
         else:
             job = snapshot.hand_over(start)
             snapshot.settle()
-        _finish(job, snapshot)
+            if snapshot.failure is not None:
+                raise snapshot.failure
+        if job.fault is not None:
+            raise _error(job.fault)
     except BaseException:
         if job is not None:
             job.cancel()
             while not job.wait(_POLL_SECONDS):
                 pass
-        _remove(paths, folder)
         raise
-    stats.bytes_written = sum(file.nbytes for file in sealed)
-    stats.read_seconds = job.read_seconds
-    stats.total_seconds = job.total_seconds
-    stats.direct = job.direct
-    return _results(plan.items, layouts, sealed, attempt)
+    keep.clear()  # all is read: the copies may go, and the tensors
+    part = WrittenPart(job, stats, sum(file.nbytes for file in sealed))
+    return _results(plan.items, layouts, sealed, attempt), part
 
 
-def _start(
-    engine: Engine,
-    files: list[SaveFile],
-    directories: list[str],
-    order: int,
-    window: Window,
-    keep: Any,
-) -> SaveJob:
-    return engine.save(files, directories, order, window, keep)
-
-
-def _finish(job: SaveJob, snapshot: Snapshot | None) -> None:
-    while not job.wait(_POLL_SECONDS):
-        pass
-    if snapshot is not None and snapshot.failure is not None:
-        raise snapshot.failure
-    if job.fault is not None:
-        raise _error(job.fault)
-    if not job.direct:
-        _log_buffered_once()
+def check_shared(folder: Path, rank: int) -> None:
+    """Raise :class:`ConfigurationError` unless this rank sees the directory that the coordinator made."""
+    deadline = time.monotonic() + _SHARED_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise ConfigurationError(
+                f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator "
+                f"has just created: the checkpoint's path must be one directory for all ranks, on a "
+                f"shared file system"
+            )
+        time.sleep(_POLL_SECONDS)
+        with contextlib.suppress(OSError):
+            os.listdir(folder.parent)  # has a network file system look again
 
 
 def _error(fault: Fault) -> DataStatesError:
@@ -134,14 +170,6 @@ def _log_buffered_once() -> None:
     if not _logged_buffered:
         _logged_buffered = True
         logger.info("the file system refuses O_DIRECT; writing through the page cache")
-
-
-def _remove(paths: Sequence[Path], folder: Path) -> None:
-    for path in paths:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    with contextlib.suppress(OSError):
-        folder.rmdir()  # only if no other rank has files there
 
 
 def _files(

@@ -6,7 +6,8 @@ A synchronous save and DCP's half of an asynchronous one make the same calls, in
     write_data  [finish]                                         [coordinator only, or if an id is given]
 
 An asynchronous save calls ``stage`` before, in the training thread. Nothing about a save is kept on the
-writer, which may serve several at once: it is kept in a :class:`_Save`, found by the calling thread.
+writer, which may serve several at once: it is kept in a :class:`~dcp_datastates.save.Save`, found by the
+calling thread.
 """
 
 from __future__ import annotations
@@ -30,19 +31,21 @@ from torch.futures import Future as TorchFuture
 
 from dcp_datastates import step_gate
 from dcp_datastates._native import Window
-from dcp_datastates.attempt import Attempt, AttemptTicket, collect_ticket, next_attempt
+from dcp_datastates.attempt import TicketCarrier, collect_ticket
+from dcp_datastates.behind import await_room, enter
 from dcp_datastates.buffers import EagerBuffers
 from dcp_datastates.capture import capture
-from dcp_datastates.commit import commit
+from dcp_datastates.commit import CommitGroup, commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.engine import engine, next_order
-from dcp_datastates.errors import (
-    CheckpointExistsError,
-    ConfigurationError,
-    DataStatesError,
-    SaveAbandonedError,
-)
+from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.failpoints import hit
 from dcp_datastates.ownership import Ownership, known_optimizers
+from dcp_datastates.peers import Peers, peers_of
+from dcp_datastates.publish import check_overwrite
+from dcp_datastates.round import FailedPart
+from dcp_datastates.save import Save
+from dcp_datastates.shared_group import warn_if_shared
 from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.staged import StagedStateDict
 from dcp_datastates.stats import SaveStats
@@ -55,47 +58,12 @@ __all__ = ["DataStatesWriter"]
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
-class _Save:
-    """One save on this rank, from its first call to its last."""
-
-    path: Path | None
-    stats: SaveStats
-    snapshot: Snapshot | None = None
-    turn: Turn | None = None
-    order: int = 0
-    rank: int = 0
-    attempt: Attempt | None = None
-    error: DataStatesError | None = None
-
-    def deliver(self, attempt: Attempt) -> None:
-        """Take the coordinator's choice; the newest counts, see :class:`AttemptTicket`."""
-        if self.attempt is None or attempt > self.attempt:
-            self.attempt = attempt
-
-    def directory(self) -> Path:
-        if self.path is None:
-            raise ConfigurationError(
-                "no path to save to: construct DataStatesWriter(path), or pass checkpoint_id"
-            )
-        return self.path
-
-    def ended(self) -> None:
-        """DCP's thread is gone, or DCP is done with this save in it."""
-        if self.snapshot is not None:
-            self.snapshot.fail(
-                SaveAbandonedError("DCP ended this save before its data were written")
-            )
-        if self.turn is not None:
-            self.turn.end()
-
-
 class _ThisThread(threading.local):
     """What DCP has told a writer so far in the calling thread."""
 
     path: Path | None = None
-    staged: _Save | None = None
-    save: _Save | None = None
+    staged: Save | None = None
+    save: Save | None = None
 
 
 class DataStatesWriter(StorageWriter, AsyncStager):
@@ -123,6 +91,19 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             :attr:`captured` other than by an optimizer's ``step()``; ``"none"``, copy all at the call.
         overwrite: Whether a save may replace a committed checkpoint at the path. The old one
             loads until the new one is committed, whatever happens.
+        process_group: The ranks that save together, if they are not all: the group that is passed to
+            DCP. Only its membership is used, no collective runs on it.
+        commit: ``"wait"``: DCP's future returns when the checkpoint is committed on all ranks.
+            ``"background"``: it returns as soon as the bytes are read and handed over, so that DCP's
+            bookkeeping of the next save can begin; :attr:`committed` and :meth:`wait` tell the outcome,
+            and a failure that nobody has asked about is logged by the next save. A synchronous save
+            always waits.
+        commit_timeout: Seconds without any progress after which a rank that is alive fails the save. A
+            rank that is dead, or silent for 15 s, fails it in any case.
+        max_in_flight: Asynchronous saves of this process that may be under way before one is behind.
+        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save;
+            drop the oldest that has not begun, for the ``"newest"``. The ranks agree on the last two,
+            and the future of a save that is left out raises :class:`CheckpointSkipped`.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or ``path`` is a file.
@@ -143,6 +124,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         read_deadline: float = 1.0,
         defer: str = "owned",
         overwrite: bool = True,
+        process_group: Any = None,
+        commit: str = "wait",
+        commit_timeout: float = 300.0,
+        max_in_flight: int = 4,
+        when_behind: str = "wait",
     ) -> None:
         super().__init__()
         self._config = WriterConfig.checked(
@@ -151,12 +137,18 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             read_deadline=read_deadline,
             defer=defer,
             overwrite=overwrite,
+            commit=commit,
+            commit_timeout=commit_timeout,
+            max_in_flight=max_in_flight,
+            when_behind=when_behind,
         )
+        self._process_group = process_group
+        self._peers()
         self._path = None if path is None else self._checked(path)
         self._here = _ThisThread()
-        self._lock = threading.Lock()  # guards _in_flight, _captured, _last, _closed
-        self._in_flight: list[_Save] = []
-        self._captured: Future[None] | None = None
+        self._lock = threading.Lock()  # guards _saves, _newest, _last, _closed
+        self._saves: list[Save] = []  # whose outcome is not known, or was not asked for
+        self._newest: Save | None = None
         self._last: SaveStats | None = None
         self._closed = False
         engine(self._config.host_cache_bytes)
@@ -170,97 +162,141 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         Raises from ``result()`` what the save failed with until then. Done already if there was none.
         """
         with self._lock:
-            if self._captured is None:
-                self._captured = Future()
-                self._captured.set_result(None)
-            return self._captured
+            newest = self._newest
+        return _done() if newest is None or newest.snapshot is None else newest.snapshot.captured
+
+    @property
+    def committed(self) -> Future[None]:
+        """Of the newest save: done when it is committed on all ranks, or has failed.
+
+        This is authoritative: a future of DCP's that raised may have lost its coordinator after the
+        commit. Raises from ``result()`` this package's error that failed the save, with the rank's
+        number, or :class:`CommitOutcomeUnknown`. Done already if there was none.
+        """
+        with self._lock:
+            newest = self._newest
+        return _done() if newest is None else newest.committed
 
     @property
     def last_save(self) -> SaveStats | None:
-        """What the newest save whose files are durable cost on this rank; None before the first."""
+        """What the newest save that was handed over cost on this rank; None before the first."""
         return self._last
 
     def wait(self) -> None:
-        """Block until DCP is done with every asynchronous save of this writer; starts their reads now.
+        """Block until the outcome of every save of this writer is known; starts their reads now.
 
-        Does not raise for a failed save: its future does.
+        With ``commit="background"``, raises what a save failed with whose outcome nobody has asked for.
         """
         step_gate.open_windows()
+        self._end_mine()
         with self._lock:
-            in_flight = list(self._in_flight)
-        for save in in_flight:
-            if save.turn is not None:
-                save.turn.join()
+            saves = list(self._saves)
+        for save in saves:
+            save.wait()
+        with self._lock:
+            self._saves = [save for save in self._saves if save not in saves]
+        for save in saves:
+            if save.background and not save.committed.asked:
+                save.committed.result()
 
     def close(self) -> None:
         """:meth:`wait`, then refuse further saves. Idempotent. The shared engine lives on."""
-        self.wait()
-        with self._lock:
-            self._closed = True
+        try:
+            self.wait()
+        finally:
+            with self._lock:
+                self._closed = True
 
     # ---- AsyncStager ---------------------------------------------------------------------------
 
     def stage(self, state_dict: Mapping[str, Any]) -> Any:
         """Capture ``state_dict``: copy what must be copied, arm the gate and the read window, return.
 
-        Called by ``dcp.async_save`` in the training thread. Raises :class:`UnsupportedTensorError`,
-        :class:`ConfigurationError` or :class:`CheckpointExistsError`; then nothing was started.
+        Called by ``dcp.async_save`` in the training thread. Raises :class:`ConfigurationError`. What
+        may go wrong on one rank alone (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`,
+        :class:`StorageError`) is raised here if there is one rank; else by the future, on all ranks.
         """
         began = time.perf_counter()
+        config = self._config
         self._check_open()
-        if self._path is not None:
-            self._check_overwrite(self._path)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise ConfigurationError(
                 "async_save was called while a CUDA graph is being captured; call it outside"
             )
-        config = self._config
-        native = engine(config.host_cache_bytes)
-        order = next_order()
-        ownership = Ownership(known_optimizers() if config.defer != "none" else ())
-        immediate = config.read_window == "immediate"
-        window = Window(0.0 if immediate else config.read_deadline)
+        warn_if_shared()
+        self._report()
+        group = commit_group(self._peers())
+        if config.when_behind == "wait":
+            await_room(config.max_in_flight)
         stats = SaveStats()
-        snapshot = Snapshot(ownership, window, order, stats)
-        buffers = EagerBuffers(native, order)
+        save = self._make_save(group, self._path, stats, asynchronous=True)
+        save.snapshot = self._snapshot(save)
         try:
-            captured = capture(state_dict, ownership, config.defer, native, buffers.allocate)
-        except BaseException:
-            buffers.release()
-            raise
-        save = _Save(self._path, stats, snapshot, Turn(), order)
-        stats.eager_bytes = captured.eager_bytes
-        stats.deferred_bytes = sum(captured.deferred.sizes)
-        try:
-            snapshot.hold(captured, buffers.slab)
-            if not immediate and captured.deferred.sizes:
-                step_gate.arm_backward()
-        except BaseException:
-            save.ended()  # or the saves behind it would wait for its turn
-            raise
+            hit("capture.before")
+            self._capture(save, save.snapshot, state_dict)
+            hit("capture.after")
+        except BaseException as error:
+            save.error = error
+            save.snapshot.fail(error)
+            if group.peers.world == 1 or not isinstance(error, Exception):
+                raise
+        save.turn = Turn()
+        if config.when_behind != "wait":
+            save.undecided()
+            group.policy.ask(save, config.max_in_flight, config.when_behind)
         with self._lock:
-            self._in_flight = [other for other in self._in_flight if not _is_over(other)]
-            self._in_flight.append(save)
-            self._captured = snapshot.captured
+            self._newest = save
+            self._saves = [other for other in self._saves if not _is_told(other)]
+            self._saves.append(save)
+        enter(save)
 
         def begin() -> dict[Any, Any]:
             self._here.staged = save
             at_thread_end(save.ended)
             assert save.turn is not None
+            assert save.snapshot is not None
             save.turn.wait()
+            save.begin()
             try:
-                return snapshot.begin()
+                return {} if save.error is not None else save.snapshot.begin()
             except DataStatesError as error:
                 # Raised from storage_meta(), where DCP tells the other ranks; here they would wait.
                 save.error = error
                 return {}
 
         def abandon(error: BaseException) -> None:
-            snapshot.fail(error)
+            assert save.snapshot is not None
+            save.snapshot.fail(error)
+            save.error = error
             save.ended()
 
         stats.stage_seconds = time.perf_counter() - began
         return StagedStateDict(begin, abandon)
+
+    def _snapshot(self, save: Save) -> Snapshot:
+        config = self._config
+        ownership = Ownership(known_optimizers() if config.defer != "none" else ())
+        window = Window(0.0 if config.read_window == "immediate" else config.read_deadline)
+        return Snapshot(ownership, window, save.order, save.stats)
+
+    def _capture(self, save: Save, snapshot: Snapshot, state_dict: Mapping[str, Any]) -> None:
+        config = self._config
+        if self._path is not None:
+            check_overwrite(self._path, config.overwrite)
+        native = engine(config.host_cache_bytes)
+        buffers = EagerBuffers(native, save.order)
+        try:
+            captured = capture(
+                state_dict, snapshot.ownership, config.defer, native, buffers.allocate
+            )
+        except BaseException:
+            buffers.release()
+            raise
+        save.stats.eager_bytes = captured.eager_bytes
+        save.stats.deferred_bytes = sum(captured.deferred.sizes)
+        snapshot.hold(captured, buffers.slab)
+        if config.read_window != "immediate" and captured.deferred.sizes:
+            step_gate.arm_backward()
 
     def synchronize_staging(self) -> None:
         """Block until :attr:`captured` is done; raises what it raises."""
@@ -296,6 +332,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """Take this save's rank. ``use_collectives=False`` is refused: nothing could be committed."""
         save = self._here.save or self._begin()
         save.rank = int(kwargs.get("rank") or 0)
+        save.is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(
                 "use_collectives=False is not supported: a checkpoint is committed once, for all ranks; "
@@ -303,40 +340,37 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Create the directory and see that it may be written to."""
+        """See that the checkpoint may be written."""
+        hit("plan.before")
         directory = self._save().directory()
-        self._check_overwrite(directory)
-        local.make_directories(directory)
+        check_overwrite(directory, self._config.overwrite)
         local.check_writable(directory)
+        hit("plan.after")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: choose the attempt, which travels to the ranks with their plans."""
-        save = self._save()
-        attempt = next_attempt(local.attempts(save.directory()))
-        save.deliver(attempt)
-        return [dataclasses.replace(plan, storage_data=AttemptTicket(attempt)) for plan in plans]
+        """Coordinator: claim an attempt; the ticket travels to the ranks with their plans."""
+        carrier = TicketCarrier(self._save().claim(len(plans)))
+        return [dataclasses.replace(plan, storage_data=carrier) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's part of the plan; returns when it is on stable storage.
+        """Write this rank's part of the plan; returns when all of it is read, and was whole.
 
-        Raises :class:`SnapshotTornError`, :class:`UnsupportedTensorError`, :class:`StorageError`, or
-        what the planner's ``resolve_data`` raises; then this rank's files are removed.
+        The files become durable behind it, and the commit group waits for that. Raises
+        :class:`SnapshotTornError`, :class:`UnsupportedTensorError`, :class:`StorageError`, or what the
+        planner's ``resolve_data`` raises; then this save fails on all ranks.
         """
         save = self._save()
-        if isinstance(plan.storage_data, AttemptTicket):
-            save.deliver(plan.storage_data.attempt)
-        if save.attempt is None:
-            raise DataStatesError(
-                "the plan carries no attempt: prepare_global_plan was not called, or its plans not used"
-            )
         try:
-            results = write_plan(
+            if isinstance(plan.storage_data, TicketCarrier):
+                save.deliver(plan.storage_data.ticket)
+            ticket = save.ticket()
+            results, part = write_plan(
                 plan,
                 planner,
                 engine(self._config.host_cache_bytes),
                 save.directory(),
-                save.attempt,
+                ticket.attempt,
                 save.rank,
                 save.order,
                 save.snapshot,
@@ -345,28 +379,53 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         except BaseException as error:
             if save.snapshot is not None:
                 save.snapshot.fail(error)
+            save.submit(FailedPart(error))
+            self._over_unless_dcp_thread(save)
             raise
+        save.submit(part)
         with self._lock:
             self._last = save.stats
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
-        self._over_unless_dcp_thread(save)
+        if not save.is_coordinator:
+            self._over_unless_dcp_thread(save)
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Coordinator: every rank's bytes are durable; commit."""
+        """Coordinator: DCP has all ranks' results. Returns when committed, or raises why not.
+
+        With ``commit="background"`` and an asynchronous save, returns at once.
+        """
         save = self._save()
-        assert save.attempt is not None
-        directory = save.directory()
-        self._check_overwrite(directory)
-        meta = StorageMeta(checkpoint_id=str(directory), save_id=save.attempt.name)
-        commit(directory, save.attempt, metadata, meta, results)
+        try:
+            save.consolidate(metadata, results)
+        finally:
+            self._over_unless_dcp_thread(save)
 
     # ---- within ------------------------------------------------------------------------------------
 
-    def _begin(self) -> _Save:
+    def _peers(self) -> Peers:
+        return peers_of(self._process_group)
+
+    def _make_save(
+        self, group: CommitGroup, path: Path | None, stats: SaveStats, *, asynchronous: bool
+    ) -> Save:
+        config = self._config
+        return Save(
+            group,
+            path,
+            stats=stats,
+            order=next_order(),
+            background=asynchronous and config.commit == "background",
+            overwrite=config.overwrite,
+            timeout=config.commit_timeout,
+            reading=config.read_deadline,
+        )
+
+    def _begin(self) -> Save:
         """A save begins in this thread: the one whose staged state DCP has just looked at, or a new one."""
         here = self._here
+        self._end_mine()
         staged, here.staged = here.staged, None
         path, here.path = here.path, None
         if staged is not None:
@@ -374,16 +433,37 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.path = path or save.path
         else:
             self._check_open()
+            self._report()
             step_gate.open_windows()  # no backward pass comes while this thread waits here
             await_all()
-            save = _Save(path or self._path, SaveStats(), order=next_order())
+            group = commit_group(self._peers())
+            save = self._make_save(group, path or self._path, SaveStats(), asynchronous=False)
+            save.begin()
+            with self._lock:
+                self._newest = save
+                self._saves.append(save)
         here.save = save
         collect_ticket(save.deliver)
         if save.error is not None:
             raise save.error
         return save
 
-    def _save(self) -> _Save:
+    def _end_mine(self) -> None:
+        """A synchronous save that ran in this thread is over, or nobody would be here."""
+        save = self._here.save
+        if save is not None and save.turn is None:
+            save.ended()
+
+    def _report(self) -> None:
+        """Log the failures of saves in the background that nobody has asked about."""
+        with self._lock:
+            unasked = [save for save in self._saves if save.background and not save.committed.asked]
+        for save in unasked:
+            if (error := save.committed.peek()) is not None:
+                save.committed.asked = True
+                logger.error("an earlier save was not committed: %s", error)
+
+    def _save(self) -> Save:
         save = self._here.save
         if save is None:
             raise DataStatesError(
@@ -391,24 +471,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         return save
 
-    def _over_unless_dcp_thread(self, save: _Save) -> None:
-        # DCP's own thread ends with its save, and that ends the turn. In a thread of somebody else's,
-        # which may live on, nothing tells of the end: the turn ends here.
-        if save.turn is not None and not threading.current_thread().name.startswith(
-            "AsyncCheckpointExecutor"
-        ):
-            save.turn.end()
+    def _over_unless_dcp_thread(self, save: Save) -> None:
+        # DCP's own thread ends with its save, and that ends the save here. In a thread of somebody
+        # else's, which may live on, nothing tells of the end.
+        if not threading.current_thread().name.startswith("AsyncCheckpointExecutor"):
+            save.ended()
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigurationError("this DataStatesWriter is closed; construct another one")
-
-    def _check_overwrite(self, directory: Path) -> None:
-        if not self._config.overwrite and (directory / local.METADATA_NAME).exists():
-            raise CheckpointExistsError(
-                f"a committed checkpoint is at {str(directory)!r} and overwrite=False; "
-                f"pass overwrite=True to replace it, or another path"
-            )
 
     @staticmethod
     def _checked(path: str | os.PathLike[str]) -> Path:
@@ -423,5 +494,14 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         )
 
 
-def _is_over(save: _Save) -> bool:
-    return save.turn is None or save.turn.ended
+def _done() -> Future[None]:
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future
+
+
+def _is_told(save: Save) -> bool:
+    """Whether nobody needs to be told about the save any more."""
+    return save.over and (
+        not save.background or save.committed.asked or save.committed.peek() is None
+    )

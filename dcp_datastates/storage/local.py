@@ -11,6 +11,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +21,7 @@ from dcp_datastates.storage import operations
 
 __all__ = [
     "METADATA_NAME",
+    "Signature",
     "attempts",
     "check_writable",
     "claim",
@@ -28,6 +30,7 @@ __all__ = [
     "publish",
     "remove_attempt",
     "remove_files",
+    "signature",
     "sync_directories",
 ]
 
@@ -123,6 +126,31 @@ def attempts(directory: Path) -> list[Attempt]:
     except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(attempt for name in names if (attempt := Attempt.parse(name)))
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Which file a ``.metadata`` is: every publication makes another one."""
+
+    device: int
+    inode: int
+    nbytes: int
+    modified_ns: int
+
+
+def signature(directory: Path) -> Signature | None:
+    """Of the committed checkpoint in ``directory``; None if there is none."""
+    with _explained("stat", directory / METADATA_NAME):
+        try:
+            # Opened, so that a network file system asks its server.
+            descriptor = os.open(directory / METADATA_NAME, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+    return Signature(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def publish(directory: Path, attempt: Attempt, data: bytes) -> None:

@@ -114,7 +114,9 @@ def test_a_saves_by_a_subgroup_of_ranks_hold_what_those_ranks_have(shared_dir):
     half = dist.get_rank() // 2
     state = {f"of rank {dist.get_rank()}": torch.full((40_000,), float(dist.get_rank()))}
     path = shared_dir / str(half)
-    async_save(state, path, group=halves[half], read_deadline=0.1).result(60)
+    async_save(
+        state, path, group=halves[half], process_group=halves[half], read_deadline=0.1
+    ).result(60)
     dist.barrier()
     for number in (0, 1):
         found = load_everything(shared_dir / str(number))

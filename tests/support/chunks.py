@@ -25,7 +25,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_datastates import DataStatesReader
-from support.checkpoints import writer
+from dcp_datastates.attempt import next_attempt
+from dcp_datastates.engine import engine, next_order
+from dcp_datastates.publish import publish
+from dcp_datastates.round import Consolidated, Round
+from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage import local
+from dcp_datastates.write import write_plan
 
 __all__ = ["Box", "boxes", "load_by_ranks", "save_by_ranks", "write_item"]
 
@@ -115,23 +121,26 @@ class _LoadPieces(DefaultLoadPlanner):
         return box.of(tensor)
 
 
-def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces], **options: Any) -> None:
-    """What DCP does on each rank, for all ranks in turn, in this thread."""
-    writers = [writer(path, **options) for _ in pieces_of_ranks]
+def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
+    """What each rank writes and the coordinator publishes, for all ranks in turn, in this thread."""
     planners = [_SavePieces(pieces) for pieces in pieces_of_ranks]
-    plans = []
-    for rank, (ours, planner) in enumerate(zip(writers, planners, strict=True)):
-        meta = ours.storage_meta()
-        planner.set_up_planner({}, meta, rank == 0)
-        ours.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        plans.append(ours.prepare_local_plan(planner.create_local_plan()))
-    plans, metadata = planners[0].create_global_plan(plans)
-    plans = writers[0].prepare_global_plan(plans)
-    results = [
-        ours.write_data(planner.finish_plan(plan), planner).wait()
-        for ours, planner, plan in zip(writers, planners, plans, strict=True)
-    ]
-    writers[0].finish(metadata, results)
+    plans, metadata = planners[0].create_global_plan([p.create_local_plan() for p in planners])
+    attempt = next_attempt([])
+    local.make_directories(path)
+    assert local.claim(path, attempt)
+    results, parts = [], []
+    for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
+        final = planner.finish_plan(plan)
+        order = next_order()
+        mine, part = write_plan(
+            final, planner, engine(64 << 20), path, attempt, rank, order, None, SaveStats()
+        )
+        results.append(mine)
+        parts.append(part)
+    for part in parts:
+        assert part.wait(60)
+        assert part.error is None
+    publish(Round(0, attempt, path, parts[0], timeout=60), Consolidated(metadata, results))
 
 
 def load_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:

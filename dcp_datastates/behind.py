@@ -1,0 +1,197 @@
+"""What happens when saves come faster than they commit: wait, skip this one, or drop the oldest unbegun.
+
+The last two are decided by all ranks together, for a save that only some of them left out could never be
+committed. That vote cannot queue behind the late commit that it is about: it has a lane (a gloo
+group and a thread) of its own. ``async_save`` does not wait for it; DCP's thread does, before it looks at the
+state, so nothing of a save is read that may yet be left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+from typing import Any, Final, Protocol
+
+from dcp_datastates import step_gate
+from dcp_datastates.config import WhenBehind
+from dcp_datastates.errors import CheckpointSkipped
+from dcp_datastates.heart import Heart
+from dcp_datastates.lane import Lane, LaneBroken
+from dcp_datastates.peers import Peers
+from dcp_datastates.worker import Worker
+
+__all__ = ["Policy", "Waiting", "await_room", "enter", "in_flight"]
+
+logger = logging.getLogger(__name__)
+
+_ROW: Final = struct.Struct("<qqQ")
+_DEPTH: Final = 64
+"""How many saves back one may be dropped."""
+
+
+class Waiting(Protocol):
+    """A save, as this file sees it."""
+
+    @property
+    def over(self) -> bool:
+        """Whether its outcome is known."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether DCP has begun to plan it, or it was left out."""
+
+    def wait(self) -> None:
+        """Return when it is over."""
+
+    def skip(self, error: CheckpointSkipped) -> None:
+        """Leave it out."""
+
+    def decided(self) -> None:
+        """Whether to leave it out has been decided; DCP's thread may go on."""
+
+
+_lock = threading.Lock()  # guards _saves
+_saves: list[Waiting] = []
+
+
+def in_flight() -> list[Waiting]:
+    """This process's asynchronous saves whose outcome is not known, oldest first."""
+    global _saves
+    with _lock:
+        _saves = [save for save in _saves if not save.over]
+        return list(_saves)
+
+
+def enter(save: Waiting) -> None:
+    """``save`` is in flight from now on."""
+    with _lock:
+        _saves.append(save)
+
+
+def await_room(limit: int) -> None:
+    """Block, without the GIL, until fewer than ``limit`` saves are in flight. Opens their windows."""
+    while len(waiting := in_flight()) >= limit:
+        step_gate.open_windows()
+        waiting[0].wait()
+
+
+class Policy:
+    """The ranks' common decision about saves that come too fast; one per set of ranks.
+
+    Every rank asks about the same saves in the same order, as it saves the same.
+    """
+
+    def __init__(self, peers: Peers, heart: Heart | None) -> None:
+        self._peers = peers
+        self._heart = heart
+        self._worker = Worker("dcp_datastates-policy")
+        self._lock = threading.Lock()  # guards _asked and _recent
+        self._asked = 0
+        self._recent: dict[int, Waiting] = {}  # by number of the question
+        self._store: Any = None
+        self._generation = 0
+        self._lane = Lane(peers, "policy")
+
+    def ask(self, save: Waiting, limit: int, mode: WhenBehind) -> None:
+        """Whether to leave out ``save``, or an older one. Returns at once; ``save.decided()`` follows."""
+        with self._lock:
+            number = self._asked
+            self._asked += 1
+            self._recent = {
+                asked: other
+                for asked, other in self._recent.items()
+                if number - asked <= _DEPTH and not other.over
+            }
+            behind = len([other for other in in_flight() if not _left_out(other)]) >= limit
+            mask = sum(
+                1 << (number - asked - 1)
+                for asked, other in self._recent.items()
+                if not other.begun
+            )
+            self._recent[number] = save
+        if not self._worker.post(lambda: self._decide(save, number, behind, mask, mode)):
+            save.decided()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._worker.close()
+        self._lane.leave()
+
+    def _decide(
+        self, save: Waiting, number: int, behind: bool, mask: int, mode: WhenBehind
+    ) -> None:
+        try:
+            rows = self._gather(_ROW.pack(number, behind, mask))
+        except LaneBroken as broken:
+            # The saves take their course; if a rank is lost, their commit will say so.
+            logger.warning("the ranks could not decide whether to leave out a save: %s", broken)
+            save.decided()
+            return
+        try:
+            if len({row[0] for row in rows}) > 1:
+                logger.error("the ranks ask about different saves (%s); none is left out", rows)
+            elif any(row[1] for row in rows):
+                self._leave_out(save, number, rows, mode)
+        finally:
+            save.decided()
+
+    def _leave_out(
+        self, save: Waiting, number: int, rows: list[tuple[int, int, int]], mode: WhenBehind
+    ) -> None:
+        if mode == "skip":
+            save.skip(CheckpointSkipped("earlier saves are late: all ranks skip this one (skip)"))
+            return
+        common = rows[0][2]
+        for row in rows:
+            common &= row[2]
+        if common:
+            with self._lock:
+                oldest = self._recent.get(number - common.bit_length())
+            if oldest is not None:
+                oldest.skip(
+                    CheckpointSkipped(
+                        "a newer save came before this one had begun: all ranks drop it (newest)"
+                    )
+                )
+
+    def _gather(self, row: bytes) -> list[tuple[int, int, int]]:
+        if self._heart is None:
+            return [_ROW.unpack(row)]
+        while True:
+            try:
+                self._generation = max(self._generation, self._heart.generation)
+                self._lane.join(self._generation, self._check)
+                return [
+                    _ROW.unpack(data) for data in self._lane.gather(row, _ROW.size, self._check)
+                ]
+            except _NextGeneration:
+                self._lane.leave()
+            except LaneBroken:
+                self._lane.leave()
+                raise
+
+    def _check(self) -> None:
+        assert self._heart is not None
+        if losses := self._heart.losses():
+            raise LaneBroken("; ".join(map(str, losses)))
+        if self._heart.generation > self._generation:
+            raise _NextGeneration
+
+
+class _NextGeneration(Exception):
+    """Other ranks have given the gloo group up."""
+
+
+def _left_out(save: Waiting) -> bool:
+    return getattr(save, "left_out", False)
+
+
+def _forget_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _saves.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,323 @@
+"""Heartbeats in a c10d store: who is alive, who makes progress, and what the others have decided.
+
+gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once
+a second, the coordinator reads everybody's, and everybody reads the coordinator's (2 N requests a second
+in all). A rank is
+
+- *dead* if its process is gone, which is certain, and seen at once, on the same machine;
+- *silent* if its beat has stood still for :data:`SILENCE_SECONDS`: dead, stopped, or cut off;
+- *stalled* if it beats and has not voted in a round, and has made no progress towards it for the round's
+  ``commit_timeout``.
+
+A beat says how far the rank's own save has come, so flushes that take longer on one rank than on another
+time nobody out. One thread, ``dcp_datastates-heart``: it ends with :meth:`Heart.close`, and touches nothing but
+the store and the fields below ``_lock``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dcp_datastates.peers import Peers
+
+__all__ = ["SILENCE_SECONDS", "Beat", "Heart", "Loss"]
+
+logger = logging.getLogger(__name__)
+
+SILENCE_SECONDS: Final = 15.0
+"""A rank whose beat has not changed for this long counts as lost."""
+
+_ACTIVE_SECONDS: Final = 1.0
+"""Between two beats while a save is in flight."""
+
+_IDLE_SECONDS: Final = 4.0
+"""Between two beats while none is."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank says of itself: the last round it voted in, and how far it has come towards the next.
+
+    ``progress`` is a number that changes as long as there is any; ``doing`` says in words what it counts.
+    """
+
+    voted: int = -1
+    progress: int = 0
+    doing: str = "idle"
+
+    def encode(self, count: int) -> str:
+        return f"{count}|{self.voted}|{self.progress}|{self.doing}"
+
+    @staticmethod
+    def decode(value: bytes) -> Beat:
+        _, voted, progress, doing = value.decode().split("|", 3)
+        return Beat(int(voted), int(progress), doing)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a rank is counted out. ``certain``: its process is gone, so it does nothing any more."""
+
+    rank: int
+    reason: str
+    certain: bool = False
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.reason}"
+
+
+@dataclass
+class _Watched:
+    """What is known of one rank."""
+
+    value: bytes = b""
+    beat: Beat = Beat()
+    silent: float = 0.0  # seconds without a new beat, by observations made
+    still: float = 0.0  # seconds without progress
+    who: str | None = None
+
+
+def _boot() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When the process started, in the kernel's ticks; None if it is gone, or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]
+
+
+def _identity() -> str:
+    """Machine, process and start: enough for a neighbour to see that the process is gone."""
+    return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
+
+
+def _is_gone(who: str) -> bool:
+    _, boot, pid, started = who.split("|")
+    return bool(boot) and boot == _boot() and _started(int(pid)) != started
+
+
+class Heart:
+    """This rank's beat, and its watch over the others'.
+
+    Args:
+        peers: the ranks.
+        store: a connection to the store for this thread alone.
+        status: what to say of this rank; called by the heart's thread.
+    """
+
+    def __init__(self, peers: Peers, store: Any, status: Callable[[], Beat]) -> None:
+        self._peers = peers
+        self._store = store
+        self._status = status
+        self._watched = {
+            rank: _Watched()
+            for rank in (range(1, peers.world) if peers.rank == 0 else (0,))
+            if rank != peers.rank
+        }
+        self._lock = (
+            threading.Lock()
+        )  # guards _watched, _decision, _generation, _round, _store_error
+        self._round: int | None = None
+        self._decision: bytes | None = None
+        self._generation = 0
+        self._store_error: str | None = None
+        self._looks = 0
+        self._looked_at = time.monotonic()
+        self._active = 0
+        self._wake = threading.Event()  # set to beat now
+        self._stopping = False
+        self._on_loss: Callable[[list[Loss]], None] | None = None
+        self._thread = threading.Thread(
+            target=self._run, name="dcp_datastates-heart", daemon=True
+        )  # joined by close()
+        self._thread.start()
+
+    # ---- any thread --------------------------------------------------------------------------
+
+    def on_loss(self, call: Callable[[list[Loss]], None] | None) -> None:
+        """Have ``call`` called, by the heart's thread, when ranks are found dead or silent."""
+        self._on_loss = call
+
+    def quicken(self) -> None:
+        """A save has begun: beat every second until as many :meth:`slow` have come."""
+        with self._lock:
+            self._active += 1
+        self._wake.set()
+
+    def slow(self) -> None:
+        """A save is over."""
+        with self._lock:
+            self._active -= 1
+
+    def follow(self, round_number: int | None) -> None:
+        """Look for the others' decision about this round with every beat from now on."""
+        with self._lock:
+            self._round = round_number
+            self._decision = None
+        self._wake.set()
+
+    @property
+    def decision(self) -> bytes | None:
+        """What the store says about the round that is followed; None so far."""
+        with self._lock:
+            return self._decision
+
+    @property
+    def generation(self) -> int:
+        """The newest generation of the group, as of the last beat."""
+        with self._lock:
+            return self._generation
+
+    def losses(self) -> list[Loss]:
+        """The ranks that are dead or silent now."""
+        with self._lock:
+            found = []
+            if self._store_error is not None:
+                reason = (
+                    f"or torchrun's agent, whichever hosts the store that the ranks meet at, is gone "
+                    f"({self._store_error})"
+                )
+                found.append(Loss(0, reason))
+            for rank, watched in self._watched.items():
+                if watched.who is not None and _is_gone(watched.who):
+                    pid = watched.who.split("|")[2]
+                    host = watched.who.split("|")[0]
+                    found.append(Loss(rank, f"is dead (process {pid} on {host} is gone)", True))
+                elif watched.silent >= SILENCE_SECONDS:
+                    found.append(
+                        Loss(
+                            rank,
+                            f"has been silent for {watched.silent:.0f} s: dead, stopped or cut off "
+                            f"(last seen: {watched.beat.doing})",
+                        )
+                    )
+            return found
+
+    def stalled(self, round_number: int, seconds: float) -> list[Loss]:
+        """The ranks that beat, owe a vote in the round, and came no further for ``seconds``."""
+        with self._lock:
+            return [
+                Loss(
+                    rank,
+                    f"is alive, but has made no progress for {watched.still:.0f} s "
+                    f"({watched.beat.doing})",
+                )
+                for rank, watched in self._watched.items()
+                if watched.still >= seconds
+                and (
+                    watched.beat.voted < round_number or watched.beat.doing.startswith("publishing")
+                )
+            ]
+
+    def await_look(self, seconds: float) -> None:
+        """Return when all beats have been read once more, or after ``seconds``."""
+        looks = self._looks
+        deadline = time.monotonic() + seconds
+        self._wake.set()
+        while self._looks <= looks + 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """End the thread and wait for it. Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5)
+
+    # ---- the heart's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        count = 0
+        with contextlib.suppress(Exception):
+            self._store.set(f"who/{self._peers.rank}", _identity())
+        while not self._stopping:
+            self._wake.clear()
+            began = time.monotonic()
+            count += 1
+            try:
+                self._store.set(f"beat/{self._peers.rank}", self._status().encode(count))
+                self._look()
+                error = None
+            except Exception as failed:
+                error = str(failed).partition("\n")[0][:200] or type(failed).__name__
+            with self._lock:
+                if error != self._store_error:
+                    self._store_error = error
+                    if error is not None:
+                        logger.warning("the store that the ranks meet at fails: %s", error)
+                active = self._active > 0 or self._round is not None
+                interval = _ACTIVE_SECONDS if active else _IDLE_SECONDS
+            if active and self._on_loss is not None and (losses := self.losses()):
+                self._on_loss(losses)
+            self._pause(began + interval)
+
+    def _pause(self, until: float) -> None:
+        while not self._stopping and (left := until - time.monotonic()) > 0:
+            if self._wake.wait(left):
+                # Woken by a round that wants news; but never beat more than ten times a second.
+                self._wake.clear()
+                until = min(until, time.monotonic() + 0.1)
+
+    def _look(self) -> None:
+        # This thread may itself have been kept from running: then the others' beats are no older than
+        # its last look, however late it is, and it counts no more silence than an interval or two.
+        now = time.monotonic()
+        passed = min(now - self._looked_at, 2 * _ACTIVE_SECONDS)
+        self._looked_at = now
+        self._read_beats(passed)
+        with self._lock:
+            round_number = self._round
+        decision = None
+        if round_number is not None and self._store.check([f"decision/{round_number}"]):
+            decision = self._store.get(f"decision/{round_number}")
+        generation = int(self._store.get("generation")) if self._store.check(["generation"]) else 0
+        with self._lock:
+            if self._round == round_number and decision is not None:
+                self._decision = decision
+            self._generation = max(self._generation, generation)
+            self._looks += 1
+
+    def _read_beats(self, passed: float) -> None:
+        known = [rank for rank, watched in self._watched.items() if watched.value]
+        new = [rank for rank, watched in self._watched.items() if not watched.value]
+        if new and not self._store.check([f"beat/{rank}" for rank in new]):
+            new = [rank for rank in new if self._store.check([f"beat/{rank}"])]
+        for rank in new:
+            if self._store.check([f"who/{rank}"]):
+                who = self._store.get(f"who/{rank}").decode()
+                with self._lock:
+                    self._watched[rank].who = who
+        ranks = known + new
+        values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        with self._lock:
+            for watched in self._watched.values():
+                # A rank that was never heard of may not have come to its first save yet; once a round is
+                # on, it has.
+                if watched.value or self._round is not None:
+                    watched.silent += passed
+                    watched.still += passed
+            for rank, value in zip(ranks, values, strict=True):
+                watched = self._watched[rank]
+                if value == watched.value:
+                    continue
+                beat = Beat.decode(value)
+                watched.value, watched.silent = value, 0.0
+                if beat != watched.beat:
+                    watched.beat, watched.still = beat, 0.0

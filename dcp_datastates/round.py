@@ -1,0 +1,135 @@
+"""One save on its way to being committed: what one rank brings to the vote, and what came of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.storage.lock import Hold
+
+__all__ = ["FailedPart", "Part", "Round"]
+
+
+class Part(Protocol):
+    """One rank's files of one save, on their way to stable storage."""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether they are durable, or have failed and nothing touches them any more, within ``seconds``."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why they failed; None while under way, and once durable."""
+
+    @property
+    def progress(self) -> int:
+        """A number that changes as long as there is progress."""
+
+    def cancel(self) -> None:
+        """Fail them if they are not durable. Returns at once."""
+
+
+@dataclass(frozen=True)
+class FailedPart:
+    """A part that never came to be, or was removed again."""
+
+    error: BaseException
+    progress: int = 0
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """What the coordinator publishes: DCP's global metadata, and every rank's results."""
+
+    metadata: Metadata
+    results: Sequence[Sequence[WriteResult]]
+
+
+class Round:
+    """One save, from the moment that a rank has its share of the plan until its outcome is known.
+
+    Args:
+        number: the same on every rank; the coordinator counts.
+        attempt: the same on every rank; None where this rank knows only that there was a save.
+        directory: the checkpoint's.
+        part: this rank's files.
+        seen: coordinator: which file ``.metadata`` was when the attempt was claimed.
+        overwrite: whether a checkpoint may be replaced.
+        hold: coordinator: says that the attempt is in flight.
+        timeout: seconds without progress after which a rank is given up.
+
+    ``committed`` resolves, in the commit thread, with the round's outcome on this rank.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        attempt: Attempt | None,
+        directory: Path | None,
+        part: Part,
+        *,
+        seen: Any = None,
+        overwrite: bool = True,
+        hold: Hold | None = None,
+        timeout: float,
+    ) -> None:
+        self.number: Final = number
+        self.attempt: Final = attempt
+        self.directory: Final = directory
+        self.part: Final = part
+        self.seen: Final = seen
+        self.overwrite: Final = overwrite
+        self.hold: Final = hold
+        self.timeout: Final = timeout
+        self.committed: Future[None] = Future()
+        self.committed.set_running_or_notify_cancel()
+        self.consolidated: Consolidated | None = None
+        self.abandoned: BaseException | None = None
+        self.failure: BaseException | None = None  # of the publication; the commit thread's
+        self._settled = threading.Event()  # set once either of the two above is
+
+    def provide(self, consolidated: Consolidated) -> None:
+        """Coordinator: DCP has gathered every rank's results. Any thread, once."""
+        self.consolidated = consolidated
+        self._settled.set()
+
+    def abandon(self, error: BaseException) -> None:
+        """Coordinator: DCP ended without gathering them. Changes nothing after :meth:`provide`."""
+        if not self._settled.is_set():
+            self.abandoned = error
+            self._settled.set()
+
+    def await_consolidated(self, seconds: float) -> bool:
+        """Whether either has come within ``seconds``."""
+        return self._settled.wait(seconds)
+
+    def resolve(self, error: BaseException | None) -> None:
+        """Let ``committed`` know. The first call counts."""
+        if self.hold is not None:
+            self.hold.release()
+        if self.committed.done():
+            return
+        if error is None:
+            self.committed.set_result(None)
+        else:
+            self.committed.set_exception(error)
+
+    @staticmethod
+    def missing(number: int, timeout: float) -> Round:
+        """A round of which this rank has heard nothing: it votes against it."""
+        error = SaveFailedError("this rank has no such save: its part of DCP's planning failed")
+        return Round(number, None, None, FailedPart(error), timeout=timeout)
