@@ -6,16 +6,22 @@ registers one hook before every ``Optimizer.step()``, which costs nothing while 
 
 from importlib.metadata import PackageNotFoundError, version
 
+from dcp_datastates.api import async_save
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
+    CheckpointSkipped,
+    CheckpointSupersededError,
+    CommitOutcomeUnknown,
     ConfigurationError,
     DataStatesError,
     IncompatibleStateError,
+    RankLostError,
     SaveAbandonedError,
+    SaveFailedError,
     SnapshotTornError,
     StorageError,
     UnsafeObjectError,
@@ -31,17 +37,23 @@ __all__ = [
     "CheckpointExistsError",
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
+    "CheckpointSkipped",
+    "CheckpointSupersededError",
+    "CommitOutcomeUnknown",
     "ConfigurationError",
     "DataStatesError",
     "DataStatesReader",
     "DataStatesWriter",
     "IncompatibleStateError",
+    "RankLostError",
     "SaveAbandonedError",
+    "SaveFailedError",
     "SaveStats",
     "SnapshotTornError",
     "StorageError",
     "UnsafeObjectError",
     "UnsupportedTensorError",
+    "async_save",
     "parse_size",
     "track",
 ]

@@ -161,8 +161,7 @@ class CommitGroup:
     def _cause(self, error: BaseException) -> BaseException:
         if self.heart is None:
             return error
-        self.heart.await_look(5)
-        losses = self.heart.losses()
+        losses = self.heart.await_loss()
         return RankLostError(_said(losses)) if losses else error
 
     def _status(self) -> Beat:

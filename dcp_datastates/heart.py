@@ -16,7 +16,6 @@ the store and the fields below ``_lock``.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import socket
@@ -35,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS: Final = 15.0
 """A rank whose beat has not changed for this long counts as lost."""
+
+_UNSEEN_SECONDS: Final = 300.0
+"""The same for a rank that has never been heard of: it may not have come to its first save yet."""
 
 _ACTIVE_SECONDS: Final = 1.0
 """Between two beats while a save is in flight."""
@@ -138,12 +140,12 @@ class Heart:
         self._decision: bytes | None = None
         self._generation = 0
         self._store_error: str | None = None
-        self._looks = 0
         self._looked_at = time.monotonic()
         self._active = 0
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
         self._on_loss: Callable[[list[Loss]], None] | None = None
+        self._store.set(f"who/{peers.rank}", _identity())
         self._thread = threading.Thread(
             target=self._run, name="dcp_datastates-heart", daemon=True
         )  # joined by close()
@@ -200,7 +202,7 @@ class Heart:
                     pid = watched.who.split("|")[2]
                     host = watched.who.split("|")[0]
                     found.append(Loss(rank, f"is dead (process {pid} on {host} is gone)", True))
-                elif watched.silent >= SILENCE_SECONDS:
+                elif watched.silent >= self._patience(watched):
                     found.append(
                         Loss(
                             rank,
@@ -209,6 +211,10 @@ class Heart:
                         )
                     )
             return found
+
+    def _patience(self, watched: _Watched) -> float:
+        # Once a round is on, every rank has come to its save.
+        return SILENCE_SECONDS if watched.value or self._round is not None else _UNSEEN_SECONDS
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:
         """The ranks that beat, owe a vote in the round, and came no further for ``seconds``."""
@@ -226,13 +232,16 @@ class Heart:
                 )
             ]
 
-    def await_look(self, seconds: float) -> None:
-        """Return when all beats have been read once more, or after ``seconds``."""
-        looks = self._looks
-        deadline = time.monotonic() + seconds
-        self._wake.set()
-        while self._looks <= looks + 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
+    def await_loss(self) -> list[Loss]:
+        """The ranks that are lost, as soon as there are any; none if none is found in due time."""
+        deadline = time.monotonic() + SILENCE_SECONDS + 3 * _ACTIVE_SECONDS
+        self.quicken()
+        try:
+            while not (losses := self.losses()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            return losses
+        finally:
+            self.slow()
 
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
@@ -245,8 +254,6 @@ class Heart:
 
     def _run(self) -> None:
         count = 0
-        with contextlib.suppress(Exception):
-            self._store.set(f"who/{self._peers.rank}", _identity())
         while not self._stopping:
             self._wake.clear()
             began = time.monotonic()
@@ -292,27 +299,22 @@ class Heart:
             if self._round == round_number and decision is not None:
                 self._decision = decision
             self._generation = max(self._generation, generation)
-            self._looks += 1
 
     def _read_beats(self, passed: float) -> None:
-        known = [rank for rank, watched in self._watched.items() if watched.value]
+        for rank, watched in self._watched.items():
+            if watched.who is None and self._store.check([f"who/{rank}"]):
+                watched.who = self._store.get(f"who/{rank}").decode()
+        ranks = [rank for rank, watched in self._watched.items() if watched.value]
         new = [rank for rank, watched in self._watched.items() if not watched.value]
-        if new and not self._store.check([f"beat/{rank}" for rank in new]):
-            new = [rank for rank in new if self._store.check([f"beat/{rank}"])]
-        for rank in new:
-            if self._store.check([f"who/{rank}"]):
-                who = self._store.get(f"who/{rank}").decode()
-                with self._lock:
-                    self._watched[rank].who = who
-        ranks = known + new
+        if new and self._store.check([f"beat/{rank}" for rank in new]):
+            ranks += new
+        else:
+            ranks += [rank for rank in new if self._store.check([f"beat/{rank}"])]
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         with self._lock:
             for watched in self._watched.values():
-                # A rank that was never heard of may not have come to its first save yet; once a round is
-                # on, it has.
-                if watched.value or self._round is not None:
-                    watched.silent += passed
-                    watched.still += passed
+                watched.silent += passed
+                watched.still += passed
             for rank, value in zip(ranks, values, strict=True):
                 watched = self._watched[rank]
                 if value == watched.value:

@@ -12,12 +12,13 @@ calling thread.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ class _ThisThread(threading.local):
 
     path: Path | None = None
     staged: Save | None = None
+    collected: list[Save] | None = None
     save: Save | None = None
 
 
@@ -143,7 +145,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             when_behind=when_behind,
         )
         self._process_group = process_group
-        self._peers()
+        _ = self.peers  # raises if this process is not among them
         self._path = None if path is None else self._checked(path)
         self._here = _ThisThread()
         self._lock = threading.Lock()  # guards _saves, _newest, _last, _closed
@@ -225,12 +227,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         warn_if_shared()
         self._report()
-        group = commit_group(self._peers())
+        group = commit_group(self.peers)
         if config.when_behind == "wait":
             await_room(config.max_in_flight)
         stats = SaveStats()
         save = self._make_save(group, self._path, stats, asynchronous=True)
         save.snapshot = self._snapshot(save)
+        if self._here.collected is not None:
+            save.background = True
+            self._here.collected.append(save)
         try:
             hit("capture.before")
             self._capture(save, save.snapshot, state_dict)
@@ -402,10 +407,23 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         finally:
             self._over_unless_dcp_thread(save)
 
-    # ---- within ------------------------------------------------------------------------------------
+    # ---- for this package's async_save ---------------------------------------------------------------
 
-    def _peers(self) -> Peers:
+    @property
+    def peers(self) -> Peers:
+        """The ranks that commit together."""
         return peers_of(self._process_group)
+
+    @contextlib.contextmanager
+    def in_background(self) -> Iterator[list[Save]]:
+        """Saves that this thread stages meanwhile are background saves; they are in the list."""
+        self._here.collected = []
+        try:
+            yield self._here.collected
+        finally:
+            self._here.collected = None
+
+    # ---- within ------------------------------------------------------------------------------------
 
     def _make_save(
         self, group: CommitGroup, path: Path | None, stats: SaveStats, *, asynchronous: bool
@@ -436,7 +454,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             self._report()
             step_gate.open_windows()  # no backward pass comes while this thread waits here
             await_all()
-            group = commit_group(self._peers())
+            group = commit_group(self.peers)
             save = self._make_save(group, path or self._path, SaveStats(), asynchronous=False)
             save.begin()
             with self._lock:

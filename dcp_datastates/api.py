@@ -1,0 +1,201 @@
+"""``async_save`` that brings all it needs: a writer, a planner, a process group for DCP, and futures that tell.
+
+DCP's own future is the end of DCP's collectives: on ranks other than the coordinator no writer code runs
+after ``write_data``, and a rank that dies leaves the others waiting in them until the group's timeout. Here the
+saves run in background mode and the future is the commit group's; a lost rank is named by its heart, and DCP's
+collectives, which run on a group that nobody else uses, are cut short.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from dcp_datastates.commit import CommitGroup, commit_group
+from dcp_datastates.config import MAX_IN_FLIGHT
+from dcp_datastates.decision import Decision, Outcome, Reason
+from dcp_datastates.errors import ConfigurationError, RankLostError
+from dcp_datastates.heart import Loss
+from dcp_datastates.lane import unblock
+from dcp_datastates.peers import ALONE, Peers
+from dcp_datastates.save import Save
+from dcp_datastates.writer import DataStatesWriter
+
+__all__ = ["async_save"]
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
+"""Of the group for DCP's collectives: hearts, and not gloo, tell who is lost."""
+
+_KEPT_EPOCHS: Final = 2 * MAX_IN_FLIGHT
+"""No rank is further behind another than saves may be in flight."""
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    writer: DataStatesWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> AsyncSaveResponse:
+    """Save ``state_dict`` to ``path`` behind the training, and say when it is captured and when committed.
+
+    Collective: every rank of ``process_group`` calls it, in the same order as its other saves and as other
+    calls that make process groups (the first call makes one).
+
+    Args:
+        state_dict: what :func:`torch.distributed.checkpoint.async_save` takes.
+        path: the checkpoint's directory. None if ``writer`` has one.
+        writer: to use a writer again; else one is made from ``path`` and ``options``.
+        planner: DCP's default planner if None.
+        process_group: the ranks that save, if they are not all. Only its membership is used.
+        options: of :class:`DataStatesWriter`.
+
+    Returns:
+        DCP's ``AsyncSaveResponse``: ``staging_completion`` is done when the state may be changed freely
+        (``optimizer.step()`` need not wait for it: the gate does); ``upload_completion`` when the checkpoint is
+        committed on all ranks. It raises this package's error that failed the save, with the rank's
+        number: :class:`RankLostError` within half a minute if a rank died, :class:`CommitOutcomeUnknown` if
+        the coordinator may have published before it was lost.
+
+    Raises:
+        ConfigurationError: an option has a value that cannot work.
+        RankLostError: a rank of the group is lost already.
+    """
+    if writer is None:
+        writer = DataStatesWriter(path, process_group=process_group, **options)
+    elif options or process_group is not None:
+        raise ConfigurationError(
+            f"writer= has options of its own; pass {', '.join([*options, 'process_group'])} to it instead"
+        )
+    if path is None and not writer.checkpoint_id:
+        raise ConfigurationError("no path to save to: pass path, or a writer that has one")
+    group = commit_group(writer.peers)
+    collectives = _collectives_of(group)
+    with writer.in_background() as saves:
+        future = dcp.async_save(  # type: ignore[attr-defined]
+            cast("dict[str, Any]", state_dict),
+            checkpoint_id=path if path is not None else None,
+            storage_writer=writer,
+            planner=planner,
+            process_group=None if collectives is None else collectives.get(),
+            no_dist=group.peers is ALONE,
+        )
+    assert isinstance(future, Future)
+    (save,) = saves
+    future.add_done_callback(lambda ended: _dcp_ended(save, collectives, ended))
+    assert save.snapshot is not None
+    return AsyncSaveResponse(save.snapshot.captured, save.committed)
+
+
+def _dcp_ended(save: Save, collectives: _Collectives | None, future: Future[Any]) -> None:
+    """If the commit group has nothing to decide, DCP's failure is the save's."""
+    error = future.exception()
+    if error is None:
+        return
+    if isinstance(error, CheckpointException):
+        reasons = {rank: Reason.of(failure[0]) for rank, failure in error.failures.items()}
+        only = [failure[0] for failure in error.failures.values()]
+        if save.group.peers.world == 1 and len(only) == 1:
+            save.fail(only[0])
+            return
+        decision = Decision(Outcome.FAILED, reasons)
+        told = decision.error(repr(str(save.path)), save.group.peers.world)
+        assert told is not None
+        told.__cause__ = error
+        save.fail(told)
+        return
+    if collectives is not None:
+        collectives.broken = True  # a connection broke; the heart knows why within seconds
+    if not save.has_round:
+        save.group.explain(error, save.fail)
+
+
+# --- the group for DCP's collectives --------------------------------------------------------------
+
+_lock = threading.Lock()  # guards _groups
+_groups: dict[CommitGroup, _Collectives] = {}
+
+
+class _Collectives:
+    """A gloo group for DCP alone, replaced when a rank was lost."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+        self._store = peers.store("collectives")
+        self._calls = 0
+        self._epoch = -1
+        self.broken = False
+        self._group: dist.ProcessGroup | None = None
+
+    def get(self) -> dist.ProcessGroup:
+        """The group to use in this call, the same on every rank: the first to call decides whether to make
+        a new one.
+        """
+        key = f"epoch/{self._calls}"
+        wanted = self._epoch + 1 if self.broken or self._group is None else self._epoch
+        epoch = int(self._store.compare_set(key, "", str(wanted)))
+        self._calls += 1
+        if self._calls > _KEPT_EPOCHS and self._peers.rank == 0:
+            self._store.delete_key(f"epoch/{self._calls - _KEPT_EPOCHS}")
+        if epoch != self._epoch or self._group is None:
+            self._epoch, self.broken = epoch, False
+            former, self._group = self._group, None
+            if former is not None:
+                dist.destroy_process_group(former)
+            self._group = dist.new_group(
+                list(self._peers.ranks),
+                backend="gloo",
+                timeout=_COLLECTIVE_TIMEOUT,
+                use_local_synchronization=True,
+                group_desc="dcp_datastates",
+            )
+        assert isinstance(self._group, dist.ProcessGroup)
+        return self._group
+
+    def cut(self, losses: list[Loss]) -> None:
+        """Called by the heart: whoever waits in the group waits in vain."""
+        if self._group is not None and not self.broken:
+            self.broken = True
+            logger.warning("%s; cutting DCP's collectives short", "; ".join(map(str, losses[:3])))
+            backend = self._group._get_backend(torch.device("cpu"))
+            unblock(backend, self._peers.rank, self._peers.world)
+
+
+def _collectives_of(group: CommitGroup) -> _Collectives | None:
+    if group.heart is None:
+        return None
+    if losses := group.heart.losses():
+        raise RankLostError("; ".join(map(str, losses[:3])))
+    with _lock:
+        found = _groups.get(group)
+        if found is None:
+            for former in [other for other in _groups if other.peers.base is not group.peers.base]:
+                del _groups[former]
+            found = _groups[group] = _Collectives(group.peers)
+            group.heart.on_loss(found.cut)
+    return found
+
+
+def _forget_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _groups.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
