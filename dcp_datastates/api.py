@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from dcp_datastates.commit import CommitGroup, commit_group
 from dcp_datastates.config import MAX_IN_FLIGHT
 from dcp_datastates.decision import Decision, Outcome, Reason
-from dcp_datastates.errors import ConfigurationError, RankLostError
-from dcp_datastates.heart import Loss
-from dcp_datastates.lane import unblock
+from dcp_datastates.errors import ConfigurationError, RankLostError, SaveAbandonedError
+from dcp_datastates.heart import Heart, Loss
+from dcp_datastates.lane import meet, unblock
 from dcp_datastates.peers import ALONE, Peers
 from dcp_datastates.save import Save
 from dcp_datastates.writer import DataStatesWriter
@@ -36,6 +36,9 @@ from dcp_datastates.writer import DataStatesWriter
 __all__ = ["async_save"]
 
 logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT: Final = timedelta(seconds=60)
+"""For making that group, once all ranks are there."""
 
 _COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
 """Of the group for DCP's collectives: hearts, and not gloo, tell who is lost."""
@@ -107,6 +110,8 @@ def _dcp_ended(save: Save, collectives: _Collectives | None, future: Future[Any]
     """If the commit group has nothing to decide, DCP's failure is the save's."""
     error = future.exception()
     if error is None:
+        if not save.has_round:
+            save.fail(SaveAbandonedError("DCP ended this save without writing anything"))
         return
     if isinstance(error, CheckpointException):
         reasons = {rank: Reason.of(failure[0]) for rank, failure in error.failures.items()}
@@ -135,18 +140,20 @@ _groups: dict[CommitGroup, _Collectives] = {}
 class _Collectives:
     """A gloo group for DCP alone, replaced when a rank was lost."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, heart: Heart) -> None:
         self._peers = peers
+        self._heart = heart
         self._store = peers.store("collectives")
         self._calls = 0
         self._epoch = -1
-        self.broken = False
         self._group: dist.ProcessGroup | None = None
+        self.broken = False
 
     def get(self) -> dist.ProcessGroup:
         """The group to use in this call, the same on every rank: the first to call decides whether to make
-        a new one.
+        a new one. Raises :class:`RankLostError`.
         """
+        self._check()
         key = f"epoch/{self._calls}"
         wanted = self._epoch + 1 if self.broken or self._group is None else self._epoch
         epoch = int(self._store.compare_set(key, "", str(wanted)))
@@ -154,19 +161,30 @@ class _Collectives:
         if self._calls > _KEPT_EPOCHS and self._peers.rank == 0:
             self._store.delete_key(f"epoch/{self._calls - _KEPT_EPOCHS}")
         if epoch != self._epoch or self._group is None:
-            self._epoch, self.broken = epoch, False
-            former, self._group = self._group, None
-            if former is not None:
-                dist.destroy_process_group(former)
-            self._group = dist.new_group(
-                list(self._peers.ranks),
-                backend="gloo",
-                timeout=_COLLECTIVE_TIMEOUT,
-                use_local_synchronization=True,
-                group_desc="dcp_datastates",
-            )
-        assert isinstance(self._group, dist.ProcessGroup)
+            self._renew(epoch)
+        assert self._group is not None
         return self._group
+
+    def _renew(self, epoch: int) -> None:
+        former, self._group = self._group, None
+        if former is not None:
+            dist.destroy_process_group(former)
+        # Making a group cannot be interrupted: so first see that everybody is there.
+        meet(self._store, str(epoch), self._peers, self._check)
+        made = dist.new_group(
+            list(self._peers.ranks),
+            backend="gloo",
+            timeout=_CONNECT_TIMEOUT,
+            use_local_synchronization=True,
+            group_desc="dcp_datastates",
+        )
+        assert isinstance(made, dist.ProcessGroup)
+        made._get_backend(torch.device("cpu")).set_timeout(_COLLECTIVE_TIMEOUT)
+        self._group, self._epoch, self.broken = made, epoch, False
+
+    def _check(self) -> None:
+        if losses := self._heart.losses():
+            raise RankLostError("; ".join(map(str, losses[:3])))
 
     def cut(self, losses: list[Loss]) -> None:
         """Called by the heart: whoever waits in the group waits in vain."""
@@ -180,14 +198,12 @@ class _Collectives:
 def _collectives_of(group: CommitGroup) -> _Collectives | None:
     if group.heart is None:
         return None
-    if losses := group.heart.losses():
-        raise RankLostError("; ".join(map(str, losses[:3])))
     with _lock:
         found = _groups.get(group)
         if found is None:
             for former in [other for other in _groups if other.peers.base is not group.peers.base]:
                 del _groups[former]
-            found = _groups[group] = _Collectives(group.peers)
+            found = _groups[group] = _Collectives(group.peers, group.heart)
             group.heart.on_loss(found.cut)
     return found
 

@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 import threading
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from dcp_datastates import step_gate
 from dcp_datastates.config import WhenBehind
@@ -90,8 +90,6 @@ class Policy:
         self._lock = threading.Lock()  # guards _asked and _recent
         self._asked = 0
         self._recent: dict[int, Waiting] = {}  # by number of the question
-        self._store: Any = None
-        self._generation = 0
         self._lane = Lane(peers, "policy")
 
     def ask(self, save: Waiting, limit: int, mode: WhenBehind) -> None:
@@ -117,7 +115,7 @@ class Policy:
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._worker.close()
-        self._lane.leave()
+        self._lane.close()
 
     def _decide(
         self, save: Waiting, number: int, behind: bool, mask: int, mode: WhenBehind
@@ -159,29 +157,17 @@ class Policy:
     def _gather(self, row: bytes) -> list[tuple[int, int, int]]:
         if self._heart is None:
             return [_ROW.unpack(row)]
-        while True:
-            try:
-                self._generation = max(self._generation, self._heart.generation)
-                self._lane.join(self._generation, self._check)
-                return [
-                    _ROW.unpack(data) for data in self._lane.gather(row, _ROW.size, self._check)
-                ]
-            except _NextGeneration:
-                self._lane.leave()
-            except LaneBroken:
-                self._lane.leave()
-                raise
+        try:
+            self._lane.join(self._check)
+            return [_ROW.unpack(data) for data in self._lane.gather(row, _ROW.size, self._check)]
+        except LaneBroken:
+            self._lane.leave()
+            raise
 
     def _check(self) -> None:
         assert self._heart is not None
         if losses := self._heart.losses():
             raise LaneBroken("; ".join(map(str, losses)))
-        if self._heart.generation > self._generation:
-            raise _NextGeneration
-
-
-class _NextGeneration(Exception):
-    """Other ranks have given the gloo group up."""
 
 
 def _left_out(save: Waiting) -> bool:

@@ -95,7 +95,6 @@ class CommitGroup:
         self._worker = Worker("dcp_datastates-commit")
         # The rest is the commit thread's own; the heart's reads what _status() needs.
         self._expected = 0
-        self._generation = 0
         self._current: Round | None = None
         self._cast = -1  # the newest round that this rank has voted in
         self._doing = "idle"
@@ -156,7 +155,7 @@ class CommitGroup:
             policy.close()
         if self.heart is not None:
             self.heart.close()
-            self._lane.leave()
+            self._lane.close()
 
     def _cause(self, error: BaseException) -> BaseException:
         if self.heart is None:
@@ -181,10 +180,26 @@ class CommitGroup:
             self._finish(round_)
         except BaseException as error:  # a defect, or a failpoint: still, nobody may wait for ever
             logger.exception("a commit round ended unexpectedly")
-            if self.heart is not None:
-                self._settle(round_, Decision.failed(self.peers.rank, error))
-                self._leave_generation()
-            round_.resolve(error)
+            round_.resolve(self._break_off(round_, error))
+
+    def _break_off(self, round_: Round, error: BaseException) -> BaseException:
+        """Tell the others that this rank's commit thread failed in the round; the error for its user."""
+        if self.heart is None:
+            return error
+        reasons = {self.peers.rank: Reason.of(error)}
+        try:
+            standing = self._record(round_, Decision(Outcome.FAILED, reasons, given_up=True))
+        except _Decided as decided:
+            standing = decided.decision
+        except Exception as failed:
+            standing = Decision(Outcome.UNKNOWN)
+            logger.warning("could not tell the other ranks: %s", failed)
+        self._lane.leave()
+        if standing.outcome is Outcome.FAILED:
+            return self._error(round_, standing) or error
+        return CommitOutcomeUnknown(
+            f"this rank failed while the coordinator was publishing {str(round_.directory)!r}: {error!r}"
+        )
 
     def _finish(self, round_: Round) -> None:
         self._current = round_
@@ -236,8 +251,6 @@ class CommitGroup:
                 return decided.decision
             except LaneBroken as broken:
                 logger.info("save %d: a connection broke: %s", round_.number, broken)
-                self._leave_generation()
-            except _NextGeneration:
                 self._lane.leave()
 
     def _agree(self, round_: Round) -> Decision:
@@ -265,10 +278,7 @@ class CommitGroup:
         return self._lane.max(ballot.encode(), lambda: self._check_others(round_))
 
     def _join(self, round_: Round) -> None:
-        assert self.heart is not None
-        self._generation = max(self._generation, self.heart.generation)
-        if self._lane.generation != self._generation:
-            self._lane.join(self._generation, lambda: self._check_others(round_, joining=True))
+        if self._lane.join(lambda: self._check_others(round_, joining=True)):
             found = self._stored(round_)
             if found is not None and found.final:
                 raise _Decided(found)
@@ -328,11 +338,11 @@ class CommitGroup:
         try:
             self._say("waiting for the outcome", round_)
             (committed,) = self._lane.max([committed], lambda: self._check_others(round_))
-        except (LaneBroken, _NextGeneration):
+        except LaneBroken:
             if decision is None:
                 raise
-            self._leave_generation()  # the others find it in the store
-            return decision
+            self._lane.leave()
+            return decision  # the others find it in the store
         hit("outcome.after")
         if decision is not None:
             return decision
@@ -387,10 +397,6 @@ class CommitGroup:
             if decision.given_up or (joining and decision.final):
                 self._lane.leave()
                 raise _Decided(decision)
-        if heart.generation > self._generation:
-            self._generation = heart.generation
-            if joining or self._lane.generation >= 0:
-                raise _NextGeneration
         losses = heart.losses() or heart.stalled(round_.number, round_.timeout)
         if losses and time.monotonic() - self._tried > _GIVE_UP_SECONDS:
             self._tried = time.monotonic()
@@ -407,15 +413,15 @@ class CommitGroup:
         try:
             standing = self._record(round_, decision)
         except _Decided:
-            self._leave_generation()
+            self._lane.leave()
             raise
         except Exception:  # the store is gone, and with it rank 0 or torchrun's agent
             standing = decision if self.is_coordinator else Decision(Outcome.PUBLISHING)
         if standing.final:
-            self._leave_generation()
+            self._lane.leave()
             raise _Decided(standing)
         if any(loss.rank == 0 for loss in losses):
-            self._leave_generation()
+            self._lane.leave()
             raise _Decided(self._look(round_, losses))
 
     def _look(self, round_: Round, losses: list[Loss]) -> Decision:
@@ -434,14 +440,6 @@ class CommitGroup:
             f"`python -m dcp_datastates inspect` tells, and dcp_datastates.latest() finds the newest"
         )
         return Decision(Outcome.UNKNOWN, {-1: Reason.of(error)})
-
-    def _leave_generation(self) -> None:
-        """This rank's gloo group is broken: have all ranks meet in the next generation."""
-        broken = self._lane.generation if self._lane.generation >= 0 else self._generation
-        self._lane.leave()
-        with contextlib.suppress(Exception):  # without a store there is no next generation
-            self._store.compare_set("generation", str(broken) if broken else "", str(broken + 1))
-            self._generation = max(self._generation, int(self._store.get("generation")))
 
 
 def _said(losses: list[Loss]) -> str:

@@ -1,8 +1,8 @@
 """Heartbeats in a c10d store: who is alive, who makes progress, and what the others have decided.
 
 gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once
-a second, the coordinator reads everybody's, and everybody reads the coordinator's (2 N requests a second
-in all). A rank is
+a second, the coordinator reads everybody's and says who is lost, and everybody reads the coordinator's
+beat and what it says (a few requests a second and rank). A rank is
 
 - *dead* if its process is gone, which is certain, and seen at once, on the same machine;
 - *silent* if its beat has stood still for :data:`SILENCE_SECONDS`: dead, stopped, or cut off;
@@ -16,6 +16,7 @@ the store and the fields below ``_lock``.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -72,6 +73,14 @@ class Loss:
     rank: int
     reason: str
     certain: bool = False
+
+    @staticmethod
+    def encode(losses: list[Loss]) -> str:
+        return json.dumps([[loss.rank, loss.reason, loss.certain] for loss in losses])
+
+    @staticmethod
+    def decode(value: bytes) -> list[Loss]:
+        return [Loss(*loss) for loss in json.loads(value)]
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"
@@ -133,14 +142,13 @@ class Heart:
             for rank in (range(1, peers.world) if peers.rank == 0 else (0,))
             if rank != peers.rank
         }
-        self._lock = (
-            threading.Lock()
-        )  # guards _watched, _decision, _generation, _round, _store_error
+        self._lock = threading.Lock()  # guards _watched, _decision, _round, _told, _store_error
         self._round: int | None = None
         self._decision: bytes | None = None
-        self._generation = 0
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
+        self._told: list[Loss] = []  # what the coordinator says
+        self._said = "[]"  # what this rank, as the coordinator, has said
         self._active = 0
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
@@ -173,6 +181,8 @@ class Heart:
         with self._lock:
             self._round = round_number
             self._decision = None
+            for watched in self._watched.values():
+                watched.still = 0.0  # before the round, there was nothing to make progress with
         self._wake.set()
 
     @property
@@ -181,16 +191,10 @@ class Heart:
         with self._lock:
             return self._decision
 
-    @property
-    def generation(self) -> int:
-        """The newest generation of the group, as of the last beat."""
-        with self._lock:
-            return self._generation
-
     def losses(self) -> list[Loss]:
         """The ranks that are dead or silent now."""
         with self._lock:
-            found = []
+            found = list(self._told)
             if self._store_error is not None:
                 reason = (
                     f"or torchrun's agent, whichever hosts the store that the ranks meet at, is gone "
@@ -206,7 +210,7 @@ class Heart:
                     found.append(
                         Loss(
                             rank,
-                            f"has been silent for {watched.silent:.0f} s: dead, stopped or cut off "
+                            f"has been silent for {SILENCE_SECONDS:g} s or more: dead, stopped or cut off "
                             f"(last seen: {watched.beat.doing})",
                         )
                     )
@@ -289,16 +293,27 @@ class Heart:
         passed = min(now - self._looked_at, 2 * _ACTIVE_SECONDS)
         self._looked_at = now
         self._read_beats(passed)
+        told: list[Loss] = []
+        if self._peers.rank == 0:
+            said = Loss.encode(self.losses())
+            if said != self._said:
+                self._store.set("lost", said)
+                self._said = said
+        elif self._store.check(["lost"]):
+            told = [
+                loss
+                for loss in Loss.decode(self._store.get("lost"))
+                if loss.rank != self._peers.rank
+            ]
         with self._lock:
+            self._told = told
             round_number = self._round
         decision = None
         if round_number is not None and self._store.check([f"decision/{round_number}"]):
             decision = self._store.get(f"decision/{round_number}")
-        generation = int(self._store.get("generation")) if self._store.check(["generation"]) else 0
         with self._lock:
             if self._round == round_number and decision is not None:
                 self._decision = decision
-            self._generation = max(self._generation, generation)
 
     def _read_beats(self, passed: float) -> None:
         for rank, watched in self._watched.items():

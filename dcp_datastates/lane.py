@@ -10,6 +10,7 @@ One thread uses a lane.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,7 +21,9 @@ import torch.distributed as dist
 
 from dcp_datastates.peers import Peers
 
-__all__ = ["Lane", "LaneBroken", "unblock"]
+__all__ = ["Lane", "LaneBroken", "meet", "poll", "unblock"]
+
+logger = logging.getLogger(__name__)
 
 _RENDEZVOUS_SECONDS: Final = 20.0
 """For connecting to all ranks once all have said that they are there."""
@@ -28,8 +31,20 @@ _RENDEZVOUS_SECONDS: Final = 20.0
 _OPERATION_TIMEOUT: Final = timedelta(days=1)
 """Nothing is timed out by gloo: a late rank is not a lost one, and ``check`` knows the difference."""
 
-_POLL_SECONDS: Final = (0.0002, 0.02)
-"""First and longest pause between two looks at an operation."""
+_FIRST_PAUSE: Final = 0.0002
+_OPERATION_PAUSE: Final = 0.02
+"""Longest pause between two looks at an operation of gloo's, in seconds."""
+
+_STORE_PAUSE: Final = 0.1
+"""The same for a key in the store: every rank asks one server."""
+
+_LOOK_SECONDS: Final = 0.5
+"""Between two looks whether others have given the group up."""
+
+_UNUSED_TAG: Final = 0x7FFF
+"""No collective uses it."""
+
+_abandoned: list[Any] = []
 
 Check = Callable[[], None]
 
@@ -39,7 +54,10 @@ class LaneBroken(Exception):
 
 
 class Lane:
-    """A gloo group among ``peers``, by generation.
+    """A gloo group among ``peers``, made when first needed and anew after :meth:`leave`.
+
+    Each such group is a *generation*, counted in the store; whoever leaves one makes all others leave
+    it too, with :class:`LaneBroken`, and meet in the next. No generation is met in twice.
 
     Args:
         peers: its ranks.
@@ -52,56 +70,51 @@ class Lane:
         self._store: Any = None
         self._group: Any = None
         self._pending: Any = None
-        self.generation = -1
+        self._generation = 0
+        self._looked = 0.0
 
-    def join(self, generation: int, check: Check) -> None:
-        """Meet the others in ``generation``, unless this lane is in it. Raises :class:`LaneBroken`."""
-        if self.generation == generation and self._group is not None:
-            return
-        self.leave()
-        self.generation = generation
+    def join(self, check: Check) -> bool:
+        """Meet the others, unless that is done. Returns whether they met now. Raises :class:`LaneBroken`."""
+        if self._group is not None:
+            return False
         try:
-            self._meet(generation, check)
-            self._group = self._connect(generation)
+            if self._store is None:
+                self._store = self._peers.store(self._name)
+            self._generation = max(self._generation, self._newest())
+            meet(self._store, str(self._generation), self._peers, lambda: self._check(check))
+            self._group = self._connect()
         except (RuntimeError, dist.DistError) as error:
+            self.leave()
             raise LaneBroken(f"the ranks could not connect: {error}") from error
-
-    def _meet(self, generation: int, check: Check) -> None:
-        if self._store is None:
-            self._store = self._peers.store(self._name)
-        prefix = f"{self._name}/{generation}"
-        self._store.set(f"{prefix}/ready/{self._peers.rank}", "")
-        if self._peers.rank == 0:
-            ready = [f"{prefix}/ready/{rank}" for rank in range(self._peers.world)]
-            self._poll(lambda: bool(self._store.check(ready)), check)
-            self._store.set(f"{prefix}/go", "")
-        else:
-            self._poll(lambda: bool(self._store.check([f"{prefix}/go"])), check)
-
-    def _connect(self, generation: int) -> Any:
-        # Not dist.new_group: that is a collective of the default group, and this is nobody's business
-        # but this package's. The constructor waits without the GIL.
-        store = self._peers.store(f"{self._name}/{generation}/gloo")
-        patience = timedelta(seconds=_RENDEZVOUS_SECONDS)
-        group = dist.ProcessGroupGloo(store, self._peers.rank, self._peers.world, patience)
-        group.set_timeout(_OPERATION_TIMEOUT)
-        return group
+        return True
 
     def leave(self) -> None:
-        """Give the group up. Returns soon, whatever the other ranks do. Idempotent."""
+        """Give this generation up, for all. Returns soon, whatever the other ranks do."""
         group, self._group = self._group, None
         pending, self._pending = self._pending, None
-        self.generation = -1
-        if group is None:
-            return
-        if pending is not None and not pending.is_completed():
+        if group is not None and pending is not None and not pending.is_completed():
             unblock(group, self._peers.rank, self._peers.world)
             deadline = time.monotonic() + 5
             while not pending.is_completed() and time.monotonic() < deadline:
                 time.sleep(0.005)
+            if not pending.is_completed():
+                logger.warning("an operation of gloo's does not end; leaving its group in memory")
+                _abandoned.append((group, pending))  # its destructor would wait for it
+        if self._store is not None:
+            was, self._generation = self._generation, self._generation + 1
+            with contextlib.suppress(Exception):  # without a store, there is no next generation
+                self._store.compare_set("generation", str(was) if was else "", str(was + 1))
+
+    def close(self) -> None:
+        """Let go of the group at the end of this process's part in it."""
+        if self._group is not None or self._pending is not None:
+            self.leave()
 
     def max(self, values: Sequence[int], check: Check) -> list[int]:
-        """Elementwise maximum of 64-bit integers over all ranks."""
+        """Elementwise maximum of 64-bit integers over all ranks. :meth:`join` comes first.
+
+        Raises :class:`LaneBroken`, or what ``check`` raises: then :meth:`leave` comes next.
+        """
         tensor = torch.tensor(values, dtype=torch.int64)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
@@ -109,7 +122,7 @@ class Lane:
         return [int(value) for value in tensor.tolist()]
 
     def gather(self, data: bytes, nbytes: int, check: Check) -> list[bytes]:
-        """Every rank's ``data``, on every rank, cut or padded with zeros to ``nbytes``."""
+        """Every rank's ``data``, on every rank, cut or padded with zeros to ``nbytes``. As :meth:`max`."""
         mine = torch.frombuffer(bytearray(data[:nbytes].ljust(nbytes, b"\0")), dtype=torch.uint8)
         gathered = [torch.empty_like(mine) for _ in range(self._peers.world)]
         self._do(lambda group: group.allgather([gathered], [mine]), check)
@@ -118,27 +131,68 @@ class Lane:
     def _do(self, start: Callable[[Any], Any], check: Check) -> None:
         try:
             self._pending = work = start(self._group)
-            self._poll(work.is_completed, check)
+            poll(work.is_completed, lambda: self._check(check), _OPERATION_PAUSE)
             self._pending = None
             work.wait()  # raises what it failed with; returns at once
         except RuntimeError as error:
             raise LaneBroken(str(error)) from error
 
-    @staticmethod
-    def _poll(done: Callable[[], bool], check: Check) -> None:
-        pause, longest = _POLL_SECONDS
-        while not done():
-            check()
-            time.sleep(pause)
-            pause = min(longest, pause * 1.5)
+    def _check(self, check: Check) -> None:
+        check()
+        now = time.monotonic()
+        if now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            if self._newest() > self._generation:
+                raise LaneBroken("another rank has given this group up")
+
+    def _newest(self) -> int:
+        try:
+            found = self._store.get("generation") if self._store.check(["generation"]) else b"0"
+        except RuntimeError as error:
+            raise LaneBroken(f"the store fails: {error}") from error
+        return int(found)
+
+    def _connect(self) -> Any:
+        # Not dist.new_group: that is a collective of the default group, and this is nobody's business
+        # but this package's. The constructor waits without the GIL.
+        store = self._peers.store(f"{self._name}/{self._generation}/gloo")
+        patience = timedelta(seconds=_RENDEZVOUS_SECONDS)
+        group = dist.ProcessGroupGloo(store, self._peers.rank, self._peers.world, patience)
+        group.set_timeout(_OPERATION_TIMEOUT)
+        return group
+
+
+def poll(done: Callable[[], bool], check: Check, longest: float) -> None:
+    """Return when ``done()``; calls ``check()`` between two looks, which grow to ``longest`` seconds apart."""
+    pause = _FIRST_PAUSE
+    while not done():
+        check()
+        time.sleep(pause)
+        pause = min(longest, pause * 1.5)
+
+
+def meet(store: Any, place: str, peers: Peers, check: Check) -> None:
+    """Return when every rank has come to ``place``; the first looks for all, the others for its word."""
+    store.set(f"{place}/ready/{peers.rank}", "")
+    if peers.rank == 0:
+        ready = [f"{place}/ready/{rank}" for rank in range(peers.world)]
+        poll(lambda: bool(store.check(ready)), check, _STORE_PAUSE)
+        store.set(f"{place}/go", "")
+    else:
+        poll(lambda: bool(store.check([f"{place}/go"])), check, _STORE_PAUSE)
 
 
 def unblock(backend: Any, rank: int, world: int) -> None:
     """Make every operation that waits in a gloo ``backend`` fail now; the backend is of no use afterwards.
 
     ``abort`` of torch 2.13 leaves them waiting. A receive that times out does not: gloo then fails all
-    pairs of the context, and with them whatever waits ("Application timeout caused pair closure").
+    pairs of the context, and with them whatever waits ("Application timeout caused pair closure"). It
+    takes a pair that is whole; one that is not fails the receive at once, for another reason.
     """
-    with contextlib.suppress(RuntimeError):
-        work = backend.recv([torch.zeros(1)], (rank + 1) % world, 0x7FFF)
-        work.wait(timedelta(milliseconds=1))
+    for offset in range(1, world):
+        try:
+            work = backend.recv([torch.zeros(1)], (rank + offset) % world, _UNUSED_TAG)
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                return

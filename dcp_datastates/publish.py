@@ -75,15 +75,21 @@ def publish(round_: Round, consolidated: Consolidated) -> None:
         hit("publish.lock.after")
         check_overwrite(directory, round_.overwrite)
         _check_not_superseded(directory, attempt, round_.seen)
-        local.publish(directory, attempt, data)
-        signature = local.signature(directory)
+        try:
+            local.publish(directory, attempt, data)
+        finally:
+            _remember(directory)  # an outcome that is not known may be this one
+    operations.tell(directory, attempt.name)
+
+
+def _remember(directory: Path) -> None:
+    signature = local.signature(directory)
     if signature is not None:
         with _lock:
             _published[directory] = signature
             _published.move_to_end(directory)
             while len(_published) > _REMEMBERED:
                 _published.popitem(last=False)
-    operations.tell(directory, attempt.name)
 
 
 def published_attempt(directory: Path) -> Attempt:

@@ -103,6 +103,7 @@ class Save:
         self._quick = False
         self._begun = False
         self.left_out = False
+        self.dcp_tells = False  # whether somebody passes on what DCP's future raises
         self._decision = (
             threading.Event()
         )  # set when nobody is asking whether to leave this save out
@@ -212,7 +213,7 @@ class Save:
             self._round.abandon(
                 SaveAbandonedError("DCP ended this save before it had gathered all ranks' results")
             )
-        else:
+        elif not self.dcp_tells:
             self.fail(self.error or error)
         if self.turn is not None:
             self.turn.end()

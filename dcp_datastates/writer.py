@@ -234,7 +234,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save = self._make_save(group, self._path, stats, asynchronous=True)
         save.snapshot = self._snapshot(save)
         if self._here.collected is not None:
-            save.background = True
+            save.background = save.dcp_tells = True
             self._here.collected.append(save)
         try:
             hit("capture.before")

@@ -1,0 +1,412 @@
+"""Committed on all ranks or on none, in the order of the saves, whatever one rank does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import (
+    CACHE,
+    assert_same,
+    async_save,
+    attempts,
+    committed,
+    load_everything,
+    raises,
+    save,
+    writer,
+)
+from support.failing import armed
+from support.groups import own_group
+from support.ranks import ranks
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+import dcp_datastates
+from dcp_datastates import (
+    CheckpointSkipped,
+    ConfigurationError,
+    RankLostError,
+    SaveFailedError,
+    StorageError,
+    UnsupportedTensorError,
+    shared_group,
+)
+
+
+def _state(number):
+    rank = dist.get_rank()
+    return {f"w{rank}": torch.full((50_000,), float(number)), "object": {"n": number}}
+
+
+def _number(path):
+    found = load_everything(path)
+    for rank in range(dist.get_world_size()):
+        assert found[f"w{rank}"].eq(found["object"]["n"]).all(), "a blend of two checkpoints"
+    return found["object"]["n"]
+
+
+def _begin(number, path, **options):
+    options = {"host_cache_size": CACHE, "read_window": "immediate", **options}
+    return dcp_datastates.async_save(_state(number), path, **options)
+
+
+def _on(rank, entries):
+    return armed(entries) if dist.get_rank() == rank else contextlib.nullcontext()
+
+
+def _everywhere(path):
+    """All ranks are through with the save before anyone looks."""
+    dist.barrier()
+    return attempts(path)
+
+
+@ranks(4)
+def test_async_save_brings_its_own_group_and_tells_of_capture_and_commit(shared_dir):
+    response = _begin(1, shared_dir / "c")
+    assert isinstance(response, AsyncSaveResponse)
+    response.staging_completion.result(60)
+    response.upload_completion.result(60)
+    assert _number(shared_dir / "c") == 1, "the future returned before the commit"
+
+
+@ranks(3)
+def test_async_save_does_not_mix_with_training_on_the_default_gloo_group(shared_dir):
+    for number in range(6):
+        response = _begin(number, shared_dir / "c")
+        for _ in range(200):
+            tensor = torch.full((10,), float(dist.get_rank()))
+            dist.all_reduce(tensor)
+            assert tensor.eq(3.0).all(), "another collective's bytes"
+        response.upload_completion.result(60)
+    assert _number(shared_dir / "c") == 5
+
+
+@ranks(2)
+def test_background_returns_at_hand_over_and_the_writer_tells_the_outcome(shared_dir):
+    group = own_group()
+    ours = writer(shared_dir / "c", commit="background", read_window="immediate")
+    with _on(0, "publish.lock.before=sleep:2"):
+        future = async_save(_state(1), None, by=ours, group=group)
+        future.result(60)
+        assert not ours.committed.done()
+        assert not committed(shared_dir / "c")
+        ours.wait()
+    assert ours.committed.done()
+    assert _number(shared_dir / "c") == 1
+
+
+@ranks(2)
+def test_a_failure_in_the_background_is_told_by_committed_wait_and_the_next_save(
+    shared_dir,
+):
+    group = own_group()
+    ours = writer(shared_dir / "c", commit="background", read_window="immediate")
+    with _on(0, "publish.rename.before=error:EIO"):
+        async_save(_state(1), None, by=ours, group=group).result(60)
+        with raises(StorageError, "Input/output error", "rank 0"):
+            ours.wait()
+        ours.wait()  # said once
+        async_save(_state(2), None, by=ours, group=group).result(60)
+        with raises(StorageError, "Input/output error", "rank 0"):
+            ours.committed.result(60)
+        async_save(_state(3), None, by=ours, group=group).result(60)
+        while not ours.committed.done():
+            time.sleep(0.01)
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("dcp_datastates").addHandler(handler)
+    try:
+        async_save(_state(4), None, by=ours, group=group).result(60)
+    finally:
+        logging.getLogger("dcp_datastates").removeHandler(handler)
+    said = [record.getMessage() for record in records if record.levelno == logging.ERROR]
+    assert len(said) == 1, said
+    assert "was not committed" in said[0]
+    assert "Input/output error" in said[0]
+    ours.wait()
+    assert _number(shared_dir / "c") == 4
+
+
+@ranks(2)
+def test_a_synchronous_save_is_committed_when_it_returns_also_in_background_mode(shared_dir):
+    for number in range(3):
+        save(_state(number), shared_dir / "c", commit="background")
+        dist.barrier()
+        assert _number(shared_dir / "c") == number
+        dist.barrier()
+
+
+@ranks(2)
+def test_the_next_save_is_flushed_while_one_commits_and_outcomes_keep_their_order(shared_dir):
+    """The first save's publication takes two seconds; the second is on disk, whole, long before."""
+    path = shared_dir / "c"
+    _begin(0, path).upload_completion.result(60)
+    dist.barrier()
+    order = []
+    with _on(0, "publish.lock.before@1=sleep:3"):
+        first = _begin(1, path)
+        second = _begin(2, path)
+        first.upload_completion.add_done_callback(lambda _: order.append(1))
+        second.upload_completion.add_done_callback(lambda _: order.append(2))
+        second.staging_completion.result(60)
+        began = time.monotonic()
+        newest = _newest_file(path, dist.get_rank())
+        while (newest := _newest_file(path, dist.get_rank())) is None or _blocks(newest) == 0:
+            assert time.monotonic() - began < 2.5, "the second save waits for the first's commit"
+            time.sleep(0.01)
+        assert not first.upload_completion.done()
+        first.upload_completion.result(60)
+        second.upload_completion.result(60)
+    assert order == [1, 2]
+    assert _number(path) == 2
+    dist.barrier()
+    (only,) = _everywhere(path)
+    assert only.is_dir()
+
+
+def _newest_file(path, rank):
+    found = attempts(path)
+    files = list(found[-1].glob(f"r{rank:05d}-*.safetensors")) if len(found) == 3 else []
+    return files[0] if files else None
+
+
+def _blocks(file):
+    return file.stat().st_blocks
+
+
+@ranks(4)
+def test_a_group_that_dcp_does_not_use_is_found_and_explained(shared_dir):
+    halves = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
+    half = dist.get_rank() // 2
+    began = time.monotonic()
+    with raises(ConfigurationError, "2 ranks", "commits with 4", "process_group="):
+        async_save(
+            _state(1), shared_dir / f"c{half}", group=halves[half], read_deadline=0.1
+        ).result(60)
+    assert time.monotonic() - began < 20
+
+
+@ranks(4)
+def test_saves_by_a_group_of_some_ranks(shared_dir):
+    halves = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
+    half = dist.get_rank() % 2
+    with raises(ConfigurationError, "does not contain|not this process's"):
+        try:
+            writer(shared_dir / "x", process_group=halves[1 - half])
+        except ConfigurationError as error:
+            raise ConfigurationError(f"does not contain|not this process's {error}") from error
+    for number in range(3):
+        response = dcp_datastates.async_save(
+            {f"w{dist.get_rank()}": torch.full((9,), float(number))},
+            shared_dir / str(half),
+            process_group=halves[half],
+            host_cache_size=CACHE,
+        )
+        response.upload_completion.result(60)
+        found = load_everything(shared_dir / str(half))
+        expected = {f"w{rank}": torch.full((9,), float(number)) for rank in (half, half + 2)}
+        assert_same(found, expected)
+        dist.barrier()
+
+
+@ranks(2)
+def test_no_dist_saves_are_each_ranks_own(shared_dir):
+    mine = shared_dir / str(dist.get_rank())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"n": torch.tensor(dist.get_rank())}, storage_writer=writer(mine), no_dist=True)
+    assert load_everything(mine)["n"].item() == dist.get_rank()
+
+
+@ranks(2)
+def test_training_on_dcps_gloo_group_is_warned_of_once(shared_dir):
+    shared_group._warned = False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(2):
+            dcp.async_save(
+                _state(number), storage_writer=writer(shared_dir / "c", read_deadline=0)
+            ).result(60)
+    said = [str(each.message) for each in caught if "new_group" in str(each.message)]
+    assert len(said) == 1, said
+    assert "process_group=" in said[0]
+    shared_group._warned = False
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        async_save(_state(2), shared_dir / "c", group=own_group(), read_deadline=0).result(60)
+        _begin(3, shared_dir / "c").upload_completion.result(60)
+    assert not [each for each in caught if "new_group" in str(each.message)]
+
+
+@ranks(4)
+@pytest.mark.parametrize("stalled", [0, 2])
+def test_a_rank_without_progress_is_given_up_by_name_and_the_next_save_commits(stalled, shared_dir):
+    path = shared_dir / "c"
+    _begin(1, path).upload_completion.result(60)
+    dist.barrier()
+    began = time.monotonic()
+    with _on(stalled, "vote.before=sleep:10"):
+        response = _begin(2, path, commit_timeout=2)
+        if dist.get_rank() == stalled:
+            with raises(RankLostError, f"rank {stalled}", "no progress"):
+                response.upload_completion.result(60)
+        else:
+            with raises(RankLostError, f"rank {stalled}", "no progress"):
+                response.upload_completion.result(60)
+            assert time.monotonic() - began < 9, "not before the stalled rank woke by itself"
+    assert _number(path) == 1
+    dist.barrier()
+    _begin(3, path, commit_timeout=60).upload_completion.result(60)
+    assert _number(path) == 3
+    assert len(_everywhere(path)) == 1
+
+
+@ranks(4)
+@pytest.mark.parametrize("place", ["vote.before", "vote.after", "outcome.before"])
+def test_an_error_in_one_ranks_commit_thread_ends_the_save_on_all(place, shared_dir):
+    path = shared_dir / "c"
+    _begin(1, path).upload_completion.result(60)
+    dist.barrier()
+    with _on(1, f"{place}=error:EIO"):
+        response = _begin(2, path)
+        with contextlib.suppress(dcp_datastates.DataStatesError):
+            response.upload_completion.result(30)
+        outcome = response.upload_completion.exception(0)
+    assert dist.get_rank() != 1 or outcome is not None
+    assert _number(path) in ((1, 2) if place != "vote.before" else (1,))
+    dist.barrier()
+    _begin(3, path).upload_completion.result(60)
+    assert _number(path) == 3
+
+
+@ranks(3)
+def test_what_only_one_rank_cannot_capture_fails_the_save_on_all(shared_dir):
+    state = _state(1)
+    if dist.get_rank() == 1:
+        state["sparse"] = torch.eye(3).to_sparse()
+    group = own_group()
+    with raises(UnsupportedTensorError, "sparse"):
+        async_save(state, shared_dir / "c", group=group).result(60)
+    with raises(UnsupportedTensorError, "rank 1", "sparse"):
+        dcp_datastates.async_save(
+            state, shared_dir / "c", host_cache_size=CACHE
+        ).upload_completion.result(60)
+    assert not committed(shared_dir / "c")
+    dist.barrier()
+    _begin(2, shared_dir / "c").upload_completion.result(60)
+    assert _number(shared_dir / "c") == 2
+
+
+@ranks(2)
+def test_ranks_that_mean_different_directories_do_not_commit(shared_dir):
+    from dcp_datastates import write
+
+    write._SHARED_SECONDS = 0.5
+    try:
+        mine = shared_dir / f"host{dist.get_rank()}" / "c"
+        with raises(ConfigurationError, "rank 1", "does not see"):
+            _begin(1, mine).upload_completion.result(60)
+        assert not committed(mine)
+    finally:
+        write._SHARED_SECONDS = 10.0
+
+
+@ranks(2)
+def test_a_job_that_was_overtaken_at_its_path_does_not_commit(shared_dir):
+    """Its successor commits while it hesitates; it wakes, sees that, and leaves no trace."""
+    path = shared_dir / "c"
+    _begin(1, path).upload_completion.result(60)
+    dist.barrier()
+    with _on(0, "publish.lock.before=sleep:2"):
+        response = _begin(2, path)
+        if dist.get_rank() == 0:
+            time.sleep(1)
+            successor = path / ".metadata.successor"
+            successor.write_bytes((path / ".metadata").read_bytes())
+            successor.rename(path / ".metadata")
+        with raises(SaveFailedError, "another job", "rank 0"):
+            response.upload_completion.result(60)
+    assert _number(path) == 1
+    assert len(_everywhere(path)) == 1
+
+
+@ranks(2)
+@pytest.mark.parametrize("only", [0, 1])
+def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
+    """Only one rank is behind; both leave the save out, and read nothing of it."""
+    ours = writer(when_behind="skip", max_in_flight=1, read_window="immediate", commit="background")
+    group = own_group()
+    slow = "publish.lock.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
+    with _on(only, slow):
+        first = async_save(_state(1), None, by=ours, group=group, checkpoint_id=shared_dir / "1")
+        outcomes = [ours.committed]
+        if dist.get_rank() != only:  # not behind by itself: its first save counts as over
+            first.result(60)
+        second = async_save(_state(2), None, by=ours, group=group, checkpoint_id=shared_dir / "2")
+        outcomes.append(ours.committed)
+        with raises(CheckpointSkipped, "skip"):
+            second.result(60)
+        with raises(CheckpointSkipped, "skip"):
+            outcomes[1].result(60)
+        outcomes[0].result(60)
+    third = async_save(_state(3), None, by=ours, group=group, checkpoint_id=shared_dir / "3")
+    third.result(60)
+    ours.committed.result(60)
+    dist.barrier()
+    assert [committed(shared_dir / str(n)) for n in (1, 2, 3)] == [True, False, True]
+    assert not (shared_dir / "2").exists()
+
+
+@ranks(2)
+def test_the_newest_save_replaces_the_oldest_that_has_not_begun(shared_dir):
+    """In wait mode DCP's bookkeeping takes turns: behind a slow save, the others have not begun."""
+    ours = writer(when_behind="newest", max_in_flight=2, read_window="immediate")
+    group = own_group()
+    with _on(0, "publish.lock.before@1=sleep:3"):
+        futures = []
+        for number in range(1, 6):
+            futures.append(
+                async_save(
+                    _state(number),
+                    None,
+                    by=ours,
+                    group=group,
+                    checkpoint_id=shared_dir / str(number),
+                )
+            )
+            time.sleep(0.3)  # the vote on it is over
+        futures[0].result(60)
+        for future in futures[1:4]:
+            with raises(CheckpointSkipped, "newest"):
+                future.result(60)
+        futures[4].result(60)
+    dist.barrier()
+    assert [committed(shared_dir / str(n)) for n in range(1, 6)] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
+    assert _number(shared_dir / "5") == 5
+
+
+@ranks(2)
+def test_with_wait_the_training_thread_waits_for_the_oldest_and_no_save_is_lost(shared_dir):
+    with _on(0, "publish.lock.before@1=sleep:2"):
+        began = time.monotonic()
+        first = _begin(1, shared_dir / "1", max_in_flight=1)
+        assert time.monotonic() - began < 1.5
+        second = _begin(2, shared_dir / "2", max_in_flight=1)
+        assert first.upload_completion.done()
+        second.upload_completion.result(60)
+    dist.barrier()
+    assert _number(shared_dir / "1") == 1
+    assert _number(shared_dir / "2") == 2
