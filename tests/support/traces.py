@@ -1,0 +1,132 @@
+"""Traces of file operations (``dcp_datastates/storage/operations.py``): read, checked, and spoilt on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+__all__ = ["Record", "RecordError", "in_place", "read_trace", "without"]
+
+OPERATIONS = frozenset(
+    [
+        "mkdir",
+        "create",
+        "write",
+        "truncate",
+        "allocate",
+        "sync_begin",
+        "sync",
+        "rename",
+        "unlink",
+        "rmdir",
+        "told",
+    ]
+)
+
+
+class RecordError(ValueError):
+    """A record that does not fit what was recorded before it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One operation that was done. Paths are relative to the root of the trace; ``""`` is the root."""
+
+    op: str
+    path: str
+    offset: int = 0
+    data: bytes = b""
+    size: int = 0
+    to: str = ""
+    id: str = ""
+    attempt: str = ""
+
+    @property
+    def parent(self) -> str:
+        return _text(PurePosixPath(self.path).parent)
+
+    def __str__(self) -> str:
+        more = {
+            "write": f" {len(self.data)} bytes at {self.offset}",
+            "rename": f" to {self.to}",
+            "truncate": f" to {self.size}",
+            "allocate": f" {self.size}",
+        }
+        return f"{self.op} {self.path or '.'}{more.get(self.op, '')}"
+
+
+def _text(path: PurePosixPath) -> str:
+    return "" if path == PurePosixPath(".") else str(path)
+
+
+def _relative(path: str, root: Path) -> str | None:
+    try:
+        return _text(PurePosixPath(os.path.normpath(path)).relative_to(root))
+    except ValueError:
+        return None
+
+
+def read_trace(file: Path, root: Path) -> list[Record]:
+    """The records of ``file`` that concern what is at or below ``root``, in their order."""
+    records = []
+    for line in file.read_text().splitlines():
+        entry = json.loads(line)
+        if entry["op"] not in OPERATIONS:
+            raise RecordError(f"unknown operation in the trace: {line[:200]}")
+        path = _relative(entry["path"], root)
+        if path is None:
+            continue
+        to = _relative(entry["to"], root) if "to" in entry else ""
+        if to is None:
+            raise RecordError(f"a rename out of {root}: {line[:200]}")
+        records.append(
+            Record(
+                entry["op"],
+                path,
+                offset=int(entry.get("offset", 0)),
+                data=bytes.fromhex(entry.get("data", "")),
+                size=int(entry.get("size", 0)),
+                to=to,
+                id=str(entry.get("id", "")),
+                attempt=str(entry.get("attempt", "")),
+            )
+        )
+    return records
+
+
+def without(records: Sequence[Record], syncs: Iterable[str]) -> list[Record]:
+    """The trace of a program that leaves out the syncs with these ids."""
+    left_out = set(syncs)
+    return [
+        record
+        for record in records
+        if not (record.op in ("sync", "sync_begin") and record.id in left_out)
+    ]
+
+
+def in_place(records: Sequence[Record], rename: Record, target: bytes | None) -> list[Record]:
+    """The trace of a program that writes its data over the target where this one renames.
+
+    It truncates the target (or creates it, where ``target`` is None), writes, and syncs, and removes the
+    file that it copied from: all that a careful program would do, but for the rename.
+    """
+    place = records.index(rename)
+    content = b"".join(
+        record.data
+        for record in records[:place]
+        if (record.op, record.path) == ("write", rename.path)
+    )
+    blank = dataclasses.replace(rename, to="")
+    opened = "create" if target is None else "truncate"
+    copied = [
+        dataclasses.replace(blank, op=opened, path=rename.to),
+        dataclasses.replace(blank, op="write", path=rename.to, data=content),
+        dataclasses.replace(blank, op="sync_begin", path=rename.to, id="in place"),
+        dataclasses.replace(blank, op="sync", path=rename.to, id="in place"),
+        dataclasses.replace(blank, op="unlink"),
+    ]
+    return [*records[:place], *copied, *records[place + 1 :]]
