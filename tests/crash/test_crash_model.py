@@ -66,7 +66,7 @@ def test_a_write_is_there_or_not_or_half_or_only_its_length():
     start = {"f": b""}
     write = Record("write", "f", data=b"abcd")
     assert _left(start, write) == _trees(
-        {"f": b""}, {"f": b"\0\0\0\0"}, {"f": b"ab\0\0"}, {"f": b"abcd"}
+        {"f": b""}, {"f": b"\0\0\0\0"}, {"f": b"ab\0\0"}, {"f": b"\0\0cd"}, {"f": b"abcd"}
     )
     assert _left(start, write, *_sync("f")) == _trees({"f": b"abcd"})
 
@@ -76,9 +76,11 @@ def test_writes_persist_in_any_combination():
     first = Record("write", "f", offset=0, data=b"ab")
     second = Record("write", "f", offset=2, data=b"cd")
     left = {content for tree in _left(start, first, second) for _, content in tree}
-    assert left == {one + two for one in (b"..", b"a.", b"ab") for two in (b"..", b"c.", b"cd")}
+    assert left == {
+        one + two for one in (b"..", b"a.", b".b", b"ab") for two in (b"..", b"c.", b".d", b"cd")
+    }
     synced = {content for tree in _left(start, first, *_sync("f"), second) for _, content in tree}
-    assert synced == {b"ab..", b"abc.", b"abcd"}
+    assert synced == {b"ab..", b"abc.", b"ab.d", b"abcd"}
 
 
 def test_sizes_change_or_not():

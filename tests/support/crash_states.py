@@ -4,7 +4,7 @@ Fed with the tree that was there (all of it durable) and a trace of what was don
 enumerates what may be found after a crash at any instant. It promises what POSIX promises, and no more:
 
 - A change of a file's data is durable once a sync of that file, begun after the change, has ended. Until
-  then each write is there, or not, or half of it, or only the growth of the file (zeros); each
+  then each write is there, or not, or one half of it, or only the growth of the file (zeros); each
   change of size is there or not; all independently of each other.
 - A change of a directory (a name that comes, goes, or is bound to another file) is durable once a sync
   of *that directory*, begun after the change, has ended. Until then it is there or not, independently
@@ -43,7 +43,7 @@ SAMPLES = 256
 """Random combinations at a crash point that has too many, besides the systematic ones."""
 
 # How much of a write has persisted. Of other changes: nothing or all.
-ABSENT, GROWN, TORN, WHOLE = range(4)
+ABSENT, GROWN, FIRST_HALF, LAST_HALF, WHOLE = range(5)
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class _Write:
     offset: int
     data: bytes
 
-    options = (ABSENT, GROWN, TORN, WHOLE)
+    options = (ABSENT, GROWN, FIRST_HALF, LAST_HALF, WHOLE)
 
     def apply(self, content: bytes, option: int) -> bytes:
         if option == ABSENT:
@@ -92,8 +92,12 @@ class _Write:
         content = content.ljust(self.offset + len(self.data), b"\0")
         if option == GROWN:
             return content
-        data = self.data if option == WHOLE else self.data[: len(self.data) // 2]
-        return content[: self.offset] + data + content[self.offset + len(data) :]
+        half = len(self.data) // 2
+        first = 0 if option != LAST_HALF else half
+        last = len(self.data) if option != FIRST_HALF else half
+        return (
+            content[: self.offset + first] + self.data[first:last] + content[self.offset + last :]
+        )
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
 from dcp_datastates import CheckpointNotFoundError, track
@@ -93,10 +95,15 @@ def _part(number: int, elements: int) -> dict[str, Any]:
 
 def number_at(path: Path, world: int, elements: int) -> int | None:
     """Which checkpoint is at ``path``, whole; None if none is. Raises for anything in between."""
+    logging.disable(logging.WARNING)  # DCP logs a stack for each checkpoint that it does not find
     try:
         found = load_everything(path)
-    except CheckpointNotFoundError:
-        return None
+    except CheckpointException as error:
+        if all(isinstance(cause, CheckpointNotFoundError) for cause in causes(error)):
+            return None
+        raise
+    finally:
+        logging.disable(logging.NOTSET)
     number = found["object"]["number"]
     assert_same(found, checkpoint(number, world, elements))
     return number
