@@ -13,7 +13,7 @@ enumerates what may be found after a crash at any instant. It promises what POSI
   name leads to the same file, whose data are durable or not on their own; below a directory that is not
   there, there is nothing.
 
-Real file systems lose less than that, each in its own way; no state that one of them leaves is missing.
+Real file systems lose less than that, each in its own way.
 """
 
 from __future__ import annotations

@@ -64,6 +64,7 @@ def run_ranks(
     function: str,
     world: int,
     scratch: Path,
+    /,
     *,
     environments: Sequence[Mapping[str, str]] = (),
     seconds: float = 60.0,

@@ -32,6 +32,7 @@ __all__ = [
     "checkpoint",
     "commit_checkpoint",
     "number_at",
+    "number_found",
     "save_over",
     "save_traced",
     "try_to_save",
@@ -143,10 +144,15 @@ class Report:
     """Whether the error is one of the package's own."""
 
 
-def try_to_save(path: str, number: int, elements: int, seconds: float) -> Report:
-    """Save, whatever comes of it within ``seconds``."""
+def number_found(path: str, world: int, elements: int) -> int | None:
+    """:func:`number_at`, in a process that knows nothing."""
+    return number_at(Path(path), world, elements)
+
+
+def try_to_save(path: str, number: int, elements: int, limit: float) -> Report:
+    """Save, whatever comes of it within ``limit`` seconds."""
     try:
-        save_over(_part(number, elements), path, read_window="immediate").result(seconds)
+        save_over(_part(number, elements), path, read_window="immediate").result(limit)
     except BaseException as error:
         found = causes(error)
         return Report(
