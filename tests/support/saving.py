@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,7 @@ __all__ = [
     "commit_checkpoint",
     "number_at",
     "number_found",
+    "part",
     "save_over",
     "save_traced",
     "try_to_save",
@@ -83,8 +85,8 @@ def checkpoint(number: int, world: int, elements: int) -> dict[str, Any]:
     }
 
 
-def _part(number: int, elements: int) -> dict[str, Any]:
-    """This rank's part of it, its weight owned by an optimizer."""
+def part(number: int, elements: int) -> dict[str, Any]:
+    """This rank's part of checkpoint ``number``, its weight owned by an optimizer."""
     weight = torch.nn.Parameter(_ours(number, dist.get_rank(), elements))
     track(torch.optim.SGD([weight], lr=1.0))
     return {
@@ -94,8 +96,11 @@ def _part(number: int, elements: int) -> dict[str, Any]:
     }
 
 
-def number_at(path: Path, world: int, elements: int) -> int | None:
-    """Which checkpoint is at ``path``, whole; None if none is. Raises for anything in between."""
+def number_at(path: Path, world: int, elements: int | Callable[[int], int]) -> int | None:
+    """Which checkpoint is at ``path``, whole; None if none is. Raises for anything in between.
+
+    ``elements`` may depend on the number.
+    """
     logging.disable(logging.WARNING)  # DCP logs a stack for each checkpoint that it does not find
     try:
         found = load_everything(path)
@@ -106,7 +111,8 @@ def number_at(path: Path, world: int, elements: int) -> int | None:
     finally:
         logging.disable(logging.NOTSET)
     number = found["object"]["number"]
-    assert_same(found, checkpoint(number, world, elements))
+    size = elements(number) if callable(elements) else elements
+    assert_same(found, checkpoint(number, world, size))
     return number
 
 
@@ -115,7 +121,7 @@ def number_at(path: Path, world: int, elements: int) -> int | None:
 
 def commit_checkpoint(path: str, number: int, elements: int) -> None:
     """Save, load, and leave when what other attempts left is gone, or should be."""
-    save_over(_part(number, elements), path, read_window="immediate").result(60)
+    save_over(part(number, elements), path, read_window="immediate").result(60)
     if dist.get_rank() == 0:
         assert number_at(Path(path), dist.get_world_size(), elements) == number
         deadline = time.monotonic() + 5
@@ -126,7 +132,7 @@ def commit_checkpoint(path: str, number: int, elements: int) -> None:
 
 def save_traced(path: str, number: int, elements: int) -> None:
     """Save, and note in the trace when this rank was told that it is committed."""
-    save_over(_part(number, elements), path, read_window="immediate").result(60)
+    save_over(part(number, elements), path, read_window="immediate").result(60)
     operations.tell(Path(path), f"checkpoint {number}")
     dist.barrier()
 
@@ -152,7 +158,7 @@ def number_found(path: str, world: int, elements: int) -> int | None:
 def try_to_save(path: str, number: int, elements: int, limit: float) -> Report:
     """Save, whatever comes of it within ``limit`` seconds."""
     try:
-        save_over(_part(number, elements), path, read_window="immediate").result(limit)
+        save_over(part(number, elements), path, read_window="immediate").result(limit)
     except BaseException as error:
         found = causes(error)
         return Report(
