@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.crash_states import Disk, Tree, crash_states, read_tree
-from support.traces import Record, RecordError, in_place, read_trace, without
+from support.traces import Record, RecordError, in_order, in_place, read_trace, without
 
 
 def _frozen(tree: Tree) -> frozenset[tuple[str, bytes | None]]:
@@ -185,6 +185,15 @@ def test_a_trace_spoilt_by_leaving_out_a_sync_or_by_writing_in_place():
         _frozen(state.tree) for state in crash_states({"g": b"o"}, in_place(records, rename, b"o"))
     }
     assert _frozen({"f": b"x", "g": b""}) in on_the_way
+
+
+def test_a_directory_comes_before_what_is_in_it_and_goes_after_it_whatever_the_trace_says():
+    parent, child = Record("mkdir", "a"), Record("mkdir", "a/b")
+    file, gone, empty = Record("create", "a/b/f"), Record("unlink", "a/b/f"), Record("rmdir", "a/b")
+    begin, end = _sync("a")
+    late = [Record("told", ""), child, begin, parent, file, empty, gone, end]
+    assert in_order(late) == [late[0], parent, child, begin, file, gone, empty, end]
+    assert in_order(in_order(late)) == in_order(late)
 
 
 def test_a_trace_is_read_below_its_root(tmp_path: Path):

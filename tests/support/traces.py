@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Record", "RecordError", "in_place", "read_trace", "without"]
+__all__ = ["Record", "RecordError", "in_order", "in_place", "read_trace", "without"]
 
 OPERATIONS = frozenset(
     [
@@ -71,7 +71,7 @@ def _relative(path: str, root: Path) -> str | None:
 
 
 def read_trace(file: Path, root: Path) -> list[Record]:
-    """The records of ``file`` that concern what is at or below ``root``, in their order."""
+    """The records of ``file`` that concern what is at or below ``root``, in an order that can have been."""
     records = []
     for line in file.read_text().splitlines():
         entry = json.loads(line)
@@ -95,7 +95,38 @@ def read_trace(file: Path, root: Path) -> list[Record]:
                 attempt=str(entry.get("attempt", "")),
             )
         )
-    return records
+    return in_order(records)
+
+
+def in_order(records: Iterable[Record]) -> list[Record]:
+    """The records with those put forward that another process had seen the effect of, but not the record.
+
+    An operation is recorded after it was done. In between, another process may find the directory that was
+    made and record what it does in it, or find a directory empty and record that it removed it. A
+    directory came before what is in it, and went after what was in it: that order is certain.
+    """
+    ordered = list(records)
+    for record in sorted(ordered, key=lambda record: record.path.count("/")):
+        if record.op == "mkdir":
+            _put_before(ordered, record, lambda other, path=record.path: _at_or_below(other, path))
+        elif record.op == "unlink":
+            parent = record.parent
+            _put_before(
+                ordered, record, lambda other, d=parent: (other.op, other.path) == ("rmdir", d)
+            )
+    return ordered
+
+
+def _at_or_below(record: Record, directory: str) -> bool:
+    return record.path == directory or record.path.startswith(directory + "/")
+
+
+def _put_before(records: list[Record], record: Record, where: Callable[[Record], bool]) -> None:
+    """Move ``record`` before the first one that ``where`` is true of, if it is not there already."""
+    place = next(place for place, other in enumerate(records) if other is record)
+    target = next((place for place, other in enumerate(records) if where(other)), place)
+    if target < place:
+        records.insert(target, records.pop(place))
 
 
 def without(records: Sequence[Record], syncs: Iterable[str]) -> list[Record]:
