@@ -210,7 +210,8 @@ def _save_next(path: Path, world: int, scratch: Path) -> None:
     ):
         one.result()
     left = sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
-    (attempt,) = {name.split("/")[0] for name in left if name.endswith("r00000-0.safetensors")}
+    attempt, *more = sorted({name.split("/")[0] for name in left} - {".metadata"})
+    assert not more, f"left behind: {left}"
     files = [f"{attempt}/r{rank:05}-0.safetensors" for rank in range(world)]
     assert left == sorted([".metadata", attempt, *files]), f"left behind: {left}"
 
