@@ -6,6 +6,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 TEST_WORKERS ?= auto
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_SAVES ?= 1000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,13 +21,14 @@ export OMP_NUM_THREADS ?= 1
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test python-test native-test native-plain native-tsan native-asan bench lint format clean
+.PHONY: help install demo test python-test native-test native-plain native-tsan native-asan soak bench lint format clean
 
 help:
 	@echo "make demo         train, checkpoint every iteration, kill, resume on fewer ranks"
 	@echo "make test         all tests (native ones also under sanitizers)"
 	@echo "make python-test  the Python tests only (PYTEST_ARGS=... are passed on)"
 	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
+	@echo "make soak         $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
 	@echo "make bench        the stall benchmark (BENCH_ARGS=... are passed on)"
 	@echo "make lint         formatting, static analysis, types"
 	@echo "make format       rewrite the sources in the house format"
@@ -41,6 +43,9 @@ test: native-test python-test
 
 python-test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+soak: $(VENV)/installed
+	SOAK_SAVES=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/crash/test_soak.py $(PYTEST_ARGS)
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/stall.py $(BENCH_ARGS)

@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from support.matrix import matrix_lines
 from support.ranks import agree, close_pool, under_torchrun
 
 
@@ -48,3 +49,20 @@ def _quiet_dcp() -> None:
 
 def pytest_sessionfinish() -> None:
     close_pool()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [
+        report
+        for outcome in ("passed", "failed")
+        for report in terminalreporter.stats.get(outcome, [])
+    ]
+    if not any(report.nodeid.startswith("tests/crash/test_kill_matrix") for report in reports):
+        return
+    from support.cells import POINTS  # brings the package along, which most runs want later
+
+    lines = matrix_lines(reports, POINTS)
+    if lines:
+        terminalreporter.section("killed there: what is at the path, when the survivors knew")
+        for line in lines:
+            terminalreporter.line(line)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib.util
-import multiprocessing
 import os
 import signal
 import sys
@@ -22,6 +21,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from support.server import fork_server
 
 __all__ = ["Job", "Outcome", "RankPool", "call_on_rank"]
 
@@ -108,10 +109,7 @@ class RankPool:
     """``size`` ranks. ``run`` may be called by one thread at a time; a broken pool stays broken."""
 
     def __init__(self, size: int) -> None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["support.preload"])
+        context = fork_server()
         self._directory = tempfile.TemporaryDirectory(prefix="ranks-")
         self._jobs = 0
         self.broken = False

@@ -2,6 +2,7 @@
 
 import pytest  # noqa: F401
 import torch
+import torch._dynamo  # the first optimizer of a process would import it
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp

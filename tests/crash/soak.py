@@ -1,0 +1,293 @@
+"""Many saves in one job, a few of them with a fault: nothing is lost, and nothing grows.
+
+Faults are drawn and armed before the job starts (``name@N`` in the environment of one rank, the engine reads
+it once), so the log of failpoints says in which save one fired; planners that raise are drawn by save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from support.cells import NEVER
+from support.checkpoints import attempts, causes
+from support.planners import FailingPlanner
+from support.processes import run_ranks
+from support.saving import COMMIT_GROUP, number_at, part, save_over
+
+from dcp_datastates import failpoints
+
+__all__ = ["WORLD", "Figures", "Outcome", "Usage", "soak"]
+
+WORLD = 4
+WARM_UP = 10
+"""Saves of the largest size before any is counted, so that caches and arenas have been touched."""
+
+MAX_ELEMENTS = 60_000
+RESULT_SECONDS = 60
+LOG = "DCP_DATASTATES_FAILPOINTS_LOG"
+
+# Every one is passed once in a save, so that the N-th time is about the N-th save.
+_COORDINATOR = (
+    *("publish.create.before", "publish.write.after", "publish.sync_file.before"),
+    *("publish.rename.before", "publish.rename.after", "publish.sync_directory.before"),
+)
+_EVERY_RANK = (
+    *("flush.open.before", "flush.write.before", "flush.write.after", "flush.close.after"),
+    *("sync.data.before", "sync.directory.before", "sync.directory.after", "read.before"),
+    *("plan.before", "vote.before"),
+)
+_FULL = ("flush.allocate.before", "flush.write.before", "publish.write.before")
+_SLOW = ("sync.data.after", "vote.after", "publish.create.after", "outcome.before")
+"""Nothing else happens at these: a save that is slow at one of them is committed all the same."""
+_ONLY_WITH_COMMIT_GROUP = frozenset(_EVERY_RANK) | {
+    *("flush.allocate.before", "sync.data.after", "vote.after", "outcome.before")
+}
+_PLANNERS = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the process holds."""
+
+    rss: int
+    tasks: int
+    threads: int
+    descriptors: int
+
+
+@dataclass
+class Figures:
+    """What one rank saw."""
+
+    seconds: float = 0.0
+    committed: int = 0
+    failed: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    """What fired on this rank."""
+    first: list[Usage] = field(default_factory=list)
+    last: list[Usage] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Fault:
+    kind: str  # "planner", "EIO", "ENOSPC" or "slow"
+    rank: int
+    save: int
+    where: str
+
+
+def _drawn(saves: int, every: int, chance: random.Random) -> list[_Fault]:
+    kinds = ("planner", "EIO", "ENOSPC", "slow")
+    faults = []
+    for number, save in enumerate(range(every, saves, every)):
+        kind = kinds[number % len(kinds)]
+        places = {
+            "planner": _PLANNERS,
+            "EIO": _EVERY_RANK + _COORDINATOR,
+            "ENOSPC": _FULL,
+            "slow": _SLOW,
+        }[kind]
+        where = chance.choice(
+            [place for place in places if COMMIT_GROUP or place not in _ONLY_WITH_COMMIT_GROUP]
+        )
+        coordinator = where == "create_global_plan" or where in NEVER["other"]
+        rank = 0 if coordinator else chance.randrange(WORLD)
+        faults.append(_Fault(kind, rank, WARM_UP + save, where))
+    return faults
+
+
+def _armed(faults: Sequence[_Fault], rank: int) -> str:
+    actions = {"EIO": "error:EIO", "ENOSPC": "error:ENOSPC", "slow": "sleep:0.5"}
+    return ";".join(
+        f"{fault.where}@{fault.save}={actions[fault.kind]}"
+        for fault in faults
+        if fault.rank == rank and fault.kind != "planner"
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The whole run."""
+
+    drawn: int
+    ranks: list[Figures]
+
+    def __str__(self) -> str:
+        one = self.ranks[0]
+        fired = sum((figures.faults for figures in self.ranks), Counter())
+        lines = [
+            f"{one.committed} saves committed and loaded, {one.failed} failed, {one.seconds:.1f} s; "
+            f"{fired.total()} of {self.drawn} faults fired: "
+            + ", ".join(f"{count} {what}" for what, count in sorted(fired.items()))
+        ]
+        for rank, figures in enumerate(self.ranks):
+            first, last = typical(figures.first), typical(figures.last)
+            lines.append(
+                f"rank {rank}: RSS {first.rss / 2**20:.1f} -> {last.rss / 2**20:.1f} MiB, "
+                f"tasks {first.tasks} -> {last.tasks}, threads {first.threads} -> {last.threads}, "
+                f"descriptors {first.descriptors} -> {last.descriptors}"
+            )
+        return "\n".join(lines)
+
+
+def typical(usages: Sequence[Usage]) -> Usage:
+    """Median of the memory; the fewest threads and descriptors: what leaks stays."""
+    return Usage(
+        int(statistics.median(usage.rss for usage in usages)),
+        min(usage.tasks for usage in usages),
+        min(usage.threads for usage in usages),
+        min(usage.descriptors for usage in usages),
+    )
+
+
+def soak(saves: int, every: int, scratch: Path, seed: int, seconds: float) -> Outcome:
+    """``saves`` saves on 4 ranks, a fault in each ``every``-th. AssertionError if a save is lost."""
+    faults = _drawn(saves, every, random.Random(seed))
+    planners = {
+        fault.save: (fault.rank, fault.where) for fault in faults if fault.kind == "planner"
+    }
+    ended = run_ranks(
+        "crash.soak:run",
+        WORLD,
+        scratch,
+        environments=[
+            {"DCP_DATASTATES_FAILPOINTS": _armed(faults, rank), LOG: str(scratch / f"fired{rank}")}
+            for rank in range(WORLD)
+        ],
+        seconds=seconds,
+        path=str(scratch / "checkpoint"),
+        saves=saves,
+        planners=planners,
+        seed=seed,
+    )
+    for one in ended:
+        if one.error:  # the first to fail; the others' errors follow from it
+            one.result()
+    return Outcome(len(faults), [one.result() for one in ended])
+
+
+# --- on a rank ------------------------------------------------------------------------------------
+
+
+def run(path: str, saves: int, planners: Mapping[int, tuple[int, str]], seed: int) -> Figures:
+    """The job. All ranks draw the same sizes."""
+    chance = random.Random(seed)
+    figures = Figures()
+    rank = dist.get_rank()
+    window = max(1, saves // 10)
+    gc.collect()
+    gc.freeze()
+    there, size_there = None, 0
+    began = time.monotonic()
+    for number in range(1, WARM_UP + saves + 1):
+        elements = chance.randrange(MAX_ELEMENTS) if number > WARM_UP else MAX_ELEMENTS
+        refusing, where = planners.get(number, (None, ""))
+        fired_before = _fired()
+        committed = _save(
+            path, number, elements, FailingPlanner(where) if refusing == rank else None
+        )
+        fired = _fired()[len(fired_before) :]
+        figures.faults.update(fired + ([where] if refusing == rank else []))
+        there, size_there = _agreed(
+            Path(path), number, elements, there, size_there, committed, bool(fired) or bool(where)
+        )
+        if there == number:
+            figures.committed += 1
+        else:
+            figures.failed += 1
+        for place, usages in (
+            (number - WARM_UP, figures.first),
+            (saves + WARM_UP + 1 - number, figures.last),
+        ):
+            if 0 < place <= window:
+                usages.append(_usage())
+    figures.seconds = time.monotonic() - began
+    os.environ["DCP_DATASTATES_FAILPOINTS"] = ""
+    failpoints.reload()
+    assert _save(path, number + 1, MAX_ELEMENTS, None)
+    _assert_tidy(Path(path))
+    return figures
+
+
+def _save(path: str, number: int, elements: int, planner: Any) -> bool:
+    """Whether this rank was told that it is committed."""
+    future = save_over(part(number, elements), path, planner=planner, read_window="immediate")
+    try:
+        future.result(RESULT_SECONDS)
+    except BaseException as error:
+        for cause in causes(error):
+            if isinstance(cause, (TimeoutError, AssertionError, KeyboardInterrupt)):
+                raise
+        return False
+    return True
+
+
+def _agreed(
+    path: Path,
+    number: int,
+    elements: int,
+    there: int | None,
+    size_there: int,
+    committed: bool,
+    faulty: bool,
+) -> tuple[int | None, int]:
+    """The checkpoint at the path now, and its size, as one rank has loaded it; collective."""
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, (committed, faulty))
+    told = {one for one, _ in everyone}
+    if not any(fault for _, fault in everyone):
+        assert told == {True}, f"save {number} failed with no fault: {everyone}"
+    found: list[Any] = [None]
+    loader = number % WORLD
+    if dist.get_rank() == loader:
+        found[0] = _found(path, {number: elements, there: size_there})
+    dist.broadcast_object_list(found, loader)
+    assert found[0] in ({number} if True in told else {there, number}), (
+        f"checkpoint {found[0]} is there after save {number}: {everyone}; before it was {there}"
+    )
+    return (number, elements) if found[0] == number else (there, size_there)
+
+
+def _found(path: Path, sizes: Mapping[int | None, int]) -> int | None:
+    """:func:`number_at` for checkpoints of different sizes."""
+    return number_at(path, WORLD, sizes.__getitem__)
+
+
+def _fired() -> list[str]:
+    with contextlib.suppress(FileNotFoundError):
+        return Path(os.environ[LOG]).read_text().split()
+    return []
+
+
+def _usage() -> Usage:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Usage(
+        pages * os.sysconf("SC_PAGE_SIZE"),
+        len(os.listdir("/proc/self/task")),
+        threading.active_count(),
+        len(os.listdir("/proc/self/fd")),
+    )
+
+
+def _assert_tidy(path: Path) -> None:
+    """The last save has removed what those before it left."""
+    deadline = time.monotonic() + 5
+    while len(attempts(path)) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    names = sorted(entry.name for entry in path.iterdir())
+    assert len(names) == 2, f"left behind: {names}"
+    assert names[0] == ".metadata"
+    dist.barrier()

@@ -1,0 +1,47 @@
+"""A rank is killed at every named place: the old checkpoint or the new one is there, whole, and life goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.cells import CELLS, NEVER, OLD, Cell, kill, passes
+from support.matrix import PROPERTY
+from support.processes import run_ranks
+from support.saving import DEFERRED
+
+
+@pytest.fixture(scope="module")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Checkpoint 1 by world size, saved once by processes of its own; cells work on copies."""
+    scratch = tmp_path_factory.mktemp("committed")
+    for world in (2, 3):
+        for rank in run_ranks(
+            "support.saving:commit_checkpoint",
+            world,
+            scratch,
+            path=str(scratch / f"world{world}"),
+            number=OLD,
+            elements=DEFERRED,
+        ):
+            rank.result()
+    return {world: scratch / f"world{world}" for world in (2, 3)}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_a_rank_is_killed(cell: Cell, committed, tmp_path, record_property):
+    def note(found: str, seconds: float | None = None) -> None:
+        about = {"failpoint": cell.point.name, "kind": cell.kind}
+        record_property(PROPERTY, {**about, "found": found, "seconds": seconds})
+
+    note("FAILED")
+    result = kill(cell, committed[cell.world], tmp_path)
+    note(result.found, result.seconds)
+
+
+@pytest.mark.parametrize("kind", sorted(NEVER))
+def test_what_is_declared_never_to_be_passed_is_not(kind, committed, tmp_path):
+    assert passes(kind, NEVER[kind], committed[2], tmp_path) == []
+    # And the way to see it works:
+    seen = passes(kind, ["plan.before", "vote.before"], committed[2], tmp_path / "seen")
+    assert seen == ["plan.before", "vote.before"]
