@@ -279,7 +279,8 @@ bool SaveJob::fail(Fault fault) {
 void SaveJob::unpin() {
     {
         const std::scoped_lock lock(mutex_);
-        if (--pins_ > 0 || !fault_ || done_) return;
+        if (--pins_ > 0 || !fault_ || done_ || ending_) return;
+        ending_ = true;
     }
     // Nobody else is at work on the job, and nobody will be: a failed job gives out no units.
     for (const auto& file : files_) file->output.abandon();

@@ -161,6 +161,7 @@ class SaveJob {
     std::size_t unfinished_files_ = 0;
     std::size_t pins_ = 0;
     MaybeFault fault_;
+    bool ending_ = false;  // it has failed and its last pin went; a late one does not count
     bool done_ = false;
     Clock::time_point read_at_;
     Clock::time_point durable_at_;
