@@ -128,13 +128,15 @@ class WatchedFileOps final : public FileOps {
     }
 
     SysResult gather_begins() override {
-        const int error = before("read");
-        return error != 0 ? failure(error) : SysResult{};
+        if (const int error = before("read")) return failure(error);
+        return inner_->gather_begins();
     }
 
     SysResult gather_ended() override {
-        const int error = after("read");
-        return error != 0 ? failure(error) : SysResult{};
+        const SysResult ended = inner_->gather_ended();
+        if (!ended.ok()) return ended;
+        if (const int error = after("read")) return failure(error);
+        return ended;
     }
 
     SysResult set_direct(int fd, bool direct) override { return inner_->set_direct(fd, direct); }
