@@ -227,7 +227,11 @@ class Engine:
         flush_threads: int = 4,
         restore_threads: int = 4,
     ) -> None:
-        """Raises ValueError for a size below ``MIN_HOST_CACHE_BYTES``, MemoryError if the arena cannot be mapped."""
+        """Raises ValueError for a size below ``MIN_HOST_CACHE_BYTES``, MemoryError if the arena cannot be mapped.
+
+        Reads ``DCP_DATASTATES_FAILPOINTS``, ``DCP_DATASTATES_FAILPOINTS_LOG`` and ``DCP_DATASTATES_TRACE``
+        (see ``dcp_datastates.failpoints``); ValueError for a failpoint that is malformed.
+        """
     def grow(self, host_cache_bytes: int) -> None:
         """Add segments until the cache holds ``host_cache_bytes`` in all; smaller sizes change nothing.
 

@@ -51,6 +51,11 @@ class FileOps {
     virtual SysResult sync_data(int fd) = 0;
     virtual SysResult sync(int fd) = 0;
     virtual SysResult close(int fd) = 0;
+
+    /// No calls to the system: a copy thread is about to gather sources into a segment, or has done
+    /// so. For who watches; the job fails with the error that it answers.
+    virtual SysResult gather_begins() { return {}; }
+    virtual SysResult gather_ended() { return {}; }
 };
 
 std::shared_ptr<FileOps> posix_file_ops();

@@ -14,6 +14,7 @@
 #include "python_arguments.h"
 #include "python_jobs.h"
 #include "python_support.h"
+#include "watched_file_ops.h"
 
 namespace datastates {
 namespace {
@@ -46,7 +47,8 @@ std::unique_ptr<PyEngine> make_engine(std::int64_t host_cache_bytes, std::int64_
                                .restore = thread_count(restore_threads, "restore_threads")};
     const std::uint64_t nbytes = to_size(host_cache_bytes, "host_cache_bytes");
     try {
-        return std::make_unique<PyEngine>(std::make_shared<Engine>(nbytes, threads));
+        return std::make_unique<PyEngine>(
+            std::make_shared<Engine>(nbytes, threads, default_file_ops()));
     } catch (const std::bad_alloc&) {
         raise_memory_error(host_cache_bytes);
     }

@@ -142,15 +142,33 @@ std::optional<SaveJob::Taken> SaveJob::take_unit() {
     return Taken{.unit = unit, .last = next_.file == files_.size()};
 }
 
-std::optional<ReadUnit> SaveJob::read(const Unit& unit, Lease memory) {
-    File& file = *files_[unit.file];
+MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory,
+                           std::vector<StreamContent::GroupBytes>& groups) {
+    const SaveFile& spec = files_[unit.file]->spec;
     const std::uint64_t begin = unit.segment * kSegmentBytes;
-    const Range part{.begin = begin,
-                     .end = std::min(begin + kSegmentBytes, file.spec.table_offset)};
+    const Range part{.begin = begin, .end = std::min(begin + kSegmentBytes, spec.table_offset)};
+    SysResult watched = ops_->gather_begins();
+    if (watched.ok()) {
+        auto filled = spec.content->fill(part, memory);
+        watched = ops_->gather_ended();
+        if (watched.ok()) groups = std::move(filled);
+    }
+    if (watched.ok()) return std::nullopt;
+    return Fault{.kind = FaultKind::kIo,
+                 .error = watched.error,
+                 .path = spec.path,
+                 .offset = begin,
+                 .operation = "copy",
+                 .detail = {}};
+}
+
+SaveJob::Gathered SaveJob::read(const Unit& unit, Lease memory) {
+    File& file = *files_[unit.file];
     std::vector<StreamContent::GroupBytes> groups;
+    MaybeFault fault;
     std::exception_ptr error;
     try {
-        groups = file.spec.content->fill(part, memory.data());
+        fault = gather(unit, memory.data(), groups);
     } catch (...) {
         error = std::current_exception();  // out of memory: the count below must still be right
     }
@@ -164,12 +182,12 @@ std::optional<ReadUnit> SaveJob::read(const Unit& unit, Lease memory) {
     }
     changed_.notify_all();
     if (error) std::rethrow_exception(error);
-    if (fault_) return std::nullopt;
+    if (fault || fault_) return {.writable = std::nullopt, .fault = std::move(fault)};
     if (is_last(unit) && file.unsummed > 0) {
         file.last = std::move(memory);
-        return std::nullopt;
+        return {};
     }
-    return ReadUnit{.unit = unit, .memory = std::move(memory)};
+    return {.writable = ReadUnit{.unit = unit, .memory = std::move(memory)}, .fault = {}};
 }
 
 std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {
@@ -261,7 +279,8 @@ bool SaveJob::fail(Fault fault) {
 void SaveJob::unpin() {
     {
         const std::scoped_lock lock(mutex_);
-        if (--pins_ > 0 || !fault_ || done_) return;
+        if (--pins_ > 0 || !fault_ || done_ || ending_) return;
+        ending_ = true;
     }
     // Nobody else is at work on the job, and nobody will be: a failed job gives out no units.
     for (const auto& file : files_) file->output.abandon();

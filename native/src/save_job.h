@@ -87,9 +87,13 @@ class SaveJob {
     /// The next unit in file order, which the caller must read; none if the job has failed.
     std::optional<Taken> take_unit();
 
+    struct Gathered {
+        std::optional<ReadUnit> writable;
+        MaybeFault fault;  ///< the job has not failed yet: the caller makes it
+    };
     /// Gathers a taken unit into `memory`, and reports it. Returns what may be written now, if any:
     /// the file's last segment waits here for the checksums of those before it.
-    std::optional<ReadUnit> read(const Unit& unit, Lease memory);
+    Gathered read(const Unit& unit, Lease memory);
 
     MaybeFault open_file(std::size_t file) { return files_[file]->output.ensure_open(); }
 
@@ -132,6 +136,8 @@ class SaveJob {
     };
 
     [[nodiscard]] bool is_last(const Unit& unit) const;
+    MaybeFault gather(const Unit& unit, std::byte* memory,
+                      std::vector<StreamContent::GroupBytes>& groups);
     MaybeFault write_table(File& file, std::byte* memory);
     void unpin();
 
@@ -155,6 +161,7 @@ class SaveJob {
     std::size_t unfinished_files_ = 0;
     std::size_t pins_ = 0;
     MaybeFault fault_;
+    bool ending_ = false;  // it has failed and its last pin went; a late one does not count
     bool done_ = false;
     Clock::time_point read_at_;
     Clock::time_point durable_at_;

@@ -134,10 +134,12 @@ void SavePipeline::copy_loop() {
         if (!reading) continue;
         const SaveJob::Pin& job = reading->job;
         try {
-            if (auto read = job->read(reading->unit, std::move(memory))) {
+            auto [writable, fault] = job->read(reading->unit, std::move(memory));
+            if (fault) fail(job.job(), std::move(*fault));
+            if (writable) {
                 enqueue({.job = SaveJob::Pin(job.job()),
                          .open = std::nullopt,
-                         .write = std::move(read)});
+                         .write = std::move(writable)});
             }
         } catch (const std::exception&) {
             fail(job.job(), out_of_memory("copy"));

@@ -113,6 +113,32 @@ void each_failing_call_fails_its_save_only() {
     }
 }
 
+void a_failed_job_is_done_only_when_its_files_are_closed() {
+    Broken broken;
+    std::atomic<bool> closing = false;
+    std::atomic<bool> go_on = false;
+    broken.set([&](const Event& event) {
+        if (event.call == Call::kWrite) return failing(EIO);
+        if (event.call != Call::kClose) return Instead{};
+        closing = true;
+        closing.notify_all();
+        go_on.wait(false);
+        return Instead{};
+    });
+    const auto job =
+        broken.engine.save({SaveFile(broken.directory.file("f"), kSize, broken.source.transfer)},
+                           {}, 0, open_window());
+    closing.wait(false);
+    job->cancel();  // too late, and must not hasten the end
+    const bool done = (*job)->wait(in(0.1));
+    go_on = true;
+    go_on.notify_all();
+    check(!done, "its file is still open");
+    check((*job)->wait(in(60)));
+    check_equal(broken.ops->open_files(), 0U);
+    check((*job)->fault()->error == EIO);
+}
+
 void a_failed_fdatasync_is_not_repeated() {
     Broken broken;
     std::atomic<int> calls = 0;
@@ -232,6 +258,8 @@ int main() {
     using namespace datastates::testing;
     return run_cases(
         {{"each_failing_call_fails_its_save_only", each_failing_call_fails_its_save_only},
+         {"a_failed_job_is_done_only_when_its_files_are_closed",
+          a_failed_job_is_done_only_when_its_files_are_closed},
          {"a_failed_fdatasync_is_not_repeated", a_failed_fdatasync_is_not_repeated},
          {"refused_o_direct_falls_back", refused_o_direct_falls_back},
          {"unsupported_fallocate_is_no_failure", unsupported_fallocate_is_no_failure},

@@ -206,4 +206,9 @@ SysResult HookedFileOps::close(int fd) {
     return instead ? *instead : closed;
 }
 
+SysResult HookedFileOps::gather_begins() {
+    if (!hook_) return {};
+    return hook_({.call = Call::kGather, .path = {}}).result.value_or(SysResult{});
+}
+
 }  // namespace datastates::testing

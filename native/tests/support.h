@@ -92,7 +92,8 @@ class HookedFileOps final : public FileOps {
         kTruncate,
         kSyncData,
         kSync,
-        kClose
+        kClose,
+        kGather  ///< no path
     };
     struct Event {
         Call call;
@@ -125,6 +126,7 @@ class HookedFileOps final : public FileOps {
     SysResult sync_data(int fd) override;
     SysResult sync(int fd) override;
     SysResult close(int fd) override;
+    SysResult gather_begins() override;
 
   private:
     Instead observe(Call call, int fd, std::uint64_t offset, std::uint64_t size);

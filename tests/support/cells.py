@@ -56,7 +56,7 @@ POINTS: tuple[Point, ...] = (
     *_both("capture"),
     *_both("plan"),
     # Whoever comes first makes the attempt's directory.
-    *_both("plan.mkdir", others="plan.mkdir.before=sleep:1"),
+    *_both("plan.mkdir", COORDINATOR),
     *(point for name in _NATIVE for point in _both(name)),
     *_both("vote"),
     *(point for name in _PUBLISH for point in _both(f"publish.{name}", COORDINATOR)),

@@ -1,0 +1,168 @@
+"""The native engine fails where it is told to, and what it does to files is on record."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from support.scripts import run_script
+
+SAVE = """
+from support.checkpoints import causes
+from dcp_datastates import StorageError
+from dcp_datastates import engine as engine_module
+
+def failure_of(call):
+    try:
+        call()
+    except BaseException as error:
+        return next(cause for cause in causes(error) if isinstance(cause, StorageError))
+    raise AssertionError("nothing failed")
+
+def save(number=1):
+    state = {"w": torch.full((1_000_000,), float(number)), "more": torch.zeros(4_000_000)}
+    dcp.save(state, storage_writer=writer(), no_dist=True)
+
+def assert_cache_is_empty():
+    deadline = time.monotonic() + 20
+    while (stats := engine_module.stats()).free_segments != stats.total_segments:
+        assert time.monotonic() < deadline, f"{stats.free_segments} of {stats.total_segments}"
+        time.sleep(0.01)
+"""
+
+FAIL_ONCE = """
+print(failure_of(save).errno)
+assert_cache_is_empty()
+for descriptor in os.listdir("/proc/self/fd"):
+    at = os.path.realpath("/proc/self/fd/" + descriptor)
+    assert not at.startswith(path), at
+save(2)
+assert number_at() == 2
+"""
+
+
+@pytest.fixture
+def log(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS_LOG", str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("flush.open.after", "EMFILE"),
+        ("flush.write.before", "EIO"),
+        ("sync.data.after", "EIO"),
+        ("flush.close.after", "ENOSPC"),
+        ("sync.directory.before", "EIO"),
+        ("read.before", "ENOMEM"),
+    ],
+)
+def test_an_error_fails_the_save_and_the_next_one_works(name, error, tmp_path, monkeypatch, log):
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", f"{name}@1=error:{error}")
+    ended = run_script(SAVE + FAIL_ONCE, tmp_path / "c")
+    ended.assert_clean()
+    assert ended.stdout == f"{getattr(errno, error)}\n"
+    assert log.read_text() == f"{name}\n"
+
+
+def test_a_kill_comes_at_the_hit_that_was_asked_for(tmp_path, monkeypatch, log):
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", "flush.write.after@2=kill")
+    monkeypatch.setenv("DCP_DATASTATES_TRACE", str(tmp_path / "trace"))
+    ended = run_script(SAVE + "save()", tmp_path / "c")
+    assert ended.returncode == -signal.SIGKILL, ended
+    assert log.read_text() == "flush.write.after\n"
+    writes = [line for line in _trace(tmp_path) if line["op"] == "write" and _is_data(line)]
+    assert 2 <= len(writes) < 4, "of its three segments, others may have been under way"
+    assert not (tmp_path / "c" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("name", ["restore.open.before", "restore.read.after"])
+def test_an_error_fails_the_restore_alone(name, tmp_path, monkeypatch, log):
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", f"{name}@1=error:EIO")
+    ended = run_script(
+        SAVE + "save(3); assert failure_of(number_at).errno == 5; assert number_at() == 3",
+        tmp_path / "c",
+    )
+    ended.assert_clean()
+    assert log.read_text() == f"{name}\n"
+
+
+def test_entries_of_the_python_side_are_none_of_the_engines_business(tmp_path, monkeypatch, log):
+    monkeypatch.setenv(
+        "DCP_DATASTATES_FAILPOINTS", "publish.rename.before@1=error:EIO;vote.before=kill"
+    )
+    ended = run_script(
+        "from dcp_datastates._native import Engine; Engine(32 << 20)", tmp_path / "c"
+    )
+    ended.assert_clean()
+    assert not log.exists()
+
+
+@pytest.mark.parametrize(
+    "entries", ["flush.write.before", "flush.write.before=error:EWHATEVER", "a=die"]
+)
+def test_an_entry_that_is_none_is_refused(entries, tmp_path, monkeypatch):
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", entries)
+    ended = run_script(
+        f"""
+        from dcp_datastates._native import Engine
+        try:
+            Engine(32 << 20)
+        except ValueError as error:
+            assert {entries!r} in str(error)
+        else:
+            raise AssertionError("not refused")
+        """,
+        tmp_path / "c",
+    )
+    ended.assert_clean()
+
+
+def _trace(tmp_path: Path) -> list[dict[str, object]]:
+    lines = (tmp_path / "trace").read_text("ascii").splitlines()
+    for line in lines:  # as the Python side writes them, to the last space
+        assert json.dumps(json.loads(line)) == line
+    return [json.loads(line) for line in lines]
+
+
+def _is_data(line: dict[str, object]) -> bool:
+    return str(line["path"]).endswith(".safetensors")
+
+
+def test_the_trace_of_a_save_is_enough_to_make_its_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCP_DATASTATES_TRACE", str(tmp_path / "trace"))
+    folder = tmp_path / os.fsdecode(b'odd "\\\xc3\xa9\n')
+    run_script(SAVE + "save(4); assert number_at() == 4", folder).assert_clean()
+    trace = _trace(tmp_path)
+    data = [line for line in trace if _is_data(line)]
+    (path,) = {str(line["path"]) for line in data}
+    assert [op for op, _ in groupby(line["op"] for line in data)] == [
+        *("create", "allocate", "write", "truncate", "sync_begin", "sync")
+    ]
+    content = bytearray()
+    for line in data:
+        if line["op"] in ("allocate", "truncate"):
+            size = int(str(line["size"]))
+            content = content[:size].ljust(size, b"\0")
+        elif line["op"] == "write":
+            written = bytes.fromhex(str(line["data"]))
+            offset = int(str(line["offset"]))
+            content[offset : offset + len(written)] = written
+    assert content == Path(path).read_bytes()
+    assert data[-1]["id"] == data[-2]["id"]
+
+    after = trace[trace.index(data[-1]) + 1 :]
+    synced = [line["path"] for line in after if line["op"] == "sync"]
+    attempt = str(Path(path).parent)
+    assert synced[0] == attempt, "the directory of the file, then those above it"
+    assert str(folder) in synced
+    assert synced.index(str(folder)) < [line["op"] for line in after].index("rename")
+    ids = [line["id"] for line in trace if line["op"] == "sync"]
+    assert len(set(ids)) == len(ids)
