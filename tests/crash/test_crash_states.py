@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import pytest
 from support.crash_states import Tree, read_tree
@@ -52,7 +52,7 @@ def _save(root: Path, number: int, scratch: Path) -> list[Record]:
     return read_trace(trace, root)
 
 
-def _record(scratch: Path, synthesize: bool) -> dict[str, Recording]:
+def _record(scratch: Path) -> dict[str, Recording]:
     """A first save, and a save over it."""
     root = scratch / "root"
     root.mkdir()
@@ -60,8 +60,6 @@ def _record(scratch: Path, synthesize: bool) -> dict[str, Recording]:
     for name, before, after in (("first", None, OLD), ("over", OLD, NEW)):
         start = read_tree(root)
         records = _save(root, after, scratch)
-        if synthesize:
-            records = _with_native_records(records, read_tree(root))
         _assert_complete(records)
         recordings[name] = Recording(start, tuple(records), before, after)
     return recordings
@@ -81,53 +79,14 @@ def _assert_complete(records: Sequence[Record]) -> None:
     assert any(record.op == "rename" for record in records)
 
 
-def _with_native_records(records: Sequence[Record], saved: Tree) -> list[Record]:
-    """``records`` and those that the engine would write for the files of the new attempt.
-
-    For trying the check itself on any build.
-    """
-    if _data_files(records, "write"):
-        return list(records)
-    attempt = next(
-        r.path for r in records if r.op == "mkdir" and r.path.startswith(CHECKPOINT + "/")
-    )
-    files = sorted(path for path in saved if path.startswith(attempt + "/"))
-    changes, syncs = [], []
-    for rank, path in enumerate(files):
-        content = saved[path]
-        assert content is not None
-        aligned = len(content) + -len(content) % 4096
-        changes.append(
-            [
-                Record("create", path),
-                Record("allocate", path, size=aligned),
-                Record("write", path, data=content.ljust(aligned, b"\0")),
-                Record("truncate", path, size=len(content)),
-            ]
-        )
-        directories = [str(parent) for parent in PurePosixPath(path).parents]
-        synced = [path, *("" if directory == "." else directory for directory in directories)]
-        syncs += [r for place in synced for r in _sync_records(place, f"native {rank} {place}")]
-    native = [record for step in zip(*changes, strict=True) for record in step] + syncs
-    place = next(
-        place for place, r in enumerate(records) if r.op == "create" and ".metadata" in r.path
-    )
-    return [*records[:place], *native, *records[place:]]
-
-
-def _sync_records(path: str, name: str) -> list[Record]:
-    return [Record("sync_begin", path, id=name), Record("sync", path, id=name)]
-
-
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("crash")
 
 
-@pytest.fixture(scope="module", params=["traced", "synthesized"])
-def recordings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    scratch = tmp_path_factory.mktemp("recordings")
-    return _record(scratch, synthesize=request.param == "synthesized")
+@pytest.fixture(scope="module")
+def recordings(tmp_path_factory: pytest.TempPathFactory):
+    return _record(tmp_path_factory.mktemp("recordings"))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,108 @@
+"""What ranks tell each other in a round: votes, reasons, decisions."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_datastates import (
+    CommitOutcomeUnknown,
+    SaveFailedError,
+    SnapshotTornError,
+    StorageError,
+)
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.ballot import Ballot, Count
+from dcp_datastates.decision import REASON_BYTES, Decision, Outcome, Reason
+
+BALLOT = Ballot(True, 7, Attempt(2**60 + 3, 12), Path("/a/step-5"), 4)
+
+
+def _count(*ballots):
+    return Count.of([max(column) for column in zip(*map(Ballot.encode, ballots), strict=True)])
+
+
+def test_votes_for_the_same_save_are_unanimous():
+    assert _count(*[BALLOT] * 4).unanimous
+
+
+def test_one_no_is_enough():
+    count = _count(BALLOT, dataclasses.replace(BALLOT, ok=False), BALLOT)
+    assert count.agreed
+    assert count.failed
+    assert not count.unanimous
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": 8},
+        {"attempt": Attempt(2**60 + 3, 13)},
+        {"attempt": Attempt(2**60 + 2, 12)},
+        {"attempt": None},
+        {"directory": Path("/a/step-6")},
+        {"world": 3},
+    ],
+)
+def test_votes_for_different_saves_do_not_agree(change):
+    for ballots in ([BALLOT, dataclasses.replace(BALLOT, **change)],) * 2:
+        assert not _count(*ballots).unanimous
+        assert not _count(*reversed(ballots)).unanimous
+
+
+def test_a_directory_may_be_mounted_elsewhere_on_another_machine():
+    assert _count(BALLOT, dataclasses.replace(BALLOT, directory=Path("/mnt/b/step-5"))).unanimous
+
+
+@given(st.text(), st.text(max_size=5000))
+def test_reasons_fit_and_come_back(kind, message):
+    kind = kind.replace("\n", "")
+    data = Reason(kind, message).encode()
+    assert len(data) <= REASON_BYTES
+    found = Reason.decode(data.ljust(REASON_BYTES, b"\0"))
+    assert found is not None
+    assert kind.startswith(found.kind.rstrip("\0")) or found.kind == kind[:80]
+    if len(message.encode()) < 300 and len(kind.encode()) < 80 and not message.endswith("\0"):
+        assert found == Reason(kind, message)
+
+
+def test_no_reason_is_padding():
+    assert Reason.decode(b"\0" * REASON_BYTES) is None
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_decisions_come_back(outcome):
+    decision = Decision(outcome, {3: Reason("StorageError", 'x "y"')}, given_up=True)
+    assert Decision.decode(decision.encode().encode()) == decision
+
+
+def test_the_error_has_the_causes_type_and_names_rank_and_path():
+    decision = Decision.failed(3, SnapshotTornError("'w' changed"))
+    error = decision.error("'/c'", 4)
+    assert type(error) is SnapshotTornError
+    assert str(error) == "the save to '/c' failed: rank 3 of 4: 'w' changed"
+
+
+def test_errors_of_others_are_named_but_not_raised_as_they_are():
+    error = Decision.failed(1, RuntimeError("boom")).error("'/c'", 2)
+    assert type(error) is SaveFailedError
+    assert "rank 1 of 2: RuntimeError: boom" in str(error)
+
+
+def test_different_causes_are_all_said_up_to_a_few():
+    reasons = {rank: Reason.of(StorageError(28, f"disk {rank}")) for rank in range(5)}
+    reasons[1] = Reason.of(SnapshotTornError("torn"))
+    error = Decision(Outcome.FAILED, reasons).error("'/c'", 8)
+    assert type(error) is SaveFailedError
+    for word in ("rank 0", "rank 1", "rank 2", "2 more"):
+        assert word in str(error)
+
+
+def test_committed_is_no_error_and_unknown_says_so():
+    assert Decision(Outcome.COMMITTED).error("'/c'", 2) is None
+    error = Decision(Outcome.UNKNOWN, {-1: Reason("x", "who knows")}).error("'/c'", 2)
+    assert type(error) is CommitOutcomeUnknown

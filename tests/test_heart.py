@@ -1,0 +1,162 @@
+"""Who is lost, and who only takes his time: two ranks' hearts in one process, over a store in a file."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch.distributed as dist
+
+from dcp_datastates import heart as heart_module
+from dcp_datastates.heart import Beat, Heart, Loss
+from dcp_datastates.peers import Peers
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch):
+    monkeypatch.setattr(heart_module, "SILENCE_SECONDS", 1.5)
+    monkeypatch.setattr(heart_module, "_UNSEEN_SECONDS", 4.0)
+    monkeypatch.setattr(heart_module, "_ACTIVE_SECONDS", 0.2)
+    monkeypatch.setattr(heart_module, "_IDLE_SECONDS", 0.4)
+
+
+@pytest.fixture
+def hearts(tmp_path):
+    """Makes hearts, rank by rank, each with a store of its own; ends them."""
+    made = []
+
+    def make(rank, world=2, status=Beat):
+        base = dist.FileStore(str(tmp_path / "store"), world)
+        peers = Peers(rank, tuple(range(world)), base)
+        heart = Heart(peers, peers.store("commit"), status)
+        heart.quicken()
+        made.append(heart)
+        return heart
+
+    yield make
+    for heart in made:
+        heart.close()
+
+
+def _until(condition, seconds=10):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came about"
+        time.sleep(0.02)
+
+
+def _elsewhere(monkeypatch):
+    """As on another machine: nobody can see whether the process is there."""
+    monkeypatch.setattr(heart_module, "_is_gone", lambda who: False)
+
+
+def test_a_silent_rank_is_lost_and_named_and_is_not_when_it_beats_again(hearts, monkeypatch):
+    _elsewhere(monkeypatch)
+    first, second = hearts(0), hearts(1)
+    _until(lambda: all(watched.value for watched in first._watched.values()))
+    assert first.losses() == []
+    second.close()
+    _until(first.losses)
+    (loss,) = first.losses()
+    assert str(loss).startswith("rank 1 has been silent")
+    assert not loss.certain
+    hearts(1)
+    _until(lambda: not first.losses())
+
+
+def test_the_others_hear_from_the_coordinator_who_is_lost(hearts, monkeypatch):
+    _elsewhere(monkeypatch)
+    first, second, third = (hearts(rank, world=3) for rank in range(3))
+    _until(lambda: all(watched.value for watched in first._watched.values()))
+    second.close()
+    _until(third.losses)
+    assert [loss.rank for loss in third.losses()] == [1]
+
+
+def test_a_dead_process_on_this_machine_is_seen_at_once(hearts, tmp_path):
+    first = hearts(0)
+    child = os.fork()
+    if child == 0:
+        store = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).store("commit")
+        store.set("who/1", heart_module._identity())
+        store.set("beat/1", Beat().encode(1))
+        os._exit(0)
+    os.waitpid(child, 0)
+    began = time.monotonic()
+    _until(first.losses)
+    assert time.monotonic() - began < 1.4, "it waited for silence"
+    (loss,) = first.losses()
+    assert loss.certain
+    assert f"process {child}" in str(loss)
+    assert "is dead" in str(loss)
+
+
+def test_another_machines_process_is_never_called_dead():
+    host, _, pid, started = heart_module._identity().split("|")
+    assert not heart_module._is_gone("|".join([host, "another boot", "1", "0"]))
+    assert heart_module._is_gone("|".join([host, heart_module._boot(), pid, "0"])), "pid reused"
+    assert not heart_module._is_gone("|".join([host, heart_module._boot(), pid, started]))
+    assert not heart_module._is_gone("|".join([host, "", "999999", "0"]))
+
+
+def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(hearts):
+    first = hearts(0)
+    time.sleep(2.2)
+    assert first.losses() == []
+    _until(first.losses)
+
+
+def test_in_a_round_a_rank_never_heard_of_is_silent_like_any_other(hearts):
+    first = hearts(0)
+    first.follow(0)
+    began = time.monotonic()
+    _until(first.losses)
+    assert time.monotonic() - began < 3.5
+
+
+def test_a_rank_without_progress_is_stalled_only_while_it_owes_a_vote(hearts):
+    beats = {"now": Beat(voted=4, progress=7, doing="flushing (save 5)")}
+    first = hearts(0)
+    hearts(1, status=lambda: beats["now"])
+    first.follow(5)
+    _until(lambda: first.stalled(5, 1.0))
+    (loss,) = first.stalled(5, 1.0)
+    assert "rank 1 is alive, but has made no progress" in str(loss)
+    assert "flushing (save 5)" in str(loss)
+    assert first.stalled(4, 1.0) == [], "it has voted in that one"
+    beats["now"] = Beat(voted=4, progress=8, doing="flushing (save 5)")
+    _until(lambda: not first.stalled(5, 1.0))
+
+
+def test_what_went_before_a_round_does_not_count_against_it(hearts):
+    first = hearts(0)
+    hearts(1)
+    time.sleep(1.5)
+    first.follow(0)
+    assert first.stalled(0, 1.0) == []
+
+
+def test_decisions_of_the_followed_round_are_seen(hearts, tmp_path):
+    first = hearts(0)
+    first.follow(3)
+    assert first.decision is None
+    other = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).store("commit")
+    other.set("decision/3", "x")
+    other.set("decision/4", "y")
+    _until(lambda: first.decision == b"x")
+    first.follow(4)
+    _until(lambda: first.decision == b"y")
+    first.follow(None)
+    assert first.decision is None
+
+
+def test_close_ends_the_thread(hearts):
+    first = hearts(0)
+    first.close()
+    assert not first._thread.is_alive()
+
+
+def test_losses_travel():
+    losses = [Loss(3, 'is dead: "quoted"', True), Loss(5, "has been silent")]
+    assert Loss.decode(Loss.encode(losses).encode()) == losses
