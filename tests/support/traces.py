@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["Record", "RecordError", "in_order", "in_place", "read_trace", "without"]
+__all__ = ["Record", "RecordError", "in_blocks", "in_order", "in_place", "read_trace", "without"]
 
 OPERATIONS = frozenset(
     [
@@ -96,6 +96,19 @@ def read_trace(file: Path, root: Path) -> list[Record]:
             )
         )
     return in_order(records)
+
+
+def in_blocks(records: Iterable[Record], size: int = 4096) -> list[Record]:
+    """The trace with each write cut into blocks: storage takes them in any order, and may miss any of them."""
+    cut = []
+    for record in records:
+        if record.op != "write" or not record.data:
+            cut.append(record)
+            continue
+        for begin in range(0, len(record.data), size):
+            data = record.data[begin : begin + size]
+            cut.append(dataclasses.replace(record, offset=record.offset + begin, data=data))
+    return cut
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
