@@ -8,6 +8,7 @@ programs expect for its cause. Inside DCP's collectives they arrive wrapped in D
 from __future__ import annotations
 
 __all__ = [
+    "AnswerTimeoutError",
     "CheckpointCorruptError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
@@ -17,6 +18,7 @@ __all__ = [
     "CommitOutcomeUnknown",
     "ConfigurationError",
     "DataStatesError",
+    "ForeignCheckpointError",
     "IncompatibleStateError",
     "RankLostError",
     "SaveAbandonedError",
@@ -46,6 +48,10 @@ class CheckpointExistsError(DataStatesError, FileExistsError):
 
 class CheckpointNotFoundError(DataStatesError, FileNotFoundError):
     """No committed checkpoint is at the path; the message says what is there instead."""
+
+
+class ForeignCheckpointError(CheckpointNotFoundError):
+    """The checkpoint at the path was written by something else, such as stock DCP."""
 
 
 class CheckpointCorruptError(DataStatesError):
@@ -98,3 +104,7 @@ class CheckpointSkipped(SaveFailedError):
 
 class CommitOutcomeUnknown(DataStatesError):
     """This rank cannot tell whether the save was committed; the message says how to find out."""
+
+
+class AnswerTimeoutError(DataStatesError, TimeoutError):
+    """The rank that looks on behalf of all did not answer in time; the message says what was asked."""
