@@ -14,10 +14,10 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.metadata import Note, decode, read_note
+from dcp_datastates.metadata import FileRecord, Note, decode, read_note
 from dcp_datastates.storage import local
 
-__all__ = ["Committed", "load_metadata", "open_committed"]
+__all__ = ["Committed", "load_metadata", "open_committed", "wrong_size"]
 
 _STOCK_BEGINS = b"\x80"  # a pickle's protocol,
 _STOCK_ENDS = b"."  # and its STOP
@@ -56,6 +56,15 @@ def open_committed(directory: Path) -> Committed:
 def load_metadata(directory: Path) -> Metadata:
     """The metadata alone; raises as :func:`open_committed` does."""
     return _decode(_read(directory)[0], directory)
+
+
+def wrong_size(record: FileRecord, nbytes: int) -> str | None:
+    """What to say of a data file that has ``nbytes``; None if that is its size."""
+    if nbytes == record.nbytes:
+        return None
+    if nbytes < record.nbytes:
+        return f"cut short: it has {nbytes} of {record.nbytes} bytes"
+    return f"too long: it has {nbytes} bytes instead of {record.nbytes}"
 
 
 def _read(directory: Path) -> tuple[bytes, float]:
