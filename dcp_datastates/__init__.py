@@ -14,16 +14,21 @@ from dcp_datastates.errors import (
     CheckpointReplacedError,
     ConfigurationError,
     DataStatesError,
+    ForeignCheckpointError,
     IncompatibleStateError,
+    NoAnswerError,
     SaveAbandonedError,
     SnapshotTornError,
     StorageError,
     UnsafeObjectError,
     UnsupportedTensorError,
 )
+from dcp_datastates.find import latest
 from dcp_datastates.ownership import track
 from dcp_datastates.reader import DataStatesReader
+from dcp_datastates.retention import retain
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.verify import Damage, Report, verify
 from dcp_datastates.writer import DataStatesWriter
 
 __all__ = [
@@ -32,18 +37,25 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
     "ConfigurationError",
+    "Damage",
     "DataStatesError",
     "DataStatesReader",
     "DataStatesWriter",
+    "ForeignCheckpointError",
     "IncompatibleStateError",
+    "NoAnswerError",
+    "Report",
     "SaveAbandonedError",
     "SaveStats",
     "SnapshotTornError",
     "StorageError",
     "UnsafeObjectError",
     "UnsupportedTensorError",
+    "latest",
     "parse_size",
+    "retain",
     "track",
+    "verify",
 ]
 
 try:

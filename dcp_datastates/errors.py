@@ -8,7 +8,6 @@ programs expect for its cause. Inside DCP's collectives they arrive wrapped in D
 from __future__ import annotations
 
 __all__ = [
-    "AnswerTimeoutError",
     "CheckpointCorruptError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
@@ -20,6 +19,7 @@ __all__ = [
     "DataStatesError",
     "ForeignCheckpointError",
     "IncompatibleStateError",
+    "NoAnswerError",
     "RankLostError",
     "SaveAbandonedError",
     "SaveFailedError",
@@ -106,5 +106,5 @@ class CommitOutcomeUnknown(DataStatesError):
     """This rank cannot tell whether the save was committed; the message says how to find out."""
 
 
-class AnswerTimeoutError(DataStatesError, TimeoutError):
-    """The rank that looks on behalf of all did not answer in time; the message says what was asked."""
+class NoAnswerError(DataStatesError, TimeoutError):
+    """The one rank that looks on behalf of all gave no answer; the message says to what, and why."""
