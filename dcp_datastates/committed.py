@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import pickletools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +20,6 @@ from dcp_datastates.metadata import FileRecord, Note, decode, read_note
 from dcp_datastates.storage import local
 
 __all__ = ["Committed", "load_metadata", "open_committed", "wrong_size"]
-
-_STOCK_BEGINS = b"\x80"  # a pickle's protocol,
-_STOCK_ENDS = b"."  # and its STOP
-
 
 @dataclass(frozen=True)
 class Committed:
@@ -98,12 +96,20 @@ def _decode(data: bytes, directory: Path) -> Metadata:
 def _is_stock(data: bytes, directory: Path) -> bool:
     """Whether a ``.metadata`` that :func:`decode` refused is stock DCP's, rather than a damaged one of ours."""
     return (
-        data.startswith(_STOCK_BEGINS)
-        and data.endswith(_STOCK_ENDS)
+        data.endswith(pickle.STOP)
         and b"torch.distributed.checkpoint.metadata" in data
-        and b"dcp_datastates" not in data
-        and not local.attempts(directory)
+        and b"dcp_datastates" not in data  # the name of our note, which comes last
+        and (not local.attempts(directory) or _is_complete_pickle(data))
     )
+
+
+def _is_complete_pickle(data: bytes) -> bool:
+    """Whether ``data`` is one pickle and nothing else; slow, and runs none of it. Cut ones are not."""
+    try:
+        *_, (_, _, last) = pickletools.genops(data)
+    except ValueError:
+        return False
+    return last is not None and last + 1 == len(data)
 
 
 def _what_is_there(directory: Path) -> str:
