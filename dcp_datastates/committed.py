@@ -21,6 +21,7 @@ from dcp_datastates.storage import local
 
 __all__ = ["Committed", "load_metadata", "open_committed", "wrong_size"]
 
+
 @dataclass(frozen=True)
 class Committed:
     """A committed checkpoint, as its ``.metadata`` describes it."""

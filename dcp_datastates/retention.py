@@ -42,11 +42,11 @@ def retain(
     """Delete the checkpoints in the directory ``root`` that are older than the ``keep`` newest good ones.
 
     Good is what :func:`~dcp_datastates.latest` takes: the metadata can be read and every data file is there
-    with its exact size. Damaged checkpoints do not count, and are deleted once they are older than ``keep``
-    good ones; so the last good one never is. Left alone are: what is not a checkpoint of this package
-    (stock DCP's, too), symbolic links, foreign files in a checkpoint's directory, and a checkpoint
-    that a save is replacing: one with an attempt that a live process holds, or, where that cannot be known, with an
-    attempt that is newer than the committed one.
+    with its exact size (no stored byte is read; that is :func:`~dcp_datastates.verify`). Damaged checkpoints
+    do not count, and are deleted once they are older than ``keep`` good ones; so the last good one never
+    is. Left alone are: what is not a checkpoint of this package (stock DCP's, too), symbolic links,
+    foreign files in a checkpoint's directory, and a checkpoint that a save is replacing: one with an attempt
+    that a live process holds, or, where that cannot be known, one that is newer than the committed one.
 
     Every rank of ``process_group`` (default: all ranks) calls this; the first one deletes, and all return, or
     raise, the same. Calling it again is safe, also while another process does.

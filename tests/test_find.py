@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
-import multiprocessing
 import os
 import shutil
+import threading
 
 import pytest
 import torch
@@ -379,24 +380,18 @@ def test_uncommitted_checkpoints_in_flight_or_newer_stay(root):
         hold.release()
 
 
-def test_asking_whether_an_attempt_is_in_flight_takes_no_lock_from_it(tmp_path):
-    """A hold that meets a question waits for its end instead of going without a lock."""
-    stop = multiprocessing.get_context("fork").Event()
-
-    def ask():
-        while not stop.is_set():
-            lock.in_flight(tmp_path)
-
-    asking = multiprocessing.get_context("fork").Process(target=ask)
-    asking.start()
+def test_a_hold_that_meets_somebody_asking_waits_instead_of_going_without_a_lock(tmp_path):
+    asking = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_EX)  # what in_flight() does, for a moment
+    timer = threading.Timer(0.2, os.close, [asking])
+    timer.start()
+    hold = lock.Hold(tmp_path)
     try:
-        for _ in range(300):
-            hold = lock.Hold(tmp_path)
-            assert lock.in_flight(tmp_path)
-            hold.release()
+        timer.join()
+        assert lock.in_flight(tmp_path)
     finally:
-        stop.set()
-        asking.join()
+        hold.release()
+    assert lock.in_flight(tmp_path) is False
 
 
 # --- retain: crashes and failures ------------------------------------------------------------------------
