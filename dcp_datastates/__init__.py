@@ -18,7 +18,9 @@ from dcp_datastates.errors import (
     CommitOutcomeUnknown,
     ConfigurationError,
     DataStatesError,
+    ForeignCheckpointError,
     IncompatibleStateError,
+    NoAnswerError,
     RankLostError,
     SaveAbandonedError,
     SaveFailedError,
@@ -27,9 +29,12 @@ from dcp_datastates.errors import (
     UnsafeObjectError,
     UnsupportedTensorError,
 )
+from dcp_datastates.find import latest
 from dcp_datastates.ownership import track
 from dcp_datastates.reader import DataStatesReader
+from dcp_datastates.retention import retain
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.verify import Damage, Report, verify
 from dcp_datastates.writer import DataStatesWriter
 
 __all__ = [
@@ -41,11 +46,15 @@ __all__ = [
     "CheckpointSupersededError",
     "CommitOutcomeUnknown",
     "ConfigurationError",
+    "Damage",
     "DataStatesError",
     "DataStatesReader",
     "DataStatesWriter",
+    "ForeignCheckpointError",
     "IncompatibleStateError",
+    "NoAnswerError",
     "RankLostError",
+    "Report",
     "SaveAbandonedError",
     "SaveFailedError",
     "SaveStats",
@@ -54,8 +63,11 @@ __all__ = [
     "UnsafeObjectError",
     "UnsupportedTensorError",
     "async_save",
+    "latest",
     "parse_size",
+    "retain",
     "track",
+    "verify",
 ]
 
 try:

@@ -17,7 +17,9 @@ __all__ = [
     "CommitOutcomeUnknown",
     "ConfigurationError",
     "DataStatesError",
+    "ForeignCheckpointError",
     "IncompatibleStateError",
+    "NoAnswerError",
     "RankLostError",
     "SaveAbandonedError",
     "SaveFailedError",
@@ -46,6 +48,10 @@ class CheckpointExistsError(DataStatesError, FileExistsError):
 
 class CheckpointNotFoundError(DataStatesError, FileNotFoundError):
     """No committed checkpoint is at the path; the message says what is there instead."""
+
+
+class ForeignCheckpointError(CheckpointNotFoundError):
+    """The checkpoint at the path was written by something else, such as stock DCP."""
 
 
 class CheckpointCorruptError(DataStatesError):
@@ -98,3 +104,7 @@ class CheckpointSkipped(SaveFailedError):
 
 class CommitOutcomeUnknown(DataStatesError):
     """This rank cannot tell whether the save was committed; the message says how to find out."""
+
+
+class NoAnswerError(DataStatesError, TimeoutError):
+    """The one rank that looks on behalf of all gave no answer; the message says to what, and why."""

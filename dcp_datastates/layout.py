@@ -24,13 +24,26 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates._native import BLOCK_BYTES
 
-__all__ = ["FileLayout", "SealedFile", "TensorEntry", "lay_out", "stored_form"]
+__all__ = [
+    "MAX_HEADER_BYTES",
+    "FileLayout",
+    "SealedFile",
+    "TensorEntry",
+    "entry_key",
+    "is_bookkeeping",
+    "is_table",
+    "lay_out",
+    "stored_form",
+]
 
 ALIGNMENT: Final = 4096
 """Data begin at a multiple of this: the largest logical block size of common storage."""
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """safetensors refuses longer headers."""
+
+_RESERVED: Final = "__dcp_datastates__"
+"""Begins the names of entries that are the layout's own."""
 
 _UNKNOWN_SIZE: Final = 10**15
 """Stands in for an object's size while the header's capacity is computed: more digits than any."""
@@ -187,7 +200,7 @@ def _lay_out_file(
         relative.append(
             TensorEntry(
                 position,
-                _key(item.index.fqn),
+                entry_key(item.index.fqn),
                 data.properties.dtype,
                 tuple(data.chunk.sizes),
                 tuple(data.chunk.offsets),
@@ -197,7 +210,7 @@ def _lay_out_file(
         )
         end += nbytes
     object_entries = tuple(
-        ObjectEntry(position, _key(item.index.fqn)) for position, item in objects
+        ObjectEntry(position, entry_key(item.index.fqn)) for position, item in objects
     )
     longest = _header(relative, object_entries, [_UNKNOWN_SIZE] * len(objects), 0, end, None, stem)
     if len(longest) > MAX_HEADER_BYTES:
@@ -229,10 +242,10 @@ def _write_data(item: WriteItem) -> Any:
     return item.tensor_data
 
 
-def _key(fqn: str) -> str:
+def entry_key(fqn: str) -> str:
     """The entry's name in the file: the FQN, unless safetensors or the layout reserves that name."""
-    if fqn == "__metadata__" or fqn.startswith("__dcp_datastates__"):
-        return f"__dcp_datastates__.fqn.{fqn}"
+    if fqn == "__metadata__" or fqn.startswith(_RESERVED):
+        return f"{_RESERVED}.fqn.{fqn}"
     try:
         fqn.encode()
     except UnicodeEncodeError as error:
@@ -240,6 +253,16 @@ def _key(fqn: str) -> str:
             f"FQN {fqn!r} is not valid Unicode text and cannot name a tensor"
         ) from error
     return fqn
+
+
+def is_bookkeeping(key: str) -> bool:
+    """Whether an entry of this name is the layout's own (padding, checksums), not something saved."""
+    return key.startswith(f"{_RESERVED}.pad.") or is_table(key)
+
+
+def is_table(key: str) -> bool:
+    """Whether an entry of this name is a file's checksum table."""
+    return key.startswith(f"{_RESERVED}.crc32c.")
 
 
 def _header(
@@ -274,9 +297,9 @@ def _header(
         end += size
     padding = 3 if table_offset is None else table_offset - end
     if padding:
-        put(f"__dcp_datastates__.pad.{stem}", "U8", [padding], [0], end, padding)
+        put(f"{_RESERVED}.pad.{stem}", "U8", [padding], [0], end, padding)
     words = _blocks(end + padding + (MAX_HEADER_BYTES if table_offset is None else 0)) + 1
-    put(f"__dcp_datastates__.crc32c.{stem}", "U32", [words], [0], end + padding, 4 * words)
+    put(f"{_RESERVED}.crc32c.{stem}", "U32", [words], [0], end + padding, 4 * words)
 
     notes = {
         "version": 1,

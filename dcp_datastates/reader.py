@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
+from dcp_datastates.committed import load_metadata
 from dcp_datastates.config import parse_host_cache_size
 from dcp_datastates.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.errors import (
@@ -24,10 +25,9 @@ from dcp_datastates.errors import (
     CheckpointReplacedError,
     ConfigurationError,
     DataStatesError,
-    StorageError,
     UnsafeObjectError,
 )
-from dcp_datastates.metadata import Note, decode, read_note
+from dcp_datastates.metadata import Note, read_note
 from dcp_datastates.restore import restore
 from dcp_datastates.storage import local
 
@@ -108,7 +108,7 @@ class DataStatesReader(StorageReader):
         if "rank" in kwargs and self._failure is not None:
             return Metadata({})
         try:
-            metadata = _load_metadata(self._directory())
+            metadata = load_metadata(self._directory())
         except DataStatesError as error:
             self._failure = error
             raise
@@ -175,7 +175,7 @@ class DataStatesReader(StorageReader):
         self, directory: Path, note: Note, error: CheckpointNotFoundError
     ) -> DataStatesError:
         try:
-            now = read_note(_load_metadata(directory), directory / local.METADATA_NAME).attempt
+            now = read_note(load_metadata(directory), directory / local.METADATA_NAME).attempt
         except DataStatesError:
             return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
         if now != note.attempt:
@@ -196,35 +196,3 @@ class DataStatesReader(StorageReader):
         if self._note is None:
             raise DataStatesError("set_up_storage_reader() was not called before this")
         return self._note
-
-
-def _load_metadata(directory: Path) -> Metadata:
-    path = directory / local.METADATA_NAME
-    try:
-        data = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(
-            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"reading {path} failed: {error.strerror}", str(path)
-        ) from error
-    return decode(data, path)
-
-
-def _what_is_there(directory: Path) -> str:
-    if not directory.exists():
-        return "the directory does not exist"
-    if not directory.is_dir():
-        return "it is a file"
-    uncommitted = local.attempts(directory)
-    if uncommitted:
-        return f"a save was begun and not committed ({uncommitted[-1].name}); it is still running, or failed"
-    inside = sorted(os.listdir(directory))
-    if not inside:
-        return "the directory is empty"
-    steps = [name for name in inside if (directory / name / local.METADATA_NAME).exists()]
-    if steps:
-        return f"but there are checkpoints below it, such as {steps[-1]!r}"
-    return f"the directory holds {len(inside)} other entries, such as {inside[0]!r}"

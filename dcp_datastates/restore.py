@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_datastates._native import BLOCK_BYTES, Engine, Fault, RestorePlan, Transfer
+from dcp_datastates.damage import Contents, some_of
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -257,23 +258,7 @@ def _affected(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> 
     record: FileRecord | None = note.files.get(relative_path)
     if record is not None and fault.offset >= record.table_offset:
         return "(the file's checksums or size)"
-    names = _overlapping(
-        metadata.storage_data.items(), relative_path, fault.offset, fault.offset + BLOCK_BYTES
+    names = Contents(metadata.storage_data).names(
+        relative_path, fault.offset, fault.offset + BLOCK_BYTES
     )
-    if not names:
-        return "(the file's header)"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"(bytes of {', '.join(map(repr, names[:3]))}{more})"
-
-
-def _overlapping(
-    places: Iterable[tuple[MetadataIndex, _StorageInfo]], relative_path: str, start: int, end: int
-) -> list[str]:
-    return [
-        index.fqn
-        for index, info in places
-        if info.relative_path == relative_path
-        and info.length
-        and info.offset < end
-        and start < info.offset + info.length
-    ]
+    return f"(bytes of {some_of(names)})" if names else "(the file's header)"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import pickle
 import random
-import struct
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import assert_same, load, load_everything, raises, save, zeros
-from support.files import crc32c, data_files, flip_bit, read_file
+from support.files import data_files, flip_bit, metadata_trailer, read_file, reseal_metadata
 from support.states import filled
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, DataStatesError
@@ -148,26 +147,21 @@ def test_a_malicious_pickle_runs_nothing(with_trailer, where, checkpoint, tmp_pa
     pickle.loads(malicious)
     assert victim.exists(), "the pickle must be able to do harm, or this test shows nothing"
     victim.rmdir()
-    path.write_bytes(malicious + (_trailer(malicious) if with_trailer else b""))
+    path.write_bytes(malicious + (metadata_trailer(malicious) if with_trailer else b""))
     with raises((CheckpointCorruptError, CheckpointNotFoundError)):
         load_everything(checkpoint)
     assert not victim.exists()
 
 
-def _trailer(body: bytes) -> bytes:
-    """A trailer as the package itself would write it, from the layout that its docstring gives."""
-    head = struct.pack("<8sQI", b"DCPDST\x00\x01", len(body), crc32c(body))
-    return head + struct.pack("<I", crc32c(head))
-
-
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname"])
 def test_metadata_that_points_outside_of_the_checkpoint_is_refused(name, checkpoint):
     path = checkpoint / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    for info in metadata.storage_data.values():
-        info.relative_path = name
-    body = pickle.dumps(metadata)
-    path.write_bytes(body + _trailer(body))
+
+    def point_outside(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+
+    reseal_metadata(path, point_outside)
     with raises(DataStatesError):
         load_everything(checkpoint)
 

@@ -28,6 +28,7 @@ __all__ = [
     "local_path",
     "make_directories",
     "publish",
+    "rank_of",
     "remove_attempt",
     "remove_files",
     "signature",
@@ -182,7 +183,15 @@ def _temporary(directory: Path, attempt: Attempt) -> Path:
     return directory / f"{METADATA_NAME}.{attempt.name}.tmp"
 
 
-def remove_files(directory: Path, attempt: Attempt, rank: int, world: int) -> None:
+def rank_of(name: str) -> int | None:
+    """The rank that writes a data file of this name; None for a name that this package does not give."""
+    match = _DATA_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def remove_files(
+    directory: Path, attempt: Attempt, rank: int, world: int, phase: str = "cleanup"
+) -> None:
     """Remove the files of ``attempt`` that are ``rank``'s to remove, as far as possible; never raises.
 
     Of ``world`` ranks, each removes those whose number is its own modulo ``world`` (an earlier job may
@@ -195,17 +204,17 @@ def remove_files(directory: Path, attempt: Attempt, rank: int, world: int) -> No
     except OSError:
         names = []
     for name in names:
-        match = _DATA_FILE.fullmatch(name)
-        if match and int(match[1]) % world == rank:
+        owner = rank_of(name)
+        if owner is not None and owner % world == rank:
             with contextlib.suppress(OSError):
-                operations.unlink(folder / name, "cleanup")
+                operations.unlink(folder / name, phase)
     if rank == 0 and _temporary(directory, attempt).exists():
         with contextlib.suppress(OSError):
-            operations.unlink(_temporary(directory, attempt), "cleanup")
+            operations.unlink(_temporary(directory, attempt), phase)
     with contextlib.suppress(OSError):
-        operations.remove_directory(folder, "cleanup")
+        operations.remove_directory(folder, phase)
 
 
-def remove_attempt(directory: Path, attempt: Attempt) -> None:
+def remove_attempt(directory: Path, attempt: Attempt, phase: str = "cleanup") -> None:
     """:func:`remove_files` of all ranks."""
-    remove_files(directory, attempt, 0, 1)
+    remove_files(directory, attempt, 0, 1, phase)

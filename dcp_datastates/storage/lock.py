@@ -25,6 +25,8 @@ __all__ = ["Hold", "exclusive", "in_flight"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.02
+_PROBE_SECONDS: Final = 5.0
+"""For how long a hold waits for a process that asks :func:`in_flight` just then: far less than this."""
 _UNSUPPORTED: Final = (
     errno.EBADF,
     errno.EINVAL,
@@ -70,7 +72,9 @@ class Hold:
     def __init__(self, directory: Path) -> None:
         self._descriptor: int | None = _open(directory)
         self._process = os.getpid()
-        _try(self._descriptor, fcntl.LOCK_SH)
+        deadline = time.monotonic() + _PROBE_SECONDS
+        while _try(self._descriptor, fcntl.LOCK_SH) is False and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
 
     def release(self) -> None:
         """Let go. Idempotent."""

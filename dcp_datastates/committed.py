@@ -1,0 +1,130 @@
+"""What is committed at a path: opening it, or saying what is there instead."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import pickletools
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignCheckpointError,
+    StorageError,
+)
+from dcp_datastates.metadata import FileRecord, Note, decode, read_note
+from dcp_datastates.storage import local
+
+__all__ = ["Committed", "load_metadata", "open_committed", "wrong_size"]
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed checkpoint, as its ``.metadata`` describes it."""
+
+    directory: Path
+    metadata: Metadata
+    note: Note
+    metadata_bytes: int
+    """Size of the ``.metadata`` file."""
+    committed_at: float
+    """When it was published, in seconds since the epoch."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on storage, by the metadata."""
+        return self.metadata_bytes + sum(record.nbytes for record in self.note.files.values())
+
+
+def open_committed(directory: Path) -> Committed:
+    """The checkpoint committed at ``directory``; its data files are not looked at.
+
+    Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for stock DCP's),
+    :class:`CheckpointCorruptError` or :class:`StorageError`.
+    """
+    data, published = _read(directory)
+    metadata = _decode(data, directory)
+    note = read_note(metadata, directory / local.METADATA_NAME)
+    return Committed(directory, metadata, note, len(data), published)
+
+
+def load_metadata(directory: Path) -> Metadata:
+    """The metadata alone; raises as :func:`open_committed` does."""
+    return _decode(_read(directory)[0], directory)
+
+
+def wrong_size(record: FileRecord, nbytes: int) -> str | None:
+    """What to say of a data file that has ``nbytes``; None if that is its size."""
+    if nbytes == record.nbytes:
+        return None
+    if nbytes < record.nbytes:
+        return f"cut short: it has {nbytes} of {record.nbytes} bytes"
+    return f"too long: it has {nbytes} bytes instead of {record.nbytes}"
+
+
+def _read(directory: Path) -> tuple[bytes, float]:
+    path = directory / local.METADATA_NAME
+    try:
+        with path.open("rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFoundError(
+            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
+        ) from None
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"reading {path} failed: {error.strerror}", str(path)
+        ) from error
+
+
+def _decode(data: bytes, directory: Path) -> Metadata:
+    path = directory / local.METADATA_NAME
+    try:
+        return decode(data, path)
+    except CheckpointCorruptError:
+        if _is_stock(data, directory):
+            raise ForeignCheckpointError(
+                f"{str(directory)!r} holds a stock DCP checkpoint, not one of dcp_datastates; it has no "
+                f"checksums, and torch.distributed.checkpoint.FileSystemReader loads it"
+            ) from None
+        raise
+
+
+def _is_stock(data: bytes, directory: Path) -> bool:
+    """Whether a ``.metadata`` that :func:`decode` refused is stock DCP's, rather than a damaged one of ours."""
+    return (
+        data.endswith(pickle.STOP)
+        and b"torch.distributed.checkpoint.metadata" in data
+        and b"dcp_datastates" not in data  # the name of our note, which comes last
+        and (not local.attempts(directory) or _is_complete_pickle(data))
+    )
+
+
+def _is_complete_pickle(data: bytes) -> bool:
+    """Whether ``data`` is one pickle and nothing else; slow, and runs none of it. Cut ones are not."""
+    try:
+        *_, (_, _, last) = pickletools.genops(data)
+    except ValueError:
+        return False
+    return last is not None and last + 1 == len(data)
+
+
+def _what_is_there(directory: Path) -> str:
+    if not directory.exists():
+        return "the directory does not exist"
+    if not directory.is_dir():
+        return "it is a file"
+    uncommitted = local.attempts(directory)
+    if uncommitted:
+        return f"a save was begun and not committed ({uncommitted[-1].name}); it is still running, or failed"
+    inside = sorted(os.listdir(directory))
+    if not inside:
+        return "the directory is empty"
+    steps = [name for name in inside if (directory / name / local.METADATA_NAME).exists()]
+    if steps:
+        return f"but there are checkpoints below it, such as {steps[-1]!r}"
+    return f"the directory holds {len(inside)} other entries, such as {inside[0]!r}"

@@ -1,0 +1,309 @@
+"""What is in a checkpoint, or in a directory of checkpoints, by its metadata and the names on storage.
+
+Nothing is unpickled but the metadata, by an allow-listed unpickler; no data file is opened.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.committed import Committed, open_committed
+from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
+from dcp_datastates.find import flaw
+from dcp_datastates.listing import Found, directories, natural_order, newest_first, step_of
+from dcp_datastates.metadata import FileRecord
+from dcp_datastates.storage import local, lock
+
+__all__ = ["Checkpoint", "Directory", "describe"]
+
+State = Literal["in flight", "abandoned", "unknown"]
+"""Of an uncommitted attempt: a live process holds it; none does; the file system has no locks to tell."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A saved tensor, all chunks together. ``nbytes`` is its dense size."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class Object:
+    """A Python object, pickled."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DtypeTotal:
+    """All tensors of one dtype."""
+
+    dtype: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A data file of the committed attempt."""
+
+    path: str
+    """Relative to the checkpoint."""
+    rank: int | None
+    """The rank that wrote it."""
+    nbytes: int
+    """By the metadata."""
+    found_nbytes: int | None
+    """On storage; None if it is not there."""
+
+
+@dataclass(frozen=True)
+class UncommittedAttempt:
+    """What a save that is still running, or has failed, has on storage."""
+
+    attempt: str
+    state: State
+    files: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint. Sizes are bytes, times are seconds since the epoch."""
+
+    path: Path
+    committed: bool
+    attempt: str | None
+    committed_at: float | None
+    nbytes: int
+    """Of the committed checkpoint, ``.metadata`` included."""
+    ranks: int
+    """How many ranks wrote data files."""
+    files: tuple[DataFile, ...]
+    dtypes: tuple[DtypeTotal, ...]
+    """Largest first."""
+    tensors: tuple[Tensor, ...]
+    objects: tuple[Object, ...]
+    uncommitted: tuple[UncommittedAttempt, ...]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One entry of a directory of checkpoints."""
+
+    name: str
+    step: int | None
+    """The number that the name ends in."""
+    format: Literal["dcp_datastates", "other"]
+    committed: bool
+    attempt: str | None
+    """The committed one; of an uncommitted checkpoint, the newest."""
+    nbytes: int | None
+    ranks: int | None
+    committed_at: float | None
+    problem: str | None
+    """Why :func:`~dcp_datastates.latest` would leave it out."""
+
+
+@dataclass(frozen=True)
+class Directory:
+    """A directory of checkpoints: those of this package from newest to oldest, then all others."""
+
+    path: Path
+    latest: str | None
+    """The name of the one that :func:`~dcp_datastates.latest` takes."""
+    checkpoints: tuple[Listed, ...]
+
+
+def describe(path: str | os.PathLike[str]) -> Checkpoint | Directory:
+    """What is at ``path``: a checkpoint, committed or not, or a directory of them.
+
+    Raises :class:`CheckpointNotFoundError` if it is neither, saying what is there instead
+    (:class:`ForeignCheckpointError` for a stock DCP checkpoint), :class:`CheckpointCorruptError` if the
+    metadata are damaged, or :class:`StorageError`.
+    """
+    directory = local.local_path(path)
+    try:
+        return _checkpoint(directory, open_committed(directory))
+    except ForeignCheckpointError:
+        raise
+    except CheckpointNotFoundError:
+        if local.attempts(directory):
+            return _uncommitted_checkpoint(directory)
+        if not directory.is_dir():
+            raise
+        listed = _directory(directory)
+        if not listed.checkpoints:
+            raise
+        return listed
+
+
+def _checkpoint(directory: Path, committed: Committed) -> Checkpoint:
+    tensors, objects = _contents(committed)
+    return Checkpoint(
+        path=directory,
+        committed=True,
+        attempt=committed.note.attempt.name,
+        committed_at=committed.committed_at,
+        nbytes=committed.nbytes,
+        ranks=_ranks(committed.note.files),
+        files=tuple(_file(directory, record) for record in committed.note.files.values()),
+        dtypes=_totals(tensors),
+        tensors=tensors,
+        objects=objects,
+        uncommitted=_uncommitted(directory, committed.note.attempt),
+    )
+
+
+def _uncommitted_checkpoint(directory: Path) -> Checkpoint:
+    return Checkpoint(
+        directory, False, None, None, 0, 0, (), (), (), (), _uncommitted(directory, None)
+    )
+
+
+def _contents(committed: Committed) -> tuple[tuple[Tensor, ...], tuple[Object, ...]]:
+    sizes = {
+        index.fqn: info.length
+        for index, info in committed.metadata.storage_data.items()
+        if isinstance(info, _StorageInfo)
+    }
+    tensors, objects = [], []
+    for name, saved in committed.metadata.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            dtype: torch.dtype = saved.properties.dtype
+            nbytes = math.prod(saved.size) * dtype.itemsize
+            short = str(dtype).removeprefix("torch.")
+            tensors.append(Tensor(name, tuple(saved.size), short, nbytes, len(saved.chunks)))
+        else:
+            objects.append(Object(name, sizes.get(name, 0)))
+    return (
+        tuple(sorted(tensors, key=lambda tensor: natural_order(tensor.name))),
+        tuple(sorted(objects, key=lambda element: natural_order(element.name))),
+    )
+
+
+def _totals(tensors: Iterable[Tensor]) -> tuple[DtypeTotal, ...]:
+    counts: dict[str, tuple[int, int]] = {}
+    for tensor in tensors:
+        number, nbytes = counts.get(tensor.dtype, (0, 0))
+        counts[tensor.dtype] = number + 1, nbytes + tensor.nbytes
+    totals = [DtypeTotal(dtype, *count) for dtype, count in counts.items()]
+    return tuple(sorted(totals, key=lambda total: (-total.nbytes, total.dtype)))
+
+
+def _ranks(paths: Iterable[str]) -> int:
+    return len({local.rank_of(Path(path).name) for path in paths} - {None})
+
+
+def _file(directory: Path, record: FileRecord) -> DataFile:
+    name = record.relative_path
+    return DataFile(
+        name, local.rank_of(Path(name).name), record.nbytes, _size_on_storage(directory / name)
+    )
+
+
+def _size_on_storage(path: Path) -> int | None:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return None
+
+
+def _uncommitted(directory: Path, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
+    return tuple(
+        _attempt(directory / attempt.name)
+        for attempt in local.attempts(directory)
+        if attempt != committed
+    )
+
+
+def _attempt(folder: Path) -> UncommittedAttempt:
+    try:
+        names = [name for name in os.listdir(folder) if local.rank_of(name) is not None]
+    except OSError:
+        names = []
+    sizes = [_size_on_storage(folder / name) or 0 for name in names]
+    return UncommittedAttempt(folder.name, _state(folder), len(names), sum(sizes))
+
+
+def _state(folder: Path) -> State:
+    held = lock.in_flight(folder)
+    if held is None:
+        return "unknown"
+    return "in flight" if held else "abandoned"
+
+
+def _directory(root: Path) -> Directory:
+    ours: list[Listed] = []
+    latest = None
+    everything = directories(root)
+    for found in newest_first(path for path in everything if (path / local.METADATA_NAME).exists()):
+        listed = _listed(found)
+        if latest is None and listed.problem is None:
+            latest = listed.name
+        ours.append(listed)
+    names = {listed.name for listed in ours}
+    others = [_other(path) for path in everything if path.name not in names]
+    return Directory(root, latest, (*ours, *(listed for listed in others if listed is not None)))
+
+
+def _listed(found: Found) -> Listed:
+    name, committed = found.path.name, found.committed
+    return Listed(
+        name=name,
+        step=step_of(name),
+        format="dcp_datastates",
+        committed=True,
+        attempt=found.attempt.name,
+        nbytes=None if committed is None else committed.nbytes,
+        ranks=None if committed is None else _ranks(committed.note.files),
+        committed_at=None if committed is None else committed.committed_at,
+        problem=flaw(found, "structure"),
+    )
+
+
+def _other(path: Path) -> Listed | None:
+    """A save that is not committed, or somebody else's checkpoint; None for any other directory."""
+    attempts = local.attempts(path)
+    if (path / local.METADATA_NAME).exists():
+        try:
+            open_committed(path)
+        except DataStatesError as error:
+            problem = (
+                "a stock DCP checkpoint"
+                if isinstance(error, ForeignCheckpointError)
+                else str(error)
+            )
+            return Listed(
+                path.name, step_of(path.name), "other", True, None, None, None, None, problem
+            )
+    if not attempts:
+        return None
+    newest = path / attempts[-1].name
+    state = _state(newest)
+    return Listed(
+        name=path.name,
+        step=step_of(path.name),
+        format="dcp_datastates",
+        committed=False,
+        attempt=newest.name,
+        nbytes=None,
+        ranks=None,
+        committed_at=None,
+        problem=f"not committed: {'in flight or abandoned' if state == 'unknown' else state}",
+    )

@@ -1,0 +1,292 @@
+"""Reading every byte of a checkpoint's data files, and comparing it with its checksum.
+
+Files are cut into pieces of a few blocks. Threads take them in order, each into a buffer of its own that it
+uses again and again: memory is bounded by the number of threads (and, for the few files that are open
+at a time, by their tables of 4 bytes per MiB; and by one header). The page cache is dropped before and behind:
+what is compared is what the storage holds, and what else the machine has cached stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates._native import BLOCK_BYTES, crc32c
+from dcp_datastates.agreement import Agreement, impossible_size
+from dcp_datastates.committed import wrong_size
+from dcp_datastates.damage import Contents, Damage
+from dcp_datastates.errors import StorageError
+from dcp_datastates.metadata import FileRecord
+
+__all__ = ["Examination", "Progress"]
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes are done, and of how many."""
+
+_PIECE_BYTES: Final = 8 * BLOCK_BYTES
+"""Read at once: large enough for any storage to run at full speed."""
+
+_PROGRESS_SECONDS: Final = 0.1
+
+_MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
+"""What a system says when stored bytes cannot be had any more: damage, not a failure to look."""
+
+
+@dataclass(frozen=True)
+class _Bad:
+    """A part of one file that is not as it was written; offsets in bytes."""
+
+    begin: int
+    end: int
+    problem: str
+
+
+@dataclass
+class _File:
+    """A data file under examination; ``pieces_left`` and ``bad`` are guarded by the examination's lock."""
+
+    record: FileRecord
+    path: Path
+    descriptor: int
+    table: bytes
+    """The checksum words, without the last, which covers them."""
+    table_is_sound: bool
+    pieces_left: int
+    bad: list[_Bad] = field(default_factory=list)
+
+    def checksum(self, begin: int) -> int:
+        """The stored checksum of the block that begins there."""
+        word = 4 * (begin // BLOCK_BYTES)
+        return int.from_bytes(self.table[word : word + 4], "little")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    file: _File
+    begin: int
+    end: int
+
+
+class Examination:
+    """One examination of a checkpoint's data files."""
+
+    def __init__(
+        self,
+        directory: Path,
+        files: Mapping[str, FileRecord],
+        contents: Contents,
+        agreement: Agreement,
+    ) -> None:
+        self._directory = directory
+        self._contents = contents
+        self._agreement = agreement
+        # What cannot be a data file is the metadata's damage, and reported as such.
+        self._files = [record for record in files.values() if impossible_size(record) is None]
+        self._total = sum(record.nbytes for record in self._files)
+        self._stopped = threading.Event()
+        self._header_lock = threading.Lock()  # held while a header is in memory
+        self._lock = threading.Lock()  # guards all below
+        self._pieces = self._cut()
+        self._open: set[int] = set()
+        self._damages: list[Damage] = []
+        self._done = 0
+
+    def run(self, threads: int, progress: Progress | None) -> list[Damage]:
+        """Read everything; returns what is damaged. Raises :class:`StorageError`."""
+        try:
+            with ThreadPoolExecutor(threads, thread_name_prefix="verify") as executor:
+                workers = [executor.submit(self._work) for _ in range(threads)]
+                try:
+                    while progress is not None:
+                        progress(self._progress(), self._total)
+                        if not wait(workers, _PROGRESS_SECONDS, FIRST_EXCEPTION).not_done:
+                            break
+                    for worker in workers:
+                        worker.result()
+                finally:
+                    self._stopped.set()  # an interrupt, or a worker that failed, ends the others
+        except OSError as error:
+            raise StorageError(
+                error.errno, f"verifying failed: {error.strerror}", str(error.filename)
+            ) from error
+        finally:
+            for descriptor in self._open:
+                os.close(descriptor)
+            self._open.clear()
+        if progress is not None:
+            progress(self._progress(), self._total)
+        return self._damages
+
+    def _progress(self) -> int:
+        with self._lock:
+            return self._done
+
+    def _work(self) -> None:
+        buffer = memoryview(bytearray(_PIECE_BYTES))
+        try:
+            while (piece := self._next()) is not None:
+                self._finish(piece, list(_merged(_examine(piece, buffer))))
+        except BaseException:
+            self._stopped.set()
+            raise
+
+    def _next(self) -> _Piece | None:
+        with self._lock:
+            return None if self._stopped.is_set() else next(self._pieces, None)
+
+    # --- opening; all of this runs under the lock, file after file ------------------------------
+
+    def _cut(self) -> Iterator[_Piece]:
+        """The pieces of all files, in order; a file is opened when its turn has come."""
+        for record in self._files:
+            path = self._directory / record.relative_path
+            try:
+                file = self._start(record, path)
+            except OSError as error:
+                if error.errno not in _MEDIA_ERRORS:
+                    raise OSError(error.errno, error.strerror, str(path)) from error
+                self._condemn(record, f"cannot be read: {error.strerror}")
+                file = None
+            if file is None:
+                self._done += record.nbytes
+                continue
+            for begin in range(0, record.table_offset, _PIECE_BYTES):
+                yield _Piece(file, begin, min(begin + _PIECE_BYTES, record.table_offset))
+
+    def _start(self, record: FileRecord, path: Path) -> _File | None:
+        """The file, open; None if it is not there, or too short to hold its checksums."""
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
+            self._condemn(record, "missing")
+            return None
+        self._open.add(descriptor)
+        nbytes = os.fstat(descriptor).st_size
+        problem = wrong_size(record, nbytes)
+        table = bytearray(record.nbytes - record.table_offset)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if nbytes < record.nbytes or _read(
+            descriptor, memoryview(table), record.table_offset
+        ) < len(table):
+            self._close(descriptor)
+            problem = (
+                f"{problem or 'cut short'}; the rest has lost its checksums, which stood at the end"
+            )
+            self._condemn(record, problem, nbytes, record.nbytes)
+            return None
+        if problem is not None:
+            self._condemn(record, problem, record.nbytes, nbytes)
+        words = bytes(table[:-4])
+        sound = crc32c(words) == int.from_bytes(table[-4:], "little")
+        if not sound:
+            problem = "the checksum table does not match its own checksum"
+            self._condemn(record, problem, record.table_offset, record.nbytes)
+        self._done += len(table)
+        pieces = -(-record.table_offset // _PIECE_BYTES)
+        return _File(record, path, descriptor, words, sound, pieces)
+
+    def _condemn(
+        self, record: FileRecord, problem: str, begin: int | None = None, end: int | None = None
+    ) -> None:
+        """Note damage for which a load refuses the whole file."""
+        nbytes = None if begin is None or end is None else end - begin
+        names = self._contents.all_names(record.relative_path)
+        self._damages.append(Damage(record.relative_path, begin, nbytes, problem, names))
+
+    def _close(self, descriptor: int) -> None:
+        self._open.discard(descriptor)
+        os.close(descriptor)
+
+    # --- finishing ----------------------------------------------------------------------------
+
+    def _finish(self, piece: _Piece, bad: list[_Bad]) -> None:
+        """Note what a piece showed; with a file's last piece, look at its header."""
+        file = piece.file
+        with self._lock:
+            self._done += piece.end - piece.begin
+            file.bad += bad
+            file.pieces_left -= 1
+            if file.pieces_left:
+                return
+        parts = list(_merged(sorted(file.bad, key=lambda part: part.begin)))
+        damages = self._damages_of(file, parts)
+        with self._lock:
+            self._damages += damages
+            self._close(file.descriptor)
+
+    def _damages_of(self, file: _File, parts: list[_Bad]) -> list[Damage]:
+        path = file.record.relative_path
+        header_end = self._agreement.header_bytes(file.record)
+        damages = []
+        for part in parts:
+            # A load does not read the header, but what else does needs it for each of its entries.
+            names = self._contents.names(path, part.begin, part.end)
+            where = " (the file's header is in it)" if part.begin < header_end else ""
+            damages.append(
+                Damage(path, part.begin, part.end - part.begin, part.problem + where, names)
+            )
+        if not any(part.begin < header_end for part in parts):
+            with self._header_lock:
+                header = bytearray(header_end)
+                _read(file.descriptor, memoryview(header), 0)
+                damages += self._agreement.of_header(file.record, bytes(header))
+        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        return damages
+
+
+def _examine(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
+    """The blocks of ``piece`` that are damaged."""
+    file = piece.file
+    try:
+        view = buffer[: piece.end - piece.begin]
+        read = _read(file.descriptor, view, piece.begin)
+    except OSError as error:
+        if error.errno not in _MEDIA_ERRORS:
+            raise OSError(error.errno, error.strerror, str(file.path)) from error
+        if piece.end - piece.begin <= BLOCK_BYTES:
+            yield _Bad(piece.begin, piece.end, f"cannot be read: {error.strerror}")
+            return
+        for begin in range(piece.begin, piece.end, BLOCK_BYTES):  # which of them is it?
+            end = min(begin + BLOCK_BYTES, piece.end)
+            yield from _examine(_Piece(file, begin, end), buffer)
+        return
+    for begin in range(piece.begin, piece.end, BLOCK_BYTES):
+        end = min(begin + BLOCK_BYTES, piece.end)
+        at = begin - piece.begin
+        if end - piece.begin > read:
+            yield _Bad(begin, end, "the file was cut short while it was being read")
+        elif crc32c(view[at : at + end - begin]) != file.checksum(begin):
+            doubt = "" if file.table_is_sound else ", which may itself be what is damaged"
+            yield _Bad(begin, end, f"does not match its checksum{doubt}")
+    os.posix_fadvise(file.descriptor, piece.begin, read, os.POSIX_FADV_DONTNEED)
+
+
+def _read(descriptor: int, view: memoryview, offset: int) -> int:
+    """Fill ``view`` from the file; returns how many bytes there were."""
+    done = 0
+    while done < len(view):
+        read = os.preadv(descriptor, [view[done:]], offset + done)
+        if not read:
+            break
+        done += read
+    return done
+
+
+def _merged(parts: Iterable[_Bad]) -> Iterator[_Bad]:
+    """Neighbours with the same problem as one; ``parts`` come in order."""
+    last: _Bad | None = None
+    for part in parts:
+        if last is not None and last.end == part.begin and last.problem == part.problem:
+            last = _Bad(last.begin, part.end, last.problem)
+            continue
+        if last is not None:
+            yield last
+        last = part
+    if last is not None:
+        yield last

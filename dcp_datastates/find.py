@@ -1,0 +1,131 @@
+"""The checkpoint to resume from: the newest one that is whole, the same on every rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+import torch.distributed as dist
+
+from dcp_datastates.answers import DEFAULT_TIMEOUT, from_first_rank
+from dcp_datastates.committed import Committed, wrong_size
+from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.listing import Found, checkpoints, newest_first, open_found
+from dcp_datastates.metadata import FileRecord
+from dcp_datastates.storage import local
+from dcp_datastates.verify import verify as verify_bytes
+
+__all__ = ["Verification", "flaw", "latest"]
+
+logger = logging.getLogger(__name__)
+
+Verification = Literal["metadata", "structure", "full"]
+
+_STAT_THREADS: Final = 8
+"""A shared file system takes a millisecond for each file of each rank."""
+
+_REPLACEMENTS: Final = 3
+
+
+def latest(
+    root: str | os.PathLike[str],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    verify: Verification = "structure",
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Path | None:
+    """The newest committed checkpoint in the directory ``root``; None if there is none.
+
+    Newest is what was saved last, by the attempt in its metadata, whatever it is called. A checkpoint that
+    does not pass is left out with a logged warning that says why, and the one before it is taken.
+    Checkpoints of stock DCP are not looked at.
+
+    Every rank of ``process_group`` (default: all ranks) calls this; the first one looks, and all return what
+    it found, or raise what it raised. No collective runs on the group.
+
+    Args:
+        root: Directory that the checkpoints' directories lie in. It need not exist yet.
+        process_group: Who takes part.
+        verify: What a checkpoint must pass. ``"metadata"``: its metadata can be read. ``"structure"``: and
+            every data file is there, with its exact size. ``"full"``: and every stored byte matches its
+            checksum, which reads all of it; allow for that in ``timeout``.
+        timeout: Seconds for which the other ranks wait for the first.
+
+    Raises:
+        ConfigurationError: ``root`` is a file, or is itself a checkpoint; an option cannot work.
+        StorageError: ``root`` cannot be read.
+        NoAnswerError: the first rank did not answer in time.
+    """
+    directory = local.local_path(root)
+    if verify not in get_args(Verification):
+        raise ConfigurationError(
+            f"verify={verify!r} must be one of {', '.join(map(repr, get_args(Verification)))}"
+        )
+    return from_first_rank(
+        lambda: _latest(directory, verify), "the latest checkpoint", process_group, timeout
+    )
+
+
+def _latest(root: Path, verify: Verification) -> Path | None:
+    for found in newest_first(checkpoints(root)):
+        problem = flaw(found, verify)
+        if problem is None:
+            return found.path
+        logger.warning("leaving out checkpoint %s: %s", found.path, problem)
+    return None
+
+
+def flaw(found: Found, verify: Verification) -> str | None:
+    """Why a checkpoint does not pass; None if it does.
+
+    One that is replaced while it is looked at is looked at again.
+    """
+    for _ in range(_REPLACEMENTS):
+        problem = _flaw(found, verify)
+        if problem is None:
+            return None
+        now = open_found(found.path)
+        if now is None:
+            return "it was deleted meanwhile"
+        if now.attempt == found.attempt:
+            return problem
+        found = now
+    return "it is being replaced all the time"
+
+
+def _flaw(found: Found, verify: Verification) -> str | None:
+    if found.committed is None:
+        return found.problem
+    if verify == "metadata":
+        return None
+    if verify == "structure":
+        return _missing(found.committed)
+    try:
+        damages = verify_bytes(found.path).damages
+    except DataStatesError as error:
+        return str(error)
+    if not damages:
+        return None
+    more = f" (and {len(damages) - 1} more)" if len(damages) > 1 else ""
+    return f"{damages[0].file}: {damages[0].problem}{more}"
+
+
+def _missing(committed: Committed) -> str | None:
+    """The first data file that is not there with its exact size."""
+
+    def look(record: FileRecord) -> str | None:
+        try:
+            problem = wrong_size(
+                record, os.stat(committed.directory / record.relative_path).st_size
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            problem = "missing"
+        except OSError as error:
+            problem = f"cannot be read: {error.strerror}"
+        return problem and f"{record.relative_path}: {problem}"
+
+    with ThreadPoolExecutor(_STAT_THREADS) as executor:
+        return next(filter(None, executor.map(look, committed.note.files.values())), None)

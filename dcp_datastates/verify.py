@@ -1,0 +1,130 @@
+"""Whether a committed checkpoint is whole: every stored byte, and that its parts agree."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_datastates.agreement import Agreement
+from dcp_datastates.committed import Committed, open_committed
+from dcp_datastates.damage import Contents, Damage
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    ConfigurationError,
+    DataStatesError,
+)
+from dcp_datastates.examine import Examination, Progress
+from dcp_datastates.storage import local
+
+__all__ = ["Damage", "Report", "verify"]
+
+_MOST_THREADS: Final = 8
+
+
+@dataclass(frozen=True)
+class Report:
+    """What :func:`verify` found. Sizes are bytes."""
+
+    path: Path
+    attempt: str | None
+    """The committed attempt; None if the metadata are damaged."""
+    files: int
+    """Data files that belong to the checkpoint."""
+    nbytes: int
+    """Of ``.metadata`` and all data files, as they should be."""
+    tensors: int
+    objects: int
+    seconds: float
+    damages: tuple[Damage, ...]
+    """All that is damaged, by file and offset; neighbouring blocks are one damage."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.damages
+
+
+def verify(
+    path: str | os.PathLike[str], *, threads: int | None = None, progress: Progress | None = None
+) -> Report:
+    """Check every stored byte of the checkpoint committed at ``path``, and that its parts agree.
+
+    Args:
+        path: Directory of the checkpoint.
+        threads: How many read and compute checksums at a time; None for one per core, 8 at most.
+        progress: Called in the calling thread, some ten times per second and once at the end, with the
+            bytes done and the bytes to do.
+
+    Damage does not raise: it is in the report, all of it. What raises is what keeps this from looking:
+    :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
+    :class:`StorageError` (no permission, say), :class:`CheckpointReplacedError` if another save committed there
+    meanwhile, :class:`ConfigurationError`.
+    """
+    directory = local.local_path(path)
+    if threads is None:
+        threads = min(_MOST_THREADS, os.cpu_count() or 1)
+    elif isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ConfigurationError(f"threads={threads!r} must be a whole number, 1 or more")
+    began = time.monotonic()
+    try:
+        committed = open_committed(directory)
+    except CheckpointCorruptError as error:
+        return _unopened(directory, error, time.monotonic() - began)
+    contents = Contents(committed.metadata.storage_data)
+    agreement = Agreement(committed.metadata, committed.note, contents)
+    damages = list(agreement.of_metadata())
+    examination = Examination(directory, committed.note.files, contents, agreement)
+    damages += examination.run(threads, progress)
+    if damages:
+        _refuse_if_replaced(committed)
+    saved = committed.metadata.state_dict_metadata.values()
+    tensors = sum(isinstance(value, TensorStorageMetadata) for value in saved)
+    return Report(
+        path=directory,
+        attempt=committed.note.attempt.name,
+        files=len(committed.note.files),
+        nbytes=committed.nbytes,
+        tensors=tensors,
+        objects=len(saved) - tensors,
+        seconds=time.monotonic() - began,
+        damages=tuple(sorted(damages, key=_place)),
+    )
+
+
+def _place(damage: Damage) -> tuple[str, int]:
+    return damage.file, -1 if damage.offset is None else damage.offset
+
+
+def _unopened(directory: Path, error: CheckpointCorruptError, seconds: float) -> Report:
+    problem = f"{error}; which data files belong to the checkpoint is unknown, so none was checked"
+    damage = Damage(local.METADATA_NAME, None, None, problem, ())
+    with contextlib.suppress(OSError):
+        nbytes = (directory / local.METADATA_NAME).stat().st_size
+        return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))
+    return Report(directory, None, 0, 0, 0, 0, seconds, (damage,))
+
+
+def _refuse_if_replaced(committed: Committed) -> None:
+    """Damage seen while another save replaced the checkpoint is none."""
+    was = committed.note.attempt
+    try:
+        now = open_committed(committed.directory).note.attempt
+    except CheckpointNotFoundError:
+        raise CheckpointReplacedError(
+            f"{committed.directory}: the checkpoint was deleted while it was being verified"
+        ) from None
+    except DataStatesError:
+        return
+    if now != was:
+        raise CheckpointReplacedError(
+            f"{committed.directory}: attempt {was.name} was replaced by {now.name} while it was being "
+            f"verified; verify again"
+        )

@@ -1,0 +1,218 @@
+"""One rank looks, every rank gets its answer; no process group of the job is touched."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoints import committed, raises, save
+from support.files import data_files
+from support.ranks import ranks
+from torch.distributed import distributed_c10d
+
+from dcp_datastates import ConfigurationError, DataStatesError, NoAnswerError, latest, retain
+from dcp_datastates.answers import from_first_rank
+
+
+def _gathered(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _keys():
+    return distributed_c10d._get_default_store().num_keys()
+
+
+@ranks(4)
+def test_every_rank_gets_the_first_ranks_answer_each_time():
+    for call in range(3):
+        rank = dist.get_rank()
+        assert from_first_rank(lambda: ("answer", rank, call), "a test") == ("answer", 0, call)  # noqa: B023
+
+
+@ranks(4)
+def test_only_the_first_rank_looks():
+    looked = []
+    from_first_rank(lambda: looked.append(1), "a test")
+    assert _gathered(len(looked)) == [1, 0, 0, 0]
+
+
+@ranks(4)
+def test_calls_of_different_purposes_do_not_meet():
+    first = from_first_rank(lambda: "one", "one purpose")
+    second = from_first_rank(lambda: "two", "another purpose")
+    assert (first, second) == ("one", "two")
+
+
+@ranks(4)
+def test_an_error_of_the_first_rank_raises_on_every_rank_and_the_next_call_works():
+    def fail():
+        raise FileNotFoundError(2, "the words of rank 0", "/some/path")
+
+    with pytest.raises(FileNotFoundError, match="the words of rank 0") as caught:
+        from_first_rank(fail, "a test")
+    assert caught.value.errno == 2
+    assert caught.value.filename == "/some/path"
+    assert from_first_rank(lambda: dist.get_rank(), "a test") == 0
+
+
+class _Unpicklable(Exception):
+    def __init__(self, first, second):
+        super().__init__("no second argument here")
+
+
+@ranks(4)
+def test_an_error_that_does_not_travel_is_told_in_words():
+    def fail():
+        raise _Unpicklable(1, 2)
+
+    with pytest.raises((_Unpicklable, DataStatesError), match="no second argument") as caught:
+        from_first_rank(fail, "a test")
+    assert (caught.type is _Unpicklable) == (dist.get_rank() == 0)
+
+
+@ranks(4)
+def test_an_answer_that_does_not_pickle_is_an_error_everywhere_not_a_hang():
+    with pytest.raises(Exception, match="pickle"):
+        from_first_rank(lambda: lambda: None, "a test", timeout=20)
+
+
+@ranks(4)
+def test_a_group_asks_its_own_first_rank():
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[dist.get_rank() // 2]
+    for _ in range(2):
+        answer = from_first_rank(lambda: dist.get_rank(), "a test", mine)
+        assert answer == dist.get_rank() // 2 * 2
+    assert from_first_rank(lambda: dist.get_rank(), "a test") == 0
+
+
+@ranks(4)
+def test_a_group_of_one_asks_nobody():
+    groups = [dist.new_group([rank]) for rank in range(4)]
+    mine = groups[dist.get_rank()]
+    assert from_first_rank(lambda: dist.get_rank(), "a test", mine) == dist.get_rank()
+
+
+@ranks(4)
+def test_who_is_not_in_the_group_is_told_so():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() in (1, 2):
+        assert from_first_rank(lambda: dist.get_rank(), "a test", group) == 1
+    else:
+        with pytest.raises(ConfigurationError, match="members"):
+            from_first_rank(lambda: dist.get_rank(), "a test", group)
+
+
+@ranks(4)
+def test_keys_are_deleted_when_all_have_read_them():
+    from_first_rank(lambda: None, "a test")
+    dist.barrier()
+    before = _keys()
+    dist.barrier()
+    for _ in range(5):
+        from_first_rank(lambda: "x" * 1000, "a test")
+    dist.barrier()
+    assert _keys() <= before
+
+
+@ranks(4)
+def test_an_answer_that_does_not_come_ends_in_an_error_that_says_what_was_waited_for():
+    began = time.monotonic()
+    if dist.get_rank() == 0:
+        time.sleep(4)
+        assert from_first_rank(lambda: 1, "the missing thing") == 1
+    else:
+        with pytest.raises(
+            NoAnswerError, match=r"rank 0 did not tell the missing thing within 1 s"
+        ):
+            from_first_rank(lambda: 1, "the missing thing", timeout=1)
+        assert time.monotonic() - began < 3.5
+    dist.barrier()
+    assert from_first_rank(lambda: dist.get_rank(), "the missing thing") == 0, "in step again"
+
+
+@ranks(4)
+def test_no_collective_runs():
+    calls = []
+
+    def forbidden(*args, **kwargs):
+        calls.append(args)
+        raise AssertionError("a collective")
+
+    saved = {}
+    names = (
+        "all_reduce",
+        "broadcast",
+        "barrier",
+        "all_gather",
+        "broadcast_object_list",
+        "new_group",
+    )
+    for name in names:
+        saved[name] = getattr(distributed_c10d, name)
+        setattr(distributed_c10d, name, forbidden)
+    try:
+        assert from_first_rank(lambda: dist.get_rank(), "a test") == 0
+    finally:
+        for name, function in saved.items():
+            setattr(distributed_c10d, name, function)
+    assert not calls
+
+
+# --- latest and retain ------------------------------------------------------------------------------------
+
+
+@ranks(4)
+def test_latest_is_the_same_everywhere_and_a_broken_one_is_left_out(shared_dir):
+    assert latest(shared_dir) is None
+    for number in (1, 2, 3):
+        save({f"w{dist.get_rank()}": torch.ones(100)}, shared_dir / f"step-{number}")
+    assert latest(shared_dir) == shared_dir / "step-3"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        data_files(shared_dir / "step-3")[2].unlink()
+    assert latest(shared_dir) == shared_dir / "step-2"
+    assert latest(shared_dir, verify="full") == shared_dir / "step-2"
+
+
+@ranks(4)
+def test_an_error_of_latest_is_everybodys(shared_dir):
+    save({"w": torch.ones(3)}, shared_dir)
+    with raises(ConfigurationError, "itself a checkpoint"):
+        latest(shared_dir)
+
+
+@ranks(4)
+def test_retain_tells_every_rank_the_same(shared_dir):
+    for number in (1, 2, 3):
+        save({f"w{dist.get_rank()}": torch.ones(100)}, shared_dir / f"step-{number}")
+    assert retain(shared_dir, keep=1) == [shared_dir / "step-2", shared_dir / "step-1"]
+    assert retain(shared_dir, keep=1) == []
+    assert committed(shared_dir / "step-3")
+    assert not (shared_dir / "step-1").exists()
+
+
+@ranks(2)
+def test_a_job_on_a_tcp_store_too(shared_dir):
+    """Most jobs meet at one; it has a connection of its own for each clone."""
+    port = shared_dir / "port"
+    if dist.get_rank() == 0:
+        store = dist.TCPStore("localhost", 0, 2, is_master=True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", int(port.read_text()), 2, is_master=False)
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    for call in range(3):
+        assert from_first_rank(lambda: (dist.get_rank(), call), "a test") == (0, call)  # noqa: B023
+    if rank == 1:
+        with pytest.raises(NoAnswerError, match="within 1 s"):
+            from_first_rank(lambda: 1, "nothing", timeout=1)

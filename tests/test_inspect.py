@@ -1,0 +1,269 @@
+"""``inspect`` says what is in a checkpoint, and what lies in a directory of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import raises, save
+from support.chunks import boxes, save_by_ranks
+from support.commands import run_cli
+from support.files import data_files, flip_bit
+from support.states import Opinion, filled
+
+from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, ForeignCheckpointError
+from dcp_datastates.describe import Checkpoint, Directory, DtypeTotal, Object, Tensor, describe
+from dcp_datastates.storage import lock
+
+ATTEMPT = "7fffffffffffffff-00000001"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "step-7"
+    state = {
+        "w": filled((300, 40), torch.float32),
+        "b[0]": filled((40,), torch.float32),
+        "half": filled((), torch.bfloat16),
+        "empty": torch.empty(0, 3, dtype=torch.int8),
+        "opinion": Opinion("x"),
+    }
+    save(state, path)
+    return path
+
+
+def _attempt(path, size=100):
+    folder = path / ATTEMPT
+    folder.mkdir(parents=True)
+    (folder / "r00000-0.safetensors").write_bytes(b"x" * size)
+    return folder
+
+
+def test_a_checkpoint_is_described(checkpoint):
+    before = time.time()
+    found = describe(checkpoint)
+    assert isinstance(found, Checkpoint)
+    (file,) = data_files(checkpoint)
+    metadata = checkpoint / ".metadata"
+    assert found.committed
+    assert found.attempt == file.parent.name
+    assert abs(found.committed_at - before) < 60
+    assert found.nbytes == file.stat().st_size + metadata.stat().st_size
+    assert found.ranks == 1
+    assert [(f.path, f.rank, f.nbytes, f.found_nbytes) for f in found.files] == [
+        (f"{file.parent.name}/{file.name}", 0, file.stat().st_size, file.stat().st_size)
+    ]
+    assert found.tensors == (
+        Tensor("b[0]", (40,), "float32", 160, 1),
+        Tensor("empty", (0, 3), "int8", 0, 1),
+        Tensor("half", (), "bfloat16", 2, 1),
+        Tensor("w", (300, 40), "float32", 48_000, 1),
+    )
+    assert found.dtypes == (
+        DtypeTotal("float32", 2, 48_160),
+        DtypeTotal("bfloat16", 1, 2),
+        DtypeTotal("int8", 1, 0),
+    )
+    (element,) = found.objects
+    assert isinstance(element, Object)
+    assert element.name == "opinion"
+    assert element.nbytes > 0
+    assert found.uncommitted == ()
+
+
+def test_ranks_and_chunks_are_counted(tmp_path):
+    dense = filled((6, 10), torch.float32)
+    rows = boxes(dense.shape, [[1, 2, 3], []])
+    save_by_ranks(tmp_path, [{"x": (dense, rows[:2])}, {"x": (dense, rows[2:])}])
+    found = describe(tmp_path)
+    assert found.ranks == 2
+    assert len(found.files) == 4
+    assert sorted(file.rank for file in found.files) == [0, 0, 1, 1]
+    assert found.tensors == (Tensor("x", (6, 10), "float32", 240, 4),)
+
+
+def test_attempts_that_are_not_committed_are_in_flight_abandoned_or_unknown(
+    checkpoint, monkeypatch
+):
+    folder = _attempt(checkpoint)
+    (found,) = describe(checkpoint).uncommitted
+    assert (found.attempt, found.state, found.files, found.nbytes) == (ATTEMPT, "abandoned", 1, 100)
+    hold = lock.Hold(folder)
+    try:
+        assert describe(checkpoint).uncommitted[0].state == "in flight"
+    finally:
+        hold.release()
+    monkeypatch.setattr(lock, "in_flight", lambda directory: None)
+    assert describe(checkpoint).uncommitted[0].state == "unknown"
+
+
+def test_an_uncommitted_checkpoint_is_described_by_its_attempts(tmp_path):
+    _attempt(tmp_path / "step-1", 55)
+    found = describe(tmp_path / "step-1")
+    assert not found.committed
+    assert found.attempt is None
+    assert [(a.attempt, a.nbytes) for a in found.uncommitted] == [(ATTEMPT, 55)]
+
+
+def test_files_that_are_missing_or_cut_show(checkpoint):
+    (file,) = data_files(checkpoint)
+    os.truncate(file, 1000)
+    assert describe(checkpoint).files[0].found_nbytes == 1000
+    file.unlink()
+    assert describe(checkpoint).files[0].found_nbytes is None
+
+
+def test_nothing_and_damage_and_stock_are_errors(tmp_path, checkpoint):
+    for path in (tmp_path / "nowhere", tmp_path / "empty", tmp_path / "file"):
+        if path.name == "empty":
+            path.mkdir()
+        if path.name == "file":
+            path.write_text("")
+        with raises(CheckpointNotFoundError, path.name):
+            describe(path)
+    dcp.save(
+        {"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"), no_dist=True
+    )
+    with raises(ForeignCheckpointError, "stock"):
+        describe(tmp_path / "stock")
+    flip_bit(checkpoint / ".metadata", 40)
+    with raises(CheckpointCorruptError, ".metadata"):
+        describe(checkpoint)
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "ckpt"
+    for name in ("step-9", "step-10", "best", "step-11"):
+        save({"w": torch.ones(100)}, root / name)
+    data_files(root / "step-11")[0].unlink()
+    _attempt(root / "step-12")
+    dcp.save(
+        {"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(root / "stock-3"), no_dist=True
+    )
+    (root / "logs").mkdir()
+    return root
+
+
+def test_a_directory_of_checkpoints_is_listed_as_latest_sees_it(root):
+    found = describe(root)
+    assert isinstance(found, Directory)
+    assert found.latest == "best"
+    assert [(c.name, c.step, c.format, c.committed) for c in found.checkpoints] == [
+        ("step-11", 11, "dcp_datastates", True),
+        ("best", None, "dcp_datastates", True),
+        ("step-10", 10, "dcp_datastates", True),
+        ("step-9", 9, "dcp_datastates", True),
+        ("step-12", 12, "dcp_datastates", False),
+        ("stock-3", 3, "other", True),
+    ]
+    problems = {c.name: c.problem for c in found.checkpoints}
+    assert "missing" in problems["step-11"]
+    assert problems["step-10"] is None
+    assert "abandoned" in problems["step-12"]
+    assert "stock" in problems["stock-3"]
+
+
+def test_a_listed_checkpoint_has_size_ranks_and_time(root):
+    listed = {c.name: c for c in describe(root).checkpoints}["step-10"]
+    alone = describe(root / "step-10")
+    assert (listed.nbytes, listed.ranks, listed.committed_at, listed.attempt) == (
+        alone.nbytes,
+        alone.ranks,
+        alone.committed_at,
+        alone.attempt,
+    )
+
+
+def test_ten_thousand_tensors_take_seconds_at_most(tmp_path):
+    save({f"layer.{number}.weight": torch.ones(3) for number in range(10_000)}, tmp_path)
+    began = time.monotonic()
+    assert len(describe(tmp_path).tensors) == 10_000
+    assert time.monotonic() - began < 8
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+CHECKPOINT_FIELDS = {
+    "kind",
+    "path",
+    "committed",
+    "attempt",
+    "committed_at",
+    "nbytes",
+    "ranks",
+    "files",
+    "dtypes",
+    "tensors",
+    "objects",
+    "tensor_count",
+    "object_count",
+    "uncommitted",
+}
+
+
+def test_json_of_a_checkpoint(checkpoint):
+    document = json.loads(run_cli("inspect", "--json", checkpoint).stdout)
+    assert set(document) == CHECKPOINT_FIELDS
+    assert document["kind"] == "checkpoint"
+    assert (document["tensor_count"], document["object_count"]) == (4, 1)
+    assert document["tensors"] is None
+    document = json.loads(run_cli("inspect", "--json", "--tensors", checkpoint).stdout)
+    assert document["tensors"][-1] == {
+        "name": "w",
+        "shape": [300, 40],
+        "dtype": "float32",
+        "nbytes": 48_000,
+        "chunks": 1,
+    }
+    assert set(document["files"][0]) == {"path", "rank", "nbytes", "found_nbytes"}
+    assert set(document["dtypes"][0]) == {"dtype", "tensors", "nbytes"}
+
+
+def test_json_of_a_directory(root):
+    document = json.loads(run_cli("inspect", "--json", root).stdout)
+    assert set(document) == {"kind", "path", "latest", "checkpoints"}
+    assert document["latest"] == "best"
+    fields = "name step format committed attempt nbytes ranks committed_at problem"
+    assert set(document["checkpoints"][0]) == set(fields.split())
+
+
+def test_the_tables_show_names_as_they_are(checkpoint, root):
+    shown = run_cli("inspect", "--tensors", checkpoint)
+    assert shown.returncode == 0, shown.stderr
+    for word in ("b[0]", "300 × 40", "bfloat16", "opinion", "r00000-0.safetensors", "scalar"):
+        assert word in shown.stdout
+    assert "opinion" not in run_cli("inspect", checkpoint).stdout
+    listed = run_cli("inspect", root).stdout
+    for word in ("step-10", "latest", "abandoned", "stock"):
+        assert word in listed
+
+
+def test_status_is_1_for_damaged_metadata_and_2_for_nothing(checkpoint, tmp_path):
+    flip_bit(checkpoint / ".metadata", 40)
+    ended = run_cli("inspect", checkpoint)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "checksum" in ended.stderr
+    ended = run_cli("inspect", tmp_path / "nowhere")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "nowhere" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_nothing_in_a_checkpoint_is_unpickled_but_its_metadata(tmp_path):
+    victim = tmp_path / "victim"
+
+    class Malice:
+        def __reduce__(self):
+            return os.mkdir, (str(victim),)
+
+    save({"malice": Malice()}, tmp_path / "step-1")
+    ended = run_cli("inspect", "--tensors", tmp_path / "step-1")
+    assert ended.returncode == 0
+    assert "malice" in ended.stdout
+    assert run_cli("verify", tmp_path / "step-1").returncode == 0
+    assert not victim.exists()

@@ -1,0 +1,560 @@
+"""``verify`` sees every damage there is, says where it is and what it concerns, and invents none."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import random
+import time
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import load_everything, raises, save
+from support.chunks import boxes, save_by_ranks
+from support.commands import run_cli
+from support.files import data_files, flip_bit, read_file, reseal, reseal_metadata
+from support.states import DTYPES, Opinion, filled
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from dcp_datastates import (
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    ConfigurationError,
+    ForeignCheckpointError,
+    StorageError,
+    examine,
+    verify,
+)
+
+MIB = 1 << 20
+STATE = {
+    "a": filled((700_000,), torch.float32, 1),
+    "b": filled((33, 17), torch.bfloat16, 2),
+    "c": filled((3_000_001,), torch.uint8, 3),
+    "scalar": filled((), torch.float64, 4),
+    "object": {"text": "t" * 50_000},
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "checkpoint"
+    save(STATE, path)
+    assert verify(path).whole
+    return path
+
+
+@pytest.fixture
+def of_two_ranks(tmp_path):
+    path = tmp_path / "two"
+    dense = filled((4, 300_000), torch.float32)
+    boxes_of_all = boxes(dense.shape, [[1, 2, 3], []])
+    save_by_ranks(
+        path, [{"sharded": (dense, boxes_of_all[:2])}, {"sharded": (dense, boxes_of_all[2:])}]
+    )
+    assert len(data_files(path)) == 4, "two chunks of one tensor on each rank"
+    assert verify(path).whole
+    return path
+
+
+def _only_damage(path, **options):
+    (damage,) = verify(path, **options).damages
+    return damage
+
+
+# --- whole ----------------------------------------------------------------------------------------
+
+
+def test_a_whole_checkpoint_is_whole_and_counted(checkpoint):
+    report = verify(checkpoint)
+    assert report.whole
+    assert (report.files, report.tensors, report.objects) == (1, 4, 1)
+    files = [checkpoint / ".metadata", *data_files(checkpoint)]
+    assert report.nbytes == sum(file.stat().st_size for file in files)
+    assert report.path == checkpoint
+    assert report.attempt == data_files(checkpoint)[0].parent.name
+
+
+def test_every_dtype_and_awkward_shape_and_name_is_whole(tmp_path):
+    state = {str(dtype): filled((3, 5), dtype) for dtype in DTYPES}
+    state |= {f"scalar {dtype}": filled((), dtype) for dtype in DTYPES}
+    state |= {"empty": torch.empty(0, 7), "__metadata__": torch.ones(3), "naïve\n": torch.ones(1)}
+    state |= {"__dcp_datastates__.crc32c.r00000-0": torch.ones(2), "object": Opinion("x")}
+    save(state, tmp_path)
+    assert verify(tmp_path).damages == ()
+
+
+@pytest.mark.parametrize("state", [{}, {"object": Opinion("x")}, {"empty": torch.empty(0)}])
+def test_states_with_next_to_nothing_are_whole(state, tmp_path):
+    save(state, tmp_path)
+    assert verify(tmp_path).damages == ()
+
+
+def test_uneven_and_empty_shards_are_whole(tmp_path):
+    dense = filled((5, 3), torch.int16)
+    rows = boxes(dense.shape, [[1, 4], []])
+    save_by_ranks(tmp_path, [{"x": (dense, [row])} for row in rows])
+    assert verify(tmp_path).damages == ()
+
+
+def test_an_uncommitted_attempt_beside_it_is_no_damage(checkpoint):
+    attempt = checkpoint / "ffffffffffffffff-00000001"
+    attempt.mkdir()
+    (attempt / "r00000-0.safetensors").write_bytes(b"half")
+    assert verify(checkpoint).whole
+
+
+# --- flipped bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_flipped_bit_anywhere_in_a_data_file_is_one_damage_at_that_place(seed, checkpoint):
+    (path,) = data_files(checkpoint)
+    chance = random.Random(seed)
+    offset = chance.randrange(path.stat().st_size)
+    flip_bit(path, offset, chance.randrange(8))
+    report = verify(checkpoint, threads=1 + seed % 3)
+    (table,) = (key for key in read_file(path).header if "crc32c" in key)
+    covering = [d for d in report.damages if d.offset <= offset < d.offset + d.nbytes]
+    assert len(covering) == 1, report.damages
+    assert covering[0].file == path.relative_to(checkpoint).as_posix()
+    if offset < read_file(path).span(table)[0]:
+        assert report.damages == tuple(covering)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c", "scalar", "object.text"])
+def test_the_damage_names_the_tensor_and_its_place(name, checkpoint):
+    (path,) = data_files(checkpoint)
+    begin, end = read_file(path).span(name)
+    flip_bit(path, (begin + end) // 2, 3)
+    damage = _only_damage(checkpoint)
+    assert name.removesuffix(".text") in {tensor.removesuffix(".text") for tensor in damage.tensors}
+    assert damage.offset == (begin + end) // 2 // MIB * MIB
+    others = {
+        key
+        for key in ("a", "b", "c", "scalar")
+        if read_file(path).span(key)[1] <= damage.offset
+        or read_file(path).span(key)[0] >= damage.offset + damage.nbytes
+    }
+    assert not others & set(damage.tensors)
+
+
+@pytest.mark.parametrize("offset", [0, 7, 8, 30, 200])
+def test_a_flipped_bit_in_the_header_is_seen(offset, checkpoint):
+    (path,) = data_files(checkpoint)
+    flip_bit(path, offset)
+    damage = _only_damage(checkpoint)
+    assert damage.offset == 0
+    assert "header" in damage.problem
+
+
+def test_a_flipped_bit_in_the_tables_own_checksum_condemns_the_table_alone(checkpoint):
+    (path,) = data_files(checkpoint)
+    flip_bit(path, path.stat().st_size - 1)
+    damage = _only_damage(checkpoint)
+    assert "table" in damage.problem
+    assert damage.offset + damage.nbytes == path.stat().st_size
+    assert set(damage.tensors) == {"a", "b", "c", "scalar", "object.text"}, "none of them loads"
+
+
+def test_a_flipped_bit_in_a_table_word_leaves_open_which_of_the_two_is_damaged(checkpoint):
+    (path,) = data_files(checkpoint)
+    (table,) = (key for key in read_file(path).header if "crc32c" in key)
+    flip_bit(path, read_file(path).span(table)[0] + 4 * 2)
+    block, word = verify(checkpoint).damages
+    assert (block.offset, block.nbytes) == (2 * MIB, MIB)
+    assert "may itself" in block.problem
+    assert "table" in word.problem
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_flipped_bit_in_the_metadata_is_damage(seed, checkpoint):
+    path = checkpoint / ".metadata"
+    chance = random.Random(seed)
+    flip_bit(path, chance.randrange(path.stat().st_size), chance.randrange(8))
+    report = verify(checkpoint)
+    assert [damage.file for damage in report.damages] == [".metadata"]
+    assert report.attempt is None
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [0, 7, 4096, 2 * MIB, -1, -4, -100])
+def test_a_data_file_that_was_cut_short_is_one_damage(keep, checkpoint):
+    (path,) = data_files(checkpoint)
+    size = path.stat().st_size
+    os.truncate(path, keep % size)
+    damage = _only_damage(checkpoint)
+    assert "cut short" in damage.problem
+    assert damage.offset == keep % size
+    assert "a" in damage.tensors
+
+
+def test_a_data_file_that_grew_is_damage_and_is_read_all_the_same(checkpoint):
+    (path,) = data_files(checkpoint)
+    size = path.stat().st_size
+    with path.open("ab") as file:
+        file.write(b"\0" * 10)
+    damage = _only_damage(checkpoint)
+    assert (damage.offset, damage.nbytes) == (size, 10)
+    flip_bit(path, 3 * MIB)
+    assert [d.offset for d in verify(checkpoint).damages] == [3 * MIB, size]
+
+
+def test_missing_metadata_are_no_checkpoint(checkpoint):
+    (checkpoint / ".metadata").unlink()
+    with raises(CheckpointNotFoundError, "not committed"):
+        verify(checkpoint)
+
+
+def test_each_damage_of_several_files_is_reported(of_two_ranks):
+    first, second, third, fourth = data_files(of_two_ranks)
+    first.unlink()
+    flip_bit(second, 10_000)
+    flip_bit(second, MIB + 10_000)
+    os.truncate(third, 5000)
+    report = verify(of_two_ranks)
+    names = [path.relative_to(of_two_ranks).as_posix() for path in (first, second, third, fourth)]
+    assert [damage.file for damage in report.damages] == names[:3]
+    assert [damage.offset for damage in report.damages] == [None, 0, 5000]
+    assert all(damage.tensors == ("sharded",) for damage in report.damages)
+
+
+def test_neighbouring_blocks_are_one_damage_and_others_are_not(tmp_path):
+    save({"x": filled((20 * MIB,), torch.uint8)}, tmp_path)
+    (path,) = data_files(tmp_path)
+    for block in (2, 6, 7, 8, 9, 15):  # 7 and 8 belong to different pieces
+        flip_bit(path, block * MIB + 5)
+    places = [(damage.offset // MIB, damage.nbytes // MIB) for damage in verify(tmp_path).damages]
+    assert places == [(2, 1), (6, 4), (15, 1)]
+
+
+def test_a_media_error_is_damage_of_just_that_block(checkpoint, monkeypatch):
+    real = os.preadv
+
+    def preadv(descriptor, views, offset):
+        if offset <= 2 * MIB + 77 < offset + len(views[0]):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, views, offset)
+
+    monkeypatch.setattr(examine.os, "preadv", preadv)
+    damage = _only_damage(checkpoint)
+    assert (damage.offset, damage.nbytes) == (2 * MIB, MIB)
+    assert "Input/output error" in damage.problem
+
+
+def test_what_keeps_it_from_reading_is_an_error_not_damage(checkpoint, monkeypatch):
+    (path,) = data_files(checkpoint)
+
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(examine.os, "preadv", refuse)
+    with raises(StorageError, path.name, "Permission denied"):
+        verify(checkpoint)
+
+
+def test_no_descriptor_stays_open(of_two_ranks):
+    flip_bit(data_files(of_two_ranks)[1], 0)
+    os.truncate(data_files(of_two_ranks)[2], 10)
+    before = sorted(os.listdir("/proc/self/fd"))
+    verify(of_two_ranks)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+# --- parts that disagree, their checksums intact --------------------------------------------------
+
+
+def _replace(old: bytes, new: bytes):
+    def change(raw):
+        assert raw.count(old) == 1
+        at = raw.index(old)
+        raw[at : at + len(old)] = new
+
+    return change
+
+
+@pytest.fixture
+def small(tmp_path):
+    save({"first": torch.arange(6.0), "second": torch.arange(6.0, 12.0)}, tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b'"first":{"dtype":"F32"', b'"first":{"dtype":"I32"', "'first'"),
+        (b'"first":{"dtype":"F32"', b'"fi\\st":{"dtype":"F32"', "header"),
+        (b'"first":{"dtype"', b'"fjrst":{"dtype"', "'fjrst'"),
+        (b'"shape":[6],"data_offsets":[0,24]', b'"shape":[3],"data_offsets":[0,24]', "'first'"),
+        (b'"shape":[6],"data_offsets":[0,24]', b'"shape":[6],"data_offsets":[0,23]', "gap"),
+        (b'"shape":[6],"data_offsets":[0,24]', b'"shape":-6,"data_offsets":[0,24] ', "header"),
+        (b'"U32"', b'"I32"', "table"),
+    ],
+)
+def test_a_header_that_disagrees_with_the_metadata_is_damage(old, new, words, small):
+    (path,) = data_files(small)
+    reseal(path, _replace(old, new))
+    report = verify(small)
+    assert any(words in damage.problem for damage in report.damages), report.damages
+    assert all(damage.offset == 0 for damage in report.damages)
+
+
+def test_resealing_alone_is_no_damage(small):
+    (path,) = data_files(small)
+    reseal(path, lambda raw: None)
+    reseal_metadata(small / ".metadata", lambda metadata: None)
+    assert verify(small).whole
+
+
+def _index(metadata, name):
+    (index,) = (index for index in metadata.storage_data if index.fqn == name)
+    return index
+
+
+def _lose_place(metadata):
+    del metadata.storage_data[_index(metadata, "first")]
+
+
+def _lose_description(metadata):
+    del metadata.state_dict_metadata["first"]
+
+
+def _move_beyond_the_end(metadata):
+    metadata.storage_data[_index(metadata, "first")].offset = 10**9
+
+
+def _move_a_little(metadata):
+    metadata.storage_data[_index(metadata, "second")].offset -= 4
+
+
+def _shorten(metadata):
+    metadata.storage_data[_index(metadata, "first")].length -= 4
+
+
+def _unknown_file(metadata):
+    metadata.storage_data[_index(metadata, "first")].relative_path = "elsewhere.safetensors"
+
+
+def _other_chunk(metadata):
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([5]))
+    metadata.state_dict_metadata["first"].chunks = [chunk]
+
+
+def _gap(metadata):
+    metadata.state_dict_metadata["first"].size = torch.Size([9])
+
+
+def _too_small(metadata):
+    metadata.state_dict_metadata["first"].size = torch.Size([3])
+
+
+def _twice(metadata):
+    saved = metadata.state_dict_metadata["first"]
+    saved.chunks = saved.chunks * 2
+    info = metadata.storage_data[_index(metadata, "first")]
+    metadata.storage_data[MetadataIndex("first", torch.Size([0]), 1)] = info
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _lose_place,
+        _lose_description,
+        _move_beyond_the_end,
+        _move_a_little,
+        _shorten,
+        _unknown_file,
+        _other_chunk,
+        _gap,
+        _too_small,
+        _twice,
+    ],
+    ids=lambda change: change.__name__,
+)
+def test_metadata_that_contradict_themselves_or_the_file_are_damage(change, small):
+    reseal_metadata(small / ".metadata", change)
+    report = verify(small)
+    assert not report.whole
+    concerned = "second" if change is _move_a_little else "first"
+    assert any(concerned in damage.problem for damage in report.damages), report.damages
+
+
+def test_impossible_file_sizes_are_damage_of_the_metadata(small):
+    def change(metadata):
+        files = metadata.dcp_datastates["files"]
+        ((name, (nbytes, table)),) = files.items()
+        files[name] = (nbytes, table - 4)
+
+    reseal_metadata(small / ".metadata", change)
+    report = verify(small)
+    assert {damage.file for damage in report.damages} == {".metadata"}
+
+
+# --- what is not damage -----------------------------------------------------------------------------
+
+
+def test_a_stock_checkpoint_is_named_as_such(tmp_path):
+    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    with raises(ForeignCheckpointError, "stock", "FileSystemReader"):
+        verify(tmp_path)
+
+
+def test_a_stock_checkpoint_is_named_as_such_also_where_a_save_was_begun(tmp_path):
+    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    (tmp_path / "ffffffffffffffff-00000001").mkdir()
+    with raises(ForeignCheckpointError, "stock"):
+        verify(tmp_path)
+
+
+def test_metadata_cut_where_a_pickle_might_end_are_not_taken_for_stock(tmp_path):
+    save({"dots.in.the.name": torch.ones(3), "w": torch.ones(1)}, tmp_path)
+    path = tmp_path / ".metadata"
+    data = path.read_bytes()
+    path.write_bytes(data[: data.index(b"in.the.name") + 3])
+    assert path.read_bytes().endswith(b".")
+    assert _only_damage(tmp_path).file == ".metadata"
+
+
+@pytest.mark.parametrize("keep", [0, 1, 100, -1, -24, -25])
+def test_cut_metadata_are_damage_and_not_taken_for_a_stock_checkpoint(keep, checkpoint):
+    path = checkpoint / ".metadata"
+    os.truncate(path, keep % path.stat().st_size)
+    assert _only_damage(checkpoint).file == ".metadata"
+
+
+def test_a_checkpoint_that_is_replaced_meanwhile_is_not_called_damaged(checkpoint, monkeypatch):
+    (path,) = data_files(checkpoint)
+    real = os.open
+
+    def open_late(name, *arguments, **options):
+        if str(name) == str(path):
+            monkeypatch.setattr(os, "open", real)
+            save({"x": torch.ones(3)}, checkpoint)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", open_late)
+    with raises(CheckpointReplacedError, "verify again", path.parent.name):
+        verify(checkpoint)
+    assert verify(checkpoint).whole
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
+def test_impossible_numbers_of_threads_are_refused(threads, checkpoint):
+    with raises(ConfigurationError, "threads"):
+        verify(checkpoint, threads=threads)
+
+
+# --- progress, memory, time --------------------------------------------------------------------------
+
+
+def test_progress_grows_and_ends_at_all_of_it(of_two_ranks):
+    os.truncate(data_files(of_two_ranks)[0], 10)
+    calls = []
+    verify(of_two_ranks, progress=lambda done, total: calls.append((done, total)))
+    assert calls == sorted(calls)
+    assert len({total for _, total in calls}) == 1
+    assert calls[-1][0] == calls[-1][1]
+
+
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
+    save({"x": torch.zeros(160 * MIB, dtype=torch.uint8)}, tmp_path)
+    tracemalloc.start()
+    try:
+        assert verify(tmp_path, threads=2).whole
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 24 * MIB
+
+
+def test_ten_thousand_tensors_take_seconds_at_most(tmp_path):
+    save({f"layer.{number}.weight": torch.ones(3) for number in range(10_000)}, tmp_path)
+    flip_bit(data_files(tmp_path)[0], data_files(tmp_path)[0].stat().st_size - 1)
+    began = time.monotonic()
+    report = verify(tmp_path)
+    assert report.tensors == 10_000
+    assert time.monotonic() - began < 10
+
+
+# --- the command -------------------------------------------------------------------------------------
+
+
+def test_the_command_says_whole_with_status_0(checkpoint):
+    ended = run_cli("verify", checkpoint)
+    assert ended.returncode == 0, ended.stderr
+    assert "whole" in ended.stdout
+    assert ended.stderr == "", "no progress bar where there is no terminal"
+
+
+def test_the_command_names_all_damage_with_status_1(checkpoint):
+    (path,) = data_files(checkpoint)
+    begin, _ = read_file(path).span("c")
+    flip_bit(path, begin + 2 * MIB)
+    flip_bit(path, path.stat().st_size - 1)
+    ended = run_cli("verify", "--quiet", checkpoint)
+    assert ended.returncode == 1
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 2, "no line is wrapped, none is about anything else"
+    assert path.name in lines[0]
+    assert "'c'" in lines[0]
+    assert "table" in lines[1]
+
+
+def test_json_is_the_report(checkpoint):
+    (path,) = data_files(checkpoint)
+    flip_bit(path, 2 * MIB)
+    ended = run_cli("verify", "--json", "--threads", "2", checkpoint)
+    assert ended.returncode == 1
+    document = json.loads(ended.stdout)
+    report = verify(checkpoint)
+    expected = {field.name for field in dataclasses.fields(report)} | {"whole"}
+    assert set(document) == expected
+    assert document["whole"] is False
+    assert document["path"] == str(checkpoint)
+    (damage,) = document["damages"]
+    assert damage == {
+        **dataclasses.asdict(report.damages[0]),
+        "tensors": list(report.damages[0].tensors),
+    }
+
+
+def test_trouble_is_status_2_one_line_and_no_traceback(checkpoint, tmp_path):
+    stock = tmp_path / "stock"
+    dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(stock), no_dist=True)
+    for arguments, word in [
+        (("verify", tmp_path / "nowhere"), "does not exist"),
+        (("verify", stock), "stock"),
+        (("verify", "s3://bucket/step-1"), "URL"),
+        (("verify", checkpoint, "--threads", "0"), "threads"),
+        (("verify",), "PATH"),
+        ((), "COMMAND"),
+    ]:
+        ended = run_cli(*arguments)
+        assert ended.returncode == 2, (arguments, ended)
+        assert ended.stdout == ""
+        assert word in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+
+def test_a_reader_that_goes_away_changes_nothing(checkpoint):
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        ended = run_cli("verify", checkpoint, stdout=write)
+    finally:
+        os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_nothing_is_changed_by_looking(checkpoint):
+    before = {path: path.stat().st_mtime_ns for path in Path(checkpoint).rglob("*")}
+    verify(checkpoint)
+    assert {path: path.stat().st_mtime_ns for path in Path(checkpoint).rglob("*")} == before
+    load_everything(checkpoint)
