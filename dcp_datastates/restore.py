@@ -76,6 +76,7 @@ def restore(
     :class:`StorageError`.
     """
     requests = [_request(item, planner, metadata, allow_cast) for item in plan.items]
+    _check_object_files(requests, note, directory)
     for batch in _batches(requests):
         _read(batch, metadata, note, directory, engine)
         for request in batch:
@@ -92,7 +93,7 @@ def _request(
             f"the metadata do not say where {item.storage_index} is stored"
         )
     if item.type == LoadItemType.BYTE_IO:
-        return _Request(item, info, data=bytearray(info.length))
+        return _Request(item, info)
     saved = metadata.state_dict_metadata[name]
     if not isinstance(saved, TensorStorageMetadata):
         raise IncompatibleStateError(f"{name!r} was saved as a Python object, not as a tensor")
@@ -122,6 +123,26 @@ def _request(
     ):
         request.host = memory
     return request
+
+
+def _check_object_files(requests: list[_Request], note: Note, directory: Path) -> None:
+    """Objects are read into memory of the length that the metadata give: their files must be that long."""
+    files = {request.info.relative_path for request in requests if request.target is None}
+    for relative_path in files:
+        record = note.files.get(relative_path)
+        path = directory / relative_path
+        try:
+            nbytes = path.stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                error.errno, f"open {path}: {error.strerror}", str(path)
+            ) from error
+        except OSError as error:
+            raise StorageError(error.errno, f"open {path}: {error.strerror}", str(path)) from error
+        if record is not None and nbytes != record.nbytes:
+            raise CheckpointCorruptError(
+                f"{path} has {nbytes} bytes and the metadata say {record.nbytes}"
+            )
 
 
 def _chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
@@ -185,7 +206,8 @@ def _read(
 def _add(content: Transfer, request: _Request) -> None:
     """Describe where the item's box lies in the stored chunk, which is row-major, and in memory."""
     if request.target is None:
-        if request.data:
+        if request.info.length:
+            request.data = bytearray(request.info.length)
             content.add_buffer(request.info.offset, request.data)
         return
     host = request.host
