@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -140,8 +141,11 @@ def _check_object_files(requests: list[_Request], note: Note, directory: Path) -
         except OSError as error:
             raise StorageError(error.errno, f"open {path}: {error.strerror}", str(path)) from error
         if record is not None and nbytes != record.nbytes:
+            names = [
+                r.item.storage_index.fqn for r in requests if r.info.relative_path == relative_path
+            ]
             raise CheckpointCorruptError(
-                f"{path} has {nbytes} bytes and the metadata say {record.nbytes}"
+                f"{path} has {nbytes} bytes and the metadata say {record.nbytes} (needed for {_listed(names)})"
             )
 
 
@@ -200,7 +204,7 @@ def _read(
             pass
         raise
     if job.fault is not None:
-        raise _error(job.fault, metadata, note, directory)
+        raise _error(job.fault, requests, metadata, note, directory)
 
 
 def _add(content: Transfer, request: _Request) -> None:
@@ -261,10 +265,16 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
     planner.commit_tensor(request.item, request.target)
 
 
-def _error(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> DataStatesError:
+def _error(
+    fault: Fault,
+    requests: list[_Request],
+    metadata: Metadata,
+    note: Note,
+    directory: Path,
+) -> DataStatesError:
     if fault.kind == "corrupt":
         return CheckpointCorruptError(
-            f"{fault.message} {_affected(fault, metadata, note, directory)}"
+            f"{fault.message} {_affected(fault, requests, metadata, note, directory)}"
         )
     if fault.kind == "io" and fault.errno == 2:
         return CheckpointNotFoundError(fault.errno, fault.message, fault.path)
@@ -273,19 +283,26 @@ def _error(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> Dat
     return DataStatesError(fault.message)
 
 
-def _affected(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> str:
-    """Which tensors the damaged block holds bytes of."""
+def _affected(
+    fault: Fault, requests: list[_Request], metadata: Metadata, note: Note, directory: Path
+) -> str:
+    """Which tensors the damaged block holds bytes of; those that were asked for come first."""
     relative_path = Path(fault.path).relative_to(directory).as_posix()
+    asked = [(request.item.storage_index, request.info) for request in requests]
     record: FileRecord | None = note.files.get(relative_path)
-    if record is not None and fault.offset >= record.table_offset:
-        return "(the file's checksums or size)"
-    names = _overlapping(
-        metadata.storage_data.items(), relative_path, fault.offset, fault.offset + BLOCK_BYTES
-    )
-    if not names:
-        return "(the file's header)"
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"(bytes of {', '.join(map(repr, names[:3]))}{more})"
+    whole = fault.operation == "fstat"  # a wrong size
+    if whole or (record is not None and fault.offset >= record.table_offset):
+        names = _overlapping(asked, relative_path, 0, sys.maxsize)
+        return f"(the file's checksums or size; {_listed(names)} cannot be verified)"
+    block = (relative_path, fault.offset, fault.offset + BLOCK_BYTES)
+    names = _overlapping(asked, *block) + _overlapping(metadata.storage_data.items(), *block)
+    return f"(bytes of {_listed(names)})" if names else "(the file's header)"
+
+
+def _listed(names: Iterable[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    more = f" and {len(distinct) - 3} more" if len(distinct) > 3 else ""
+    return f"{', '.join(map(repr, distinct[:3]))}{more}"
 
 
 def _overlapping(
