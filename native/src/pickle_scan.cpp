@@ -31,14 +31,14 @@ enum class Kind : std::uint8_t {
     kSet,
 };
 
-enum Flag : std::uint8_t {
-    kKey = 1,        // may be a key: hashing it is cheap
-    kKeyPart = 2,    // may be in a tuple that is a key
-    kInts = 4,       // a tuple of up to 64 integers
-    kArguments = 8,  // a tuple that anything may be called with
-    kState = 16,     // a tuple that __setstate__ may get; one of two would set slots
-    kEmpty = 32,     // the empty tuple
-};
+// Flags of a value.
+constexpr std::uint8_t kKey = 1;        // may be a key: hashing it is cheap
+constexpr std::uint8_t kKeyPart = 2;    // may be in a tuple that is a key
+constexpr std::uint8_t kInts = 4;       // a tuple of up to 64 integers
+constexpr std::uint8_t kArguments = 8;  // a tuple that anything may be called with
+constexpr std::uint8_t kState =
+    16;  // a tuple that __setstate__ may get; one of two would set slots
+constexpr std::uint8_t kEmpty = 32;  // the empty tuple
 
 struct Value {
     Kind kind = Kind::kAtom;
@@ -503,7 +503,7 @@ class Scanner {
         return push(entry);
     }
 
-    const std::span<const std::byte> data_;
+    std::span<const std::byte> data_;
     std::size_t start_ = 0;  // of the opcode at hand
     std::size_t at_ = 0;
     bool stopped_ = false;

@@ -38,8 +38,9 @@ class TupleCollisions {
 
     /// How many tuples share their hash with a different one.
     unsigned count() {
-        std::sort(seen_.begin(), seen_.end());
-        seen_.erase(std::unique(seen_.begin(), seen_.end()), seen_.end());
+        std::ranges::sort(seen_);
+        const auto repeated = std::ranges::unique(seen_);
+        seen_.erase(repeated.begin(), repeated.end());
         unsigned collisions = 0;
         for (std::size_t i = 1; i < seen_.size(); ++i) {
             if (seen_[i].first == seen_[i - 1].first) ++collisions;
@@ -53,7 +54,7 @@ class TupleCollisions {
     static constexpr std::uint64_t kPrime2 = 14029467366897019727U;
     static constexpr std::uint64_t kPrime5 = 2870177450012600261U;
     static constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15U;
-    static constexpr unsigned kRecentBits = 12;
+    static constexpr unsigned kRecentBits = 10;
 
     /// hash(int): the value modulo the Mersenne prime 2^61 - 1, with its sign; -1 means an error.
     static std::uint64_t lane(std::uint64_t value) {
@@ -65,8 +66,7 @@ class TupleCollisions {
     }
 
     // Different for each, or tuples could be made to look the same here as well.
-    const std::uint64_t seed_ =
-        (std::uint64_t{std::random_device{}()} << 32U) | std::random_device{}();
+    std::uint64_t seed_ = (std::uint64_t{std::random_device{}()} << 32U) | std::random_device{}();
     std::vector<std::pair<std::uint64_t, std::uint64_t>> seen_;
     // Most tuples (the sizes of chunks) are those of a moment ago.
     std::array<std::pair<std::uint64_t, std::uint64_t>, std::size_t{1} << kRecentBits> recent_{};
