@@ -5,11 +5,9 @@ Pure functions of bytes and metadata; what they find are :class:`Damage` values.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -22,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.damage import Contents, Damage
+from dcp_datastates.errors import CheckpointCorruptError
+from dcp_datastates.header import read_header
 from dcp_datastates.layout import MAX_HEADER_BYTES, entry_key, is_bookkeeping, is_table, stored_form
 from dcp_datastates.metadata import FileRecord, Note
 from dcp_datastates.storage.local import METADATA_NAME
@@ -119,15 +119,14 @@ class Agreement:
     def of_header(self, record: FileRecord, header: bytes) -> Iterator[Damage]:
         """Where ``header``, the first bytes of a file up to its data, differs from the metadata."""
         try:
-            entries = _parse(header)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            entries = _entries(header, record.nbytes)
+        except CheckpointCorruptError as error:
             yield self._in_header(
                 record, header, f"the header is not that of a safetensors file: {error}"
             )
             return
-        for problem in (_gaps(entries, len(header), record.nbytes), _table(entries, record)):
-            if problem is not None:
-                yield self._in_header(record, header, problem)
+        if problem := _table(entries, record):
+            yield self._in_header(record, header, problem)
         unexpected = {key for key in entries if not is_bookkeeping(key)}
         for name, key, expected in self._expected(record):
             unexpected.discard(key)
@@ -208,35 +207,21 @@ def _uncovered(saved: TensorStorageMetadata) -> str | None:
     return f"its chunks {how}: they have {elements} elements, and the tensor {math.prod(whole)}"
 
 
-def _parse(header: bytes) -> Mapping[str, _Entry]:
-    """The entries of a safetensors header; raises if it is not one."""
-    length = int.from_bytes(header[:8], "little")
-    if length != len(header) - 8:
-        raise ValueError(f"it says that it has {length} bytes, the metadata {len(header) - 8}")
-    parsed = json.loads(header[8:])
-    if not isinstance(parsed, dict):
-        raise ValueError("it is not a JSON object")
-    parsed.pop("__metadata__", None)
-    return {key: _entry(key, value, len(header)) for key, value in parsed.items()}
-
-
-def _entry(key: str, value: Any, data_start: int) -> _Entry:
-    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    begin, end = offsets
-    numbers = [*shape, begin, end]
-    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers):
-        raise ValueError(f"malformed entry {key!r}")
-    return _Entry(dtype, tuple(shape), data_start + begin, data_start + end)
-
-
-def _gaps(entries: Mapping[str, _Entry], data_start: int, nbytes: int) -> str | None:
-    """As safetensors wants it, the entries cover the file from the header to its end, each byte once."""
-    at = data_start
-    for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != at or entry.end < entry.begin:
-            return f"the header's entries leave a gap, or overlap, at byte {min(at, entry.begin)}"
-        at = entry.end
-    return None if at == nbytes else f"the header's entries end at byte {at} of {nbytes}"
+def _entries(header: bytes, file_bytes: int) -> Mapping[str, _Entry]:
+    found = read_header(header, file_bytes)
+    if found.data_start != len(header):
+        raise CheckpointCorruptError(
+            f"it says that data begin at byte {found.data_start}, the metadata {len(header)}"
+        )
+    return {
+        entry.name: _Entry(
+            entry.dtype,
+            entry.shape,
+            found.data_start + entry.data_offsets[0],
+            found.data_start + entry.data_offsets[1],
+        )
+        for entry in found.entries
+    }
 
 
 def _table(entries: Mapping[str, _Entry], record: FileRecord) -> str | None:

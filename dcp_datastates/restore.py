@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,6 +78,7 @@ def restore(
     :class:`StorageError`.
     """
     requests = [_request(item, planner, metadata, allow_cast) for item in plan.items]
+    _check_object_files(requests, note, directory)
     for batch in _batches(requests):
         _read(batch, metadata, note, directory, engine)
         for request in batch:
@@ -93,7 +95,7 @@ def _request(
             f"the metadata do not say where {item.storage_index} is stored"
         )
     if item.type == LoadItemType.BYTE_IO:
-        return _Request(item, info, data=bytearray(info.length))
+        return _Request(item, info)
     saved = metadata.state_dict_metadata[name]
     if not isinstance(saved, TensorStorageMetadata):
         raise IncompatibleStateError(f"{name!r} was saved as a Python object, not as a tensor")
@@ -123,6 +125,30 @@ def _request(
     ):
         request.host = memory
     return request
+
+
+def _check_object_files(requests: list[_Request], note: Note, directory: Path) -> None:
+    """Objects are read into memory of the length that the metadata give: their files must be that long."""
+    files = {request.info.relative_path for request in requests if request.target is None}
+    for relative_path in files:
+        record = note.files.get(relative_path)
+        path = directory / relative_path
+        try:
+            nbytes = path.stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                error.errno, f"open {path}: {error.strerror}", str(path)
+            ) from error
+        except OSError as error:
+            raise StorageError(error.errno, f"open {path}: {error.strerror}", str(path)) from error
+        if record is not None and nbytes != record.nbytes:
+            names = [
+                r.item.storage_index.fqn for r in requests if r.info.relative_path == relative_path
+            ]
+            needed = some_of(tuple(dict.fromkeys(names)))
+            raise CheckpointCorruptError(
+                f"{path} has {nbytes} bytes and the metadata say {record.nbytes} (needed for {needed})"
+            )
 
 
 def _chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
@@ -180,13 +206,14 @@ def _read(
             pass
         raise
     if job.fault is not None:
-        raise _error(job.fault, metadata, note, directory)
+        raise _error(job.fault, requests, metadata, note, directory)
 
 
 def _add(content: Transfer, request: _Request) -> None:
     """Describe where the item's box lies in the stored chunk, which is row-major, and in memory."""
     if request.target is None:
-        if request.data:
+        if request.info.length:
+            request.data = bytearray(request.info.length)
             content.add_buffer(request.info.offset, request.data)
         return
     host = request.host
@@ -240,10 +267,16 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
     planner.commit_tensor(request.item, request.target)
 
 
-def _error(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> DataStatesError:
+def _error(
+    fault: Fault,
+    requests: list[_Request],
+    metadata: Metadata,
+    note: Note,
+    directory: Path,
+) -> DataStatesError:
     if fault.kind == "corrupt":
         return CheckpointCorruptError(
-            f"{fault.message} {_affected(fault, metadata, note, directory)}"
+            f"{fault.message} {_affected(fault, requests, metadata, note, directory)}"
         )
     if fault.kind == "io" and fault.errno == 2:
         return CheckpointNotFoundError(fault.errno, fault.message, fault.path)
@@ -252,13 +285,17 @@ def _error(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> Dat
     return DataStatesError(fault.message)
 
 
-def _affected(fault: Fault, metadata: Metadata, note: Note, directory: Path) -> str:
-    """Which tensors the damaged block holds bytes of."""
+def _affected(
+    fault: Fault, requests: list[_Request], metadata: Metadata, note: Note, directory: Path
+) -> str:
+    """Which tensors the damaged block holds bytes of; those that were asked for come first."""
     relative_path = Path(fault.path).relative_to(directory).as_posix()
+    asked = Contents({request.item.storage_index: request.info for request in requests})
     record: FileRecord | None = note.files.get(relative_path)
-    if record is not None and fault.offset >= record.table_offset:
-        return "(the file's checksums or size)"
-    names = Contents(metadata.storage_data).names(
-        relative_path, fault.offset, fault.offset + BLOCK_BYTES
-    )
-    return f"(bytes of {some_of(names)})" if names else "(the file's header)"
+    whole = fault.operation == "fstat"  # a wrong size
+    if whole or (record is not None and fault.offset >= record.table_offset):
+        names = asked.names(relative_path, 0, sys.maxsize)
+        return f"(the file's checksums or size; {some_of(names)} cannot be verified)"
+    block = (relative_path, fault.offset, fault.offset + BLOCK_BYTES)
+    names = asked.names(*block) + Contents(metadata.storage_data).names(*block)
+    return f"(bytes of {some_of(tuple(dict.fromkeys(names)))})" if names else "(the file's header)"

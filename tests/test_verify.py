@@ -293,7 +293,7 @@ def small(tmp_path):
         (b'"first":{"dtype":"F32"', b'"fi\\st":{"dtype":"F32"', "header"),
         (b'"first":{"dtype"', b'"fjrst":{"dtype"', "'fjrst'"),
         (b'"shape":[6],"data_offsets":[0,24]', b'"shape":[3],"data_offsets":[0,24]', "'first'"),
-        (b'"shape":[6],"data_offsets":[0,24]', b'"shape":[6],"data_offsets":[0,23]', "gap"),
+        (b'"shape":[6],"data_offsets":[0,24]', b'"shape":[6],"data_offsets":[0,23]', "'first'"),
         (b'"shape":[6],"data_offsets":[0,24]', b'"shape":-6,"data_offsets":[0,24] ', "header"),
         (b'"U32"', b'"I32"', "table"),
     ],
@@ -382,7 +382,10 @@ def test_metadata_that_contradict_themselves_or_the_file_are_damage(change, smal
     reseal_metadata(small / ".metadata", change)
     report = verify(small)
     assert not report.whole
-    concerned = "second" if change is _move_a_little else "first"
+    if change in (_move_beyond_the_end, _unknown_file):  # no load would take such metadata
+        concerned = "data file"
+    else:
+        concerned = "second" if change is _move_a_little else "first"
     assert any(concerned in damage.problem for damage in report.damages), report.damages
 
 

@@ -5,11 +5,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "crc32c.h"
 #include "fault.h"
+#include "pickle_scan.h"
 #include "python_arguments.h"
 #include "python_support.h"
 #include "sample.h"
@@ -48,6 +51,12 @@ std::vector<std::uint64_t> sample(const py::sequence& addresses, const py::seque
     return sample_words(regions, seed);
 }
 
+std::optional<std::string> scan(const py::buffer& data) {
+    const PyBufferView view(data, PyBUF_SIMPLE);
+    const py::gil_scoped_release release;
+    return scan_pickle(view.bytes());
+}
+
 }  // namespace
 }  // namespace datastates
 
@@ -72,6 +81,7 @@ PYBIND11_MODULE(_native, module) {
         py::arg("data"), py::arg("crc") = 0);
     module.def("crc32c_implementation", &crc32c_implementation);
     module.def("sample_words", &sample, py::arg("addresses"), py::arg("sizes"), py::arg("seed"));
+    module.def("scan_pickle", &scan, py::arg("data"));
 
     bind_transfer(module);
     bind_jobs(module);

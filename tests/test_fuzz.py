@@ -1,0 +1,405 @@
+"""Readers of bytes from outside get anything at all: this package's errors, soon, or nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from enum import Enum
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.checkpoints import causes, load_everything, raises, save
+from support.files import data_files, read_file
+from support.fuzz import mutated, random_pickle
+from support.metadata import body_of, with_trailer
+from support.states import filled
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+import dcp_datastates
+from dcp_datastates import CheckpointCorruptError, DataStatesError
+from dcp_datastates._native import scan_pickle
+from dcp_datastates.header import Header, read_header
+from dcp_datastates.metadata import decode, read_note
+
+SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
+MUTATIONS = 4000
+GRAMMAR = 6000
+LOADS = 400
+SECONDS_PER_TRY = 2.0
+PATH = Path("c/.metadata")
+
+FUZZ = settings(
+    max_examples=400,
+    deadline=2000,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("fuzz")
+    state = {
+        "w": filled((64, 3), torch.float32, 1),
+        "list": [filled((5,), torch.uint8, 2), {"deep": filled((), torch.bfloat16, 3)}],
+        "empty": torch.zeros(0, 2),
+    }
+    save(state, path)
+    return path
+
+
+def _process_wide() -> object:
+    """All that the metadata's classes and shared objects look like: nothing in a file may change it."""
+    kinds = [value for value in vars(dcp_metadata).values() if isinstance(value, type)]
+    members = [member for kind in kinds if issubclass(kind, Enum) for member in kind]
+    return [
+        {name: id(value) for name, value in vars(thing).items() if name != "__abstractmethods__"}
+        for thing in [*kinds, _StorageInfo, *members]
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_shared_changes():
+    before = _process_wide()
+    yield
+    assert _process_wide() == before
+
+
+def _decoded(body: bytes) -> Metadata | None:
+    """What the reader makes of ``body`` (None: refused), for reasons that are not lack of memory or stack."""
+    started = time.monotonic()
+    try:
+        found = decode(with_trailer(body), PATH)
+    except CheckpointCorruptError as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            assert not isinstance(cause, (MemoryError, RecursionError)), cause
+            cause = cause.__cause__
+        found = None
+    else:
+        read_note(found, PATH)
+    assert time.monotonic() - started < SECONDS_PER_TRY
+    return found
+
+
+# --- metadata --------------------------------------------------------------------------------------
+
+
+@FUZZ
+@given(st.binary(max_size=200))
+def test_random_bytes_as_metadata(data):
+    with pytest.raises(CheckpointCorruptError, match=r"c/\.metadata"):
+        decode(data, PATH)
+    assert _decoded(data) is None
+    _decoded(b"\x80\x04" + data + b".")
+
+
+def test_mutated_metadata_with_good_checksums(checkpoint):
+    body = body_of(checkpoint)
+    assert _decoded(body) is not None
+    chance = random.Random(SEED)
+    reached = opened = 0
+    for _ in range(MUTATIONS):
+        changed = mutated(body, chance)
+        reached += scan_pickle(changed) is None
+        opened += _decoded(changed) is not None
+    print(f"seed {SEED}: {MUTATIONS} mutations, {reached} reached the unpickler, {opened} opened")
+    assert reached > MUTATIONS // 20, "most tries must not end at the door"
+    assert opened > 0
+
+
+def test_mutated_metadata_are_loaded_or_refused(checkpoint):
+    """What opens after a mutation is loaded: other numbers, but nothing but this package's errors from it."""
+    path = checkpoint / ".metadata"
+    good = path.read_bytes()
+    chance = random.Random(SEED + 1)
+    loads = tries = 0
+    try:
+        while loads < LOADS and tries < 40 * LOADS:
+            tries += 1
+            body = mutated(good[:-24], chance)
+            if _decoded(body) is None:
+                continue
+            loads += 1
+            path.write_bytes(with_trailer(body))
+            started = time.monotonic()
+            try:
+                load_everything(checkpoint)
+            except BaseException as error:
+                for cause in causes(error):
+                    assert isinstance(cause, DataStatesError) or _is_of_dcp(cause), repr(cause)
+            assert time.monotonic() - started < SECONDS_PER_TRY
+    finally:
+        path.write_bytes(good)
+    print(f"seed {SEED + 1}: {loads} loads of {tries} mutations")
+    assert loads >= LOADS // 4
+
+
+def _is_of_dcp(error: BaseException) -> bool:
+    """Whether DCP's planner found that what was asked for is not in the metadata (a mutated name)."""
+    trace = error.__traceback__
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    ours = str(Path(dcp_datastates.__file__).parent)
+    return bool(frames) and not any(frame.startswith(ours) for frame in frames)
+
+
+def test_pickles_from_a_grammar():
+    chance = random.Random(SEED + 2)
+    reached = 0
+    for _ in range(GRAMMAR):
+        body = random_pickle(chance)
+        reached += scan_pickle(body) is None
+        _decoded(body)
+    print(f"seed {SEED + 2}: {GRAMMAR} pickles, {reached} reached the unpickler")
+    assert reached > GRAMMAR // 20
+
+
+BATCH = """
+import random, resource, sys
+sys.path.insert(0, sys.argv[1])
+import test_fuzz
+from support.fuzz import mutated, random_pickle
+with open("/proc/self/statm") as file:
+    used = int(file.read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20),) * 2)
+body = bytes.fromhex(sys.argv[2])
+chance = random.Random(int(sys.argv[3]))
+before = test_fuzz._process_wide()
+for number in range(2000):
+    test_fuzz._decoded(mutated(body, chance) if number % 2 else random_pickle(chance))
+assert test_fuzz._process_wide() == before
+print("done")
+"""
+
+
+def test_a_batch_in_256_mib(checkpoint):
+    ended = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            BATCH,
+            str(Path(__file__).parent),
+            body_of(checkpoint).hex(),
+            str(SEED + 3),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={
+            **os.environ,
+            "PYTHONPATH": ":".join(entry for entry in sys.path if entry),
+            "OMP_NUM_THREADS": "1",
+        },
+    )
+    assert ended.stdout == "done\n", f"exit code {ended.returncode}\n{ended.stderr[-3000:]}"
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=5)
+    | st.sampled_from(["18e9ff3819394760-00000001", 1, (8, 0), (4104, 4096), 1 << 63]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text(max_size=8) | st.integers() | st.none(), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+
+
+@FUZZ
+@given(
+    st.one_of(
+        ANYTHING,
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "version": st.just(1) | ANYTHING,
+                "attempt": st.just("18e9ff3819394760-00000001") | ANYTHING,
+                "files": ANYTHING | st.dictionaries(st.text(max_size=9), ANYTHING, max_size=3),
+            },
+        ),
+    )
+)
+def test_any_note(note):
+    metadata = Metadata({})
+    vars(metadata)["dcp_datastates"] = note
+    try:
+        found = read_note(metadata, PATH)
+    except CheckpointCorruptError:
+        return
+    assert all(0 <= file.table_offset < file.nbytes for file in found.files.values())
+
+
+# --- safetensors headers ------------------------------------------------------------------------------
+
+
+def _header_of(text: bytes, data: int = 0) -> bytes:
+    return len(text).to_bytes(8, "little") + text + bytes(data)
+
+
+def _read(data: bytes, file_size: int | None = None) -> Header | None:
+    started = time.monotonic()
+    try:
+        header = read_header(data, file_size)
+    except CheckpointCorruptError:
+        header = None
+    else:
+        size = len(data) if file_size is None else file_size
+        ends = [entry.data_offsets[1] for entry in header.entries]
+        assert header.data_start + max(ends, default=0) == size
+    assert time.monotonic() - started < SECONDS_PER_TRY
+    return header
+
+
+def test_a_header_of_this_package_is_read(checkpoint):
+    (path,) = data_files(checkpoint)
+    file = read_file(path)
+    header = read_header(path)
+    assert header == read_header(path.read_bytes())
+    assert header == read_header(path.read_bytes()[: header.data_start], path.stat().st_size)
+    assert {entry.name: list(entry.data_offsets) for entry in header.entries} == {
+        name: entry["data_offsets"] for name, entry in file.header.items()
+    }
+    assert header.metadata == file.metadata
+    assert header.data_start == file.data_start
+
+
+A = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
+BAD_HEADERS = {
+    "nothing": (b"", "too short"),
+    "seven bytes": (b"\0" * 7, "too short"),
+    "no header": (bytes(8), "'{'"),
+    "huge length": (b"\xff" * 8 + A, "100000000"),
+    "length beyond the file": (_header_of(A)[:-1], "the file has"),
+    "no JSON": (_header_of(b"{]"), "JSON"),
+    "no UTF-8": (_header_of(b'{"\xff":1}'), "JSON"),
+    "two": (_header_of(b"{}{}"), "JSON"),
+    "a list": (_header_of(b"[]"), "'{'"),
+    "a name twice": (_header_of(A[:-1] + b"," + A[1:], 4), "twice"),
+    "a field twice": (_header_of(A.replace(b'"shape"', b'"dtype":"U8","shape"'), 4), "twice"),
+    "deep": (_header_of(b'{"a":' + b"[" * 1_000_000 + b"]" * 1_000_000 + b"}"), "deep"),
+    "deep objects": (_header_of(b'{"a":' * 300_000 + b"1" + b"}" * 300_000), "deep"),
+    "many digits": (_header_of(b'{"a":' + b"9" * 4_000_000 + b"}"), "digits"),
+    "a float": (_header_of(A.replace(b"[4]", b"[4.0]"), 4), "no integer"),
+    "an exponent": (_header_of(A.replace(b"[4]", b"[4e999999999]"), 4), "no integer"),
+    "NaN": (_header_of(A.replace(b"[4]", b"[NaN]"), 4), "no integer"),
+    "a surrogate": (_header_of(A.replace(b'"a"', rb'"\ud800"'), 4), "Unicode"),
+    "metadata a list": (_header_of(b'{"__metadata__":[]}'), "__metadata__"),
+    "metadata of numbers": (_header_of(b'{"__metadata__":{"a":1}}'), "__metadata__"),
+    "entry a list": (_header_of(b'{"a":[]}'), "described"),
+    "entry without a dtype": (
+        _header_of(b'{"a":{"shape":[],"data_offsets":[0,1]}}', 1),
+        "described",
+    ),
+    "unknown dtype": (_header_of(A.replace(b"U8", b"U9"), 4), "dtype"),
+    "dtype a list": (_header_of(A.replace(b'"U8"', b"[]"), 4), "dtype"),
+    "shape negative": (_header_of(A.replace(b"[4]", b"[-4]"), 4), "shape"),
+    "shape true": (_header_of(A.replace(b"[4]", b"[true]"), 4), "shape"),
+    "shape null": (_header_of(A.replace(b"[4]", b"null"), 4), "shape"),
+    "shape overflow": (_header_of(A.replace(b"[4]", b"[9223372036854775807,3]"), 4), "larger"),
+    "shape overflow to 4": (
+        _header_of(A.replace(b"[4]", b"[4611686018427387905,4]"), 4),
+        "larger",
+    ),
+    "shape overflow with 0": (
+        _header_of(A.replace(b"[4]", b"[9223372036854775807,9223372036854775807,0]"), 4),
+        "larger",
+    ),
+    "shape of many": (_header_of(A.replace(b"[4]", b"[4" + b",1" * 99 + b"]"), 4), "shape"),
+    "wrong size": (_header_of(A.replace(b"[4]", b"[5]"), 4), "bits"),
+    "backwards": (_header_of(A.replace(b"[0,4]", b"[4,0]"), 4), "bits"),
+    "one offset": (_header_of(A.replace(b"[0,4]", b"[4]"), 4), "data_offsets"),
+    "a gap": (_header_of(A.replace(b"[0,4]", b"[1,5]"), 5), "begins"),
+    "overlap": (_header_of(A[:-1] + b"," + A[1:].replace(b'"a"', b'"b"'), 4), "begins"),
+    "cut": (_header_of(A, 3), "end"),
+    "grown": (_header_of(A, 5), "end"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_HEADERS)
+def test_a_malformed_header_is_refused_with_the_reason(bad, tmp_path):
+    data, reason = BAD_HEADERS[bad]
+    with raises(CheckpointCorruptError, reason):
+        read_header(data)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    with raises(CheckpointCorruptError, str(path), reason):
+        read_header(path)
+
+
+def test_headers_that_are_not_there(tmp_path):
+    with raises(dcp_datastates.CheckpointNotFoundError, "none.safetensors"):
+        read_header(tmp_path / "none.safetensors")
+    with raises(dcp_datastates.StorageError, str(tmp_path)):
+        read_header(tmp_path)
+
+
+def test_mutated_headers(checkpoint):
+    (path,) = data_files(checkpoint)
+    raw = path.read_bytes()
+    text = raw[8 : read_file(path).data_start].rstrip()
+    data = len(raw) - read_file(path).data_start
+    chance = random.Random(SEED + 4)
+    opened = 0
+    for number in range(4000):
+        changed = mutated(text, chance)
+        if number % 4:
+            opened += _read(_header_of(changed, data)) is not None
+        else:
+            opened += _read(mutated(raw[:600], chance), len(raw)) is not None
+    print(f"seed {SEED + 4}: 4000 headers, {opened} opened")
+    assert opened > 0
+
+
+FIELDS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 5),
+    st.integers(),
+    st.floats(),
+    st.sampled_from(["U8", "F32", "F4", "BOOL", "x"]),
+    st.lists(st.integers(0, 4) | st.integers(), max_size=3),
+)
+ENTRIES = st.dictionaries(
+    st.text(max_size=3) | st.just("__metadata__"),
+    FIELDS
+    | st.fixed_dictionaries(
+        {},
+        optional={
+            "dtype": st.sampled_from(["U8", "F32", "F4"]) | FIELDS,
+            "shape": FIELDS,
+            "data_offsets": st.just([0, 4]) | FIELDS,
+        },
+    ),
+    max_size=4,
+)
+
+
+@FUZZ
+@given(ENTRIES, st.integers(0, 20))
+def test_any_header(entries, data):
+    _read(_header_of(json.dumps(entries).encode(), data))
+
+
+@FUZZ
+@given(st.binary(max_size=100), st.none() | st.integers(0, 1 << 64))
+def test_random_bytes_as_a_header(data, file_size):
+    _read(data, file_size)
+    _read(_header_of(b"{" + data))
