@@ -18,7 +18,7 @@ from dcp_datastates.metadata import FileRecord
 from dcp_datastates.storage import local
 from dcp_datastates.verify import verify as verify_bytes
 
-__all__ = ["Verification", "flaw", "latest"]
+__all__ = ["Verification", "check_verification", "flaw", "latest"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +60,18 @@ def latest(
         NoAnswerError: the first rank did not answer in time.
     """
     directory = local.local_path(root)
+    check_verification(verify)
+    return from_first_rank(
+        lambda: _latest(directory, verify), "the latest checkpoint", process_group, timeout
+    )
+
+
+def check_verification(verify: str) -> None:
+    """Raise :class:`ConfigurationError` unless ``verify`` is a :data:`Verification`."""
     if verify not in get_args(Verification):
         raise ConfigurationError(
             f"verify={verify!r} must be one of {', '.join(map(repr, get_args(Verification)))}"
         )
-    return from_first_rank(
-        lambda: _latest(directory, verify), "the latest checkpoint", process_group, timeout
-    )
 
 
 def _latest(root: Path, verify: Verification) -> Path | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from dcp_datastates.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.attempt import Attempt
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.find import flaw
+from dcp_datastates.find import Verification, check_verification, flaw
 from dcp_datastates.listing import Found, checkpoints, directories, newest_first, open_found
 from dcp_datastates.storage import local, lock, operations
 
@@ -36,15 +36,17 @@ def retain(
     root: str | os.PathLike[str],
     *,
     keep: int,
+    verify: Verification = "structure",
     process_group: dist.ProcessGroup | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> list[Path]:
     """Delete the checkpoints in the directory ``root`` that are older than the ``keep`` newest good ones.
 
-    Good is what :func:`~dcp_datastates.latest` takes: the metadata can be read and every data file is there
-    with its exact size (no stored byte is read; that is :func:`~dcp_datastates.verify`). Damaged checkpoints
-    do not count, and are deleted once they are older than ``keep`` good ones; so the last good one never
-    is. Left alone are: what is not a checkpoint of this package (stock DCP's, too), symbolic links,
+    Good is what :func:`~dcp_datastates.latest` takes with the same ``verify``: by default, the metadata can be
+    read and every data file is there with its exact size; with ``"full"``, every byte of the ``keep`` newest
+    is read, and only then is a flipped bit in them noticed before an older, sound one goes. Damaged
+    checkpoints do not count, and are deleted once they are older than ``keep`` good ones; so the last good
+    one never is. Left alone are: what is not a checkpoint of this package (stock DCP's, too), symbolic links,
     foreign files in a checkpoint's directory, and a checkpoint that a save is replacing: one with an attempt
     that a live process holds, or, where that cannot be known, one that is newer than the committed one.
 
@@ -64,19 +66,23 @@ def retain(
         raise ConfigurationError(
             f"keep={keep!r} must be a whole number, 1 or more: the last checkpoint is never deleted"
         )
+    check_verification(verify)
     return from_first_rank(
-        lambda: _retain(directory, keep), "which checkpoints were deleted", process_group, timeout
+        lambda: _retain(directory, keep, verify),
+        "which checkpoints were deleted",
+        process_group,
+        timeout,
     )
 
 
-def _retain(root: Path, keep: int) -> list[Path]:
+def _retain(root: Path, keep: int, verify: Verification) -> list[Path]:
     good: list[Attempt] = []
     deleted: list[Path] = []
     for found in newest_first(path for path in checkpoints(root) if not path.is_symlink()):
         if len(good) == keep:
             if _delete(found):
                 deleted.append(found.path)
-        elif problem := flaw(found, "structure"):
+        elif problem := flaw(found, verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             good.append(found.attempt)

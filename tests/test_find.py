@@ -282,6 +282,19 @@ def test_a_damaged_newest_does_not_count_and_the_last_good_one_stays(damage, roo
     assert "step-11" in caplog.text
 
 
+def test_a_flipped_bit_does_not_cost_the_last_sound_one_if_every_byte_is_verified(root):
+    for name in ("step-10", "step-11"):
+        (file,) = data_files(root / name)
+        flip_bit(file, file.stat().st_size // 2)
+    assert retain(root, keep=1, verify="full") == []
+    assert _names(root) == ["step-10", "step-11", "step-9"]
+    save(_state(12), root / "step-12")
+    deleted = retain(root, keep=1, verify="full")
+    assert deleted == [root / "step-11", root / "step-10", root / "step-9"]
+    with pytest.raises(ConfigurationError, match="verify='bytes'"):
+        retain(root, keep=1, verify="bytes")
+
+
 @pytest.mark.parametrize("damage", STRUCTURAL[:5], ids=lambda damage: damage.__name__)
 def test_a_damaged_one_goes_once_enough_good_ones_are_newer(damage, root):
     damage(root / "step-9")
