@@ -26,6 +26,7 @@ from dcp_datastates.errors import (
     SaveFailedError,
     SnapshotTornError,
     StorageError,
+    UnreadableMetadataError,
     UnsafeObjectError,
     UnsupportedTensorError,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "SaveStats",
     "SnapshotTornError",
     "StorageError",
+    "UnreadableMetadataError",
     "UnsafeObjectError",
     "UnsupportedTensorError",
     "async_save",

@@ -25,6 +25,7 @@ __all__ = [
     "SaveFailedError",
     "SnapshotTornError",
     "StorageError",
+    "UnreadableMetadataError",
     "UnsafeObjectError",
     "UnsupportedTensorError",
 ]
@@ -56,6 +57,13 @@ class ForeignCheckpointError(CheckpointNotFoundError):
 
 class CheckpointCorruptError(DataStatesError):
     """Stored bytes are not those that were written (checksum, size or structure)."""
+
+
+class UnreadableMetadataError(CheckpointCorruptError):
+    """The checksum of ``.metadata`` holds, but this release does not take what is in it.
+
+    A newer release wrote it, or somebody made it up.
+    """
 
 
 class CheckpointReplacedError(DataStatesError):

@@ -17,13 +17,14 @@ from functools import total_ordering
 from pathlib import Path
 
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.committed import Committed, load_metadata, open_committed
+from dcp_datastates.committed import Committed, open_committed
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
     ForeignCheckpointError,
     StorageError,
+    UnreadableMetadataError,
 )
 from dcp_datastates.storage import local
 
@@ -172,17 +173,7 @@ def open_found(path: Path) -> Found | None:
         if not present:
             logger.debug("%s: not a checkpoint of this package: %s", path, error)
             return None
-        return Found(path, present[-1], None, str(error), _is_damaged(path, error))
+        damaged = isinstance(error, CheckpointCorruptError)
+        unknown = isinstance(error, UnreadableMetadataError)  # a newer release may have written it
+        return Found(path, present[-1], None, str(error), damaged and not unknown)
     return Found(path, committed.note.attempt, committed)
-
-
-def _is_damaged(path: Path, error: CheckpointCorruptError | StorageError) -> bool:
-    if isinstance(error, StorageError):
-        return False
-    try:
-        load_metadata(path)
-    except CheckpointCorruptError:
-        return True
-    except (CheckpointNotFoundError, StorageError):
-        return False
-    return False  # the bytes are sound: a newer release wrote them

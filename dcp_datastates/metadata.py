@@ -30,7 +30,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c, scan_pickle
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    ConfigurationError,
+    UnreadableMetadataError,
+)
 from dcp_datastates.metadata_check import MAX_BYTES, MetadataError, check, described
 
 __all__ = ["FileRecord", "Note", "decode", "encode", "read_note"]
@@ -120,8 +124,9 @@ def decode(data: bytes, path: Path) -> Metadata:
     """The Metadata object in the bytes of the ``.metadata`` file at ``path``, well-formed in all that DCP
     and this package rely on.
 
-    Raises :class:`CheckpointCorruptError` if the bytes are not whole, or hold anything but DCP metadata;
-    nothing that they name is run. Time and memory are linear in the length.
+    Raises :class:`CheckpointCorruptError` if the bytes are not whole, :class:`UnreadableMetadataError` if they
+    hold anything but the DCP metadata that this release knows; nothing that they name is run. Time and
+    memory are linear in the length.
     """
     if len(data) < _TRAILER.size or data[-_TRAILER.size :][:8] != _MAGIC:
         raise CheckpointCorruptError(
@@ -136,7 +141,7 @@ def decode(data: bytes, path: Path) -> Metadata:
     try:
         return _open(body)
     except MetadataError as error:
-        raise CheckpointCorruptError(f"{path}: not checkpoint metadata: {error}") from error
+        raise UnreadableMetadataError(f"{path}: not checkpoint metadata: {error}") from error
 
 
 def read_note(metadata: Metadata, path: Path) -> Note:
