@@ -204,7 +204,7 @@ def _collectives_of(group: CommitGroup) -> _Collectives | None:
             for former in [other for other in _groups if other.peers.base is not group.peers.base]:
                 del _groups[former]
             found = _groups[group] = _Collectives(group.peers, group.heart)
-            group.heart.on_loss(found.cut)
+            group.heart.listen(found.cut)
     return found
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -45,7 +46,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.failpoints import hit
 from dcp_datastates.heart import Beat, Heart, Loss
 from dcp_datastates.lane import Lane, LaneBroken
-from dcp_datastates.peers import ALONE, Peers
+from dcp_datastates.peers import ALONE, Peers, current_store
 from dcp_datastates.publish import (
     publish,
     published_attempt,
@@ -456,17 +457,19 @@ def commit_group(peers: Peers) -> CommitGroup:
 
     Returns without waiting for the other ranks: they meet in the first round.
     """
-    stale = []
+    key = () if peers is ALONE else peers.ranks
     with _groups_lock:
-        if peers is not ALONE:
-            for ranks, group in list(_groups.items()):
-                if group.peers is not ALONE and group.peers.base is not peers.base:
-                    stale.append(_groups.pop(ranks))
-        found = _groups.get(peers.ranks if peers is not ALONE else ())
+        current = current_store()
+        stale = [
+            ranks
+            for ranks, group in _groups.items()
+            if group.peers is not ALONE and group.peers.base is not current
+        ]
+        closing = [_groups.pop(ranks) for ranks in stale]
+        found = _groups.get(key)
         if found is None:
-            found = CommitGroup(peers)
-            _groups[peers.ranks if peers is not ALONE else ()] = found
-    for group in stale:
+            found = _groups[key] = CommitGroup(peers)
+    for group in closing:
         group.close()
     return found
 
@@ -480,9 +483,12 @@ def _close_all() -> None:
 
 
 def _forget_in_child() -> None:
-    # The parent's threads do not exist here and its lock may be held.
+    # The parent's threads do not exist here and its lock may be held. Nor must a gloo group be
+    # destroyed here, ever: its destructor joins threads of the parent's.
     global _groups_lock
     _groups_lock = threading.Lock()
+    for group in _groups.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _groups.clear()
 
 

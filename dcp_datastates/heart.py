@@ -5,7 +5,9 @@ a second, the coordinator reads everybody's and says who is lost, and everybody 
 beat and what it says (a few requests a second and rank). A rank is
 
 - *dead* if its process is gone, which is certain, and seen at once, on the same machine;
-- *silent* if its beat has stood still for :data:`SILENCE_SECONDS`: dead, stopped, or cut off;
+- *silent* if its beat has stood still for :data:`SILENCE_SECONDS`: dead, stopped, or cut off. A rank
+  that has shown that it may be kept from beating for long (a call that holds the GIL: unpickling the metadata of
+  thousands of ranks takes many seconds) says so in its beat, and is given three times as long in addition;
 - *stalled* if it beats and has not voted in a round, and has made no progress towards it for the round's
   ``commit_timeout``.
 
@@ -16,6 +18,8 @@ the store and the fields below ``_lock``.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import logging
 import os
@@ -39,6 +43,12 @@ SILENCE_SECONDS: Final = 15.0
 _UNSEEN_SECONDS: Final = 300.0
 """The same for a rank that has never been heard of: it may not have come to its first save yet."""
 
+_FIRST_SAVE_SECONDS_PER_RANK: Final = 0.1
+"""In addition, until a rank has voted for the first time: how long it will be kept busy grows with the job."""
+
+_NEIGHBOUR_SECONDS: Final = 0.1
+"""Between two looks whether the processes on this machine are there."""
+
 _ACTIVE_SECONDS: Final = 1.0
 """Between two beats while a save is in flight."""
 
@@ -50,20 +60,22 @@ _IDLE_SECONDS: Final = 4.0
 class Beat:
     """What a rank says of itself: the last round it voted in, and how far it has come towards the next.
 
-    ``progress`` is a number that changes as long as there is any; ``doing`` says in words what it counts.
+    ``progress`` is a number that changes as long as there is any; ``doing`` says in words what it counts;
+    ``late`` is by how many seconds its latest beat has come too late.
     """
 
     voted: int = -1
     progress: int = 0
     doing: str = "idle"
+    late: int = 0
 
     def encode(self, count: int) -> str:
-        return f"{count}|{self.voted}|{self.progress}|{self.doing}"
+        return f"{count}|{self.voted}|{self.progress}|{self.late}|{self.doing}"
 
     @staticmethod
     def decode(value: bytes) -> Beat:
-        _, voted, progress, doing = value.decode().split("|", 3)
-        return Beat(int(voted), int(progress), doing)
+        _, voted, progress, late, doing = value.decode().split("|", 4)
+        return Beat(int(voted), int(progress), doing, int(late))
 
 
 @dataclass(frozen=True)
@@ -97,6 +109,7 @@ class _Watched:
     who: str | None = None
 
 
+@functools.cache
 def _boot() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -121,7 +134,7 @@ def _identity() -> str:
 
 def _is_gone(who: str) -> bool:
     _, boot, pid, started = who.split("|")
-    return bool(boot) and boot == _boot() and _started(int(pid)) != started
+    return boot == _boot() != "" and _started(int(pid)) != started
 
 
 class Heart:
@@ -142,17 +155,22 @@ class Heart:
             for rank in (range(1, peers.world) if peers.rank == 0 else (0,))
             if rank != peers.rank
         }
-        self._lock = threading.Lock()  # guards _watched, _decision, _round, _told, _store_error
+        self._lock = threading.Lock()  # guards what follows
         self._round: int | None = None
         self._decision: bytes | None = None
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
         self._told: list[Loss] = []  # what the coordinator says
         self._said = "[]"  # what this rank, as the coordinator, has said
+        self._silent: list[Loss] = []
+        self._neighbours: list[int] = []  # watched ranks on this machine
+        self._gone: list[Loss] = []
+        self._visited = 0.0
+        self._late = 0
         self._active = 0
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
-        self._on_loss: Callable[[list[Loss]], None] | None = None
+        self._listeners: list[Callable[[list[Loss]], None]] = []
         self._store.set(f"who/{peers.rank}", _identity())
         self._thread = threading.Thread(
             target=self._run, name="dcp_datastates-heart", daemon=True
@@ -161,9 +179,15 @@ class Heart:
 
     # ---- any thread --------------------------------------------------------------------------
 
-    def on_loss(self, call: Callable[[list[Loss]], None] | None) -> None:
-        """Have ``call`` called, by the heart's thread, when ranks are found dead or silent."""
-        self._on_loss = call
+    def listen(self, listener: Callable[[list[Loss]], None]) -> None:
+        """Have ``listener`` called, by the heart's thread, while a save is on and ranks are lost."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def forget(self, listener: Callable[[list[Loss]], None]) -> None:
+        """Undo :meth:`listen`."""
+        with self._lock:
+            self._listeners = [other for other in self._listeners if other != listener]
 
     def quicken(self) -> None:
         """A save has begun: beat every second until as many :meth:`slow` have come."""
@@ -194,31 +218,34 @@ class Heart:
     def losses(self) -> list[Loss]:
         """The ranks that are dead or silent now."""
         with self._lock:
-            found = list(self._told)
+            now = time.monotonic()
+            if now - self._visited > _NEIGHBOUR_SECONDS:
+                self._visited = now
+                self._gone = [loss for rank in self._neighbours if (loss := self._visit(rank))]
+            certain = {loss.rank for loss in self._gone}
+            others = [loss for loss in self._told + self._silent if loss.rank not in certain]
             if self._store_error is not None:
                 reason = (
                     f"or torchrun's agent, whichever hosts the store that the ranks meet at, is gone "
                     f"({self._store_error})"
                 )
-                found.append(Loss(0, reason))
-            for rank, watched in self._watched.items():
-                if watched.who is not None and _is_gone(watched.who):
-                    pid = watched.who.split("|")[2]
-                    host = watched.who.split("|")[0]
-                    found.append(Loss(rank, f"is dead (process {pid} on {host} is gone)", True))
-                elif watched.silent >= self._patience(watched):
-                    found.append(
-                        Loss(
-                            rank,
-                            f"has been silent for {SILENCE_SECONDS:g} s or more: dead, stopped or cut off "
-                            f"(last seen: {watched.beat.doing})",
-                        )
-                    )
-            return found
+                others.append(Loss(0, reason))
+            return self._gone + others
 
-    def _patience(self, watched: _Watched) -> float:
-        # Once a round is on, every rank has come to its save.
-        return SILENCE_SECONDS if watched.value or self._round is not None else _UNSEEN_SECONDS
+    def _visit(self, rank: int) -> Loss | None:
+        who = self._watched[rank].who
+        if who is None or not _is_gone(who):
+            return None
+        host, _, pid, _ = who.split("|")
+        return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
+
+    def _is_silent(self, watched: _Watched) -> bool:
+        if not watched.value and self._round is None:
+            return watched.silent >= _UNSEEN_SECONDS  # once a round is on, every rank has come
+        patience = SILENCE_SECONDS + 3 * watched.beat.late
+        if watched.beat.voted < 0:
+            patience += _FIRST_SAVE_SECONDS_PER_RANK * self._peers.world
+        return watched.silent >= patience
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:
         """The ranks that beat, owe a vote in the round, and came no further for ``seconds``."""
@@ -258,12 +285,15 @@ class Heart:
 
     def _run(self) -> None:
         count = 0
+        due = time.monotonic()
         while not self._stopping:
             self._wake.clear()
             began = time.monotonic()
+            self._late = max(self._late, int(began - due))
             count += 1
             try:
-                self._store.set(f"beat/{self._peers.rank}", self._status().encode(count))
+                beat = dataclasses.replace(self._status(), late=self._late)
+                self._store.set(f"beat/{self._peers.rank}", beat.encode(count))
                 self._look()
                 error = None
             except Exception as failed:
@@ -271,20 +301,25 @@ class Heart:
             with self._lock:
                 if error != self._store_error:
                     self._store_error = error
-                    if error is not None:
+                    if error is not None and self._active:
                         logger.warning("the store that the ranks meet at fails: %s", error)
                 active = self._active > 0 or self._round is not None
                 interval = _ACTIVE_SECONDS if active else _IDLE_SECONDS
-            if active and self._on_loss is not None and (losses := self.losses()):
-                self._on_loss(losses)
-            self._pause(began + interval)
+                listeners = list(self._listeners) if active else []
+            if listeners and (losses := self.losses()):
+                for listener in listeners:
+                    listener(losses)
+            del listeners
+            due = self._pause(began + interval)
 
-    def _pause(self, until: float) -> None:
+    def _pause(self, until: float) -> float:
+        """Wait until then, or until woken; returns when the next beat was due."""
         while not self._stopping and (left := until - time.monotonic()) > 0:
             if self._wake.wait(left):
                 # Woken by a round that wants news; but never beat more than ten times a second.
                 self._wake.clear()
                 until = min(until, time.monotonic() + 0.1)
+        return until
 
     def _look(self) -> None:
         # This thread may itself have been kept from running: then the others' beats are no older than
@@ -338,3 +373,17 @@ class Heart:
                 watched.value, watched.silent = value, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0
+            self._neighbours = [
+                rank
+                for rank, watched in self._watched.items()
+                if watched.who is not None and watched.who.split("|")[1] == _boot() != ""
+            ]
+            self._silent = [
+                Loss(
+                    rank,
+                    f"has been silent for {SILENCE_SECONDS:g} s or more: dead, stopped or cut off "
+                    f"(last seen: {watched.beat.doing})",
+                )
+                for rank, watched in self._watched.items()
+                if self._is_silent(watched)
+            ]

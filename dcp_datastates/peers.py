@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["ALONE", "Peers", "peers_of"]
+__all__ = ["ALONE", "Peers", "current_store", "peers_of"]
 
 _STORE_SECONDS: Final = 30.0
 """How long one request to the store may take before its server counts as gone."""
@@ -78,4 +78,11 @@ def peers_of(process_group: Any) -> Peers:
         )
     if len(ranks) == 1:
         return ALONE
-    return Peers(ranks.index(me), ranks, dist.distributed_c10d._get_default_store())
+    return Peers(ranks.index(me), ranks, current_store())
+
+
+def current_store() -> Any:
+    """The store of the default process group; None if there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.distributed_c10d._get_default_store()

@@ -21,8 +21,10 @@ from dcp_datastates.errors import (
     CheckpointSkipped,
     ConfigurationError,
     DataStatesError,
+    RankLostError,
     SaveAbandonedError,
 )
+from dcp_datastates.heart import Loss
 from dcp_datastates.peers import ALONE
 from dcp_datastates.round import Consolidated, FailedPart, Part, Round
 from dcp_datastates.snapshot import Snapshot
@@ -119,6 +121,7 @@ class Save:
             with self._lock:
                 self._quick = True
             self.group.heart.quicken()
+            self.group.heart.listen(self._lost)
 
     def directory(self) -> Path:
         """Where to. Raises :class:`ConfigurationError` if nobody has said."""
@@ -161,6 +164,8 @@ class Save:
             raise DataStatesError(
                 "the plan carries no ticket: prepare_global_plan was not called, or its plans not used"
             )
+        if (error := self.committed.peek()) is not None:
+            raise error  # it was given up meanwhile
         group = self._group_of(self._ticket.world)
         if group.peers.rank != self.rank:
             raise ConfigurationError(
@@ -279,6 +284,19 @@ class Save:
             quick, self._quick = self._quick, False
         if quick and self.group.heart is not None:
             self.group.heart.slow()
+            self.group.heart.forget(self._lost)
+
+    def _lost(self, losses: list[Loss]) -> None:
+        """In the heart's thread: ranks are lost, and DCP may wait for them until its group times out.
+
+        Once there is a round, the commit group decides.
+        """
+        if self._round is None and not self.committed.done():
+            error = RankLostError("; ".join(map(str, losses[:3])))
+            self.error = error
+            self.fail(error)
+            if self.snapshot is not None:
+                self.snapshot.fail(error)
 
     def _group_of(self, world: int, *, checked: bool = True) -> CommitGroup:
         if world == 1:
