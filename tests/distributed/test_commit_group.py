@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
+import os
+import threading
 import time
 import warnings
 
@@ -410,3 +413,41 @@ def test_with_wait_the_training_thread_waits_for_the_oldest_and_no_save_is_lost(
     dist.barrier()
     assert _number(shared_dir / "1") == 1
     assert _number(shared_dir / "2") == 2
+
+
+@ranks(2)
+def test_data_loader_workers_forked_after_a_save_end_and_disturb_nothing(shared_dir):
+    path = shared_dir / "c"
+    _begin(1, path).upload_completion.result(60)
+    saved = _begin(2, path)
+    for _ in range(3):
+        child = os.fork()
+        if child == 0:
+            gc.collect()  # what the child drops, it drops here
+            os._exit(0)
+        deadline = time.monotonic() + 20
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < deadline, "the child does not end"
+            time.sleep(0.01)
+    saved.upload_completion.result(60)
+    _begin(3, path).upload_completion.result(60)
+    assert _number(path) == 3
+
+
+@ranks(2)
+def test_saves_go_on_alone_when_the_process_group_is_gone_and_nothing_of_it_is_left(shared_dir):
+    _begin(1, shared_dir / "c").upload_completion.result(60)
+    dist.barrier()
+    threads = {thread.name for thread in threading.enumerate()}
+    assert "dcp_datastates-heart" in threads
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    mine = shared_dir / f"alone{rank}"
+    response = dcp_datastates.async_save({"n": torch.tensor(rank)}, mine, host_cache_size=CACHE)
+    response.upload_completion.result(60)
+    assert load_everything(mine)["n"].item() == rank
+    assert "dcp_datastates-heart" not in {thread.name for thread in threading.enumerate()}
+    store = dist.FileStore(str(shared_dir / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    _begin(2, shared_dir / "c").upload_completion.result(60)
+    assert _number(shared_dir / "c") == 2
