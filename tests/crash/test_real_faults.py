@@ -7,22 +7,26 @@ is a way.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from support.cells import POINTS
 from support.failing import armed_on
 from support.faults import fault_between_saves
-from support.mounts import fill, remount, tmpfs
+from support.mounts import bind_permissions, fill, remount, tmpfs
 from support.planners import FailingPlanner
+from support.processes import run_ranks
 from support.ranks import ranks
 from support.stopping import await_fired, go_on, stop
 
-from dcp_datastates import publish
+from dcp_datastates import StorageError, publish
+from dcp_datastates.storage import local
 
 IO_ERROR = "Input/output error"
 NATIVE = ("read", "flush", "sync")
@@ -96,6 +100,28 @@ def test_an_error_between_vote_and_outcome(point, kind, shared_dir):
     victim = 0 if kind == "coordinator" else 2
     fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired")
     fault_between_saves(shared_dir / "c", fault)
+
+
+@ranks(2)
+def test_an_error_after_the_publication_does_not_make_it_a_failure(shared_dir):
+    """Else the files of the checkpoint that is there would be removed."""
+    signature, calls = local.signature, []
+
+    def failing(directory):
+        calls.append(directory)
+        if len(calls) == 3:  # when the attempt is claimed, and before and after the publication
+            raise StorageError(errno.EIO, "injected", str(directory))
+        return signature(directory)
+
+    @contextlib.contextmanager
+    def fault():
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 0:
+                patch.setattr(local, "signature", failing)
+            yield
+        assert dist.get_rank() != 0 or len(calls) == 3
+
+    assert fault_between_saves(shared_dir / "c", fault()) == [None, None]
 
 
 @ranks(2)
@@ -222,6 +248,42 @@ def test_a_file_system_that_becomes_read_only_before_the_publication(plainly, sh
                 plainly=plainly,
             )
         )
+
+
+def save_where_one_may_not_write(path, victim):
+    """On a rank."""
+    if dist.get_rank() == victim:
+        bind_permissions()
+
+    @contextlib.contextmanager
+    def read_only():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            Path(path).chmod(0o555)
+        dist.barrier()
+        try:
+            yield
+        finally:
+            dist.barrier()
+            Path(path).chmod(0o755)
+
+    everyone = fault_between_saves(
+        Path(path), read_only(), f"rank {victim} of 2", "no permission to create"
+    )
+    _all_failed(everyone)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_directory_that_one_rank_may_not_write(victim, tmp_path):
+    """The same directory with other permissions, or another user: the other ranks must not wait for it."""
+    for one in run_ranks(
+        "crash.test_real_faults:save_where_one_may_not_write",
+        2,
+        tmp_path,
+        path=str(tmp_path / "c"),
+        victim=victim,
+    ):
+        one.result()
 
 
 # --- a rank that is late ------------------------------------------------------------------------------

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-__all__ = ["fill", "private_tmpfs", "remount", "tmpfs"]
+__all__ = ["bind_permissions", "fill", "private_tmpfs", "remount", "tmpfs"]
 
 _CLONE_NEWNS = 0x00020000
+_CAPABILITY_VERSION = 0x20080522
+_CAP_DAC_OVERRIDE = 1 << 1
 
 
 def _mount(*arguments: str | Path) -> str:
@@ -62,6 +64,21 @@ def fill(path: Path, leaving: int) -> Path:
     with filler.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, room) if room else None
     return filler
+
+
+def bind_permissions() -> None:
+    """From now on permission bits bind this thread, and what it starts, also if it is root's."""
+    if os.geteuid() != 0:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    data = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice
+    if libc.capget(header, data):
+        raise OSError(ctypes.get_errno(), "capget")
+    for place in (0, 1):
+        data[place] &= ~_CAP_DAC_OVERRIDE
+    if libc.capset(header, data):
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def private_tmpfs(path: Path) -> str:
