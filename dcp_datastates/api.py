@@ -8,9 +8,11 @@ collectives, which run on a group that nobody else uses, are cut short.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
@@ -25,8 +27,15 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_datastates.commit import CommitGroup, commit_group
 from dcp_datastates.config import MAX_IN_FLIGHT
+from dcp_datastates.dcp_group import make_dcp_group
 from dcp_datastates.decision import Decision, Outcome, Reason
-from dcp_datastates.errors import ConfigurationError, RankLostError, SaveAbandonedError
+from dcp_datastates.errors import (
+    ConfigurationError,
+    DataStatesError,
+    RankLostError,
+    SaveAbandonedError,
+    SaveFailedError,
+)
 from dcp_datastates.heart import Heart, Loss
 from dcp_datastates.lane import meet, unblock
 from dcp_datastates.peers import ALONE, Peers
@@ -43,7 +52,12 @@ _CONNECT_TIMEOUT: Final = timedelta(seconds=60)
 _COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
 """Of the group for DCP's collectives: hearts, and not gloo, tell who is lost."""
 
-_KEPT_EPOCHS: Final = 2 * MAX_IN_FLIGHT
+_RETURN_SECONDS: Final = 8.0
+"""How long a rank that was silent may take to be heard again: two beats of a rank that is idle."""
+
+_POLL_SECONDS: Final = 0.1
+
+_KEPT_CALLS: Final = 2 * MAX_IN_FLIGHT
 """No rank is further behind another than saves may be in flight."""
 
 
@@ -58,8 +72,7 @@ def async_save(
 ) -> AsyncSaveResponse:
     """Save ``state_dict`` to ``path`` behind the training, and say when it is captured and when committed.
 
-    Collective: every rank of ``process_group`` calls it, in the same order as its other saves and as other
-    calls that make process groups (the first call makes one).
+    Collective: every rank of ``process_group`` calls it, in the same order as its other saves.
 
     Args:
         state_dict: what :func:`torch.distributed.checkpoint.async_save` takes.
@@ -126,9 +139,20 @@ def _dcp_ended(save: Save, collectives: _Collectives | None, future: Future[Any]
         save.fail(told)
         return
     if collectives is not None:
-        collectives.broken = True  # a connection broke; the heart knows why within seconds
+        collectives.note_broken()  # a connection broke; the heart knows why within seconds
     if not save.has_round:
-        save.group.explain(error, save.fail)
+        save.group.explain(error, lambda cause: save.fail(_as_ours(cause, save)))
+
+
+def _as_ours(error: BaseException, save: Save) -> BaseException:
+    """No rank is lost: it may have been this one, for a while."""
+    if isinstance(error, DataStatesError):
+        return error
+    ours = SaveFailedError(
+        f"the save to {str(save.path)!r} failed on rank {save.group.peers.rank}: {error}"
+    )
+    ours.__cause__ = error
+    return ours
 
 
 # --- the group for DCP's collectives --------------------------------------------------------------
@@ -138,58 +162,84 @@ _groups: dict[CommitGroup, _Collectives] = {}
 
 
 class _Collectives:
-    """A gloo group for DCP alone, replaced when a rank was lost."""
+    """A gloo group for DCP alone, replaced when a rank was lost.
+
+    What a call does is decided in the store, for all ranks: one that went on while another raised would wait for
+    it for ever. A group that a rank knows to be broken is noted there too: one that was stopped
+    meanwhile does not know.
+    """
 
     def __init__(self, peers: Peers, heart: Heart) -> None:
         self._peers = peers
         self._heart = heart
         self._store = peers.store("collectives")
         self._calls = 0
-        self._epoch = -1
+        self._made_by: int | None = None  # the call that made the group
         self._group: dist.ProcessGroup | None = None
         self.broken = False
 
     def get(self) -> dist.ProcessGroup:
-        """The group to use in this call, the same on every rank: the first to call decides whether to make
-        a new one. Raises :class:`RankLostError`.
+        """The group to use in this call, the same on every rank. Raises :class:`RankLostError`, on every rank
+        that is there: the first to call, or to find in vain that another does not come, decides.
         """
-        self._check()
-        key = f"epoch/{self._calls}"
-        wanted = self._epoch + 1 if self.broken or self._group is None else self._epoch
-        epoch = int(self._store.compare_set(key, "", str(wanted)))
-        self._calls += 1
-        if self._calls > _KEPT_EPOCHS and self._peers.rank == 0:
-            self._store.delete_key(f"epoch/{self._calls - _KEPT_EPOCHS}")
-        if epoch != self._epoch or self._group is None:
-            self._renew(epoch)
+        call, self._calls = self._calls, self._calls + 1
+        if call >= _KEPT_CALLS and self._peers.rank == 0:
+            self._store.delete_key(f"call/{call - _KEPT_CALLS}")
+        self._heart.quicken()
+        try:
+            lost = self._lost_for_good()
+            renew = self.broken or self._group is None or self._is_noted_broken()
+            wanted = lost or str(call if renew else self._made_by)
+            decided = self._store.compare_set(f"call/{call}", "", wanted).decode()
+            if not decided.isdigit():
+                raise RankLostError(decided)
+            if int(decided) != self._made_by or self._group is None:
+                self._renew(int(decided))
+        finally:
+            self._heart.slow()
         assert self._group is not None
         return self._group
 
-    def _renew(self, epoch: int) -> None:
+    def _lost_for_good(self) -> str:
+        """Who is lost; empty if nobody is. A rank that was silent, and is back, may not have been heard yet."""
+        deadline = time.monotonic() + _RETURN_SECONDS
+        while losses := self._heart.losses():
+            if time.monotonic() > deadline or any(loss.certain for loss in losses):
+                return "; ".join(map(str, losses[:3]))
+            time.sleep(_POLL_SECONDS)
+        return ""
+
+    def _renew(self, call: int) -> None:
         former, self._group = self._group, None
         if former is not None:
             dist.destroy_process_group(former)
-        # Making a group cannot be interrupted: so first see that everybody is there.
-        meet(self._store, str(epoch), self._peers, self._check)
-        made = dist.new_group(
-            list(self._peers.ranks),
-            backend="gloo",
-            timeout=_CONNECT_TIMEOUT,
-            use_local_synchronization=True,
-            group_desc="dcp_datastates",
-        )
-        assert isinstance(made, dist.ProcessGroup)
-        made._get_backend(torch.device("cpu")).set_timeout(_COLLECTIVE_TIMEOUT)
-        self._group, self._epoch, self.broken = made, epoch, False
+        refused = f"refused/{call}"
 
-    def _check(self) -> None:
-        if losses := self._heart.losses():
-            raise RankLostError("; ".join(map(str, losses[:3])))
+        def check() -> None:
+            if self._store.check([refused]):
+                raise RankLostError(self._store.get(refused).decode())
+            if self._heart.losses() and (lost := self._lost_for_good()):
+                self._store.set(refused, lost)
+                raise RankLostError(lost)
+
+        # Making a group cannot be interrupted: so first see that everybody is there.
+        meet(self._store, str(call), self._peers, check)
+        made = make_dcp_group(self._peers, str(call), _CONNECT_TIMEOUT, _COLLECTIVE_TIMEOUT)
+        self._group, self._made_by, self.broken = made, call, False
+
+    def note_broken(self) -> None:
+        """The group is of no use any more; the next call makes another. Any thread."""
+        self.broken = True
+        with contextlib.suppress(Exception):  # the store may be gone, and the job with it
+            self._store.set(f"broken/{self._made_by}", "")
+
+    def _is_noted_broken(self) -> bool:
+        return bool(self._store.check([f"broken/{self._made_by}"]))
 
     def cut(self, losses: list[Loss]) -> None:
         """Called by the heart: whoever waits in the group waits in vain."""
         if self._group is not None and not self.broken:
-            self.broken = True
+            self.note_broken()
             logger.warning("%s; cutting DCP's collectives short", "; ".join(map(str, losses[:3])))
             backend = self._group._get_backend(torch.device("cpu"))
             unblock(backend, self._peers.rank, self._peers.world)

@@ -40,16 +40,20 @@ class Peers:
         """How many they are."""
         return len(self.ranks)
 
+    @property
+    def digest(self) -> str:
+        """Short, and other ranks have another."""
+        return hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:16]
+
     def store(self, purpose: str) -> Any:
         """A connection of its own to the store, under a prefix for these ranks and ``purpose``.
 
         A request on one connection waits for the one before it, so each thread has its own.
         """
-        digest = hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:16]
         store = self.base.clone()
         store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         return dist.PrefixStore(  # type: ignore[attr-defined]
-            f"dcp_datastates/{digest}/{purpose}", store
+            f"dcp_datastates/{self.digest}/{purpose}", store
         )
 
 

@@ -15,6 +15,7 @@ that it had committed.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
@@ -25,7 +26,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.errors import CheckpointExistsError, CheckpointSupersededError
+from dcp_datastates.errors import (
+    CheckpointExistsError,
+    CheckpointSupersededError,
+    DataStatesError,
+)
 from dcp_datastates.failpoints import hit
 from dcp_datastates.metadata import FileRecord, Note, decode, encode, read_note
 from dcp_datastates.round import Consolidated, Round
@@ -78,7 +83,9 @@ def publish(round_: Round, consolidated: Consolidated) -> None:
         try:
             local.publish(directory, attempt, data)
         finally:
-            _remember(directory)  # an outcome that is not known may be this one
+            # An outcome that is not known may be this one; and one that is known must not be lost here.
+            with contextlib.suppress(DataStatesError):
+                _remember(directory)
     operations.tell(directory, attempt.name)
 
 

@@ -42,7 +42,7 @@ from dcp_datastates.engine import engine, next_order
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.failpoints import hit
 from dcp_datastates.ownership import Ownership, known_optimizers
-from dcp_datastates.peers import Peers, peers_of
+from dcp_datastates.peers import ALONE, Peers, peers_of
 from dcp_datastates.publish import check_overwrite
 from dcp_datastates.round import FailedPart
 from dcp_datastates.save import Save
@@ -109,7 +109,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or ``path`` is a file.
-        StorageError: there is no permission to create the checkpoint.
+        StorageError: there is no permission to create the checkpoint. (These two about ``path`` if there is
+            one rank; else the save raises them, on all ranks.)
 
     Threads: one thread saves at a time, as DCP does it; :attr:`captured`, :meth:`wait` and
     :meth:`close` may be called from any.
@@ -145,7 +146,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             when_behind=when_behind,
         )
         self._process_group = process_group
-        _ = self.peers  # raises if this process is not among them
+        # Where there are several ranks, only some may find it so: prepare_local_plan() tells them all.
+        self._alone = self.peers is ALONE  # raises if this process is not among them
         self._path = None if path is None else self._checked(path)
         self._here = _ThisThread()
         self._lock = threading.Lock()  # guards _saves, _newest, _last, _closed
@@ -499,10 +501,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if self._closed:
             raise ConfigurationError("this DataStatesWriter is closed; construct another one")
 
-    @staticmethod
-    def _checked(path: str | os.PathLike[str]) -> Path:
+    def _checked(self, path: str | os.PathLike[str]) -> Path:
         directory = local.local_path(path)
-        local.check_writable(directory)
+        if self._alone:
+            local.check_writable(directory)
         return directory
 
     def __reduce__(self) -> Any:

@@ -163,19 +163,21 @@ def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
     and could not be made durable.
     """
     temporary = _temporary(directory, attempt)
+    renaming = False
     with _explained("publishing", directory / METADATA_NAME):
         try:
             operations.write_new_file(temporary, data, "publish")
+            renaming = True
             operations.rename(temporary, directory / METADATA_NAME, "publish")
             operations.sync_directory(directory, "publish")
         except OSError as error:
-            try:
-                os.unlink(temporary)
-            except OSError:
+            if renaming and not os.path.lexists(temporary):
                 raise CommitOutcomeUnknown(
                     f"{directory / METADATA_NAME} names attempt {attempt.name}, but making that durable "
                     f"failed: {error.strerror}; it loads now, and may be the old one again after a crash"
                 ) from error
+            with contextlib.suppress(OSError):  # else the next save's cleanup does it
+                os.unlink(temporary)
             raise
 
 

@@ -1,0 +1,370 @@
+"""A fault on one rank fails that save on every rank, and nothing else; nobody hangs, and nothing leaks.
+
+What holds after each fault is in ``support/faults.py``; here are the faults, with their real causes where there
+is a way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support.cells import POINTS
+from support.failing import armed_on
+from support.faults import fault_between_saves
+from support.mounts import bind_permissions, fill, remount, tmpfs
+from support.planners import FailingPlanner
+from support.processes import run_ranks
+from support.ranks import ranks
+from support.stopping import await_fired, go_on, stop
+
+from dcp_datastates import StorageError, publish
+from dcp_datastates.storage import local
+
+IO_ERROR = "Input/output error"
+NATIVE = ("read", "flush", "sync")
+PUBLISHED = ("publish.rename.after", "publish.sync_directory")
+"""From here on, the new checkpoint is there, and may be gone again after a crash."""
+
+
+def _cells(*prefixes):
+    return [
+        pytest.param(point.name, kind, id=f"{point.name}-{kind}")
+        for point in POINTS
+        if point.name.startswith(prefixes)
+        for kind in point.kinds
+    ]
+
+
+def _on(rank, block):
+    return block if dist.get_rank() == rank else contextlib.nullcontext()
+
+
+def _all_failed(everyone):
+    assert None not in everyone
+    assert not any(error.unknown for told in everyone for error in told), everyone
+
+
+# --- an error where the system is called --------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize(("point", "kind"), _cells(*NATIVE))
+def test_an_error_in_the_engine(point, kind, shared_dir):
+    victim = 0 if kind == "coordinator" else 1
+    fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired", natively=True)
+    _all_failed(fault_between_saves(shared_dir / "c", fault, f"rank {victim} of 2", IO_ERROR))
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["coordinator", "other"])
+@pytest.mark.parametrize("point", ["read.before", "flush.write.after", "sync.data.before"])
+def test_an_error_in_the_engine_is_told_by_dcp(point, kind, shared_dir):
+    victim = 0 if kind == "coordinator" else 1
+    fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired", natively=True)
+    _all_failed(
+        fault_between_saves(shared_dir / "c", fault, f"rank {victim}", IO_ERROR, plainly=True)
+    )
+
+
+@ranks(2)
+@pytest.mark.parametrize(("point", "kind"), _cells("publish", "plan", "capture"))
+def test_an_error_of_planning_or_publication(point, kind, shared_dir):
+    victim = 0 if kind == "coordinator" else 1
+    fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired")
+    everyone = fault_between_saves(shared_dir / "c", fault, f"rank {victim} of 2", IO_ERROR)
+    if point.startswith(PUBLISHED):
+        assert all(told and told[0].unknown for told in everyone), everyone
+    else:
+        _all_failed(everyone)
+
+
+@ranks(2)
+@pytest.mark.parametrize("point", ["plan.mkdir.before", "publish.create.after", "plan.after"])
+def test_an_error_of_planning_or_publication_is_told_by_dcp(point, shared_dir):
+    fault = armed_on(0, f"{point}=error:EIO", shared_dir / "fired")
+    _all_failed(fault_between_saves(shared_dir / "c", fault, "rank 0", IO_ERROR, plainly=True))
+
+
+@ranks(3)
+@pytest.mark.parametrize(("point", "kind"), _cells("vote", "outcome"))
+def test_an_error_between_vote_and_outcome(point, kind, shared_dir):
+    """Whatever it comes to, no rank is told what is not so."""
+    victim = 0 if kind == "coordinator" else 2
+    fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired")
+    fault_between_saves(shared_dir / "c", fault)
+
+
+@ranks(2)
+def test_an_error_after_the_publication_does_not_make_it_a_failure(shared_dir):
+    """Else the files of the checkpoint that is there would be removed."""
+    signature, calls = local.signature, []
+
+    def failing(directory):
+        calls.append(directory)
+        if len(calls) == 3:  # when the attempt is claimed, and before and after the publication
+            raise StorageError(errno.EIO, "injected", str(directory))
+        return signature(directory)
+
+    @contextlib.contextmanager
+    def fault():
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 0:
+                patch.setattr(local, "signature", failing)
+            yield
+        assert dist.get_rank() != 0 or len(calls) == 3
+
+    assert fault_between_saves(shared_dir / "c", fault()) == [None, None]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["coordinator", "other"])
+def test_what_cannot_be_removed_fails_nothing(kind, shared_dir):
+    victim = 0 if kind == "coordinator" else 1
+    fault = armed_on(victim, "cleanup.unlink.before=error:EIO", shared_dir / "fired")
+    assert fault_between_saves(shared_dir / "c", fault) == [None, None]
+
+
+# --- a file system that is full, or read-only ---------------------------------------------------------
+
+
+@ranks(4)
+@pytest.mark.parametrize("plainly", [False, True])
+def test_a_file_system_without_room_for_the_data(plainly, shared_dir):
+    """Some of the four files fit, and some do not."""
+    with tmpfs(shared_dir / "small", "16m") as small:
+
+        @contextlib.contextmanager
+        def full():
+            dist.barrier()
+            if dist.get_rank() == 0:
+                filler = fill(small, 4096 * 40)
+            dist.barrier()
+            yield
+            if dist.get_rank() == 0:
+                filler.unlink()
+
+        _all_failed(
+            fault_between_saves(
+                small / "c", full(), "rank ", "No space left on device", plainly=plainly
+            )
+        )
+
+
+@ranks(2)
+def test_a_file_system_with_room_for_the_data_and_not_for_the_metadata(shared_dir):
+    with tmpfs(shared_dir / "small", "16m") as small:
+
+        @contextlib.contextmanager
+        def full():
+            dist.barrier()
+            if dist.get_rank() == 0:
+                data = sum(
+                    -(-file.stat().st_size // 4096) * 4096
+                    for file in (small / "c").rglob("*.safetensors")
+                )
+                filler = fill(small, data)
+            dist.barrier()
+            yield
+            if dist.get_rank() == 0:
+                filler.unlink()
+
+        _all_failed(
+            fault_between_saves(
+                small / "c", full(), "rank 0 of 2", ".metadata", "No space left on device"
+            )
+        )
+
+
+@ranks(2)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_file_that_may_not_grow_so_large(victim, shared_dir):
+    """RLIMIT_FSIZE: the system's own refusal at fallocate(2), which needs no file system of its own."""
+
+    @contextlib.contextmanager
+    def limited():
+        if dist.get_rank() != victim:
+            yield
+            return
+        former = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, former[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, former)
+
+    _all_failed(
+        fault_between_saves(
+            shared_dir / "c",
+            limited(),
+            f"rank {victim} of 2",
+            "File too large",
+            elements=3 << 20,
+        )
+    )
+
+
+@ranks(2)
+@pytest.mark.parametrize("plainly", [False, True])
+def test_a_file_system_that_becomes_read_only_before_the_publication(plainly, shared_dir):
+    with tmpfs(shared_dir / "small", "16m") as small, pytest.MonkeyPatch.context() as patch:
+        here, ready = threading.Event(), threading.Event()
+
+        def hit(name):
+            if name == "publish.lock.before":
+                here.set()
+                assert ready.wait(60)
+
+        def during():
+            if dist.get_rank() == 0:
+                assert here.wait(60)
+                remount(small, "ro")
+                ready.set()
+
+        @contextlib.contextmanager
+        def read_only():
+            if dist.get_rank() == 0:
+                patch.setattr(publish, "hit", hit)
+            yield
+            if dist.get_rank() == 0:
+                patch.undo()
+                remount(small, "rw")
+            dist.barrier()
+
+        _all_failed(
+            fault_between_saves(
+                small / "c",
+                read_only(),
+                "rank 0",
+                "Read-only file system",
+                during=during,
+                plainly=plainly,
+            )
+        )
+
+
+def save_where_one_may_not_write(path, victim):
+    """On a rank."""
+    if dist.get_rank() == victim:
+        bind_permissions()
+
+    @contextlib.contextmanager
+    def read_only():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            Path(path).chmod(0o555)
+        dist.barrier()
+        try:
+            yield
+        finally:
+            dist.barrier()
+            Path(path).chmod(0o755)
+
+    everyone = fault_between_saves(
+        Path(path), read_only(), f"rank {victim} of 2", "no permission to create"
+    )
+    _all_failed(everyone)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_directory_that_one_rank_may_not_write(victim, tmp_path):
+    """The same directory with other permissions, or another user: the other ranks must not wait for it."""
+    for one in run_ranks(
+        "crash.test_real_faults:save_where_one_may_not_write",
+        2,
+        tmp_path,
+        path=str(tmp_path / "c"),
+        victim=victim,
+    ):
+        one.result()
+
+
+# --- a rank that is late ------------------------------------------------------------------------------
+
+
+@ranks(3)
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("point", ["flush.write.before", "vote.before"])
+def test_a_rank_that_stalls_past_the_commit_timeout(point, victim, shared_dir):
+    natively = point.startswith(NATIVE)
+    fault = armed_on(victim, f"{point}=sleep:8", shared_dir / "fired", natively=natively)
+    _all_failed(
+        fault_between_saves(
+            shared_dir / "c",
+            fault,
+            f"rank {victim}",
+            "no progress",
+            commit_timeout=2,
+        )
+    )
+
+
+@ranks(3)
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    [("flush.write.before", 2), ("vote.before", 0), ("publish.rename.before", 0)],
+)
+def test_a_rank_that_is_stopped_and_goes_on_takes_part_in_the_next_save(point, victim, shared_dir):
+    pids = [None] * 3
+    dist.all_gather_object(pids, os.getpid())
+    log = shared_dir / "fired"
+    others = [rank for rank in range(3) if rank != victim]
+
+    def during():
+        if dist.get_rank() == others[0]:
+            await_fired(log, point)
+            stop(pids[victim])
+
+    @contextlib.contextmanager
+    def stopped():
+        entries = f"{point}=sleep:3"
+        with armed_on(victim, entries, log, natively=point.startswith(NATIVE)):
+            yield
+
+    def failed():
+        # Only when the other ranks have been told does it go on.
+        mine = shared_dir / f"told{dist.get_rank()}"
+        mine.touch()
+        if dist.get_rank() == others[0]:
+            while not all((shared_dir / f"told{rank}").exists() for rank in others):
+                time.sleep(0.05)
+            go_on(pids[victim])
+
+    everyone = fault_between_saves(
+        shared_dir / "c", stopped(), f"rank {victim}", "silent", during=during, afterwards=failed
+    )
+    if point.startswith("publish"):
+        assert everyone[victim] is None, "nobody kept it from publishing"
+        assert all(everyone[rank][0].unknown for rank in others), everyone
+    else:
+        _all_failed(everyone)
+
+
+# --- a planner that raises ----------------------------------------------------------------------------
+
+PLANNER = ("set_up_planner", "create_local_plan", "finish_plan", "resolve_data")
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("where", "victim"),
+    [("create_global_plan", 0), *((where, victim) for where in PLANNER for victim in (0, 1))],
+)
+def test_a_planner_that_raises(where, victim, shared_dir):
+    planner = FailingPlanner(where) if dist.get_rank() == victim else None
+    _all_failed(
+        fault_between_saves(
+            shared_dir / "c",
+            contextlib.nullcontext(),
+            f"rank {victim} of 2",
+            f"refused in {where}",
+            planner=planner,
+        )
+    )

@@ -1,0 +1,90 @@
+"""File systems with limits of their own, where this process may mount them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+__all__ = ["bind_permissions", "fill", "private_tmpfs", "remount", "tmpfs"]
+
+_CLONE_NEWNS = 0x00020000
+_CAPABILITY_VERSION = 0x20080522
+_CAP_DAC_OVERRIDE = 1 << 1
+
+
+def _mount(*arguments: str | Path) -> str:
+    """What went wrong; empty if nothing did."""
+    try:
+        ended = subprocess.run(
+            ["mount", *map(str, arguments)], capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError as error:
+        return str(error)
+    return ended.stderr.strip() if ended.returncode else ""
+
+
+@contextlib.contextmanager
+def tmpfs(path: Path, size: str) -> Iterator[Path]:
+    """A small file system at ``path`` that all ranks see, or the test is skipped. Collective."""
+    said = [""]
+    if dist.get_rank() == 0:
+        path.mkdir()
+        said = [_mount("-t", "tmpfs", "-o", f"size={size}", "none", path)]
+    dist.broadcast_object_list(said, 0)
+    if said[0]:
+        pytest.skip(f"a tmpfs cannot be mounted here: {said[0]}")
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(Exception):  # another rank has failed
+            dist.barrier()
+        if dist.get_rank() == 0:
+            subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
+
+
+def remount(path: Path, how: str) -> None:
+    """``ro`` or ``rw``; no file there may be open for writing."""
+    said = _mount("-o", f"remount,{how}", path)
+    assert not said, said
+
+
+def fill(path: Path, leaving: int) -> Path:
+    """A file in ``path`` that takes all but ``leaving`` bytes of its file system."""
+    filler = path / "filler"
+    status = os.statvfs(path)
+    room = status.f_bavail * status.f_bsize - leaving
+    assert room >= 0, f"there are {-room} bytes less than {leaving}"
+    with filler.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, room) if room else None
+    return filler
+
+
+def bind_permissions() -> None:
+    """From now on permission bits bind this thread, and what it starts, also if it is root's."""
+    if os.geteuid() != 0:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    data = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice
+    if libc.capget(header, data):
+        raise OSError(ctypes.get_errno(), "capget")
+    for place in (0, 1):
+        data[place] &= ~_CAP_DAC_OVERRIDE
+    if libc.capset(header, data):
+        raise OSError(ctypes.get_errno(), "capset")
+
+
+def private_tmpfs(path: Path) -> str:
+    """Mount a tmpfs at ``path`` that only the calling thread, and what it starts, sees; or why not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNS):
+        return f"unshare: {os.strerror(ctypes.get_errno())}"
+    # The mount command sees the new namespace: it is a child of this thread.
+    return _mount("--make-rprivate", "/") or _mount("-t", "tmpfs", "-o", "size=16m", "none", path)

@@ -1,0 +1,75 @@
+"""What a process holds, and whether it is back to what it held before: nothing leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from dcp_datastates import engine
+
+__all__ = ["Residue", "assert_nothing_left", "entries"]
+
+_SECONDS = 20.0
+"""How long what is being let go may take."""
+
+
+@dataclass(frozen=True)
+class Residue:
+    """Threads of Python's by name, all threads of the process, what the descriptors are open on, cache in use."""
+
+    threads: Counter[str]
+    tasks: int
+    descriptors: Counter[str]
+    cache_segments: int
+
+    @staticmethod
+    def now() -> Residue:
+        gc.collect()
+        stats = engine.stats()
+        return Residue(
+            Counter(_plain(thread.name) for thread in threading.enumerate()),
+            len(os.listdir("/proc/self/task")),
+            Counter(_descriptors()),
+            0 if stats is None else stats.total_segments - stats.free_segments,
+        )
+
+    def beyond(self, before: Residue) -> dict[str, object]:
+        """What there is more of now than ``before``; any segment of the cache that is not free."""
+        more = {
+            "threads": self.threads - before.threads,
+            "native threads": max(0, self.tasks - before.tasks),
+            "descriptors": self.descriptors - before.descriptors,
+            "cache segments": self.cache_segments,
+        }
+        return {what: much for what, much in more.items() if much}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_ ]?\d+", "", name)
+
+
+def _descriptors() -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists the directory
+            yield re.sub(r"\d+", "#", os.readlink(f"/proc/self/fd/{number}"))
+
+
+def assert_nothing_left(before: Residue, after: str = "") -> None:
+    """This process holds nothing more than ``before``, now or soon."""
+    deadline = time.monotonic() + _SECONDS
+    while left := Residue.now().beyond(before):
+        assert time.monotonic() < deadline, f"left {after or 'behind'}: {left}"
+        time.sleep(0.02)
+
+
+def entries(path: Path) -> list[str]:
+    """Everything below ``path``, relative to it."""
+    return sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))

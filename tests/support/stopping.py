@@ -1,0 +1,61 @@
+"""Ranks that are stopped (SIGSTOP) at a failpoint, and go on later."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from support.failing import fired
+
+__all__ = ["await_fired", "go_on", "stop"]
+
+
+def await_fired(log: Path, name: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while name not in fired(log):
+        assert time.monotonic() < deadline, f"{name} was never passed"
+        time.sleep(0.01)
+
+
+def stop(pid: int) -> None:
+    """Stop a process, but not in the middle of a request to a store that is a file: it would hold its lock."""
+    for _ in range(20):
+        os.kill(pid, signal.SIGSTOP)
+        while _state(pid) not in "Tt":
+            time.sleep(0.005)
+        if _store_is_free():
+            return
+        go_on(pid)
+        time.sleep(0.03)
+    raise AssertionError("the store is locked whenever the rank is stopped")
+
+
+def go_on(pid: int) -> None:
+    os.kill(pid, signal.SIGCONT)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _store_is_free() -> bool:
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.FileStore):
+        return True
+    with Path(store.path).open("rb") as file:
+        deadline = time.monotonic() + 1
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.005)
+            else:
+                return True
+    return False
