@@ -91,10 +91,14 @@ class _Watched:
     """What is known of one rank."""
 
     value: bytes = b""
+    heard: bool = (
+        False  # a second value has come: the first may be of a former group over the same store
+    )
     beat: Beat = Beat()
     silent: float = 0.0  # seconds without a new beat, by observations made
     still: float = 0.0  # seconds without progress
     who: str | None = None
+    near: bool = False  # on this machine, so that its process can be seen
 
 
 def _boot() -> str:
@@ -106,22 +110,31 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process started, in the kernel's ticks; None if it is gone, or a zombie."""
+    """When the process started, in the kernel's ticks; None if it is gone, or a zombie.
+
+    Raises OSError if that cannot be known (too many open files, say).
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in ("Z", "X") else fields[19]
 
 
 def _identity() -> str:
     """Machine, process and start: enough for a neighbour to see that the process is gone."""
-    return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
+    try:
+        return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
+    except OSError:  # then nobody sees its process
+        return f"{socket.gethostname()}||{os.getpid()}|"
 
 
 def _is_gone(who: str) -> bool:
-    _, boot, pid, started = who.split("|")
-    return bool(boot) and boot == _boot() and _started(int(pid)) != started
+    _, _, pid, started = who.split("|")
+    try:
+        return _started(int(pid)) != started
+    except OSError:
+        return False
 
 
 class Heart:
@@ -148,12 +161,16 @@ class Heart:
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
         self._told: list[Loss] = []  # what the coordinator says
-        self._said = "[]"  # what this rank, as the coordinator, has said
+        self._said = (
+            ""  # what this rank, as the coordinator, has said; not yet even that all is well
+        )
         self._active = 0
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
         self._on_loss: Callable[[list[Loss]], None] | None = None
-        self._store.set(f"who/{peers.rank}", _identity())
+        identity = _identity()
+        self._boot = identity.split("|")[1]
+        self._store.set(f"who/{peers.rank}", identity)
         self._thread = threading.Thread(
             target=self._run, name="dcp_datastates-heart", daemon=True
         )  # joined by close()
@@ -182,6 +199,8 @@ class Heart:
             self._round = round_number
             self._decision = None
             for watched in self._watched.values():
+                if not watched.heard:
+                    watched.silent = 0.0  # it came to its first save just now, perhaps late
                 watched.still = 0.0  # before the round, there was nothing to make progress with
         self._wake.set()
 
@@ -202,7 +221,7 @@ class Heart:
                 )
                 found.append(Loss(0, reason))
             for rank, watched in self._watched.items():
-                if watched.who is not None and _is_gone(watched.who):
+                if watched.near and watched.who is not None and _is_gone(watched.who):
                     pid = watched.who.split("|")[2]
                     host = watched.who.split("|")[0]
                     found.append(Loss(rank, f"is dead (process {pid} on {host} is gone)", True))
@@ -218,7 +237,7 @@ class Heart:
 
     def _patience(self, watched: _Watched) -> float:
         # Once a round is on, every rank has come to its save.
-        return SILENCE_SECONDS if watched.value or self._round is not None else _UNSEEN_SECONDS
+        return SILENCE_SECONDS if watched.heard or self._round is not None else _UNSEEN_SECONDS
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:
         """The ranks that beat, owe a vote in the round, and came no further for ``seconds``."""
@@ -319,6 +338,8 @@ class Heart:
         for rank, watched in self._watched.items():
             if watched.who is None and self._store.check([f"who/{rank}"]):
                 watched.who = self._store.get(f"who/{rank}").decode()
+                boot = watched.who.split("|")[1]
+                watched.near = bool(boot) and boot == self._boot
         ranks = [rank for rank, watched in self._watched.items() if watched.value]
         new = [rank for rank, watched in self._watched.items() if not watched.value]
         if new and self._store.check([f"beat/{rank}" for rank in new]):
@@ -335,6 +356,7 @@ class Heart:
                 if value == watched.value:
                     continue
                 beat = Beat.decode(value)
+                watched.heard = watched.heard or bool(watched.value)
                 watched.value, watched.silent = value, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0

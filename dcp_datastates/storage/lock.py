@@ -25,6 +25,7 @@ __all__ = ["Hold", "exclusive", "in_flight"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.02
+_PROBE_SECONDS: Final = 1.0
 _UNSUPPORTED: Final = (
     errno.EBADF,
     errno.EINVAL,
@@ -70,7 +71,9 @@ class Hold:
     def __init__(self, directory: Path) -> None:
         self._descriptor: int | None = _open(directory)
         self._process = os.getpid()
-        _try(self._descriptor, fcntl.LOCK_SH)
+        deadline = time.monotonic() + _PROBE_SECONDS
+        while _try(self._descriptor, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)  # somebody looks whether it is held
 
     def release(self) -> None:
         """Let go. Idempotent."""
@@ -86,10 +89,13 @@ def in_flight(directory: Path) -> bool | None:
     """Whether a live process holds the attempt in ``directory``; None if that cannot be known."""
     try:
         descriptor = _open(directory)
-    except OSError:
+    except FileNotFoundError:
         return False  # gone
+    except OSError:
+        return True  # too many open files, say: keep what may be in flight
     try:
-        got = _try(descriptor, fcntl.LOCK_EX)
+        # Shared: ranks that look at once do not see each other.
+        got = _try(descriptor, fcntl.LOCK_SH)
         return None if got is None else not got
     except OSError:
         return None
