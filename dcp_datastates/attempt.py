@@ -63,12 +63,14 @@ def next_attempt(present: Iterable[Attempt]) -> Attempt:
 class Ticket:
     """What the coordinator decides for a save, and every rank must know.
 
-    ``number`` is the commit round's, ``world`` how many ranks DCP saves with. Newer ones compare greater.
+    ``number`` is the commit round's, ``world`` how many ranks DCP saves with, ``first`` the number of the
+    commit group's first round. Newer ones compare greater.
     """
 
     attempt: Attempt
     number: int
     world: int
+    first: int
 
 
 class TicketCarrier:
@@ -84,13 +86,14 @@ class TicketCarrier:
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
 
-    def __reduce__(self) -> tuple[Callable[..., TicketCarrier], tuple[int, int, int, int]]:
+    def __reduce__(self) -> tuple[Callable[..., TicketCarrier], tuple[int, int, int, int, int]]:
         attempt = self.ticket.attempt
         return _deliver, (
             attempt.incarnation,
             attempt.sequence,
             self.ticket.number,
             self.ticket.world,
+            self.ticket.first,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -113,8 +116,8 @@ def collect_ticket(deliver: Callable[[Ticket], Any] | None) -> None:
     _collector.deliver = deliver
 
 
-def _deliver(incarnation: int, sequence: int, number: int, world: int) -> TicketCarrier:
-    ticket = Ticket(Attempt(incarnation, sequence), number, world)
+def _deliver(incarnation: int, sequence: int, number: int, world: int, first: int) -> TicketCarrier:
+    ticket = Ticket(Attempt(incarnation, sequence), number, world, first)
     if _collector.deliver is not None:
         _collector.deliver(ticket)
     return TicketCarrier(ticket)

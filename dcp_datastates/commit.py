@@ -38,22 +38,24 @@ from dcp_datastates.ballot import Ballot, Count
 from dcp_datastates.behind import Policy
 from dcp_datastates.decision import REASON_BYTES, Decision, Outcome, Reason
 from dcp_datastates.errors import (
+    CheckpointCorruptError,
     CommitOutcomeUnknown,
-    DataStatesError,
     RankLostError,
     SaveFailedError,
 )
 from dcp_datastates.failpoints import hit
-from dcp_datastates.heart import Beat, Heart, Loss
+from dcp_datastates.heart import SILENCE_SECONDS, Beat, Heart, Loss
 from dcp_datastates.lane import Lane, LaneBroken
 from dcp_datastates.peers import ALONE, Peers, current_store
 from dcp_datastates.publish import (
+    make_durable,
     publish,
     published_attempt,
     tidy_after_commit,
     tidy_after_failure,
 )
 from dcp_datastates.round import Round
+from dcp_datastates.turns import end_here
 from dcp_datastates.worker import Worker
 
 __all__ = ["CommitGroup", "commit_group"]
@@ -64,6 +66,9 @@ _POLL_SECONDS: Final = 0.05
 
 _GIVE_UP_SECONDS: Final = 0.5
 """Between two tries to give up a round that the coordinator is publishing."""
+
+_PATIENCE_SECONDS: Final = 15.0
+"""A rank that cannot meet the others gives a round up no sooner than hearts find who is lost, and this."""
 
 _KEPT_DECISIONS: Final = 16
 """Decisions of so many rounds stay in the store, for ranks that were stopped meanwhile."""
@@ -91,16 +96,19 @@ class CommitGroup:
     def __init__(self, peers: Peers) -> None:
         self.peers: Final = peers
         self._lock = threading.Lock()  # guards _drawn, _policy
-        self._drawn = 0
+        # Not from 0: a store may outlive a default group, and with it the outcomes of former rounds.
+        self.first: Final = time.time_ns()  # the coordinator's counts
+        self._drawn = self.first
         self._policy: Policy | None = None
         self._worker = Worker("dcp_datastates-commit")
         # The rest is the commit thread's own; the heart's reads what _status() needs.
-        self._expected = 0
+        self._expected: int | None = None  # the next round; None before the first
         self._current: Round | None = None
         self._cast = -1  # the newest round that this rank has voted in
         self._doing = "idle"
         self._ticks = 0
         self._tried = 0.0
+        self._apart: float | None = None  # since when this rank has not met the others
         self._reading_until = 0.0
         self._store: Any = None
         self.heart: Heart | None = None
@@ -176,8 +184,10 @@ class CommitGroup:
 
     def _run(self, round_: Round) -> None:
         try:
+            if self._expected is None:
+                self._expected = round_.first
             while self.peers.world > 1 and self._expected < round_.number:
-                self._finish(Round.missing(self._expected, round_.timeout))
+                self._finish(Round.missing(self._expected, round_.first, round_.timeout))
             self._finish(round_)
         except BaseException as error:  # a defect, or a failpoint: still, nobody may wait for ever
             logger.exception("a commit round ended unexpectedly")
@@ -204,6 +214,7 @@ class CommitGroup:
 
     def _finish(self, round_: Round) -> None:
         self._current = round_
+        self._apart = None
         if self.heart is not None:
             self.heart.follow(round_.number)
         try:
@@ -215,7 +226,10 @@ class CommitGroup:
             self._current = None
             if self.heart is not None:
                 self.heart.follow(None)
-        self._tidy(round_, decision)
+        try:
+            self._tidy(round_, decision)
+        except Exception:  # what is left over goes with the next commit; the outcome stands
+            logger.exception("could not tidy up after save %d", round_.number - round_.first)
         round_.resolve(self._error(round_, decision))
 
     def _error(self, round_: Round, decision: Decision) -> BaseException | None:
@@ -241,7 +255,7 @@ class CommitGroup:
         hit("cleanup.after")
 
     def _say(self, doing: str, round_: Round) -> None:
-        self._doing = doing if doing == "idle" else f"{doing} (save {round_.number})"
+        self._doing = doing if doing == "idle" else f"{doing} (save {round_.number - round_.first})"
         self._ticks += 1
 
     def _decide(self, round_: Round) -> Decision:
@@ -251,8 +265,23 @@ class CommitGroup:
             except _Decided as decided:
                 return decided.decision
             except LaneBroken as broken:
-                logger.info("save %d: a connection broke: %s", round_.number, broken)
+                logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
                 self._lane.leave()
+                try:
+                    self._after_break(round_, broken)
+                except _Decided as decided:
+                    return decided.decision
+
+    def _after_break(self, round_: Round, broken: LaneBroken) -> None:
+        """See whether a lost rank is behind it; and do not try for ever if none is."""
+        now = time.monotonic()
+        if self._apart is None:
+            self._apart = now
+        time.sleep(_POLL_SECONDS)
+        self._check_others(round_, joining=True)
+        if now - self._apart > max(round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS):
+            why = f"has not met the others for {now - self._apart:.0f} s ({broken})"
+            self._give_up(round_, [Loss(self.peers.rank, why)])
 
     def _agree(self, round_: Round) -> Decision:
         self._await_part(round_)
@@ -279,15 +308,23 @@ class CommitGroup:
         return self._lane.max(ballot.encode(), lambda: self._check_others(round_))
 
     def _join(self, round_: Round) -> None:
-        if self._lane.join(lambda: self._check_others(round_, joining=True)):
-            found = self._stored(round_)
-            if found is not None and found.final:
-                raise _Decided(found)
+        if not self._lane.join(lambda: self._check_others(round_, joining=True)):
+            return
+        self._apart = None
+        found = self._stored(round_)
+        if found is None:
+            return
+        if found.final:
+            raise _Decided(found)
+        # The coordinator was publishing, and does not come here again for this round: the outcome
+        # that it should have noted did not reach the store.
+        if not self.is_coordinator:
+            raise _Decided(self._look(round_, [Loss(0, "could not note the outcome")]))
 
     def _reasons(self, round_: Round, count: Count) -> Decision:
         """Gather who failed and why; the coordinator notes it for ranks that gloo does not reach."""
         mine = round_.part.error
-        if mine is None and not count.agreed:
+        if mine is None and not count.agreed and not count.failed:
             mine = SaveFailedError(
                 f"the ranks mean different saves; here it is attempt "
                 f"{round_.attempt and round_.attempt.name} at {str(round_.directory)!r}"
@@ -339,7 +376,9 @@ class CommitGroup:
         try:
             self._say("waiting for the outcome", round_)
             (committed,) = self._lane.max([committed], lambda: self._check_others(round_))
-        except LaneBroken:
+        except (LaneBroken, _Decided):
+            # A coordinator has decided, and perhaps published: without the store it could only guess
+            # here, and would remove the files of a committed checkpoint.
             if decision is None:
                 raise
             self._lane.leave()
@@ -366,7 +405,7 @@ class CommitGroup:
         """
         if self._store is None:
             return decision
-        if self.is_coordinator and round_.number >= _KEPT_DECISIONS:
+        if self.is_coordinator and round_.number - round_.first >= _KEPT_DECISIONS:
             self._store.delete_key(f"decision/{round_.number - _KEPT_DECISIONS}")
         wanted = decision.encode()
         found = self._store.compare_set(f"decision/{round_.number}", "", wanted).decode()
@@ -411,17 +450,19 @@ class CommitGroup:
         decision = Decision(
             Outcome.FAILED, {-1: Reason.of(RankLostError(_said(losses)))}, given_up=True
         )
+        reached = True
         try:
             standing = self._record(round_, decision)
         except _Decided:
             self._lane.leave()
             raise
         except Exception:  # the store is gone, and with it rank 0 or torchrun's agent
+            reached = False
             standing = decision if self.is_coordinator else Decision(Outcome.PUBLISHING)
         if standing.final:
             self._lane.leave()
             raise _Decided(standing)
-        if any(loss.rank == 0 for loss in losses):
+        if not reached or any(loss.rank == 0 for loss in losses):
             self._lane.leave()
             raise _Decided(self._look(round_, losses))
 
@@ -430,10 +471,18 @@ class CommitGroup:
         lost = {-1: Reason.of(RankLostError(_said(losses)))}
         if round_.directory is None or self._cast < round_.number:
             return Decision(Outcome.FAILED, lost)  # not without this rank's vote
-        with contextlib.suppress(DataStatesError, OSError):
+        try:
             if published_attempt(round_.directory) == round_.attempt:
+                make_durable(round_.directory)
                 return Decision(Outcome.COMMITTED)
-        if any(loss.certain for loss in losses if loss.rank == 0):
+        except (FileNotFoundError, CheckpointCorruptError):
+            seen = True  # none, or another's
+        except OSError as failed:  # nothing is known: this rank's files must stay
+            seen = False
+            logger.warning("could not see what is committed at %s: %s", round_.directory, failed)
+        else:
+            seen = True
+        if seen and any(loss.certain for loss in losses if loss.rank == 0):
             return Decision(Outcome.FAILED, lost)
         error = CommitOutcomeUnknown(
             f"{_said(losses)}; it may have been about to publish. Attempt "
@@ -475,6 +524,7 @@ def commit_group(peers: Peers) -> CommitGroup:
 
 
 def _close_all() -> None:
+    end_here()  # a synchronous save that was interrupted would be waited for
     with _groups_lock:
         groups = list(_groups.values())
         _groups.clear()

@@ -103,10 +103,14 @@ class _Watched:
     """What is known of one rank."""
 
     value: bytes = b""
+    heard: bool = (
+        False  # a second value has come: the first may be of a former group over the same store
+    )
     beat: Beat = Beat()
     silent: float = 0.0  # seconds without a new beat, by observations made
     still: float = 0.0  # seconds without progress
     who: str | None = None
+    near: bool = False  # on this machine, so that its process can be seen
 
 
 @functools.cache
@@ -119,22 +123,31 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process started, in the kernel's ticks; None if it is gone, or a zombie."""
+    """When the process started, in the kernel's ticks; None if it is gone, or a zombie.
+
+    Raises OSError if that cannot be known (too many open files, say).
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in ("Z", "X") else fields[19]
 
 
 def _identity() -> str:
     """Machine, process and start: enough for a neighbour to see that the process is gone."""
-    return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
+    try:
+        return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
+    except OSError:  # then nobody sees its process
+        return f"{socket.gethostname()}||{os.getpid()}|"
 
 
 def _is_gone(who: str) -> bool:
-    _, boot, pid, started = who.split("|")
-    return boot == _boot() != "" and _started(int(pid)) != started
+    _, _, pid, started = who.split("|")
+    try:
+        return _started(int(pid)) != started
+    except OSError:
+        return False
 
 
 class Heart:
@@ -161,9 +174,9 @@ class Heart:
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
         self._told: list[Loss] = []  # what the coordinator says
-        self._said = "[]"  # what this rank, as the coordinator, has said
+        # What this rank, as the coordinator, has said; not yet even that all is well.
+        self._said = ""
         self._silent: list[Loss] = []
-        self._neighbours: list[int] = []  # watched ranks on this machine
         self._gone: list[Loss] = []
         self._visited = 0.0
         self._late = 0
@@ -171,7 +184,9 @@ class Heart:
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
         self._listeners: list[Callable[[list[Loss]], None]] = []
-        self._store.set(f"who/{peers.rank}", _identity())
+        identity = _identity()
+        self._boot = identity.split("|")[1]
+        self._store.set(f"who/{peers.rank}", identity)
         self._thread = threading.Thread(
             target=self._run, name="dcp_datastates-heart", daemon=True
         )  # joined by close()
@@ -206,6 +221,8 @@ class Heart:
             self._round = round_number
             self._decision = None
             for watched in self._watched.values():
+                if not watched.heard:
+                    watched.silent = 0.0  # it came to its first save just now, perhaps late
                 watched.still = 0.0  # before the round, there was nothing to make progress with
         self._wake.set()
 
@@ -221,7 +238,8 @@ class Heart:
             now = time.monotonic()
             if now - self._visited > _NEIGHBOUR_SECONDS:
                 self._visited = now
-                self._gone = [loss for rank in self._neighbours if (loss := self._visit(rank))]
+                near = [rank for rank, watched in self._watched.items() if watched.near]
+                self._gone = [loss for rank in near if (loss := self._visit(rank))]
             certain = {loss.rank for loss in self._gone}
             others = [loss for loss in self._told + self._silent if loss.rank not in certain]
             if self._store_error is not None:
@@ -240,7 +258,7 @@ class Heart:
         return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
 
     def _is_silent(self, watched: _Watched) -> bool:
-        if not watched.value and self._round is None:
+        if not watched.heard and self._round is None:
             return watched.silent >= _UNSEEN_SECONDS  # once a round is on, every rank has come
         patience = SILENCE_SECONDS + 3 * watched.beat.late
         if watched.beat.voted < 0:
@@ -354,6 +372,8 @@ class Heart:
         for rank, watched in self._watched.items():
             if watched.who is None and self._store.check([f"who/{rank}"]):
                 watched.who = self._store.get(f"who/{rank}").decode()
+                boot = watched.who.split("|")[1]
+                watched.near = bool(boot) and boot == self._boot
         ranks = [rank for rank, watched in self._watched.items() if watched.value]
         new = [rank for rank, watched in self._watched.items() if not watched.value]
         if new and self._store.check([f"beat/{rank}" for rank in new]):
@@ -370,14 +390,10 @@ class Heart:
                 if value == watched.value:
                     continue
                 beat = Beat.decode(value)
+                watched.heard = watched.heard or bool(watched.value)
                 watched.value, watched.silent = value, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0
-            self._neighbours = [
-                rank
-                for rank, watched in self._watched.items()
-                if watched.who is not None and watched.who.split("|")[1] == _boot() != ""
-            ]
             self._silent = [
                 Loss(
                     rank,

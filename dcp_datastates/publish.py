@@ -39,6 +39,7 @@ from dcp_datastates.storage.lock import exclusive, in_flight
 
 __all__ = [
     "check_overwrite",
+    "make_durable",
     "publish",
     "published_attempt",
     "tidy_after_commit",
@@ -53,8 +54,8 @@ DCP_VERSION: Final = "1.0.0"
 _REMEMBERED: Final = 64
 
 _lock = threading.Lock()  # guards _published
-_published: OrderedDict[Path, local.Signature] = OrderedDict()
-"""Which file ``.metadata`` was when this process last published there."""
+_published: OrderedDict[Path, tuple[local.Signature, Attempt]] = OrderedDict()
+"""Which file ``.metadata`` was when this process last published there, and of which attempt."""
 
 
 def check_overwrite(directory: Path, overwrite: bool) -> None:
@@ -85,18 +86,28 @@ def publish(round_: Round, consolidated: Consolidated) -> None:
         finally:
             # An outcome that is not known may be this one; and one that is known must not be lost here.
             with contextlib.suppress(DataStatesError):
-                _remember(directory)
+                _remember(directory, attempt)
     operations.tell(directory, attempt.name)
 
 
-def _remember(directory: Path) -> None:
-    signature = local.signature(directory)
+def _remember(directory: Path, attempt: Attempt) -> None:
+    """Never raises: what is published is, whether or not it can be looked at now."""
+    try:
+        signature = local.signature(directory)
+    except OSError as error:
+        logger.warning("could not look at what was just published at %s: %s", directory, error)
+        return
     if signature is not None:
         with _lock:
-            _published[directory] = signature
+            _published[directory] = (signature, attempt)
             _published.move_to_end(directory)
             while len(_published) > _REMEMBERED:
                 _published.popitem(last=False)
+
+
+def make_durable(directory: Path) -> None:
+    """Sync the name ``.metadata``, for who found it there: its coordinator may have died before it did."""
+    operations.sync_directory(directory, "publish")
 
 
 def published_attempt(directory: Path) -> Attempt:
@@ -124,8 +135,17 @@ def _document(directory: Path, attempt: Attempt, consolidated: Consolidated) -> 
 def _check_not_superseded(directory: Path, attempt: Attempt, seen: local.Signature | None) -> None:
     now = local.signature(directory)
     with _lock:
-        ours = _published.get(directory)
-    if now in (seen, ours):
+        ours, newest = _published.get(directory, (None, None))
+    if now == seen:
+        return
+    if now is not None and now == ours:
+        # This process's own, perhaps of another set of ranks (no_dist, say). A newer one has tidied up
+        # already, and where there are no locks it took this attempt's files for left over.
+        if newest is not None and newest > attempt:
+            raise CheckpointSupersededError(
+                f"a newer save of this process, attempt {newest.name}, was committed to "
+                f"{str(directory)!r} before attempt {attempt.name}; it stands"
+            )
         return
     raise CheckpointSupersededError(
         f"another job has replaced, or removed, the checkpoint at {str(directory)!r} since attempt "

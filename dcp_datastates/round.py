@@ -70,6 +70,7 @@ class Round:
         seen: coordinator: which file ``.metadata`` was when the attempt was claimed.
         overwrite: whether a checkpoint may be replaced.
         hold: coordinator: says that the attempt is in flight.
+        first: number of the commit group's first round.
         timeout: seconds without progress after which a rank is given up.
 
     ``committed`` resolves, in the commit thread, with the round's outcome on this rank.
@@ -85,6 +86,7 @@ class Round:
         seen: Any = None,
         overwrite: bool = True,
         hold: Hold | None = None,
+        first: int = 0,
         timeout: float,
     ) -> None:
         self.number: Final = number
@@ -94,6 +96,7 @@ class Round:
         self.seen: Final = seen
         self.overwrite: Final = overwrite
         self.hold: Final = hold
+        self.first: Final = first
         self.timeout: Final = timeout
         self.committed: Future[None] = Future()
         self.committed.set_running_or_notify_cancel()
@@ -129,7 +132,7 @@ class Round:
             self.committed.set_exception(error)
 
     @staticmethod
-    def missing(number: int, timeout: float) -> Round:
+    def missing(number: int, first: int, timeout: float) -> Round:
         """A round of which this rank has heard nothing: it votes against it."""
         error = SaveFailedError("this rank has no such save: its part of DCP's planning failed")
-        return Round(number, None, None, FailedPart(error), timeout=timeout)
+        return Round(number, None, None, FailedPart(error), first=first, timeout=timeout)

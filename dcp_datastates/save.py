@@ -154,7 +154,7 @@ class Save:
         while not local.claim(directory, attempt):  # another job's
             attempt = next_attempt(local.attempts(directory))
         self._hold = Hold(directory / attempt.name)
-        ticket = Ticket(attempt, group.draw(), world)
+        ticket = Ticket(attempt, group.draw(), world, group.first)
         self.deliver(ticket)
         return ticket
 
@@ -191,6 +191,7 @@ class Save:
             seen=self._seen,
             overwrite=self._overwrite,
             hold=hold,
+            first=ticket.first,
             timeout=self._timeout,
         )
         self._round.committed.add_done_callback(self._decided)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["Turn", "at_thread_end"]
+__all__ = ["Turn", "at_thread_end", "await_all", "end_here"]
 
 _POLL_SECONDS: Final = 0.1
 _BEGIN_SECONDS: Final = 60.0
@@ -99,8 +99,13 @@ def at_thread_end(callback: Callable[[], None]) -> None:
     thread it made for the save is gone is the one sign. The interpreter clears a thread's local
     storage in that thread, with the GIL, as the last thing it does.
     """
-    _local.sentinel = None  # the former save's callback runs now
+    end_here()
     _local.sentinel = _Sentinel(callback)
+
+
+def end_here() -> None:
+    """Call now what the current thread was to call at its end: what it was given for is over."""
+    _local.sentinel = None
 
 
 def _forget_in_child() -> None:

@@ -51,7 +51,7 @@ from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.staged import StagedStateDict
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
-from dcp_datastates.turns import Turn, at_thread_end, await_all
+from dcp_datastates.turns import Turn, at_thread_end, await_all, end_here
 from dcp_datastates.write import write_plan
 
 __all__ = ["DataStatesWriter"]
@@ -228,6 +228,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 "async_save was called while a CUDA graph is being captured; call it outside"
             )
         warn_if_shared()
+        self._end_mine()
         self._report()
         group = commit_group(self.peers)
         if config.when_behind == "wait":
@@ -445,22 +446,24 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def _begin(self) -> Save:
         """A save begins in this thread: the one whose staged state DCP has just looked at, or a new one."""
         here = self._here
-        self._end_mine()
         staged, here.staged = here.staged, None
         path, here.path = here.path, None
         if staged is not None:
             save = staged
             save.path = path or save.path
         else:
+            self._end_mine()
             self._check_open()
             self._report()
             step_gate.open_windows()  # no backward pass comes while this thread waits here
             await_all()
             group = commit_group(self.peers)
             save = self._make_save(group, path or self._path, SaveStats(), asynchronous=False)
+            at_thread_end(save.ended)  # DCP may raise without calling finish(): Ctrl-C, say
             save.begin()
             with self._lock:
                 self._newest = save
+                self._saves = [other for other in self._saves if not _is_told(other)]
                 self._saves.append(save)
         here.save = save
         collect_ticket(save.deliver)
@@ -469,10 +472,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return save
 
     def _end_mine(self) -> None:
-        """A synchronous save that ran in this thread is over, or nobody would be here."""
-        save = self._here.save
-        if save is not None and save.turn is None:
-            save.ended()
+        """A synchronous save that ran in this thread, by any writer, is over, or nobody would be here."""
+        end_here()
 
     def _report(self) -> None:
         """Log the failures of saves in the background that nobody has asked about."""
@@ -496,6 +497,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         # else's, which may live on, nothing tells of the end.
         if not threading.current_thread().name.startswith("AsyncCheckpointExecutor"):
             save.ended()
+            if save.turn is None:
+                end_here()
 
     def _check_open(self) -> None:
         if self._closed:

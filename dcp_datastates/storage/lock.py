@@ -73,8 +73,8 @@ class Hold:
         self._descriptor: int | None = _open(directory)
         self._process = os.getpid()
         deadline = time.monotonic() + _PROBE_SECONDS
-        while _try(self._descriptor, fcntl.LOCK_SH) is False and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS / 10)
+        while _try(self._descriptor, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)  # somebody looks whether it is held
 
     def release(self) -> None:
         """Let go. Idempotent."""
@@ -90,10 +90,13 @@ def in_flight(directory: Path) -> bool | None:
     """Whether a live process holds the attempt in ``directory``; None if that cannot be known."""
     try:
         descriptor = _open(directory)
-    except OSError:
+    except FileNotFoundError:
         return False  # gone
+    except OSError:
+        return True  # too many open files, say: keep what may be in flight
     try:
-        got = _try(descriptor, fcntl.LOCK_EX)
+        # Shared: ranks that look at once do not see each other.
+        got = _try(descriptor, fcntl.LOCK_SH)
         return None if got is None else not got
     except OSError:
         return None

@@ -1,0 +1,169 @@
+"""What went wrong once between ranks, the store, and the order in which things end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import CACHE, committed, load_everything, writer
+from support.processes import run_ranks
+from support.ranks import ranks
+
+import dcp_datastates
+from dcp_datastates import CheckpointSupersededError, RankLostError, api, commit, heart, publish
+from dcp_datastates.attempt import next_attempt
+from dcp_datastates.errors import StorageError
+from dcp_datastates.peers import peers_of
+from dcp_datastates.storage import local
+
+
+def _state(number):
+    return {f"w{dist.get_rank()}": torch.full((1000,), float(number))}
+
+
+def _save(number, path, **options):
+    ours = writer(path, **options)
+    dcp.save(_state(number), storage_writer=ours)
+    ours.wait()
+
+
+def _group():
+    return commit.commit_group(peers_of(None))
+
+
+def _forget_groups():
+    """As if the default group had been made anew over the same store."""
+    dist.barrier()
+    commit._close_all()
+    api._groups.clear()
+    dist.barrier()
+
+
+class _Broken:
+    def __getattr__(self, name):
+        def fail(*_):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+        return fail
+
+
+@ranks(2)
+def test_a_new_group_over_the_same_store_does_not_believe_the_former_ones_outcomes(shared_dir):
+    _save(1, shared_dir / "a")
+    _forget_groups()
+    _save(2, shared_dir / "b")
+    dist.barrier()
+    assert committed(shared_dir / "b"), "told committed, by the outcome of the former group's save"
+
+
+@ranks(2)
+def test_a_rank_that_comes_late_to_its_first_save_is_not_lost(shared_dir):
+    _forget_groups()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heart, "SILENCE_SECONDS", 4.0)
+        if dist.get_rank() == 1:
+            time.sleep(6)
+        _save(1, shared_dir / "c")
+    assert committed(shared_dir / "c")
+
+
+@ranks(2)
+def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_has_told(shared_dir):
+    _forget_groups()
+    group = _group()
+    share = group._share
+
+    def late(*arguments):
+        if dist.get_rank() == 1:
+            time.sleep(4)
+        else:
+            group._store = group.heart._store = _Broken()
+        return share(*arguments)
+
+    group._share = late
+    _save(1, shared_dir / "c")
+    dist.barrier()
+    assert len(load_everything(shared_dir / "c")) == 2
+    _forget_groups()
+
+
+class _Interrupted(dcp_datastates.DataStatesWriter):
+    def finish(self, metadata, results):
+        raise KeyboardInterrupt
+
+
+@ranks(2)
+def test_a_synchronous_save_that_ends_before_finish_does_not_block_the_next_writers(shared_dir):
+    ours = (_Interrupted if dist.get_rank() == 0 else dcp_datastates.DataStatesWriter)(
+        shared_dir / "a", host_cache_size=CACHE
+    )
+    with pytest.raises(BaseException, match=r"KeyboardInterrupt|Interrupted"):
+        dcp.save(_state(1), storage_writer=ours)
+    response = dcp_datastates.async_save(_state(2), shared_dir / "b", host_cache_size=CACHE)
+    response.upload_completion.result(30)
+    assert committed(shared_dir / "b")
+    assert not committed(shared_dir / "a")
+
+
+def lose_the_stores_host(path):
+    dist.barrier()
+    rank, world, port = dist.get_rank(), dist.get_world_size(), Path(path, "port")
+    dist.destroy_process_group()
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        Path(path, "port.tmp").write_text(str(store.port))
+        os.rename(Path(path, "port.tmp"), port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    _save(1, Path(path, "a"))
+    if rank == 0:
+        _group()._vote = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    response = dcp_datastates.async_save(_state(2), Path(path, "b"), host_cache_size=CACHE)
+    with pytest.raises(RankLostError, match="rank 0"):
+        response.upload_completion.result(40)
+
+
+def test_the_death_of_the_rank_that_hosts_the_store_is_told_to_all(tmp_path):
+    ended = run_ranks(f"{__name__}:lose_the_stores_host", 3, tmp_path, path=str(tmp_path))
+    assert ended[0].killed
+    for rank in (1, 2):
+        ended[rank].result()
+
+
+def test_what_is_published_is_committed_even_if_it_cannot_be_looked_at(tmp_path, monkeypatch):
+    signature = local.signature
+
+    def fail_once_published(directory):
+        if committed(directory):
+            raise StorageError(24, "Too many open files", str(directory))
+        return signature(directory)
+
+    monkeypatch.setattr(local, "signature", fail_once_published)
+    dcp.save({"w": torch.ones(1000)}, storage_writer=writer(tmp_path / "c"), no_dist=True)
+    assert load_everything(tmp_path / "c")["w"].eq(1).all()
+
+
+def test_an_older_attempt_of_this_process_does_not_replace_a_newer_one(tmp_path):
+    older = next_attempt([])
+    dcp.save({"w": torch.ones(1000)}, storage_writer=writer(tmp_path / "c"), no_dist=True)
+    with pytest.raises(CheckpointSupersededError, match="newer save of this process"):
+        publish._check_not_superseded(tmp_path / "c", older, None)
+
+
+def test_a_writer_used_again_does_not_keep_its_synchronous_saves(tmp_path):
+    ours = writer(tmp_path / "c")
+    for _ in range(5):
+        dcp.save({"w": torch.ones(1000)}, storage_writer=ours, no_dist=True)
+    assert len(ours._saves) <= 2
