@@ -38,7 +38,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.heart import Heart, Loss
 from dcp_datastates.lane import meet, unblock
-from dcp_datastates.peers import ALONE, Peers
+from dcp_datastates.peers import ALONE, Peers, is_current
 from dcp_datastates.save import Save
 from dcp_datastates.writer import DataStatesWriter
 
@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 _CONNECT_TIMEOUT: Final = timedelta(seconds=60)
 """For making that group, once all ranks are there."""
 
-_COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
-"""Of the group for DCP's collectives: hearts, and not gloo, tell who is lost."""
+_COLLECTIVE_TIMEOUT: Final = timedelta(minutes=30)
+"""Of the group for DCP's collectives, as by DCP's default. Hearts, and not gloo, tell who is lost; this is for a
+rank that lives and never comes, because its own async_save raised and the job went on."""
 
 _RETURN_SECONDS: Final = 8.0
 """How long a rank that was silent may take to be heard again: two beats of a rank that is idle."""
@@ -172,7 +173,7 @@ class _Collectives:
     def __init__(self, peers: Peers, heart: Heart) -> None:
         self._peers = peers
         self._heart = heart
-        self._store = peers.store("collectives")
+        self._store = peers.connect("collectives")
         self._calls = 0
         self._made_by: int | None = None  # the call that made the group
         self._group: dist.ProcessGroup | None = None
@@ -251,7 +252,7 @@ def _collectives_of(group: CommitGroup) -> _Collectives | None:
     with _lock:
         found = _groups.get(group)
         if found is None:
-            for former in [other for other in _groups if other.peers.base is not group.peers.base]:
+            for former in [other for other in _groups if not is_current(other.peers)]:
                 del _groups[former]
             found = _groups[group] = _Collectives(group.peers, group.heart)
             group.heart.listen(found.cut)

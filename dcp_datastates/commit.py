@@ -32,7 +32,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from dcp_datastates.ballot import Ballot, Count
 from dcp_datastates.behind import Policy
@@ -46,7 +46,8 @@ from dcp_datastates.errors import (
 from dcp_datastates.failpoints import hit
 from dcp_datastates.heart import SILENCE_SECONDS, Beat, Heart, Loss
 from dcp_datastates.lane import Lane, LaneBroken
-from dcp_datastates.peers import ALONE, Peers, current_store
+from dcp_datastates.peers import ALONE, Connection, Peers, is_current
+from dcp_datastates.progress import Progress
 from dcp_datastates.publish import (
     make_durable,
     publish,
@@ -69,6 +70,9 @@ _GIVE_UP_SECONDS: Final = 0.5
 
 _PATIENCE_SECONDS: Final = 15.0
 """A rank that cannot meet the others gives a round up no sooner than hearts find who is lost, and this."""
+
+_CANCEL_SECONDS: Final = 10.0
+"""How long a failed save's own writes may take to end before its outcome is told all the same."""
 
 _KEPT_DECISIONS: Final = 16
 """Decisions of so many rounds stay in the store, for ranks that were stopped meanwhile."""
@@ -109,13 +113,13 @@ class CommitGroup:
         self._ticks = 0
         self._tried = 0.0
         self._apart: float | None = None  # since when this rank has not met the others
-        self._reading_until = 0.0
-        self._store: Any = None
+        self._reading: Progress | None = None
+        self._store: Connection | None = None
         self.heart: Heart | None = None
         if peers.world > 1:
-            self._store = peers.store("commit")
+            self._store = peers.connect("commit")
             self._lane = Lane(peers, "vote")
-            self.heart = Heart(peers, peers.store("commit"), self._status)
+            self.heart = Heart(peers, peers.connect("commit"), self._status)
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -138,9 +142,9 @@ class CommitGroup:
                 self._policy = Policy(self.peers, self.heart)
             return self._policy
 
-    def reading(self, seconds: float) -> None:
-        """For ``seconds`` from now, that this rank has no part to show is no lack of progress: it reads."""
-        self._reading_until = time.monotonic() + seconds
+    def reading(self, progress: Progress | None) -> None:
+        """This rank has a ticket and reads: its ``progress`` counts until it has a part to show (None)."""
+        self._reading = progress
 
     def submit(self, round_: Round) -> None:
         """Have the round run after all that were submitted before; ``round_.committed`` tells its outcome."""
@@ -173,11 +177,10 @@ class CommitGroup:
         return RankLostError(_said(losses)) if losses else error
 
     def _status(self) -> Beat:
-        round_ = self._current
+        round_, reading = self._current, self._reading
         progress = self._ticks if round_ is None else self._ticks + round_.part.progress
-        now = time.monotonic()
-        if now < self._reading_until:
-            return Beat(self._cast, progress + int(now * 10), "reading")
+        if reading is not None:
+            return Beat(self._cast, progress + reading.value, "reading")
         return Beat(self._cast, progress, self._doing)
 
     # ---- the commit thread -------------------------------------------------------------------
@@ -249,9 +252,9 @@ class CommitGroup:
             tidy_after_commit(round_, self.peers.rank, self.peers.world)
         elif decision.outcome is Outcome.FAILED:
             round_.part.cancel()
-            while not round_.part.wait(_POLL_SECONDS):
-                pass
-            tidy_after_failure(round_, self.peers.rank, self.peers.world)
+            # Storage may be stuck. Then the files stay, for the next commit to remove.
+            if round_.part.wait(_CANCEL_SECONDS):
+                tidy_after_failure(round_, self.peers.rank, self.peers.world)
         hit("cleanup.after")
 
     def _say(self, doing: str, round_: Round) -> None:
@@ -395,7 +398,9 @@ class CommitGroup:
     # ---- by the store ----------------------------------------------------------------------------
 
     def _stored(self, round_: Round) -> Decision | None:
-        """What the store says of the round now."""
+        """What the store says of the round now; None where there is no store."""
+        if self._store is None:
+            return None
         key = f"decision/{round_.number}"
         return Decision.decode(self._store.get(key)) if self._store.check([key]) else None
 
@@ -508,11 +513,10 @@ def commit_group(peers: Peers) -> CommitGroup:
     """
     key = () if peers is ALONE else peers.ranks
     with _groups_lock:
-        current = current_store()
         stale = [
             ranks
             for ranks, group in _groups.items()
-            if group.peers is not ALONE and group.peers.base is not current
+            if group.peers is not ALONE and not is_current(group.peers)
         ]
         closing = [_groups.pop(ranks) for ranks in stale]
         found = _groups.get(key)

@@ -31,7 +31,7 @@ def make_dcp_group(
         connecting: how long to wait for the others.
         operation: the group's timeout.
     """
-    store = peers.store(f"group/{name}")
+    store = peers.raw_store(f"group/{name}")
     private: Any = distributed_c10d
     group, _ = private._new_process_group_helper(
         peers.world,

@@ -29,9 +29,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from dcp_datastates.peers import Peers
+from dcp_datastates.peers import Connection, Peers
 
 __all__ = ["SILENCE_SECONDS", "Beat", "Heart", "Loss"]
 
@@ -143,9 +143,9 @@ def _identity() -> str:
 
 
 def _is_gone(who: str) -> bool:
-    _, _, pid, started = who.split("|")
+    _, boot, pid, started = who.split("|")
     try:
-        return _started(int(pid)) != started
+        return boot == _boot() != "" and _started(int(pid)) != started
     except OSError:
         return False
 
@@ -159,7 +159,7 @@ class Heart:
         status: what to say of this rank; called by the heart's thread.
     """
 
-    def __init__(self, peers: Peers, store: Any, status: Callable[[], Beat]) -> None:
+    def __init__(self, peers: Peers, store: Connection, status: Callable[[], Beat]) -> None:
         self._peers = peers
         self._store = store
         self._status = status

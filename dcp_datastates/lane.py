@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.peers import Peers
+from dcp_datastates.peers import Connection, Peers
 
 __all__ = ["Lane", "LaneBroken", "meet", "poll", "unblock"]
 
@@ -67,7 +67,7 @@ class Lane:
     def __init__(self, peers: Peers, name: str) -> None:
         self._peers = peers
         self._name = name
-        self._store: Any = None
+        self._store: Connection | None = None
         self._group: Any = None
         self._pending: Any = None
         self._generation = 0
@@ -79,7 +79,7 @@ class Lane:
             return False
         try:
             if self._store is None:
-                self._store = self._peers.store(self._name)
+                self._store = self._peers.connect(self._name)
             self._generation = max(self._generation, self._newest())
             meet(self._store, str(self._generation), self._peers, lambda: self._check(check))
             self._group = self._connect()
@@ -146,6 +146,7 @@ class Lane:
                 raise LaneBroken("another rank has given this group up")
 
     def _newest(self) -> int:
+        assert self._store is not None, "join() comes first"
         try:
             found = self._store.get("generation") if self._store.check(["generation"]) else b"0"
         except RuntimeError as error:
@@ -155,7 +156,7 @@ class Lane:
     def _connect(self) -> Any:
         # Not dist.new_group: that is a collective of the default group, and this is nobody's business
         # but this package's. The constructor waits without the GIL.
-        store = self._peers.store(f"{self._name}/{self._generation}/gloo")
+        store = self._peers.raw_store(f"{self._name}/{self._generation}/gloo")
         patience = timedelta(seconds=_RENDEZVOUS_SECONDS)
         group = dist.ProcessGroupGloo(store, self._peers.rank, self._peers.world, patience)
         group.set_timeout(_OPERATION_TIMEOUT)
@@ -171,7 +172,7 @@ def poll(done: Callable[[], bool], check: Check, longest: float) -> None:
         pause = min(longest, pause * 1.5)
 
 
-def meet(store: Any, place: str, peers: Peers, check: Check) -> None:
+def meet(store: Connection, place: str, peers: Peers, check: Check) -> None:
     """Return when every rank has come to ``place``; the first looks for all, the others for its word."""
     store.set(f"{place}/ready/{peers.rank}", "")
     if peers.rank == 0:

@@ -26,6 +26,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.heart import Loss
 from dcp_datastates.peers import ALONE
+from dcp_datastates.progress import Progress
 from dcp_datastates.round import Consolidated, FailedPart, Part, Round
 from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.stats import SaveStats
@@ -95,7 +96,7 @@ class Save:
         self.background = background
         self._overwrite = overwrite
         self._timeout = timeout
-        self._reading = reading
+        self.progress = Progress(reading)
         self._ticket: Ticket | None = None
         self._round: Round | None = None
         self._seen: local.Signature | None = None
@@ -172,7 +173,7 @@ class Save:
                 f"this is rank {self.rank} of the process group that DCP saves with, and rank "
                 f"{group.peers.rank} of the writer's; pass the same process_group= to both"
             )
-        group.reading(self._reading)
+        group.reading(self.progress)
         return self._ticket
 
     def submit(self, part: Part) -> None:
@@ -181,7 +182,7 @@ class Save:
         if ticket is None or self._round is not None:
             return
         group = self._group_of(ticket.world, checked=False)
-        group.reading(0)
+        group.reading(None)
         hold, self._hold = self._hold, None
         self._round = Round(
             ticket.number,

@@ -27,6 +27,7 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageEr
 from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
 from dcp_datastates.metadata import FileRecord
 from dcp_datastates.ownership import STABLE, local_tensor
+from dcp_datastates.progress import Progress
 from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
@@ -100,6 +101,7 @@ def write_plan(
     order: int,
     snapshot: Snapshot | None,
     stats: SaveStats,
+    progress: Progress,
 ) -> tuple[list[WriteResult], WrittenPart]:
     """Begin to write ``plan``'s items below ``directory``; returns when all has been read, and was whole.
 
@@ -113,11 +115,13 @@ def write_plan(
     job: SaveJob | None = None
     keep: list[Any] = []
     try:
-        files, sealed = _files(plan.items, planner, layouts, paths, snapshot, keep)
+        files, sealed = _files(plan.items, planner, layouts, paths, snapshot, keep, progress)
         directories = [str(parent) for parent in local.sync_directories(folder)] if files else []
 
         def start(window: Window) -> SaveJob:
-            return engine.save(files, directories, order, window, keep)
+            job = engine.save(files, directories, order, window, keep)
+            progress.follow(job)
+            return job
 
         if snapshot is None:
             job = start(Window(0.0))
@@ -179,15 +183,17 @@ def _files(
     paths: Sequence[Path],
     snapshot: Snapshot | None,
     keep: list[Any],
+    progress: Progress,
 ) -> tuple[list[SaveFile], list[SealedFile]]:
     files, sealed = [], []
     for layout, path in zip(layouts, paths, strict=True):
+        progress.step()
         objects = [_resolve_object(planner, items[entry.item]) for entry in layout.objects]
         file = layout.seal([len(data) for data in objects])
         content = Transfer()
         content.add_buffer(0, file.header, STABLE)
         keep.append(file.header)
-        _add_tensors(content, items, planner, layout.tensors, snapshot, keep)
+        _add_tensors(content, items, planner, layout.tensors, snapshot, keep, progress)
         for offset, data in zip(file.object_offsets, objects, strict=True):
             if len(data):
                 content.add_buffer(offset, data, STABLE)
@@ -213,9 +219,11 @@ def _add_tensors(
     entries: Sequence[TensorEntry],
     snapshot: Snapshot | None,
     keep: list[Any],
+    progress: Progress,
 ) -> None:
     columns = _Columns()
     for entry in entries:
+        progress.step()
         tensor = _resolve_tensor(planner, items[entry.item], entry)
         keep.append(tensor)
         if not entry.nbytes:

@@ -175,7 +175,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
         This is authoritative: a future of DCP's that raised may have lost its coordinator after the
         commit. Raises from ``result()`` this package's error that failed the save, with the rank's
-        number, or :class:`CommitOutcomeUnknown`. Done already if there was none.
+        number, or :class:`CommitOutcomeUnknown`. Done already if there was none. Callbacks run in the commit
+        thread, and must not wait for another save.
         """
         with self._lock:
             newest = self._newest
@@ -383,6 +384,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 save.order,
                 save.snapshot,
                 save.stats,
+                save.progress,
             )
         except BaseException as error:
             if save.snapshot is not None:

@@ -29,7 +29,7 @@ def hearts(tmp_path):
     def make(rank, world=2, status=Beat):
         base = dist.FileStore(str(tmp_path / "store"), world)
         peers = Peers(rank, tuple(range(world)), base)
-        heart = Heart(peers, peers.store("commit"), status)
+        heart = Heart(peers, peers.connect("commit"), status)
         heart.quicken()
         made.append(heart)
         return heart
@@ -78,7 +78,7 @@ def test_a_dead_process_on_this_machine_is_seen_at_once(hearts, tmp_path):
     first = hearts(0)
     child = os.fork()
     if child == 0:
-        store = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).store("commit")
+        store = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
         store.set("who/1", heart_module._identity())
         store.set("beat/1", Beat().encode(1))
         os._exit(0)
@@ -141,7 +141,7 @@ def test_decisions_of_the_followed_round_are_seen(hearts, tmp_path):
     first = hearts(0)
     first.follow(3)
     assert first.decision is None
-    other = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).store("commit")
+    other = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
     other.set("decision/3", "x")
     other.set("decision/4", "y")
     _until(lambda: first.decision == b"x")

@@ -415,20 +415,25 @@ def test_with_wait_the_training_thread_waits_for_the_oldest_and_no_save_is_lost(
     assert _number(shared_dir / "2") == 2
 
 
+def _fork_and_wait(work):
+    child = os.fork()
+    if child == 0:
+        work()
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline, "the child does not end"
+        time.sleep(0.01)
+    assert ended[1] == 0, "the child crashed"
+
+
 @ranks(2)
 def test_data_loader_workers_forked_after_a_save_end_and_disturb_nothing(shared_dir):
     path = shared_dir / "c"
     _begin(1, path).upload_completion.result(60)
+    _fork_and_wait(gc.collect)  # what the child drops, it drops there
     saved = _begin(2, path)
-    for _ in range(3):
-        child = os.fork()
-        if child == 0:
-            gc.collect()  # what the child drops, it drops here
-            os._exit(0)
-        deadline = time.monotonic() + 20
-        while os.waitpid(child, os.WNOHANG) == (0, 0):
-            assert time.monotonic() < deadline, "the child does not end"
-            time.sleep(0.01)
+    _fork_and_wait(lambda: None)
     saved.upload_completion.result(60)
     _begin(3, path).upload_completion.result(60)
     assert _number(path) == 3

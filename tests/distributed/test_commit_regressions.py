@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from support.checkpoints import CACHE, committed, load_everything, writer
 from support.processes import run_ranks
 from support.ranks import ranks
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import CheckpointSupersededError, RankLostError, api, commit, heart, publish
@@ -167,3 +168,25 @@ def test_a_writer_used_again_does_not_keep_its_synchronous_saves(tmp_path):
     for _ in range(5):
         dcp.save({"w": torch.ones(1000)}, storage_writer=ours, no_dist=True)
     assert len(ours._saves) <= 2
+
+
+class _Slow(DefaultSavePlanner):
+    def resolve_data(self, write_item):
+        time.sleep(0.5)
+        return super().resolve_data(write_item)
+
+
+@ranks(2)
+def test_a_rank_that_reads_slowly_but_steadily_is_not_given_up(shared_dir):
+    rank = dist.get_rank()
+    state = {f"w{rank}.{number}": torch.full((10,), float(number)) for number in range(12)}
+    planner = _Slow() if rank == 1 else DefaultSavePlanner()
+    dcp_datastates.async_save(
+        state,
+        shared_dir / "c",
+        planner=planner,
+        commit_timeout=2,
+        host_cache_size=CACHE,
+        read_deadline=0,
+    ).upload_completion.result(60)
+    assert len(load_everything(shared_dir / "c")) == 24

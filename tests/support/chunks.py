@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_datastates import DataStatesReader
 from dcp_datastates.attempt import next_attempt
 from dcp_datastates.engine import engine, next_order
+from dcp_datastates.progress import Progress
 from dcp_datastates.publish import publish
 from dcp_datastates.round import Consolidated, Round
 from dcp_datastates.stats import SaveStats
@@ -133,7 +134,16 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         final = planner.finish_plan(plan)
         order = next_order()
         mine, part = write_plan(
-            final, planner, engine(64 << 20), path, attempt, rank, order, None, SaveStats()
+            final,
+            planner,
+            engine(64 << 20),
+            path,
+            attempt,
+            rank,
+            order,
+            None,
+            SaveStats(),
+            Progress(0),
         )
         results.append(mine)
         parts.append(part)
