@@ -241,6 +241,10 @@ class CommitGroup:
 
     def _say(self, doing: str, round_: Round) -> None:
         self._doing = doing if doing == "idle" else f"{doing} (save {round_.number})"
+        self._tick()
+
+    def _tick(self) -> None:
+        """It is not this rank that stands still."""
         self._ticks += 1
 
     def _decide(self, round_: Round) -> Decision:
@@ -315,7 +319,7 @@ class CommitGroup:
                 raise round_.abandoned
             self._record(round_, Decision(Outcome.PUBLISHING))
             self._say("publishing", round_)
-            publish(round_, consolidated)
+            publish(round_, consolidated, self._tick)
         except _Decided:
             raise
         except CommitOutcomeUnknown as error:
@@ -383,7 +387,7 @@ class CommitGroup:
 
     def _check_others(self, round_: Round, *, joining: bool = False) -> None:
         """:meth:`_check` while this rank has done its part: that it stands still is not its own fault."""
-        self._ticks += 1
+        self._tick()
         self._check(round_, joining=joining)
 
     def _check(self, round_: Round, *, joining: bool = False) -> None:

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -66,8 +67,8 @@ def check_overwrite(directory: Path, overwrite: bool) -> None:
         )
 
 
-def publish(round_: Round, consolidated: Consolidated) -> None:
-    """Commit ``round_``. Raises :class:`StorageError`, :class:`CheckpointSupersededError`,
+def publish(round_: Round, consolidated: Consolidated, waiting: Callable[[], None]) -> None:
+    """Commit ``round_``; calls ``waiting`` now and then while another process publishes there. Raises :class:`StorageError`, :class:`CheckpointSupersededError`,
     :class:`CheckpointExistsError` or :class:`ConfigurationError`: then what was there before still is; or
     :class:`CommitOutcomeUnknown`.
     """
@@ -76,7 +77,7 @@ def publish(round_: Round, consolidated: Consolidated) -> None:
     assert attempt is not None
     data = _document(directory, attempt, consolidated)
     hit("publish.lock.before")
-    with exclusive(directory, round_.timeout):
+    with exclusive(directory, round_.timeout, waiting):
         hit("publish.lock.after")
         check_overwrite(directory, round_.overwrite)
         _check_not_superseded(directory, attempt, round_.seen)

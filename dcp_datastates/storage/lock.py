@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -98,8 +98,8 @@ def in_flight(directory: Path) -> bool | None:
 
 
 @contextlib.contextmanager
-def exclusive(directory: Path, seconds: float) -> Iterator[bool]:
-    """Hold the path's lock; yields False where there are no locks.
+def exclusive(directory: Path, seconds: float, waiting: Callable[[], None]) -> Iterator[bool]:
+    """Hold the path's lock; yields False where there are no locks. Calls ``waiting`` now and then until it has it.
 
     Raises :class:`StorageError` if another process does not let go of it within ``seconds``.
     """
@@ -114,6 +114,7 @@ def exclusive(directory: Path, seconds: float) -> Iterator[bool]:
                     f"stopped in the middle of it?",
                     str(directory),
                 )
+            waiting()
             time.sleep(_POLL_SECONDS)
         yield bool(got)
     finally:
