@@ -67,10 +67,13 @@ def check_overwrite(directory: Path, overwrite: bool) -> None:
         )
 
 
-def publish(round_: Round, consolidated: Consolidated, waiting: Callable[[], None]) -> None:
-    """Commit ``round_``; calls ``waiting`` now and then while another process publishes there. Raises :class:`StorageError`, :class:`CheckpointSupersededError`,
-    :class:`CheckpointExistsError` or :class:`ConfigurationError`: then what was there before still is; or
-    :class:`CommitOutcomeUnknown`.
+def publish(
+    round_: Round, consolidated: Consolidated, waiting: Callable[[], None] = lambda: None
+) -> None:
+    """Commit ``round_``; calls ``waiting`` now and then while another process publishes there.
+
+    Raises :class:`StorageError`, :class:`CheckpointSupersededError`, :class:`CheckpointExistsError` or
+    :class:`ConfigurationError`: then what was there before still is; or :class:`CommitOutcomeUnknown`.
     """
     directory, attempt = round_.directory, round_.attempt
     assert directory is not None
