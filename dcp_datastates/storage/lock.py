@@ -25,6 +25,10 @@ __all__ = ["Hold", "exclusive", "in_flight"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.02
+_ASKING_SECONDS: Final = 5.0
+"""How long others, who only ask, may keep a :class:`Hold` waiting."""
+
+_ASKING_PAUSE: Final = 0.001
 _UNSUPPORTED: Final = (
     errno.EBADF,
     errno.EINVAL,
@@ -70,7 +74,10 @@ class Hold:
     def __init__(self, directory: Path) -> None:
         self._descriptor: int | None = _open(directory)
         self._process = os.getpid()
-        _try(self._descriptor, fcntl.LOCK_SH)
+        # Exclusive, and those who ask share: several ranks ask at once, and must not take each other for this.
+        deadline = time.monotonic() + _ASKING_SECONDS
+        while _try(self._descriptor, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
+            time.sleep(_ASKING_PAUSE)
 
     def release(self) -> None:
         """Let go. Idempotent."""
@@ -89,7 +96,7 @@ def in_flight(directory: Path) -> bool | None:
     except OSError:
         return False  # gone
     try:
-        got = _try(descriptor, fcntl.LOCK_EX)
+        got = _try(descriptor, fcntl.LOCK_SH)
         return None if got is None else not got
     except OSError:
         return None
