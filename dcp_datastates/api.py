@@ -9,6 +9,7 @@ collectives, which run on a group that nobody else uses, are cut short.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -260,8 +261,11 @@ def _collectives_of(group: CommitGroup) -> _Collectives | None:
 
 
 def _forget_in_child() -> None:
+    # Nothing of it may be destroyed here: see commit.py.
     global _lock
     _lock = threading.Lock()
+    for collectives in _groups.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(collectives))
     _groups.clear()
 
 

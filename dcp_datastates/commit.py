@@ -259,6 +259,10 @@ class CommitGroup:
 
     def _say(self, doing: str, round_: Round) -> None:
         self._doing = doing if doing == "idle" else f"{doing} (save {round_.number - round_.first})"
+        self._tick()
+
+    def _tick(self) -> None:
+        """It is not this rank that stands still."""
         self._ticks += 1
 
     def _decide(self, round_: Round) -> Decision:
@@ -356,7 +360,7 @@ class CommitGroup:
                 raise round_.abandoned
             self._record(round_, Decision(Outcome.PUBLISHING))
             self._say("publishing", round_)
-            publish(round_, consolidated)
+            publish(round_, consolidated, self._tick)
         except _Decided:
             raise
         except CommitOutcomeUnknown as error:
@@ -428,7 +432,7 @@ class CommitGroup:
 
     def _check_others(self, round_: Round, *, joining: bool = False) -> None:
         """:meth:`_check` while this rank has done its part: that it stands still is not its own fault."""
-        self._ticks += 1
+        self._tick()
         self._check(round_, joining=joining)
 
     def _check(self, round_: Round, *, joining: bool = False) -> None:
@@ -537,8 +541,9 @@ def _close_all() -> None:
 
 
 def _forget_in_child() -> None:
-    # The parent's threads do not exist here and its lock may be held. Nor must a gloo group be
-    # destroyed here, ever: its destructor joins threads of the parent's.
+    # The parent's threads do not exist here and its lock may be held. Nor must a gloo group or a store
+    # be destroyed here, ever: the one's destructor joins threads of the parent's, the other's (a
+    # FileStore's) counts this process out of the parent's file.
     global _groups_lock
     _groups_lock = threading.Lock()
     for group in _groups.values():

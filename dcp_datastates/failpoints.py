@@ -88,7 +88,8 @@ def _act(name: str, action: str) -> None:
     if verb == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif verb == "stop":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # To this thread: one to the process may stop another first, and this one goes on for a moment.
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
     elif verb == "sleep":
         time.sleep(float(argument))
     elif verb == "error":

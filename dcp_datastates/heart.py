@@ -46,6 +46,8 @@ _UNSEEN_SECONDS: Final = 300.0
 _FIRST_SAVE_SECONDS_PER_RANK: Final = 0.1
 """In addition, until a rank has voted for the first time: how long it will be kept busy grows with the job."""
 
+_CLOSE_SECONDS: Final = 2.0
+
 _NEIGHBOUR_SECONDS: Final = 0.1
 """Between two looks whether the processes on this machine are there."""
 
@@ -297,7 +299,7 @@ class Heart:
         self._stopping = True
         self._wake.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(5)
+            self._thread.join(_CLOSE_SECONDS)  # it may be waiting for a store that is gone
 
     # ---- the heart's thread -------------------------------------------------------------------
 

@@ -106,9 +106,9 @@ class Lane:
                 self._store.compare_set("generation", str(was) if was else "", str(was + 1))
 
     def close(self) -> None:
-        """Let go of the group at the end of this process's part in it."""
-        if self._group is not None or self._pending is not None:
-            self.leave()
+        """Let go of the group at the end of this process's part in it, when the store may be gone already."""
+        self._store = None
+        self.leave()
 
     def max(self, values: Sequence[int], check: Check) -> list[int]:
         """Elementwise maximum of 64-bit integers over all ranks. :meth:`join` comes first.

@@ -19,6 +19,7 @@ import contextlib
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -67,17 +68,20 @@ def check_overwrite(directory: Path, overwrite: bool) -> None:
         )
 
 
-def publish(round_: Round, consolidated: Consolidated) -> None:
-    """Commit ``round_``. Raises :class:`StorageError`, :class:`CheckpointSupersededError`,
-    :class:`CheckpointExistsError` or :class:`ConfigurationError`: then what was there before still is; or
-    :class:`CommitOutcomeUnknown`.
+def publish(
+    round_: Round, consolidated: Consolidated, waiting: Callable[[], None] = lambda: None
+) -> None:
+    """Commit ``round_``; calls ``waiting`` now and then while another process publishes there.
+
+    Raises :class:`StorageError`, :class:`CheckpointSupersededError`, :class:`CheckpointExistsError` or
+    :class:`ConfigurationError`: then what was there before still is; or :class:`CommitOutcomeUnknown`.
     """
     directory, attempt = round_.directory, round_.attempt
     assert directory is not None
     assert attempt is not None
     data = _document(directory, attempt, consolidated)
     hit("publish.lock.before")
-    with exclusive(directory, round_.timeout):
+    with exclusive(directory, round_.timeout, waiting):
         hit("publish.lock.after")
         check_overwrite(directory, round_.overwrite)
         _check_not_superseded(directory, attempt, round_.seen)

@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +25,10 @@ __all__ = ["Hold", "exclusive", "in_flight"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.02
-_PROBE_SECONDS: Final = 5.0
-"""For how long a hold waits for a process that asks :func:`in_flight` just then: far less than this."""
+_ASKING_SECONDS: Final = 5.0
+"""How long others, who only ask, may keep a :class:`Hold` waiting."""
+
+_ASKING_PAUSE: Final = 0.001
 _UNSUPPORTED: Final = (
     errno.EBADF,
     errno.EINVAL,
@@ -72,9 +74,10 @@ class Hold:
     def __init__(self, directory: Path) -> None:
         self._descriptor: int | None = _open(directory)
         self._process = os.getpid()
-        deadline = time.monotonic() + _PROBE_SECONDS
+        # Exclusive, and those who ask share: several ranks ask at once, and must not take each other for this.
+        deadline = time.monotonic() + _ASKING_SECONDS
         while _try(self._descriptor, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)  # somebody looks whether it is held
+            time.sleep(_ASKING_PAUSE)
 
     def release(self) -> None:
         """Let go. Idempotent."""
@@ -105,8 +108,8 @@ def in_flight(directory: Path) -> bool | None:
 
 
 @contextlib.contextmanager
-def exclusive(directory: Path, seconds: float) -> Iterator[bool]:
-    """Hold the path's lock; yields False where there are no locks.
+def exclusive(directory: Path, seconds: float, waiting: Callable[[], None]) -> Iterator[bool]:
+    """Hold the path's lock; yields False where there are no locks. Calls ``waiting`` now and then until it has it.
 
     Raises :class:`StorageError` if another process does not let go of it within ``seconds``.
     """
@@ -121,6 +124,7 @@ def exclusive(directory: Path, seconds: float) -> Iterator[bool]:
                     f"stopped in the middle of it?",
                     str(directory),
                 )
+            waiting()
             time.sleep(_POLL_SECONDS)
         yield bool(got)
     finally:

@@ -1,12 +1,18 @@
 """Many saves in one job, a few of them with a fault: nothing is lost, and nothing grows.
 
 Faults are drawn and armed before the job starts (``name@N`` in the environment of one rank, the engine reads
-it once), so the log of failpoints says in which save one fired; planners that raise are drawn by save.
+it once), so the log of failpoints says in which save one fired. Planners that raise, ranks that sleep past the
+commit's timeout, and saves that come too fast and are skipped are drawn by save.
+
+Memory is measured after ``malloc_trim``: each gloo group brings threads, so arenas, that keep what is free. torch's
+flight recorder is off: it fills a ring of 2,000 collectives, about 1.8 MiB. What grows then is gloo
+itself, by about 60 bytes per collective, of which a save has two, and DCP's own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import random
@@ -14,7 +20,8 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +31,9 @@ from support.cells import NEVER
 from support.checkpoints import attempts, causes
 from support.planners import FailingPlanner
 from support.processes import run_ranks
-from support.saving import COMMIT_GROUP, number_at, part, save_over
+from support.saving import COMMIT_GROUP, number_at, part, report_of, save_over
 
-from dcp_datastates import failpoints
+from dcp_datastates import commit, failpoints
 
 __all__ = ["WORLD", "Figures", "Outcome", "Usage", "soak"]
 
@@ -54,6 +61,8 @@ _SLOW = ("sync.data.after", "vote.after", "publish.create.after", "outcome.befor
 _ONLY_WITH_COMMIT_GROUP = frozenset(_EVERY_RANK) | {
     *("flush.allocate.before", "sync.data.after", "vote.after", "outcome.before")
 }
+_STALLED = ("vote.before", "vote.after", "outcome.after")
+_STALLED_SECONDS, _PATIENCE_SECONDS = 4.0, 1.5
 _PLANNERS = ("create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
 
 
@@ -82,14 +91,14 @@ class Figures:
 
 @dataclass(frozen=True)
 class _Fault:
-    kind: str  # "planner", "EIO", "ENOSPC" or "slow"
+    kind: str  # "planner", "EIO", "ENOSPC", "slow", "stalled" or "skipped"
     rank: int
     save: int
     where: str
 
 
 def _drawn(saves: int, every: int, chance: random.Random) -> list[_Fault]:
-    kinds = ("planner", "EIO", "ENOSPC", "slow")
+    kinds = ("planner", "EIO", "ENOSPC", "slow", "stalled", "skipped")
     faults = []
     for number, save in enumerate(range(every, saves, every)):
         kind = kinds[number % len(kinds)]
@@ -98,6 +107,8 @@ def _drawn(saves: int, every: int, chance: random.Random) -> list[_Fault]:
             "EIO": _EVERY_RANK + _COORDINATOR,
             "ENOSPC": _FULL,
             "slow": _SLOW,
+            "stalled": _STALLED,
+            "skipped": ("skipped",),
         }[kind]
         where = chance.choice(
             [place for place in places if COMMIT_GROUP or place not in _ONLY_WITH_COMMIT_GROUP]
@@ -113,7 +124,7 @@ def _armed(faults: Sequence[_Fault], rank: int) -> str:
     return ";".join(
         f"{fault.where}@{fault.save}={actions[fault.kind]}"
         for fault in faults
-        if fault.rank == rank and fault.kind != "planner"
+        if fault.rank == rank and fault.kind in actions
     )
 
 
@@ -155,21 +166,25 @@ def typical(usages: Sequence[Usage]) -> Usage:
 def soak(saves: int, every: int, scratch: Path, seed: int, seconds: float) -> Outcome:
     """``saves`` saves on 4 ranks, a fault in each ``every``-th. AssertionError if a save is lost."""
     faults = _drawn(saves, every, random.Random(seed))
-    planners = {
-        fault.save: (fault.rank, fault.where) for fault in faults if fault.kind == "planner"
+    by_save = {
+        fault.save: fault for fault in faults if fault.kind in ("planner", "stalled", "skipped")
     }
     ended = run_ranks(
         "crash.soak:run",
         WORLD,
         scratch,
         environments=[
-            {"DCP_DATASTATES_FAILPOINTS": _armed(faults, rank), LOG: str(scratch / f"fired{rank}")}
+            {
+                "DCP_DATASTATES_FAILPOINTS": _armed(faults, rank),
+                LOG: str(scratch / f"fired{rank}"),
+                "TORCH_FR_BUFFER_SIZE": "0",
+            }
             for rank in range(WORLD)
         ],
         seconds=seconds,
         path=str(scratch / "checkpoint"),
         saves=saves,
-        planners=planners,
+        by_save=by_save,
         seed=seed,
     )
     for one in ended:
@@ -181,49 +196,98 @@ def soak(saves: int, every: int, scratch: Path, seed: int, seconds: float) -> Ou
 # --- on a rank ------------------------------------------------------------------------------------
 
 
-def run(path: str, saves: int, planners: Mapping[int, tuple[int, str]], seed: int) -> Figures:
+def run(path: str, saves: int, by_save: Mapping[int, _Fault], seed: int) -> Figures:
     """The job. All ranks draw the same sizes."""
     chance = random.Random(seed)
     figures = Figures()
     rank = dist.get_rank()
-    window = max(1, saves // 10)
+    window = max(5, saves // 10)
     gc.collect()
     gc.freeze()
     there, size_there = None, 0
     began = time.monotonic()
-    for number in range(1, WARM_UP + saves + 1):
+    for place in range(1, WARM_UP + saves + 1):
+        number = place
         elements = chance.randrange(MAX_ELEMENTS) if number > WARM_UP else MAX_ELEMENTS
-        refusing, where = planners.get(number, (None, ""))
+        fault = by_save.get(number) or (_SKIPPED_TO_WARM_UP if number == 2 else None)
         fired_before = _fired()
-        committed = _save(
-            path, number, elements, FailingPlanner(where) if refusing == rank else None
-        )
+        number, committed = _save_with(fault, path, number, elements)
         fired = _fired()[len(fired_before) :]
-        figures.faults.update(fired + ([where] if refusing == rank else []))
+        figures.faults.update(fired)
+        if fault is not None and fault.rank == rank and fault is not _SKIPPED_TO_WARM_UP:
+            figures.faults[fault.where] += 1
+        faulty = bool(fired) or (fault is not None and fault.kind != "skipped")
         there, size_there = _agreed(
-            Path(path), number, elements, there, size_there, committed, bool(fired) or bool(where)
+            Path(path), number, elements, there, size_there, committed, faulty
         )
         if there == number:
             figures.committed += 1
         else:
             figures.failed += 1
-        for place, usages in (
-            (number - WARM_UP, figures.first),
-            (saves + WARM_UP + 1 - number, figures.last),
+        for nth, usages in (
+            (place - WARM_UP, figures.first),
+            (saves + WARM_UP + 1 - place, figures.last),
         ):
-            if 0 < place <= window:
+            # After a fault, a group may be gone that the next save makes anew.
+            if 0 < nth <= window and there == number and not (fired or fault):
                 usages.append(_usage())
     figures.seconds = time.monotonic() - began
     os.environ["DCP_DATASTATES_FAILPOINTS"] = ""
     failpoints.reload()
-    assert _save(path, number + 1, MAX_ELEMENTS, None)
+    assert _told(_begin(path, place + 1, MAX_ELEMENTS))
     _assert_tidy(Path(path))
     return figures
 
 
-def _save(path: str, number: int, elements: int, planner: Any) -> bool:
+def _save_with(fault: _Fault | None, path: str, number: int, elements: int) -> tuple[int, bool]:
+    """The save's number, and whether this rank was told that it is committed."""
+    kind = None if fault is None else fault.kind
+    mine = fault is not None and fault.rank == dist.get_rank()
+    if kind == "planner" and mine:
+        return number, _told(_begin(path, number, elements, planner=FailingPlanner(fault.where)))
+    if kind == "stalled":
+        with _stalling(fault.where) if mine else contextlib.nullcontext():
+            return number, _told(_begin(path, number, elements, commit_timeout=_PATIENCE_SECONDS))
+    first = _begin(path, number, elements)
+    if kind != "skipped":
+        return number, _told(first)
+    # Another one at its heels. If all ranks are through with the first, it is a save like others.
+    second = report_of(
+        _begin(path, -number, elements, when_behind="skip", max_in_flight=1), RESULT_SECONDS
+    )
+    committed = _told(first)
+    if second.committed:
+        return -number, True
+    assert second.kind == "CheckpointSkipped", second
+    return number, committed
+
+
+_SKIPPED_TO_WARM_UP = _Fault("skipped", 0, 2, "skipped")
+"""The ranks decide about skipping on a group and a thread of their own, made for the first such save."""
+
+
+@contextlib.contextmanager
+def _stalling(where: str) -> Iterator[None]:
+    """This rank sleeps there, for longer than the others wait."""
+
+    def hit(name: str) -> None:
+        failpoints.hit(name)
+        if name == where:
+            time.sleep(_STALLED_SECONDS)
+
+    commit.hit = hit
+    try:
+        yield
+    finally:
+        commit.hit = failpoints.hit
+
+
+def _begin(path: str, number: int, elements: int, **options: Any) -> Future[Any]:
+    return save_over(part(number, elements), path, read_window="immediate", **options)
+
+
+def _told(future: Future[Any]) -> bool:
     """Whether this rank was told that it is committed."""
-    future = save_over(part(number, elements), path, planner=planner, read_window="immediate")
     try:
         future.result(RESULT_SECONDS)
     except BaseException as error:
@@ -271,8 +335,12 @@ def _fired() -> list[str]:
     return []
 
 
+_libc = ctypes.CDLL(None)
+
+
 def _usage() -> Usage:
     gc.collect()
+    _libc.malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return Usage(
         pages * os.sysconf("SC_PAGE_SIZE"),

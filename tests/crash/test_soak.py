@@ -14,7 +14,8 @@ FAULT_EVERY = min(50, max(2, SAVES // 12))
 
 SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 30)))
 
-MEBIBYTE = 1 << 20
+GROWTH_BYTES = (4 if SAVES >= 500 else 12) << 20
+"""A short run is still warming up: the first fault of each kind touches memory that later ones use again."""
 
 
 @pytest.mark.timeout(60 + SAVES)
@@ -29,4 +30,4 @@ def test_nothing_is_lost_and_nothing_grows(tmp_path):
         assert last.tasks <= first.tasks, outcome
         assert last.threads <= first.threads, outcome
         assert last.descriptors <= first.descriptors, outcome
-        assert last.rss - first.rss < 8 * MEBIBYTE, outcome
+        assert last.rss - first.rss < GROWTH_BYTES, outcome

@@ -35,6 +35,7 @@ __all__ = [
     "number_at",
     "number_found",
     "part",
+    "report_of",
     "save_over",
     "save_traced",
     "try_to_save",
@@ -155,10 +156,10 @@ def number_found(path: str, world: int, elements: int) -> int | None:
     return number_at(Path(path), world, elements)
 
 
-def try_to_save(path: str, number: int, elements: int, limit: float) -> Report:
-    """Save, whatever comes of it within ``limit`` seconds."""
+def report_of(future: Future[Any], limit: float) -> Report:
+    """What ``future`` comes to within ``limit`` seconds."""
     try:
-        save_over(part(number, elements), path, read_window="immediate").result(limit)
+        future.result(limit)
     except BaseException as error:
         found = causes(error)
         return Report(
@@ -169,3 +170,14 @@ def try_to_save(path: str, number: int, elements: int, limit: float) -> Report:
             bool(found) and all(isinstance(c, dcp_datastates.DataStatesError) for c in found),
         )
     return Report(True, time.monotonic())
+
+
+def try_to_save(path: str, number: int, elements: int, limit: float) -> Report:
+    """Save, whatever comes of it within ``limit`` seconds."""
+    failed: Future[Any] = Future()
+    try:
+        future = save_over(part(number, elements), path, read_window="immediate")
+    except BaseException as error:
+        failed.set_exception(error)
+        future = failed
+    return report_of(future, limit)
