@@ -116,9 +116,9 @@ class CommitGroup:
         self._reading: Progress | None = None
         self._store: Connection | None = None
         self.heart: Heart | None = None
+        self._lane = Lane(peers, "vote")  # another one from the first round on
         if peers.world > 1:
             self._store = peers.connect("commit")
-            self._lane = Lane(peers, "vote")
             self.heart = Heart(peers, peers.connect("commit"), self._status)
 
     # ---- any thread --------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class CommitGroup:
             policy.close()
         if self.heart is not None:
             self.heart.close()
-            self._lane.close()
+        self._lane.close()
 
     def _cause(self, error: BaseException) -> BaseException:
         if self.heart is None:
@@ -189,6 +189,8 @@ class CommitGroup:
         try:
             if self._expected is None:
                 self._expected = round_.first
+                # A store may outlive a default group, and with it the keys of a former one's lane.
+                self._lane = Lane(self.peers, f"vote/{round_.first}")
             while self.peers.world > 1 and self._expected < round_.number:
                 self._finish(Round.missing(self._expected, round_.first, round_.timeout))
             self._finish(round_)

@@ -167,7 +167,7 @@ def _locked(path: Path) -> Iterator[bool]:
     """Keep anybody from publishing at ``path``; False if it is gone, or somebody is about to."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(lock.exclusive(path, _LOCK_SECONDS, lambda: None))
+            stack.enter_context(lock.exclusive(path, _LOCK_SECONDS))
         except (FileNotFoundError, NotADirectoryError):
             yield False
             return

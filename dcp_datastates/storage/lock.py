@@ -108,7 +108,9 @@ def in_flight(directory: Path) -> bool | None:
 
 
 @contextlib.contextmanager
-def exclusive(directory: Path, seconds: float, waiting: Callable[[], None]) -> Iterator[bool]:
+def exclusive(
+    directory: Path, seconds: float, waiting: Callable[[], None] = lambda: None
+) -> Iterator[bool]:
     """Hold the path's lock; yields False where there are no locks. Calls ``waiting`` now and then until it has it.
 
     Raises :class:`StorageError` if another process does not let go of it within ``seconds``.

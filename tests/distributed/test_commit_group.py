@@ -416,6 +416,7 @@ def test_with_wait_the_training_thread_waits_for_the_oldest_and_no_save_is_lost(
 
 
 def _fork_and_wait(work):
+    gc.collect()  # the garbage of earlier tests, old process groups among it, is the parent's
     child = os.fork()
     if child == 0:
         work()
