@@ -14,7 +14,7 @@ FAULT_EVERY = min(50, max(2, SAVES // 12))
 
 SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 30)))
 
-GROWTH_BYTES = (4 if SAVES >= 500 else 12) << 20
+GROWTH_BYTES = (6 if SAVES >= 500 else 12) << 20
 """A short run is still warming up: the first fault of each kind touches memory that later ones use again."""
 
 
