@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from dcp_datastates.frames import local_variable
+
 __all__ = ["awaited_here"]
 
 
@@ -34,6 +36,6 @@ def _future() -> Any:
         if frame.f_code.co_name == "run" and frame.f_globals.get("__name__") == (
             "concurrent.futures.thread"
         ):
-            return getattr(frame.f_locals.get("self"), "future", None)
+            return getattr(local_variable(frame, "self"), "future", None)
         frame = frame.f_back
     return None

@@ -44,6 +44,7 @@ from dcp_datastates.errors import (
     SaveFailedError,
 )
 from dcp_datastates.failpoints import hit
+from dcp_datastates.frames import release_frames
 from dcp_datastates.heart import SILENCE_SECONDS, Beat, Heart, Loss
 from dcp_datastates.lane import Lane, LaneBroken
 from dcp_datastates.peers import ALONE, Connection, Peers, is_current
@@ -243,6 +244,8 @@ class CommitGroup:
         if error is None:
             return None
         cause = round_.part.error or round_.failure
+        if cause is not None:
+            release_frames(cause)
         if cause is not None and self.peers.world == 1:
             return cause
         error.__cause__ = cause

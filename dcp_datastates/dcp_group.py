@@ -1,51 +1,150 @@
-"""A gloo process group that DCP can use, under a name that no other group of the job has had.
+"""A gloo process group for DCP's collectives, under a name of its own, whose waits can be left.
 
-``dist.new_group`` does not give one: with ``use_local_synchronization`` it names a group after its ranks and the number
+``dist.new_group`` does not give one. With ``use_local_synchronization`` it names a group after its ranks and the number
 of groups that there are, so that a group made in place of another meets at the other's keys in the store, finds the
-addresses of connections that are closed, and waits for ever. Without, all ranks of the job must call it.
-So this does what ``new_group`` does in torch 2.1 to 2.13, with another name.
+addresses of connections that are closed, and waits for ever; without, all ranks of the job must call it. And
+whoever waits in a gloo operation waits until gloo's timeout, however useless that has become: here, all who wait
+look about, and leave.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from dcp_datastates.lane import let_go, poll
 from dcp_datastates.peers import Peers
 
-__all__ = ["make_dcp_group"]
+__all__ = ["DcpGroup"]
+
+_PAUSE_SECONDS: Final = 0.02
+"""Longest pause between two looks whether an operation has completed."""
+
+_NO_TIMEOUT: Final = timedelta(0)
 
 
-def make_dcp_group(
-    peers: Peers, name: str, connecting: timedelta, operation: timedelta
-) -> dist.ProcessGroup:
-    """Collective. Raises RuntimeError if the ranks have not connected within ``connecting``.
+class DcpGroup(dist.ProcessGroup):
+    """Collective: every rank makes one. The collectives that DCP uses, on tensors in host memory.
+
+    :meth:`close` takes it out of torch's books. Raises RuntimeError if the ranks have not connected within
+    ``connecting``.
 
     Args:
         peers: its ranks.
         name: never used before among these ranks.
         connecting: how long to wait for the others.
-        operation: the group's timeout.
+        operation: its timeout.
+        check: called by whoever waits in an operation, now and then; raises the way out, if there is one.
     """
-    store = peers.raw_store(f"group/{name}")
-    private: Any = distributed_c10d
-    group, _ = private._new_process_group_helper(
-        peers.world,
-        peers.rank,
-        list(peers.ranks),
-        dist.Backend("gloo"),
-        store,
-        group_name=f"dcp_datastates/{peers.digest}/{name}",
-        timeout=connecting,
-        group_desc="dcp_datastates",
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    private._world.pg_group_ranks[group] = {
-        global_rank: rank for rank, global_rank in enumerate(peers.ranks)
-    }
-    group._get_backend(torch.device("cpu")).set_timeout(operation)
-    return group
+
+    def __init__(
+        self,
+        peers: Peers,
+        name: str,
+        *,
+        connecting: timedelta,
+        operation: timedelta,
+        check: Callable[[], None],
+    ) -> None:
+        # torch's stubs lack the one constructor that a subclass may call.
+        super().__init__(peers.rank, peers.world)  # type: ignore[call-arg]
+        self._peers = peers
+        self._check = check
+        self._cut = threading.Event()  # set when nobody may wait here any more
+        store = peers.raw_store(f"group/{name}")
+        self._gloo: Any = dist.ProcessGroupGloo(store, peers.rank, peers.world, connecting)
+        self._gloo.set_timeout(operation)
+        private: Any = dist.ProcessGroup
+        device = torch.device("cpu")
+        self._register_backend(device, private.BackendType.GLOO, self._gloo)
+        self._enter_books(store, f"dcp_datastates/{peers.digest}/{name}")
+
+    # ---- any thread --------------------------------------------------------------------------
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the group is of no use any more."""
+        return self._cut.is_set()
+
+    def cut(self) -> None:
+        """Have everybody who waits in this process raise RuntimeError, now and in future."""
+        self._cut.set()
+
+    def close(self) -> None:
+        """Take it out of torch's books; it goes when nobody holds it. Idempotent."""
+        self._cut.set()
+        world: Any = distributed_c10d._world
+        for book in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
+            book.pop(self, None)
+
+    # ---- what DCP calls, by torch.distributed's functions ---------------------------------------
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._started(self._gloo.broadcast, args, kwargs)
+
+    def allgather(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._started(self._gloo.allgather, args, kwargs)
+
+    def gather(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._started(self._gloo.gather, args, kwargs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._started(self._gloo.scatter, args, kwargs)
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._started(self._gloo.allreduce, args, kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._started(self._gloo.barrier, args, kwargs)
+
+    def _started(
+        self, start: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dist.Work:
+        self._look()
+        return _Work(self, start(*args, **kwargs))
+
+    def _look(self) -> None:
+        if self._cut.is_set():
+            raise RuntimeError("this process group was given up")
+        self._check()
+
+    def _await(self, work: Any) -> None:
+        try:
+            poll(work.is_completed, self._look, _PAUSE_SECONDS)
+        except BaseException:
+            self._cut.set()
+            let_go(self._gloo, work, self._peers)
+            raise
+        work.wait()  # raises what it failed with; returns at once
+
+    def _enter_books(self, store: Any, name: str) -> None:
+        world: Any = distributed_c10d._world
+        world.pg_map[self] = ("gloo", store)
+        world.pg_names[self] = name
+        world.pg_backend_config[self] = "cpu:gloo"
+        world.pg_group_ranks[self] = {
+            global_rank: rank for rank, global_rank in enumerate(self._peers.ranks)
+        }
+
+
+class _Work(dist.Work):
+    """An operation under way."""
+
+    def __init__(self, group: DcpGroup, work: Any) -> None:
+        super().__init__()
+        self._group = group
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return bool(self._work.is_completed())
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return when the operation has completed; raise if it failed, or nobody may wait for it any more."""
+        self._group._await(self._work)
+        return True

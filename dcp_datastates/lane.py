@@ -9,8 +9,11 @@ One thread uses a lane.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,7 +24,7 @@ import torch.distributed as dist
 
 from dcp_datastates.peers import Connection, Peers
 
-__all__ = ["Lane", "LaneBroken", "meet", "poll", "unblock"]
+__all__ = ["Lane", "LaneBroken", "abandoned", "let_go", "meet", "poll"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +44,14 @@ _STORE_PAUSE: Final = 0.1
 _LOOK_SECONDS: Final = 0.5
 """Between two looks whether others have given the group up."""
 
+_LETTING_GO_SECONDS: Final = 5.0
+"""How long an operation may take to end once its connections have failed."""
+
 _UNUSED_TAG: Final = 0x7FFF
 """No collective uses it."""
 
-_abandoned: list[Any] = []
+_abandoned_lock = threading.Lock()  # guards _abandoned
+_abandoned: list[tuple[Any, Any]] = []
 
 Check = Callable[[], None]
 
@@ -92,14 +99,8 @@ class Lane:
         """Give this generation up, for all. Returns soon, whatever the other ranks do."""
         group, self._group = self._group, None
         pending, self._pending = self._pending, None
-        if group is not None and pending is not None and not pending.is_completed():
-            unblock(group, self._peers.rank, self._peers.world)
-            deadline = time.monotonic() + 5
-            while not pending.is_completed() and time.monotonic() < deadline:
-                time.sleep(0.005)
-            if not pending.is_completed():
-                logger.warning("an operation of gloo's does not end; leaving its group in memory")
-                _abandoned.append((group, pending))  # its destructor would wait for it
+        if group is not None and pending is not None:
+            let_go(group, pending, self._peers)
         if self._store is not None:
             was, self._generation = self._generation, self._generation + 1
             with contextlib.suppress(Exception):  # without a store, there is no next generation
@@ -183,7 +184,46 @@ def meet(store: Connection, place: str, peers: Peers, check: Check) -> None:
         poll(lambda: bool(store.check([f"{place}/go"])), check, _STORE_PAUSE)
 
 
-def unblock(backend: Any, rank: int, world: int) -> None:
+def let_go(backend: Any, pending: Any, peers: Peers) -> None:
+    """End the operation ``pending`` in a gloo ``backend`` that is of no use any more, within seconds.
+
+    If it does not end, the backend is kept until it does: its destructor would wait. See :func:`abandoned`.
+    """
+    abandoned()
+    if pending.is_completed():
+        return
+    _unblock(backend, peers.rank, peers.world)
+    deadline = time.monotonic() + _LETTING_GO_SECONDS
+    while not pending.is_completed():
+        if time.monotonic() > deadline:
+            logger.warning("an operation of gloo's does not end; its group stays until it does")
+            with _abandoned_lock:
+                _abandoned.append((backend, pending))
+            return
+        time.sleep(0.005)
+
+
+def abandoned() -> int:
+    """How many gloo backends are kept because an operation of theirs does not end.
+
+    Gloo of torch 2.13 forgets a send that it starts on hearing that the other side is ready, if it finds the
+    connection closed just then: seen where a rank was stopped for a while. It ends by its timeout alone.
+    """
+    with _abandoned_lock:
+        _abandoned[:] = [kept for kept in _abandoned if not kept[1].is_completed()]
+        return len(_abandoned)
+
+
+def _keep_abandoned() -> None:
+    for backend, pending in _abandoned:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
+
+
+atexit.register(_keep_abandoned)  # at the end of the interpreter, nobody may wait for them
+
+
+def _unblock(backend: Any, rank: int, world: int) -> None:
     """Make every operation that waits in a gloo ``backend`` fail now; the backend is of no use afterwards.
 
     ``abort`` of torch 2.13 leaves them waiting. A receive that times out does not: gloo then fails all

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dcp_datastates.frames import local_variable
+
 __all__ = ["warn_if_shared"]
 
 _warned = False
@@ -27,9 +29,9 @@ def warn_if_shared() -> None:
     if dist.get_world_size() == 1:
         return
     frame = _caller()
-    if frame is None or frame.f_locals.get("no_dist"):
+    if frame is None or local_variable(frame, "no_dist"):
         return
-    group: Any = frame.f_locals.get("process_group")
+    group: Any = local_variable(frame, "process_group")
     if group not in (None, dist.group.WORLD) or dist.get_backend(dist.group.WORLD) != "gloo":
         return
     _warned = True

@@ -18,7 +18,14 @@ from support.ranks import ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import CheckpointSupersededError, RankLostError, api, commit, heart, publish
+from dcp_datastates import (
+    CheckpointSupersededError,
+    RankLostError,
+    collectives,
+    commit,
+    heart,
+    publish,
+)
 from dcp_datastates.attempt import next_attempt
 from dcp_datastates.errors import StorageError
 from dcp_datastates.peers import peers_of
@@ -43,7 +50,7 @@ def _forget_groups():
     """As if the default group had been made anew over the same store."""
     dist.barrier()
     commit._close_all()
-    api._groups.clear()
+    collectives._all.clear()
     dist.barrier()
 
 
