@@ -36,7 +36,7 @@ from dcp_datastates.failpoints import hit
 from dcp_datastates.metadata import FileRecord, Note, decode, encode, read_note
 from dcp_datastates.round import Consolidated, Round
 from dcp_datastates.storage import local, operations
-from dcp_datastates.storage.lock import exclusive, in_flight
+from dcp_datastates.storage.lock import asking, exclusive
 
 __all__ = [
     "check_overwrite",
@@ -165,9 +165,12 @@ def tidy_after_commit(round_: Round, rank: int, world: int) -> None:
     for older in local.attempts(directory):
         # Without locks, in_flight() is None. An older attempt of another job that is still under way can
         # then not commit any more in any case: step 2 above refuses it.
-        if older < attempt and not in_flight(directory / older.name):
-            logger.debug("removing attempt %s of %s", older.name, directory)
-            local.remove_files(directory, older, rank, world)
+        if not older < attempt:
+            continue
+        with asking(directory / older.name) as held:
+            if not held:
+                logger.debug("removing attempt %s of %s", older.name, directory)
+                local.remove_files(directory, older, rank, world)
 
 
 def tidy_after_failure(round_: Round, rank: int, world: int) -> None:

@@ -11,11 +11,12 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.attempt import Ticket, next_attempt
+from dcp_datastates.attempt import Attempt, Ticket, next_attempt
 from dcp_datastates.commit import CommitGroup, commit_group
 from dcp_datastates.errors import (
     CheckpointSkipped,
@@ -23,6 +24,7 @@ from dcp_datastates.errors import (
     DataStatesError,
     RankLostError,
     SaveAbandonedError,
+    StorageError,
 )
 from dcp_datastates.heart import Loss
 from dcp_datastates.peers import ALONE
@@ -37,6 +39,8 @@ from dcp_datastates.turns import Turn
 __all__ = ["OutcomeFuture", "Save"]
 
 logger = logging.getLogger(__name__)
+
+_CLAIMS: Final = 100
 
 
 class OutcomeFuture(Future[None]):
@@ -151,13 +155,25 @@ class Save:
         directory = self.directory()
         local.make_directories(directory)
         self._seen = local.signature(directory)
-        attempt = next_attempt(local.attempts(directory))
-        while not local.claim(directory, attempt):  # another job's
-            attempt = next_attempt(local.attempts(directory))
-        self._hold = Hold(directory / attempt.name)
+        attempt, self._hold = self._claim(directory)
         ticket = Ticket(attempt, group.draw(), world, group.first)
         self.deliver(ticket)
         return ticket
+
+    @staticmethod
+    def _claim(directory: Path) -> tuple[Attempt, Hold]:
+        for _ in range(_CLAIMS):
+            attempt = next_attempt(local.attempts(directory))
+            if not local.claim(directory, attempt):  # another job's
+                continue
+            # A job that commits in between takes what nobody holds for left over, and removes it.
+            if hold := Hold.on(directory / attempt.name):
+                return attempt, hold
+        raise StorageError(
+            None,
+            "other jobs keep taking away the directory of this save; are several saving to one path?",
+            str(directory),
+        )
 
     def ticket(self) -> Ticket:
         """What the coordinator chose. Raises if it has not reached this rank."""

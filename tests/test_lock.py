@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import time
 
-from dcp_datastates.storage.lock import Hold, in_flight
+from dcp_datastates.storage.lock import Hold, asking, in_flight
 
 
 def test_a_hold_is_seen_until_it_is_released(tmp_path):
@@ -43,4 +44,25 @@ def test_a_hold_waits_for_those_who_only_ask(tmp_path):
     hold = Hold(tmp_path)
     timer.join()
     assert in_flight(tmp_path) is True
+    hold.release()
+
+
+def test_a_hold_on_a_directory_that_somebody_removes_first_is_no_hold(tmp_path):
+    folder = tmp_path / "attempt"
+    assert Hold.on(folder) is None
+    folder.mkdir()
+    with asking(folder) as held:  # as one who is about to remove it
+        assert held is False
+        found = []
+        claiming = threading.Thread(target=lambda: found.append(Hold.on(folder)))
+        claiming.start()
+        time.sleep(0.2)
+        folder.rmdir()
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other").rename(folder)  # of the same name, and another
+    claiming.join()
+    assert found == [None]
+    hold = Hold.on(folder)
+    assert hold is not None
+    assert in_flight(folder)
     hold.release()

@@ -20,7 +20,7 @@ from typing import Final
 
 from dcp_datastates.errors import StorageError
 
-__all__ = ["Hold", "exclusive", "in_flight"]
+__all__ = ["Hold", "asking", "exclusive", "in_flight"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,22 @@ class Hold:
         while _try(self._descriptor, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
             time.sleep(_ASKING_PAUSE)
 
+    @staticmethod
+    def on(directory: Path) -> Hold | None:
+        """A hold on a directory that was made a moment ago; None if somebody has removed it before it was held."""
+        try:
+            hold = Hold(directory)
+        except FileNotFoundError:
+            return None
+        assert hold._descriptor is not None
+        try:
+            if os.path.samestat(os.stat(directory), os.fstat(hold._descriptor)):
+                return hold
+        except FileNotFoundError:
+            pass
+        hold.release()
+        return None
+
     def release(self) -> None:
         """Let go. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
@@ -91,18 +107,28 @@ class Hold:
 
 def in_flight(directory: Path) -> bool | None:
     """Whether a live process holds the attempt in ``directory``; None if that cannot be known."""
+    with asking(directory) as answer:
+        return answer
+
+
+@contextlib.contextmanager
+def asking(directory: Path) -> Iterator[bool | None]:
+    """:func:`in_flight`, and nobody can begin to hold it before this ends."""
     try:
         descriptor = _open(directory)
     except FileNotFoundError:
-        return False  # gone
+        yield False  # gone
+        return
     except OSError:
-        return True  # too many open files, say: keep what may be in flight
+        yield True  # too many open files, say: keep what may be in flight
+        return
     try:
         # Shared: ranks that look at once do not see each other.
-        got = _try(descriptor, fcntl.LOCK_SH)
-        return None if got is None else not got
-    except OSError:
-        return None
+        try:
+            got = _try(descriptor, fcntl.LOCK_SH)
+        except OSError:
+            got = None
+        yield None if got is None else not got
     finally:
         _close(descriptor)
 
