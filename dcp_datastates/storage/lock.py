@@ -72,8 +72,9 @@ class Hold:
     """Says that an attempt is in flight, until :meth:`release` or the end of this process."""
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor: int | None = _open(directory)
+        self._descriptor: int | None = None  # should the next line raise
         self._process = os.getpid()
+        self._descriptor = _open(directory)
         # Exclusive, and those who ask share: several ranks ask at once, and must not take each other for this.
         deadline = time.monotonic() + _ASKING_SECONDS
         while _try(self._descriptor, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
