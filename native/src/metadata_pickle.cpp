@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <cstring>
-#include <initializer_list>
 #include <iterator>
 #include <limits>
 #include <stdexcept>
@@ -16,23 +14,18 @@
 #include <vector>
 
 #include "pickle_opcodes.h"
+#include "pickle_output.h"
 
 namespace datastates {
 namespace {
-
-// As Python's pickler has them. Without frames, an unpickler reads a file opcode by opcode.
-constexpr std::size_t kFrameBytes = std::size_t{64} << 10U;
-constexpr std::size_t kBatch = 1000;
 
 constexpr std::int64_t kMaxDims = 64;  // torch allows as many; scan_pickle takes no more
 
 // At most, in bytes; rounded up.
 constexpr std::size_t kGetBytes = 5;
 constexpr std::size_t kIntBytes = 11;
-constexpr std::size_t kFrameHead = 9;
-constexpr std::size_t kSizeBytes = kGetBytes + 8;  // and its integers
-constexpr std::size_t kEntryBytes =
-    (8 * kGetBytes) + 16;  // of a name, with neither size nor chunks
+constexpr std::size_t kSizeBytes = kGetBytes + 8;          // and its integers
+constexpr std::size_t kEntryBytes = (8 * kGetBytes) + 16;  // neither size nor chunks
 constexpr std::size_t kChunkBytes = (4 * kGetBytes) + 12;  // without its sizes
 constexpr std::size_t kPlaceBytes = (12 * kGetBytes) + (3 * kIntBytes) + 24;
 constexpr std::size_t kEndsBytes = 256;
@@ -73,117 +66,6 @@ void check_lengths(const MetadataPrelude& prelude, const MetadataColumns& column
     same_length("object_offsets", columns.object_offsets.size(), columns.object_files.size());
     same_length("object_lengths", columns.object_lengths.size(), columns.object_files.size());
 }
-
-/// Opcodes, in frames.
-class Output {
-  public:
-    explicit Output(std::span<std::byte> out) : out_(out) {
-        op(Op::kProto);
-        byte(4);
-        begin_frame();
-    }
-
-    /// Room for an item of up to `bytes`, which no frame ends within.
-    void item(std::size_t bytes) {
-        if (at_ - frame_ >= kFrameBytes) {
-            end_frame();
-            begin_frame();
-        }
-        if (out_.size() - at_ < bytes + kFrameHead) throw std::length_error("bound too low");
-    }
-
-    void op(Op op) { byte(static_cast<std::uint8_t>(op)); }
-
-    void ops(std::initializer_list<Op> several) {
-        for (const Op each : several) op(each);
-    }
-
-    void bytes(std::span<const std::byte> data) {
-        if (!data.empty()) std::memcpy(out_.data() + at_, data.data(), data.size());
-        at_ += data.size();
-    }
-
-    void get(std::uint32_t memo) {
-        if (memo <= std::numeric_limits<std::uint8_t>::max()) {
-            op(Op::kBinGet);
-            number(memo, 1);
-        } else {
-            op(Op::kLongBinGet);
-            number(memo, 4);
-        }
-    }
-
-    /// Of an integer that is not negative.
-    void integer(std::int64_t value) {
-        const auto bits = static_cast<std::uint64_t>(value);
-        if (bits <= std::numeric_limits<std::uint8_t>::max()) {
-            op(Op::kBinInt1);
-            number(bits, 1);
-        } else if (bits <= std::numeric_limits<std::uint16_t>::max()) {
-            op(Op::kBinInt2);
-            number(bits, 2);
-        } else if (value <= std::numeric_limits<std::int32_t>::max()) {
-            op(Op::kBinInt);
-            number(bits, 4);
-        } else {  // with its sign
-            const auto width = static_cast<unsigned>(std::bit_width(bits) / 8) + 1;
-            op(Op::kLong1);
-            number(width, 1);
-            number(bits, width);
-        }
-    }
-
-    std::size_t finish() {
-        op(Op::kStop);
-        end_frame();
-        return at_;
-    }
-
-  private:
-    void byte(std::uint8_t value) { out_[at_++] = std::byte{value}; }
-
-    void number(std::uint64_t value, unsigned width) {
-        for (unsigned i = 0; i < width; ++i) byte(static_cast<std::uint8_t>(value >> (8 * i)));
-    }
-
-    void begin_frame() {
-        op(Op::kFrame);
-        number(0, 8);
-        frame_ = at_;
-    }
-
-    void end_frame() {
-        const std::size_t end = at_;
-        at_ = frame_ - 8;
-        number(end - frame_, 8);
-        at_ = end;
-    }
-
-    std::span<std::byte> out_;
-    std::size_t at_ = 0;
-    std::size_t frame_ = 0;  // where its content begins
-};
-
-/// Items of a list or dict, a thousand at a time: an unpickler has them all on its stack.
-class Batches {
-  public:
-    Batches(Output& out, Op end) : out_(out), end_(end) {}
-
-    void item() {
-        if (held_ == kBatch) finish();
-        if (held_++ == 0) out_.op(Op::kMark);
-    }
-
-    void finish() {
-        if (held_ > 0) out_.op(end_);
-        held_ = 0;
-    }
-
-  private:
-    Output& out_;
-    Op end_;
-    std::size_t held_ = 0;
-};
 
 /// Which torch.Size the memo has where. Forgets: layers repeat their shapes, and those of a layer's
 /// tensors with their chunks' offsets are fewer than the places here.
@@ -279,7 +161,7 @@ class Writer {
     void state_dict_metadata() {
         word(Word::kStateDictMetadata);
         out_.op(Op::kEmptyDict);
-        Batches items(out_, Op::kSetItems);
+        PickleBatches items(out_, Op::kSetItems);
         std::size_t objects = 0;
         for (std::size_t name = 0; name < prelude_.names.size(); ++name) {
             out_.item(kEntryBytes);
@@ -324,7 +206,7 @@ class Writer {
         (void)torch_size(shape);
         word(Word::kChunks);
         out_.op(Op::kEmptyList);
-        Batches items(out_, Op::kAppends);
+        PickleBatches items(out_, Op::kAppends);
         for (std::int64_t i = 0; i < count; ++i) {
             out_.item(kChunkBytes + (2 * (kSizeBytes + (kIntBytes * ndim))) + kEntryBytes);
             items.item();
@@ -374,7 +256,7 @@ class Writer {
     void storage_data() {
         word(Word::kStorageData);
         out_.op(Op::kEmptyDict);
-        Batches items(out_, Op::kSetItems);
+        PickleBatches items(out_, Op::kSetItems);
         std::size_t chunk = 0;
         for (std::size_t name = 0; name < prelude_.names.size(); ++name) {
             for (std::int64_t i = 0; i < columns_.counts[name]; ++i, ++chunk) {
@@ -402,7 +284,7 @@ class Writer {
     }
 
     /// A MetadataIndex up to the value of its `index`.
-    void start_place(Batches& items, std::size_t name) {
+    void start_place(PickleBatches& items, std::size_t name) {
         out_.item(kPlaceBytes);
         items.item();
         instance_with_attributes(Word::kMetadataIndex);
@@ -432,9 +314,9 @@ class Writer {
         end_attributes();
     }
 
-    const MetadataPrelude& prelude_;
-    const MetadataColumns& columns_;
-    Output out_;
+    MetadataPrelude prelude_;
+    MetadataColumns columns_;
+    PickleOutput out_;
     std::array<std::uint32_t, kWords> words_{};
     std::int64_t memo_size_;
     SeenSizes sizes_seen_;
@@ -456,7 +338,7 @@ std::size_t metadata_pickle_bound(const MetadataPrelude& prelude, const Metadata
                                 (places * kPlaceBytes) + (integers * kIntBytes);
     // What the largest item asks for beyond itself.
     const std::size_t slack = 4096;
-    return content + slack + ((content / kFrameBytes + 1) * kFrameHead);
+    return content + slack + ((content / PickleOutput::kFrameBytes + 1) * PickleOutput::kFrameHead);
 }
 
 std::size_t write_metadata_pickle(const MetadataPrelude& prelude, const MetadataColumns& columns,
