@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import pickletools
 from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
@@ -235,6 +236,15 @@ def test_equal_sizes_are_one_object() -> None:
     assert first.chunks[1].sizes is second.chunks[3].sizes
     assert first.chunks[1].offsets is second.chunks[1].offsets
     assert first.chunks[1].offsets is list(found.storage_data)[1].offset
+
+
+def test_frames_hold_all_and_end_between_items() -> None:
+    data = emit(*_sharded(1001, 3).columns(), META, "1.0.0", NOTE)
+    opcodes = [(op.name, arg, at) for op, arg, at in pickletools.genops(data)]
+    frames = [(at + 9, at + 9 + length) for name, length, at in opcodes if name == "FRAME"]
+    assert frames[0][0] == 2 + 9
+    assert [end for _, end in frames] == [*(begin - 9 for begin, _ in frames[1:]), len(data)]
+    assert all(1 << 16 <= end - begin < (1 << 16) + 200 for begin, end in frames[1:-1])
 
 
 def test_the_file_is_smaller_than_stock() -> None:
