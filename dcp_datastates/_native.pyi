@@ -11,6 +11,8 @@ from typing import Any, Literal, final
 
 from typing_extensions import Buffer
 
+from dcp_datastates.planning.catalog import Catalog, Ints, Placement
+
 SEGMENT_BYTES: int
 """Size of a host cache segment (8 MiB). A file is one byte stream cut into segments."""
 
@@ -43,6 +45,24 @@ def scan_pickle(data: Buffer) -> str | None:
     instances that the data make, call with other arguments than one integer, string or short tuple of
     integers, or recurse or hash without bound (``native/src/pickle_scan.h``). Which names the data
     may refer to is the unpickler's to decide. Time and memory are linear in the length.
+    """
+
+def metadata_pickle(
+    opcodes: Buffer,
+    memo_size: int,
+    words: Ints,
+    names: Ints,
+    table: Ints,
+    paths: Ints,
+    catalog: Catalog,
+    placement: Placement,
+) -> bytes:
+    """``opcodes``, then the rest of the pickle of a ``Metadata`` (``dcp_datastates.planning.emit`` says how).
+
+    ``opcodes`` have neither PROTO nor frames, and end within a dict of attributes. The four arrays are
+    where the unpickler's memo, which has ``memo_size`` entries by then, has the words of
+    ``native/src/metadata_pickle.h``, and the names, properties and paths of the columns. Writes without the
+    GIL; the arrays must not change meanwhile. Raises ValueError for columns that are inconsistent.
     """
 
 @final

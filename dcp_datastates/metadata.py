@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c, scan_pickle
 from dcp_datastates.attempt import Attempt
@@ -36,13 +36,14 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.metadata_check import MAX_BYTES, MetadataError, check, described
+from dcp_datastates.planning.catalog import Catalog, Placement
+from dcp_datastates.planning.emit import NOTE, emit
 
-__all__ = ["FileRecord", "Note", "decode", "encode", "read_note"]
+__all__ = ["FileRecord", "Note", "decode", "encode", "encode_columns", "read_note"]
 
 FORMAT_VERSION: Final = 1
 _MAGIC: Final = b"DCPDST\x00\x01"
 _TRAILER: Final = struct.Struct("<8sQII")
-_NOTE: Final = "dcp_datastates"
 
 _DTYPES: Final = {
     name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
@@ -100,14 +101,7 @@ def encode(metadata: Metadata, note: Note) -> bytes:
     Raises :class:`ConfigurationError` if ``metadata`` holds what :func:`decode` would refuse (a planner's
     objects, say): a checkpoint that cannot be opened must not be committed.
     """
-    vars(metadata)[_NOTE] = {
-        "version": FORMAT_VERSION,
-        "attempt": note.attempt.name,
-        "files": {
-            record.relative_path: (record.nbytes, record.table_offset)
-            for record in note.files.values()
-        },
-    }
+    vars(metadata)[NOTE] = _noted(note)
     data = pickle.dumps(metadata)
     try:
         _open(data)
@@ -116,8 +110,23 @@ def encode(metadata: Metadata, note: Note) -> bytes:
             f"the checkpoint's metadata could not be opened again: {error}; a planner must keep its "
             f"planner_data to plain dicts, lists, tuples, strings and numbers"
         ) from error
-    head = _TRAILER.pack(_MAGIC, len(data), crc32c(data), 0)[:-4]
-    return data + head + struct.pack("<I", crc32c(head))
+    return _with_trailer(data)
+
+
+def encode_columns(
+    catalog: Catalog,
+    placement: Placement,
+    storage_meta: StorageMeta | None,
+    version: str | None,
+    note: Note,
+) -> bytes:
+    """The bytes of a ``.metadata`` file, as :func:`encode` makes them of objects; those are never made.
+
+    What was written is not opened again, which would take seconds: that the columns are consistent is
+    checked, that the files in ``note`` are those of ``placement`` and long enough is the caller's to see to.
+    Raises :class:`ValueError` for columns that are malformed.
+    """
+    return _with_trailer(emit(catalog, placement, storage_meta, version, _noted(note)))
 
 
 def decode(data: bytes, path: Path) -> Metadata:
@@ -154,6 +163,11 @@ def read_note(metadata: Metadata, path: Path) -> Note:
         ) from error
 
 
+def _with_trailer(pickled: bytes) -> bytes:
+    head = _TRAILER.pack(_MAGIC, len(pickled), crc32c(pickled), 0)[:-4]
+    return b"".join((pickled, head, struct.pack("<I", crc32c(head))))
+
+
 def _open(pickled: bytes | memoryview) -> Metadata:
     """The metadata in a pickle, or :class:`MetadataError`."""
     reason = scan_pickle(pickled)
@@ -185,8 +199,19 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _noted(note: Note) -> dict[str, Any]:
+    return {
+        "version": FORMAT_VERSION,
+        "attempt": note.attempt.name,
+        "files": {
+            record.relative_path: (record.nbytes, record.table_offset)
+            for record in note.files.values()
+        },
+    }
+
+
 def _note(metadata: Metadata) -> Note:
-    note = vars(metadata).get(_NOTE)
+    note = vars(metadata).get(NOTE)
     if type(note) is not dict:
         raise MetadataError("there are none")
     version, name = note.get("version"), note.get("attempt")

@@ -86,4 +86,5 @@ PYBIND11_MODULE(_native, module) {
     bind_transfer(module);
     bind_jobs(module);
     bind_engine(module);
+    bind_metadata(module);
 }

@@ -22,6 +22,7 @@ namespace py = pybind11;
 void bind_transfer(const py::module_& module);
 void bind_jobs(const py::module_& module);
 void bind_engine(const py::module_& module);
+void bind_metadata(py::module_& module);
 
 /// A host address that Python handed over as an integer.
 inline std::byte* to_address(std::uint64_t address) {

@@ -1,0 +1,432 @@
+"""Metadata written from columns is what stock DCP would have pickled from objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import pickletools
+from itertools import accumulate, pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.checkpoints import raises
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_datastates._native import scan_pickle
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.metadata import (
+    FileRecord,
+    Note,
+    decode,
+    encode,
+    encode_columns,
+    read_note,
+)
+from dcp_datastates.planning.catalog import Catalog, Placement
+from dcp_datastates.planning.emit import emit
+
+META = StorageMeta(checkpoint_id="a checkpoint", save_id="a save")
+NOTE = {"version": 1, "files": {"ü": (1, 2)}}
+
+
+# --- a checkpoint in objects and in columns -----------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: tuple[int, int, int]  # which file, offset, length
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    properties: int
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Object:
+    place: tuple[int, int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+    entries: dict[str, Tensor | Object]
+    table: tuple[TensorProperties, ...]
+    paths: tuple[str, ...]
+    mappings: dict[str, tuple[Any, ...]] | None
+
+    def columns(self) -> tuple[Catalog, Placement]:
+        entries = self.entries.values()
+        tensors = [entry for entry in entries if isinstance(entry, Tensor)]
+        chunks = [chunk for tensor in tensors for chunk in tensor.chunks]
+        objects = [entry for entry in entries if isinstance(entry, Object)]
+        placed, kept = _ints3(chunk.place for chunk in chunks), _ints3(o.place for o in objects)
+        catalog = Catalog(
+            names=tuple(self.entries),
+            table=self.table,
+            properties=_ints(e.properties if isinstance(e, Tensor) else -1 for e in entries),
+            ndims=_ints(len(e.shape) if isinstance(e, Tensor) else 0 for e in entries),
+            shapes=_ints(n for tensor in tensors for n in tensor.shape),
+            counts=_ints(len(e.chunks) if isinstance(e, Tensor) else 0 for e in entries),
+            offsets=_ints(n for chunk in chunks for n in chunk.offsets),
+            sizes=_ints(n for chunk in chunks for n in chunk.sizes),
+            mappings=self.mappings,
+        )
+        return catalog, Placement(self.paths, *placed, *kept)
+
+    def metadata(self) -> Metadata:
+        state: dict[str, Any] = {}
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for name, entry in self.entries.items():
+            if isinstance(entry, Object):
+                state[name] = BytesStorageMetadata()
+                continue
+            chunks = [
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                for chunk in entry.chunks
+            ]
+            state[name] = TensorStorageMetadata(
+                self.table[entry.properties], torch.Size(entry.shape), chunks
+            )
+            for i, chunk in enumerate(entry.chunks):
+                places[MetadataIndex(name, chunk.offsets, i)] = self._info(chunk.place)
+        for name, entry in self.entries.items():
+            if isinstance(entry, Object):
+                places[MetadataIndex(name)] = self._info(entry.place)
+        return Metadata(state, self.mappings, places, META, "1.0.0")
+
+    def _info(self, place: tuple[int, int, int]) -> _StorageInfo:
+        return _StorageInfo(self.paths[place[0]], *place[1:])
+
+
+def _ints(values: Any) -> Any:
+    return np.array(list(values), np.int64)
+
+
+def _ints3(places: Any) -> list[Any]:
+    return list(np.array(list(places), np.int64).reshape(-1, 3).T.copy())
+
+
+def _identical(found: Any, expected: Metadata) -> None:
+    """More than ``==`` sees: the order of dicts, the indices of keys, the types, the attributes."""
+    assert found == expected
+    assert list(vars(found))[:5] == [field.name for field in dataclasses.fields(Metadata)]
+    assert list(found.state_dict_metadata) == list(expected.state_dict_metadata)
+    for name, entry in expected.state_dict_metadata.items():
+        other = found.state_dict_metadata[name]
+        assert vars(other).keys() == vars(entry).keys()
+        for chunk in getattr(other, "chunks", ()):
+            assert [type(chunk.offsets), type(chunk.sizes)] == [torch.Size] * 2
+    keys, others = list(expected.storage_data), list(found.storage_data)
+    assert [(k.fqn, k.offset, k.index) for k in keys] == [
+        (k.fqn, k.offset, k.index) for k in others
+    ]
+    assert [type(k.offset) for k in keys] == [type(k.offset) for k in others]
+    for info in found.storage_data.values():
+        assert info.transform_descriptors is None
+
+
+# --- strategies ---------------------------------------------------------------------------------------
+
+PROPERTIES = st.builds(
+    TensorProperties,
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    layout=st.sampled_from([torch.strided, torch.sparse_coo]),
+    requires_grad=st.booleans(),
+    memory_format=st.sampled_from(
+        [torch.contiguous_format, torch.channels_last, torch.preserve_format]
+    ),
+    pin_memory=st.booleans(),
+)
+# Words of the pickle itself among them: they are memoized before.
+NAMES = st.text(max_size=20) | st.sampled_from(["size", "offset", "state_dict_metadata", "ü" * 300])
+NUMBERS = st.integers(0, 300) | st.sampled_from([0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 1 << 40])
+SIZES = st.integers(0, 5) | NUMBERS
+PATHS = ("__0_0.distcp", "attempt/ü.distcp", *(f"{i}.distcp" for i in range(300)))
+
+
+@st.composite
+def places(draw: Any, length: int | None = None) -> tuple[int, int, int]:
+    file = draw(st.integers(0, len(PATHS) - 1))
+    return file, draw(NUMBERS), draw(NUMBERS) if length is None else length
+
+
+@st.composite
+def tensors(draw: Any, table: int) -> Tensor:
+    shape = draw(st.lists(SIZES, max_size=6).map(tuple) | st.just((1,) * 64))
+    if not shape:
+        chunks = [Chunk((), (), draw(places()))] * draw(st.integers(0, 1))
+        return Tensor(draw(st.integers(0, table - 1)), shape, tuple(chunks))
+    cuts = sorted(draw(st.sets(st.integers(0, shape[0]), max_size=5)) | {0, shape[0]})
+    rows = list(pairwise(cuts)) or [(0, 0)]
+    chunks = [
+        Chunk((a, *(0 for _ in shape[1:])), (b - a, *shape[1:]), draw(places())) for a, b in rows
+    ]
+    return Tensor(draw(st.integers(0, table - 1)), shape, tuple(chunks))
+
+
+@st.composite
+def examples(draw: Any) -> Example:
+    table = tuple(draw(st.lists(PROPERTIES, min_size=1, max_size=4)))
+    entry = tensors(len(table)) | st.builds(Object, places())
+    entries = draw(st.dictionaries(NAMES, entry, max_size=8))
+    path = st.lists(st.text(max_size=5) | st.integers(0, 3), max_size=3).map(tuple)
+    mappings = draw(st.none() | st.fixed_dictionaries(dict.fromkeys(entries, path)))
+    return Example(entries, table, PATHS, mappings)
+
+
+def _sharded(ranks: int, tensors: int) -> Example:
+    def chunk(rank: int) -> Chunk:
+        return Chunk((3 * rank, 0), (3, 7), (rank % len(PATHS), 84 * rank, 84))
+
+    tensor = Tensor(0, (3 * ranks, 7), tuple(map(chunk, range(ranks))))
+    entries = {f"w{i}": tensor for i in range(tensors)}
+    return Example(dict(entries), (TensorProperties(),), PATHS, None)
+
+
+# --- what comes out -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(examples())
+@example(Example({}, (), (), None))
+@example(Example({}, (), (), {}))
+@example(_sharded(1000, 2))  # as many chunks as a batch takes
+@example(_sharded(1001, 3))  # and one more; several frames
+@example(_sharded(1, 1001))
+def test_emitted_is_what_objects_would_be(case: Example) -> None:
+    data = emit(*case.columns(), META, "1.0.0", NOTE)
+    assert scan_pickle(data) is None
+    found = pickle.loads(data)
+    _identical(found, case.metadata())
+    assert vars(found)["dcp_datastates"] == NOTE
+    _identical(pickle._loads(data), case.metadata())  # frames and all, in Python's own words
+
+
+def test_many_different_sizes() -> None:
+    """More than the writer remembers; the memo outgrows two bytes."""
+    chunks = [Chunk((i * i, i), (2 * i + 1, 1), (0, i, 1)) for i in range(70_000)]
+    tensor = Tensor(0, (70_000 * 70_000, 70_000), tuple(chunks))
+    case = Example({"w": tensor, "again": tensor}, (TensorProperties(),), ("f",), None)
+    _identical(pickle.loads(emit(*case.columns(), META, "1.0.0", NOTE)), case.metadata())
+
+
+def test_equal_sizes_are_one_object() -> None:
+    found = pickle.loads(emit(*_sharded(4, 2).columns(), META, "1.0.0", NOTE))
+    first, second = found.state_dict_metadata.values()
+    assert first.chunks[1].sizes is second.chunks[3].sizes
+    assert first.chunks[1].offsets is second.chunks[1].offsets
+    assert first.chunks[1].offsets is list(found.storage_data)[1].offset
+
+
+def test_frames_hold_all_and_end_between_items() -> None:
+    data = emit(*_sharded(1001, 3).columns(), META, "1.0.0", NOTE)
+    opcodes = [(op.name, arg, at) for op, arg, at in pickletools.genops(data)]
+    frames = [(at + 9, at + 9 + length) for name, length, at in opcodes if name == "FRAME"]
+    assert frames[0][0] == 2 + 9
+    assert [end for _, end in frames] == [*(begin - 9 for begin, _ in frames[1:]), len(data)]
+    assert all(1 << 16 <= end - begin < (1 << 16) + 200 for begin, end in frames[1:-1])
+
+
+def test_the_file_is_smaller_than_stock() -> None:
+    case = _sharded(1000, 10)
+    assert len(emit(*case.columns(), META, "1.0.0", NOTE)) < len(pickle.dumps(case.metadata()))
+
+
+# --- as a file ----------------------------------------------------------------------------------------
+
+
+def _note(case: Example, nbytes: dict[str, int]) -> Note:
+    records = {}
+    for path in case.paths:
+        table_offset = -(-nbytes.get(path, 0) // 4) * 4 + 4
+        words = -(-table_offset // (1 << 20)) + 1
+        records[path] = FileRecord(path, table_offset + 4 * words, table_offset)
+    return Note(Attempt(7, 1), records)
+
+
+def _packed(case: Example) -> tuple[Example, Note]:
+    """The example with places that do not overlap, and are as long as what is in them."""
+    ends: dict[str, int] = {}
+
+    def place(at: tuple[int, int, int], length: int) -> tuple[int, int, int]:
+        offset = ends.get(case.paths[at[0]], 0)
+        ends[case.paths[at[0]]] = offset + length
+        return at[0], offset, length
+
+    entries: dict[str, Tensor | Object] = {}
+    for name, entry in case.entries.items():
+        if isinstance(entry, Object):
+            entries[name] = Object(place(entry.place, 10))
+            continue
+        itemsize = case.table[entry.properties].dtype.itemsize
+        chunks = [
+            dataclasses.replace(c, place=place(c.place, prod(c.sizes) * itemsize))
+            for c in entry.chunks
+        ]
+        entries[name] = dataclasses.replace(entry, chunks=tuple(chunks))
+    packed = dataclasses.replace(case, entries=entries)
+    return packed, _note(packed, ends)
+
+
+def _storable(case: Example) -> bool:
+    return all(
+        isinstance(entry, Object) or (entry.chunks and prod(entry.shape) < 1 << 40)
+        for entry in case.entries.values()
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(examples().filter(_storable))
+@example(_sharded(1001, 2))
+def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
+    packed, note = _packed(case)
+    found = decode(encode_columns(*packed.columns(), META, "1.0.0", note), Path("c"))
+    expected = decode(encode(packed.metadata(), note), Path("c"))
+    _identical(found, expected)
+    assert vars(found).keys() == vars(expected).keys()
+    assert read_note(found, Path("c")) == note
+
+
+def test_stock_reader_loads_the_file(tmp_path: Path) -> None:
+    packed, note = _packed(_sharded(1001, 2))
+    data = encode_columns(*packed.columns(), META, "1.0.0", note)
+    (tmp_path / ".metadata").write_bytes(data)
+    found = FileSystemReader(tmp_path).read_metadata()
+    found.storage_meta.load_id = None
+    _identical(found, packed.metadata())
+
+
+# --- what is refused ----------------------------------------------------------------------------------
+
+ARRAYS = [
+    *((0, name) for name in ("properties", "ndims", "shapes", "counts", "offsets", "sizes")),
+    *((1, name) for name in ("chunk_files", "chunk_offsets", "chunk_lengths")),
+    *((1, name) for name in ("object_files", "object_offsets", "object_lengths")),
+]
+
+SMALL = Example(
+    {
+        "w": Tensor(
+            0, (4, 3), (Chunk((0, 0), (1, 3), (0, 0, 9)), Chunk((1, 0), (3, 3), (1, 0, 9)))
+        ),
+        "o": Object((0, 9, 9)),
+        "scalar": Tensor(1, (), (Chunk((), (), (1, 9, 4)),)),
+    },
+    (TensorProperties(), TensorProperties(torch.int8)),
+    ("a", "b"),
+    None,
+)
+
+
+def _with(which: int, name: str, value: Any) -> tuple[Catalog, Placement]:
+    columns: list[Any] = list(SMALL.columns())
+    columns[which] = dataclasses.replace(columns[which], **{name: value})
+    return tuple(columns)
+
+
+def _emit(columns: tuple[Catalog, Placement]) -> bytes:
+    return emit(*columns, META, "1.0.0", NOTE)
+
+
+@pytest.mark.parametrize(("which", "name"), ARRAYS)
+def test_wrong_lengths_and_types_are_refused(which: int, name: str) -> None:
+    array = getattr(SMALL.columns()[which], name)
+    for wrong in (array[:-1], np.append(array, 0), np.append(array, array)):
+        with raises(ValueError, "values"):
+            _emit(_with(which, name, wrong))
+    strided = np.stack([array, array], axis=1)
+    unaligned = np.frombuffer(b"\0" + array.tobytes(), np.uint8)[1:].view(np.int64)
+    for wrong in (
+        array.astype(np.int32),
+        array.astype(np.float64),
+        array.astype(np.uint64),
+        array.astype(">i8"),
+        strided,
+        strided[:, 0] if len(array) > 1 else strided,
+        unaligned,
+        array.tolist(),
+        None,
+    ):
+        with raises(ValueError, name, "is no C-contiguous one-dimensional array of int64"):
+            _emit(_with(which, name, wrong))
+
+
+@pytest.mark.parametrize(("which", "name"), ARRAYS)
+@pytest.mark.parametrize("wrong", [-1, -2, -(1 << 63), (1 << 63) - 1])
+def test_impossible_values_are_refused(which: int, name: str, wrong: int) -> None:
+    array = getattr(SMALL.columns()[which], name)
+    for i in range(len(array)):
+        changed = array.copy()
+        changed[i] = wrong
+        if np.array_equal(changed, array) or (name == "shapes" and wrong > 0):
+            continue
+        with pytest.raises(ValueError, match=r"\[|values"):
+            _emit(_with(which, name, changed))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("names", ("w", "o", "w"), ["twice"]),
+        ("names", ("w", "o", 3), ["names", "int"]),
+        ("names", ("w", "o"), ["properties has 3 values where 2 are needed"]),
+        ("table", (TensorProperties(),), ["properties[2]=1 is not below 1"]),
+        ("table", (TensorProperties(), None), ["table", "NoneType"]),
+        ("mappings", {"w": ["w"]}, ["mappings", "list"]),
+        ("mappings", {"w": (1.5,)}, ["mappings", "float"]),
+        ("mappings", {1: ("w",)}, ["mappings", "int"]),
+        ("offsets", np.array([0, 0, 2, 0]), ["offsets[2]=2", "outside"]),
+        ("ndims", np.array([65, 0, 0]), ["ndims[0]=65"]),
+    ],
+)
+def test_malformed_catalogs_are_refused(name: str, value: Any, words: list[str]) -> None:
+    with raises(ValueError, *words):
+        _emit(_with(0, name, value))
+
+
+def test_paths_that_are_not_there_are_refused() -> None:
+    with raises(ValueError, "chunk_files[1]=1 is not below 1"):
+        _emit(_with(1, "paths", ("a",)))
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_whatever_the_columns_hold_it_is_refused_or_loads(data: Any) -> None:
+    columns: list[Any] = list(SMALL.columns())
+    for which, name in data.draw(st.lists(st.sampled_from(ARRAYS), min_size=1, max_size=4)):
+        array = getattr(columns[which], name).tolist()
+        edits = st.tuples(st.integers(0, len(array)), st.integers(-2, 5) | NUMBERS)
+        for at, value in data.draw(st.lists(edits, max_size=3)):
+            array[at : at + data.draw(st.integers(0, 2))] = [value]
+        changed = np.array(array, np.int64)
+        columns[which] = dataclasses.replace(columns[which], **{name: changed})
+    try:
+        pickled = _emit(tuple(columns))
+    except ValueError:
+        return
+    assert scan_pickle(pickled) is None
+    catalog = columns[0]
+    found = pickle.loads(pickled)
+    starts = [0, *accumulate(catalog.counts.tolist())]
+    chunks = [len(getattr(e, "chunks", ())) for e in found.state_dict_metadata.values()]
+    assert [0, *accumulate(chunks)] == starts
