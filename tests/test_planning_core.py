@@ -1,0 +1,429 @@
+"""The planner's pure core: local plans in columns, who writes what, and whether the whole is sound."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chunks import Box, boxes
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import (
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+from dcp_datastates.planning import ragged
+from dcp_datastates.planning.assignment import FinalPlan, assign
+from dcp_datastates.planning.columns import LocalPlan
+
+quick = settings(deadline=None, max_examples=150)
+
+MIB = 1 << 20
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.complex128]
+keys = st.one_of(
+    st.sampled_from(["a", "b.c", "", "\0", "\x1f", "ü", "\ud800"]), st.text(max_size=3)
+)
+nested = st.recursive(
+    st.one_of(st.integers(), st.lists(st.integers(0, 3), max_size=2).map(torch.empty)),
+    lambda inner: st.one_of(st.dictionaries(keys, inner, max_size=4), st.lists(inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+def item(name, shape, box=None, dtype=torch.float32, **properties):
+    """A shard; the whole tensor without a box."""
+    kind = WriteItemType.TENSOR if box is None else WriteItemType.SHARD
+    box = box or Box((0,) * len(shape), tuple(shape))
+    return WriteItem(
+        MetadataIndex(name, box.offsets),
+        kind,
+        tensor_data=TensorWriteData(
+            box.chunk(), TensorProperties(dtype=dtype, **properties), torch.Size(shape)
+        ),
+    )
+
+
+def thing(name):
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+
+def plan(*items, mappings=None):
+    return LocalPlan.of(items, mappings)
+
+
+def stock(plans):
+    """What stock DCP makes of the plans, which it has deduplicated."""
+    deduped = dedup_save_plans([SavePlan(p.write_items()) for p in plans])
+    return create_default_global_save_plan(deduped)
+
+
+def with_hints(items):
+    """MetadataIndex compares neither hints nor that there are none."""
+    return [(item, item.index.index) for item in items]
+
+
+def nbytes(write_item):
+    data = write_item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0
+
+
+def bytes_of(plans, finals):
+    return [
+        sum(map(nbytes, final.write_items(local)))
+        for local, final in zip(plans, finals, strict=True)
+    ]
+
+
+def written(plans, finals):
+    """All that is written, by rank."""
+    return [final.write_items(local) for local, final in zip(plans, finals, strict=True)]
+
+
+def assert_partition(plans, finals):
+    """Every element of each chunk is written by exactly one rank, which has it."""
+    held, found = {}, Counter()
+    for local, final in zip(plans, finals, strict=True):
+        for write_item in local.write_items():
+            data = write_item.tensor_data
+            held.setdefault(write_item.index.fqn, {})
+            if data:
+                held[write_item.index.fqn][data.chunk.offsets, data.chunk.sizes] = data
+        mine = {(i.index.fqn, i.index.offset) for i in local.write_items()}
+        assert (np.diff(final.items) > 0).all()
+        for write_item in final.write_items(local):
+            data = write_item.tensor_data
+            if not data:
+                found[write_item.index.fqn] += 1
+                continue
+            assert write_item.index.offset == data.chunk.offsets
+            found[write_item.index.fqn] += math.prod(data.chunk.sizes)
+            if write_item.type is WriteItemType.TENSOR:
+                assert (write_item.index.fqn, data.chunk.offsets) in mine
+    for name, chunks in held.items():
+        assert found[name] == (sum(math.prod(sizes) for _, sizes in chunks) if chunks else 1)
+    return found
+
+
+@st.composite
+def stock_items(draw):
+    """A rank's items, of a random state dict, and the mappings."""
+    flat, mappings = {}, {}
+    for name in draw(st.lists(keys, max_size=4, unique=True)):
+        try:
+            flat, mappings = flatten_state_dict({**flat, name: draw(nested)})
+        except ValueError:  # two paths of the same name
+            continue
+    items = [one for name, value in flat.items() for one in _create_write_items(name, value)]
+    return items, draw(st.sampled_from([mappings, None]))
+
+
+@quick
+@given(stock_items())
+def test_a_plan_survives_its_encoding(given_items):
+    items, mappings = given_items
+    local = LocalPlan.of(items, mappings)
+    assert with_hints(local.write_items()) == with_hints(items)
+    heads = {}
+    for _ in range(2):
+        again = LocalPlan.decode(local.encode(), heads)
+        assert with_hints(again.write_items()) == with_hints(items)
+        assert again.mappings == mappings
+        assert list(again.mappings or ()) == list(mappings or ())
+        assert again.encode() == local.encode()
+        assert again.digest == local.digest
+    assert len(heads) == 1
+
+
+def test_equal_plans_have_equal_digests():
+    items = [item("a.b", (3, 2)), thing("c.0")]
+    one = LocalPlan.of(items, {"a.b": ("a", "b"), "c.0": ("c", 0)})
+    other = LocalPlan.of(
+        pickle.loads(pickle.dumps(items)), {"a.b": ("".join(["a"]), "b"), "c.0": ("c", 0)}
+    )
+    assert one.digest == other.digest
+    assert one.digest != LocalPlan.of(items, None).digest
+    assert one.digest != LocalPlan.of(items[:1], one.mappings).digest
+
+
+@quick
+@given(stock_items(), st.data())
+def test_damaged_bytes_are_refused_or_decoded(given_items, data):
+    encoded = bytearray(LocalPlan.of(*given_items).encode())
+    if data.draw(st.booleans()):
+        encoded = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
+    else:
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        LocalPlan.decode(bytes(encoded)).write_items()
+    except ValueError as error:
+        assert str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, b"dslp\x01", b"dsfp\x01" + b"\xff" * 40])
+def test_other_bytes_are_refused(data):
+    with pytest.raises(ValueError):
+        LocalPlan.decode(data)
+    with pytest.raises(ValueError):
+        FinalPlan.decode(data)
+
+
+def test_an_item_whose_index_is_not_its_chunk_is_refused():
+    odd = dataclasses.replace(item("a.b", (3, 2)), index=MetadataIndex("a.b", (1, 0)))
+    with pytest.raises(ValueError, match=r"'a\.b'"):
+        LocalPlan.of([odd], None)
+
+
+@st.composite
+def unreplicated(draw):
+    """Plans that have tensors in boxes, whole tensors and objects; each once."""
+    ranks = [[] for _ in range(draw(st.integers(1, 5)))]
+    for number in range(draw(st.integers(0, 6))):
+        name = f"t{number}"
+        kind = draw(st.integers(0, 3))
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        dtype = draw(st.sampled_from(DTYPES))
+        if kind == 0:
+            draw(st.sampled_from(ranks)).append(thing(name))
+        elif kind == 1:
+            draw(st.sampled_from(ranks)).append(item(name, shape, dtype=dtype))
+        else:
+            cuts = [draw(st.lists(st.integers(0, max(size, 1)), max_size=3)) for size in shape]
+            for box in boxes(shape, cuts):
+                draw(st.sampled_from(ranks)).append(item(name, shape, box, dtype))
+    return [
+        plan(*draw(st.permutations(items)), mappings={i.index.fqn: (i.index.fqn,) for i in items})
+        for items in ranks
+    ]
+
+
+@quick
+@given(unreplicated(), st.booleans(), st.booleans())
+def test_without_replicas_it_is_what_stock_makes(plans, split, lowest):
+    global_plan, metadata = stock(plans)
+    finals, catalog = assign(plans, split=split, dedup_to_lowest_rank=lowest)
+    for local, final, expected in zip(plans, finals, global_plan, strict=True):
+        assert with_hints(final.write_items(local)) == with_hints(expected.items)
+        assert (np.arange(len(local.names)) == final.items).all()
+        again = FinalPlan.decode(final.encode())
+        assert again.digest == final.digest
+        assert with_hints(again.write_items(local)) == with_hints(expected.items)
+    assert list(catalog.names) == list(metadata.state_dict_metadata)
+    assert catalog.mappings == {key: path for p in plans for key, path in p.mappings.items()}
+
+
+@st.composite
+def replicated(draw):
+    """Plans of a mesh: tensors are sharded over some ranks and replicated over others."""
+    count = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    ranks = [[] for _ in range(count)]
+    for number in range(draw(st.integers(0, 8))):
+        name = f"t{number}"
+        shards = draw(st.sampled_from([n for n in (1, 2, 3, 4) if count % n == 0]))
+        rows = draw(st.sampled_from([0, 1, 5, 64, 1000]))
+        width = draw(st.sampled_from([1, 1000, 8192]))
+        dtype = draw(st.sampled_from(DTYPES))
+        kind = draw(st.integers(0, 3))
+        holders = draw(st.sets(st.integers(0, count - 1), min_size=1))
+        for rank in range(count):
+            if kind == 0:
+                ranks[rank].append(thing(name))
+            elif kind == 1:
+                if rank in holders:
+                    ranks[rank].append(item(name, (rows, width), dtype=dtype))
+            else:
+                shard = rank % shards if kind == 2 else rank // (count // shards)
+                box = Box((rows * shard, 0), (rows, width))
+                ranks[rank].append(item(name, (rows * shards, width), box, dtype))
+    return ranks
+
+
+@quick
+@given(replicated(), st.booleans(), st.booleans())
+def test_replicas_are_written_once(ranks, split, lowest):
+    plans = [plan(*items) for items in ranks]
+    finals, catalog = assign(plans, split=split, dedup_to_lowest_rank=lowest)
+    assert_partition(plans, finals)
+    # As stock numbers chunks: in the order of ranks and items, which is what the metadata lists.
+    _, metadata = create_default_global_save_plan(
+        [
+            SavePlan(
+                [
+                    dataclasses.replace(i, type=WriteItemType.SHARD) if i.tensor_data else i
+                    for i in items
+                ]
+            )
+            for items in written(plans, finals)
+        ]
+    )
+    ends = np.cumsum(np.repeat(catalog.ndims, catalog.counts)).tolist()
+    at = 0
+    for name, count, ndim in zip(catalog.names, catalog.counts, catalog.ndims, strict=True):
+        chunks = getattr(metadata.state_dict_metadata[name], "chunks", [])
+        assert len(chunks) == count
+        for chunk in chunks:
+            assert catalog.offsets[ends[at] - ndim : ends[at]].tolist() == list(chunk.offsets)
+            assert catalog.sizes[ends[at] - ndim : ends[at]].tolist() == list(chunk.sizes)
+            at += 1
+    for items in written(plans, finals):
+        for write_item in items:
+            if write_item.tensor_data:
+                stored = metadata.state_dict_metadata[write_item.index.fqn]
+                assert stored.chunks[write_item.index.index] == write_item.tensor_data.chunk
+    if not split or lowest:
+        assert all((final.begins == 0).all() for final in finals)
+    if lowest:
+        for number, (local, final) in enumerate(zip(plans, finals, strict=True)):
+            for write_item in final.write_items(local):
+                assert not any(write_item in earlier.write_items() for earlier in plans[:number])
+
+
+@quick
+@given(replicated(), st.randoms(use_true_random=False))
+def test_neither_the_order_of_items_nor_the_numbers_of_ranks_change_what_is_dealt(ranks, random):
+    plans = [plan(*items) for items in ranks]
+    loads = bytes_of(plans, assign(plans)[0])
+    assert loads == bytes_of(plans, assign(plans)[0])
+    shuffled = [plan(*random.sample(items, len(items))) for items in ranks]
+    assert bytes_of(shuffled, assign(shuffled)[0]) == loads
+    order = random.sample(range(len(plans)), len(plans))
+    permuted = [plans[rank] for rank in order]
+    assert Counter(bytes_of(permuted, assign(permuted)[0])) == Counter(loads)
+
+
+@pytest.mark.parametrize("holders", [2, 3, 8, 64, 1000])
+def test_data_parallel_ranks_write_the_same_number_of_bytes(holders):
+    """A model of 8 GiB in 101 tensors, with their optimizer's steps and some objects."""
+    items = []
+    for layer in range(101):
+        items += [
+            item(f"{layer}.w", (20_011, 1024)),
+            item(f"{layer}.b", (1024,)),
+            item(f"{layer}.s", ()),
+        ]
+    local = plan(*items, thing("epoch"))
+    plans = [local] * holders
+    finals, catalog = assign(plans)
+    loads = bytes_of(plans, finals)
+    assert all(abs(load * holders / sum(loads) - 1) < 0.01 for load in loads)
+    assert catalog.counts.sum() <= 303 + holders - 1
+    parts = [part for items in written(plans, finals) for part in items]
+    slices = [nbytes(part) for part in parts if part.type is WriteItemType.SHARD]
+    assert min(slices) >= 64 << 10
+
+
+def test_what_others_have_to_write_counts():
+    """Rank 0 has much that no one else has: of the replicas it writes that much less."""
+    common = [item("r", (4096, 4096))]
+    own = [item("own", (2048, 2048), Box((0, 0), (2048, 2048)))]
+    plans = [plan(*common, *own), plan(*common), plan(*common)]
+    loads = bytes_of(plans, assign(plans)[0])
+    assert max(loads) - min(loads) <= 4096 * 4
+    plans = [plan(*common, item("own", (8192, 8192))), plan(*common), plan(*common)]
+    finals, _ = assign(plans)
+    assert len(finals[0].items) == 1
+    assert len({*bytes_of(plans, finals)[1:]}) == 1
+
+
+def test_small_chunks_stay_whole_and_are_spread_over_all_holders():
+    plans = [plan(*(item(f"t{number}", (1000, 100)) for number in range(64)))] * 8
+    finals, catalog = assign(plans)
+    assert (catalog.counts == 1).all()
+    assert [len(final.items) for final in finals] == [8] * 8
+    plans = [plan(*(thing(f"o{number}") for number in range(64)))] * 8
+    assert [len(final.items) for final in assign(plans)[0]] == [8] * 8
+
+
+def test_no_rank_is_preferred_for_a_lone_small_tensor():
+    writers = Counter()
+    for number in range(200):
+        finals, _ = assign([plan(item(f"t{number}", (3,)))] * 4)
+        writers[next(rank for rank in range(4) if len(finals[rank].items))] += 1
+    assert len(writers) == 4
+    assert min(writers.values()) > 20
+
+
+def test_slices_are_never_slivers():
+    """2 MiB for 100 ranks: 32 of them write 64 KiB each."""
+    plans = [plan(item("t", (8192, 64)))] * 100
+    finals, catalog = assign(plans)
+    assert catalog.counts.tolist() == [32]
+    assert {*bytes_of(plans, finals)} == {0, 64 << 10}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (item("x", (2, 3)), item("x", (3, 2)), ["[2, 3]", "[3, 2]"]),
+        (item("x", (2, 3)), item("x", (2, 3, 1)), ["[2, 3]", "[2, 3, 1]"]),
+        (item("x", (2,)), item("x", (2,), dtype=torch.float64), ["float32", "float64"]),
+        (item("x", (2,)), thing("x"), ["an object", "a tensor of shape [2]"]),
+        (item("x", ()), thing("x"), ["an object", "a tensor of shape []"]),
+    ],
+)
+@pytest.mark.parametrize("swap", [False, True])
+def test_contradictions_name_the_fqn_and_the_ranks(one, other, words, swap):
+    if swap:
+        one, other = other, one
+    with pytest.raises(ValueError) as refused:
+        assign([plan(item("y", (1,))), plan(one), plan(item("y", (1,)), one), plan(other)])
+    for word in ["'x'", "rank 1", "rank 3", *words]:
+        assert word in str(refused.value)
+
+
+def test_of_other_properties_the_first_rank_has_its_way():
+    plans = [plan(item("x", (2,), requires_grad=True)), plan(item("x", (2,)))]
+    _, catalog = assign(plans)
+    assert catalog.table[catalog.properties[0]].requires_grad
+
+
+def test_a_rank_that_has_a_chunk_twice_is_refused():
+    shard = item("x", (4,), Box((0,), (2,)))
+    with pytest.raises(ValueError, match="'x': rank 1"):
+        assign([plan(), plan(shard, shard)])
+    empty = item("x", (4,), Box((4,), (0,)))
+    finals, _ = assign([plan(shard), plan(empty, empty)])
+    assert len(finals[1].items) == 1
+
+
+@quick
+@given(replicated())
+def test_colliding_hashes_change_nothing(ranks):
+    plans = [plan(*items) for items in ranks]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "dcp_datastates.planning.holdings.fingerprints",
+            lambda keys, *_, **__: np.zeros(len(keys), dtype=np.uint64),
+        )
+        patch.setattr(
+            "dcp_datastates.planning.assignment.fingerprints",
+            lambda keys, *_, **__: np.zeros(len(keys), dtype=np.uint64),
+        )
+        original = ragged.fingerprints
+        patch.setattr(
+            ragged, "fingerprints", lambda *columns, salt: original(*columns, salt=salt) % 2
+        )
+        finals, _ = assign(plans)
+    assert_partition(plans, finals)
+
+
+def test_mappings_are_merged_and_the_lowest_rank_wins():
+    one = plan(thing("a"), mappings={"a": ("a",), "b": ("b",)})
+    other = plan(thing("c"), mappings={"a": ("other",), "c": ("c",)})
+    _, catalog = assign([one, plan(), other])
+    assert catalog.mappings == {"a": ("a",), "b": ("b",), "c": ("c",)}
+    assert assign([plan(), plan()])[1].mappings is None
