@@ -63,9 +63,9 @@ def assign(
 
     Chunks of the same name and box are replicas. Without ``split``, one holder writes such a chunk whole: the one
     that has fewest bytes, or with ``dedup_to_lowest_rank`` (which never splits) the lowest. With it,
-    chunks of 1 MiB and more are cut in rows of dimension 0. Of several holders that have the same, it
-    depends on a hash of the chunk's name who comes first. The result is the same whatever the order of items, and
-    with other numbers for the ranks it is dealt among them in the same way.
+    chunks of 1 MiB and more are cut in rows of dimension 0, and smaller ones dealt whole. Of several holders that
+    have the same, a hash of the chunk's name says who comes first. The order of items changes nothing, and other
+    numbers for the ranks permute the shares (but for ties between holders that have something else besides).
 
     ValueError: ranks do not agree on a name's shape, dtype or kind.
     """
