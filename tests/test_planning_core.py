@@ -16,6 +16,7 @@ from support.chunks import Box, boxes
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import (
+    _validate_global_plan,
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -29,7 +30,9 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from dcp_datastates.planning import ragged
 from dcp_datastates.planning.assignment import FinalPlan, assign
+from dcp_datastates.planning.catalog import Catalog
 from dcp_datastates.planning.columns import LocalPlan
+from dcp_datastates.planning.validate import catalog_metadata, validate
 
 quick = settings(deadline=None, max_examples=150)
 
@@ -222,8 +225,10 @@ def test_without_replicas_it_is_what_stock_makes(plans, split, lowest):
         again = FinalPlan.decode(final.encode())
         assert again.digest == final.digest
         assert with_hints(again.write_items(local)) == with_hints(expected.items)
-    assert list(catalog.names) == list(metadata.state_dict_metadata)
-    assert catalog.mappings == {key: path for p in plans for key, path in p.mappings.items()}
+    made = catalog_metadata(catalog)
+    assert made.state_dict_metadata == metadata.state_dict_metadata
+    assert list(made.state_dict_metadata) == list(metadata.state_dict_metadata)
+    assert made.planner_data == {key: path for p in plans for key, path in p.mappings.items()}
 
 
 @st.composite
@@ -259,26 +264,14 @@ def test_replicas_are_written_once(ranks, split, lowest):
     finals, catalog = assign(plans, split=split, dedup_to_lowest_rank=lowest)
     assert_partition(plans, finals)
     # As stock numbers chunks: in the order of ranks and items, which is what the metadata lists.
-    _, metadata = create_default_global_save_plan(
-        [
-            SavePlan(
-                [
-                    dataclasses.replace(i, type=WriteItemType.SHARD) if i.tensor_data else i
-                    for i in items
-                ]
-            )
-            for items in written(plans, finals)
-        ]
-    )
-    ends = np.cumsum(np.repeat(catalog.ndims, catalog.counts)).tolist()
-    at = 0
-    for name, count, ndim in zip(catalog.names, catalog.counts, catalog.ndims, strict=True):
-        chunks = getattr(metadata.state_dict_metadata[name], "chunks", [])
-        assert len(chunks) == count
-        for chunk in chunks:
-            assert catalog.offsets[ends[at] - ndim : ends[at]].tolist() == list(chunk.offsets)
-            assert catalog.sizes[ends[at] - ndim : ends[at]].tolist() == list(chunk.sizes)
-            at += 1
+    metadata = catalog_metadata(catalog)
+    shards = [
+        [dataclasses.replace(i, type=WriteItemType.SHARD) if i.tensor_data else i for i in items]
+        for items in written(plans, finals)
+    ]
+    _, expected = create_default_global_save_plan([SavePlan(items) for items in shards])
+    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert validate(catalog, filled=False) == []
     for items in written(plans, finals):
         for write_item in items:
             if write_item.tensor_data:
@@ -439,3 +432,122 @@ def test_mappings_are_merged_and_the_lowest_rank_wins():
     _, catalog = assign([one, plan(), other])
     assert catalog.mappings == {"a": ("a",), "b": ("b",), "c": ("c",)}
     assert assign([plan(), plan()])[1].mappings is None
+
+
+def catalog_of(tensors):
+    """From shapes and boxes by name."""
+    boxes_of = [box for _, chunks in tensors.values() for box in chunks]
+    flat = {
+        "shapes": [size for shape, _ in tensors.values() for size in shape],
+        "offsets": [value for box in boxes_of for value in box.offsets],
+        "sizes": [value for box in boxes_of for value in box.sizes],
+    }
+    return Catalog(
+        names=tuple(tensors),
+        table=(TensorProperties(dtype=torch.float32),),
+        properties=np.zeros(len(tensors), dtype=np.int64),
+        ndims=np.array([len(shape) for shape, _ in tensors.values()], dtype=np.int64),
+        counts=np.array([len(chunks) for _, chunks in tensors.values()], dtype=np.int64),
+        mappings=None,
+        **{name: np.array(values, dtype=np.int64) for name, values in flat.items()},
+    )
+
+
+@st.composite
+def cut_up(draw, begin, end, depth):
+    """A box cut in two, and those again: by planes through it all, as no grid need be."""
+    dimension = draw(st.integers(-1, len(begin) - 1)) if depth else -1
+    if dimension < 0:
+        return [Box(tuple(begin), tuple(b - a for a, b in zip(begin, end, strict=True)))]
+    place = draw(st.integers(begin[dimension], end[dimension]))
+    middle = [place if d == dimension else value for d, value in enumerate(end)]
+    other = [place if d == dimension else value for d, value in enumerate(begin)]
+    return [*draw(cut_up(begin, middle, depth - 1)), *draw(cut_up(other, end, depth - 1))]
+
+
+PINWHEEL = [
+    Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1)),
+]  # fmt: skip
+
+
+@st.composite
+def catalogs(draw):
+    """Tensors cut into boxes; some of them with a box moved, resized, repeated or lost."""
+    tensors = {}
+    for number in range(draw(st.integers(0, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        kind = draw(st.integers(0, 3))
+        if kind == 0:
+            cuts = [draw(st.lists(st.integers(0, max(size, 1)), max_size=4)) for size in shape]
+            chunks = boxes(shape, cuts)
+        elif kind == 1:
+            shape, chunks = (3, 3), list(PINWHEEL)
+        else:
+            chunks = draw(cut_up([0] * len(shape), list(shape), 4))
+        chunks = draw(st.permutations(chunks))
+        for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+            at = draw(st.integers(0, len(chunks) - 1)) if chunks else 0
+            change = draw(st.integers(0, 3))
+            if not chunks or (change == 0 and len(chunks) == 1):
+                continue
+            if change == 0:
+                del chunks[at]
+            elif change == 1:
+                chunks.append(chunks[at])
+            else:
+                corner = list(chunks[at].offsets if change == 2 else chunks[at].sizes)
+                if corner:
+                    corner[draw(st.integers(0, len(corner) - 1))] += draw(st.integers(-2, 2))
+                field = "offsets" if change == 2 else "sizes"
+                chunks[at] = dataclasses.replace(chunks[at], **{field: tuple(corner)})
+        tensors[f"t{number}"] = (shape, chunks)
+    return catalog_of(tensors)
+
+
+def faults(messages):
+    """Which tensors have which kind of fault."""
+    kinds = ("out of bounds", "overlapping", "invalid fill")
+    return {(m.split()[0], next(kind for kind in kinds if kind in m)) for m in messages}
+
+
+@settings(quick, max_examples=1000)
+@given(catalogs(), st.booleans())
+def test_validation_finds_what_stock_finds(catalog, filled):
+    expected = _validate_global_plan([None] * (2 if filled else 1), catalog_metadata(catalog))
+    messages = validate(catalog, filled=filled)
+    assert faults(messages) == faults(expected)
+    assert len(messages) == len(faults(messages))
+    assert [m.split()[0] for m in messages] == sorted(m.split()[0] for m in messages)
+    for message in messages:
+        if "out of bounds" in message:
+            assert message in expected
+
+
+def test_a_pinwheel_is_sound_and_what_overlaps_is_named():
+    sound = catalog_of({"a.b": ((3, 3), PINWHEEL)})
+    assert validate(sound, filled=True) == []
+    broken = catalog_of({"a.b": ((3, 3), [*PINWHEEL, Box((1, 1), (2, 2))])})
+    overlap, fill = validate(broken, filled=True)
+    assert "key:a.b has overlapping chunks: ChunkStorageMetadata(" in overlap
+    assert "offsets=torch.Size([1, 1])" in overlap
+    assert fill == "key:a.b invalid fill tensor-volume: 9 chunks-volume: 13"
+
+
+def test_far_ends_do_not_overflow():
+    far = 1 << 61
+    chunks = [Box((number * (far // 2),), (far // 2,)) for number in range(4)]
+    assert validate(catalog_of({"t": ((2 * far - 4,), chunks[:3])}), filled=False) == []
+    wrong = [*chunks[:3], Box((5,), (7,))]
+    (message,) = validate(catalog_of({"t": ((2 * far - 4,), wrong)}), filled=False)
+    assert "overlapping" in message
+
+
+def test_validation_takes_no_pairs_of_a_fine_grid():
+    """300 x 300 chunks, cut in rows that do not meet: pairs would be 4 billion."""
+    chunks = [
+        Box((row * 10 + column % 10, column), (10, 1))
+        for column in range(300)
+        for row in range(300)
+    ]
+    catalog = catalog_of({"t": ((3010, 300), chunks)})
+    assert validate(catalog, filled=False) == []

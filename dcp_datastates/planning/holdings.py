@@ -63,7 +63,8 @@ def gather(plans: Sequence[LocalPlan]) -> Holdings:
     ndims = names.ndims[name]
     offsets = np.concatenate([plan.offsets for plan in variants])
     sizes = np.concatenate([plan.sizes for plan in variants])
-    nbytes = volumes(ndims, sizes) * _item_sizes(names.table)[names.properties[name]]
+    # A negative size is the validation's to tell; here it must not make a load.
+    nbytes = volumes(ndims, np.maximum(sizes, 0)) * _item_sizes(names.table)[names.properties[name]]
     prints = fingerprints(_hashed(names.names)[name], ndims, offsets, sizes)
     leader = leaders(prints, name, ndims, offsets, sizes)
     order, count = _grouped(leader)

@@ -26,15 +26,15 @@ def positions(starts: Ints, lengths: Ints) -> Ints:
 
 
 def volumes(lengths: Ints, values: Ints) -> Ints:
-    """(N,): the product of each row's values, negative ones taken as 0; 1 for an empty row."""
+    """(N,): the product of each row's values; 1 for an empty row."""
     product = np.ones(len(lengths), dtype=np.int64)
     starts = starts_of(lengths)
     for place in range(int(lengths.max(initial=0))):
         rows = lengths > place
         if rows.all():
-            product *= np.maximum(values[starts + place], 0)
+            product *= values[starts + place]
         else:
-            product[rows] *= np.maximum(values[starts[rows] + place], 0)
+            product[rows] *= values[starts[rows] + place]
     return product
 
 
