@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from .catalog import Ints
 from .packing import pack, pack_ints, pack_objects, unpack, unpack_ints, unpack_objects
+from .ragged import starts_of
 
 __all__ = ["OBJECT", "SHARD", "TENSOR", "Head", "LocalPlan", "digest_of", "properties_key"]
 
@@ -149,55 +150,44 @@ class LocalPlan:
 
     def write_items(self) -> list[WriteItem]:
         """The stock plan's items."""
-        whole = self.parts(np.arange(len(self.names)), self.offsets, self.sizes)
-        return [part.write_item(None) for part in whole]
+        every = np.arange(len(self.names))
+        return self.parts(every, self.kinds, self.offsets, self.sizes, [None] * len(every))
 
-    def parts(self, items: Ints, offsets: Ints, sizes: Ints) -> list[Part]:
-        """Of each of the ``items`` the part at the (ragged) ``offsets`` and ``sizes`` of its tensor."""
-        ends = np.cumsum(self.ndims)
-        shape_at = (ends - self.ndims)[items].tolist()
-        kinds, properties = self.kinds[items].tolist(), self.properties[items].tolist()
-        shapes, offset_list, size_list = self.shapes.tolist(), offsets.tolist(), sizes.tolist()
+    def parts(
+        self,
+        items: Ints,
+        kinds: npt.NDArray[np.uint8],
+        offsets: Ints,
+        sizes: Ints,
+        hints: Sequence[int | None],
+    ) -> list[WriteItem]:
+        """Of each of the ``items`` the part at these (ragged) places of its tensor, with its index hint."""
+        shape_at = starts_of(self.ndims)[items].tolist()
+        shapes, begins, extents = self.shapes.tolist(), offsets.tolist(), sizes.tolist()
         parts = []
         at = 0
-        for number, item in enumerate(items.tolist()):
-            ndim = int(self.ndims[item])
-            begin = shape_at[number]
+        for item, kind, properties, ndim, first, hint in zip(
+            items.tolist(),
+            kinds.tolist(),
+            self.properties[items].tolist(),
+            self.ndims[items].tolist(),
+            shape_at,
+            hints,
+            strict=True,
+        ):
+            name = self.names[item]
+            if kind == OBJECT:
+                parts.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+                continue
+            offset = torch.Size(begins[at : at + ndim])
+            chunk = ChunkStorageMetadata(offset, torch.Size(extents[at : at + ndim]))
+            shape = torch.Size(shapes[first : first + ndim])
+            data = TensorWriteData(chunk, self.table[properties], shape)
             parts.append(
-                Part(
-                    self.names[item],
-                    _TYPES[kinds[number]],
-                    self.table[properties[number]] if properties[number] >= 0 else None,
-                    torch.Size(shapes[begin : begin + ndim]),
-                    torch.Size(offset_list[at : at + ndim]),
-                    torch.Size(size_list[at : at + ndim]),
-                )
+                WriteItem(MetadataIndex(name, offset, hint), _TYPES[kind], tensor_data=data)
             )
             at += ndim
         return parts
-
-
-@dataclass(frozen=True)
-class Part:
-    """A chunk, or a part of one, as an object: on its way to a ``WriteItem``."""
-
-    name: str
-    type: WriteItemType
-    properties: TensorProperties | None
-    shape: torch.Size
-    offsets: torch.Size
-    sizes: torch.Size
-
-    def write_item(self, hint: int | None, type_: WriteItemType | None = None) -> WriteItem:
-        """``hint``: the chunk's position in its tensor's list in the metadata; ``type_``: another one."""
-        if self.properties is None:
-            return WriteItem(MetadataIndex(self.name), self.type)
-        chunk = ChunkStorageMetadata(self.offsets, self.sizes)
-        return WriteItem(
-            MetadataIndex(self.name, self.offsets, hint),
-            type_ or self.type,
-            tensor_data=TensorWriteData(chunk, self.properties, self.shape),
-        )
 
 
 def digest_of(encoded: bytes) -> bytes:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem
 
 from .catalog import Ints
-from .columns import LocalPlan, digest_of
+from .columns import SHARD, LocalPlan, digest_of
 from .packing import pack, pack_ints, unpack, unpack_ints
 from .ragged import positions, starts_of
 
@@ -68,16 +68,8 @@ class FinalPlan:
         cuttable = ndims > 0
         first = starts_of(ndims)[cuttable]
         begins, ends = self.begins[cuttable], self.ends[cuttable]
-        partial = np.zeros(len(ndims), dtype=bool)
-        partial[cuttable] = (begins != 0) | (ends != sizes[first])
+        kinds = local.kinds[self.items]
+        kinds[np.flatnonzero(cuttable)[(begins != 0) | (ends != sizes[first])]] = SHARD
         offsets[first] += begins
         sizes[first] = ends - begins
-        return [
-            part.write_item(hint, WriteItemType.SHARD if cut else None)
-            for part, hint, cut in zip(
-                local.parts(self.items, offsets, sizes),
-                self.hints.tolist(),
-                partial.tolist(),
-                strict=True,
-            )
-        ]
+        return local.parts(self.items, kinds, offsets, sizes, self.hints.tolist())
