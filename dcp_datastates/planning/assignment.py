@@ -1,0 +1,226 @@
+"""Who writes what: of chunks that several ranks hold, each rank its share.
+
+Stock DCP lets one of the holders write a replicated tensor whole. Here they share it: every holder writes
+within 1 % of the same number of bytes, where the chunks are large enough to be cut so (a share is off by
+64 KiB at most, or by a row of a chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from .catalog import Catalog, Ints
+from .columns import LocalPlan
+from .cutting import SPLIT_FROM, cut_line, quotas, to_least_loaded
+from .final import FinalPlan
+from .holdings import Holdings, gather
+from .ragged import fingerprints, leaders, positions, starts_of
+
+__all__ = ["FinalPlan", "assign"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Shares:
+    """S parts of chunks, with the rank that writes each."""
+
+    rank: Ints
+    row: Ints
+    """(S,): row of the holdings: one of this rank's own."""
+    begin: Ints
+    end: Ints
+
+    @staticmethod
+    def joined(parts: Sequence[_Shares]) -> _Shares:
+        columns = ([part.rank for part in parts], [part.row for part in parts])
+        bounds = ([part.begin for part in parts], [part.end for part in parts])
+        return _Shares(*(np.concatenate(column) for column in (*columns, *bounds)))
+
+    def taken(self, which: Ints) -> _Shares:
+        return _Shares(self.rank[which], self.row[which], self.begin[which], self.end[which])
+
+
+@dataclass(frozen=True, eq=False)
+class _HolderSet:
+    """Ranks that hold the same groups."""
+
+    ranks: Ints
+    copies: Ints
+    """Of each rank: which of a group's rows, counted from the group's first, is its own."""
+    groups: Ints
+    begins: Ints
+    """Of each group in the holdings' ``order``."""
+
+
+def assign(
+    plans: Sequence[LocalPlan], *, split: bool = True, dedup_to_lowest_rank: bool = False
+) -> tuple[list[FinalPlan], Catalog]:
+    """Each rank's share, by rank, and the metadata of the whole; ``plans`` are by rank, at least one.
+
+    Chunks of the same name and box are replicas. Without ``split``, one holder writes such a chunk whole: the one
+    that has fewest bytes, or with ``dedup_to_lowest_rank`` (which never splits) the lowest. With it,
+    chunks of 1 MiB and more are cut in rows of dimension 0, and smaller ones dealt whole. Of several holders that
+    have the same, a hash of the chunk's name says who comes first. The order of items changes nothing, and other
+    numbers for the ranks permute the shares (but for ties between holders that have something else besides).
+
+    ValueError: ranks do not agree on a name's shape, dtype or kind.
+    """
+    holdings = gather(plans)
+    mappings = _merged(plans)
+    shares = _dealt(holdings, len(plans), split and not dedup_to_lowest_rank, dedup_to_lowest_rank)
+    shares = _by_rank(holdings, shares)
+    return _finished(holdings, shares, len(plans), mappings)
+
+
+def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
+    """Of a name that several ranks have, the lowest one's path; None if no rank has any."""
+    distinct = {id(plan.mappings): plan.mappings for plan in plans if plan.mappings is not None}
+    first, *others = distinct.values() or [None]
+    if not others:
+        return first
+    merged = dict(first or {})
+    for mapping in others:
+        if mapping is not None and mapping.keys() - merged.keys():
+            merged = {**mapping, **merged}
+    return merged
+
+
+def _dealt(holdings: Holdings, ranks: int, split: bool, to_lowest: bool) -> _Shares:
+    """What one rank alone holds is its own; then the sets of holders, small ones first, as they choose least."""
+    lowest = np.array([of_variant[0] for of_variant in holdings.ranks], dtype=np.int64)
+    many = np.array([len(of_variant) > 1 for of_variant in holdings.ranks])
+    begins = starts_of(holdings.count)
+    first = holdings.order[begins]
+    shared = (holdings.count > 1) | many[holdings.variant[first]]
+    alone = first if to_lowest else first[~shared]
+    own = _Shares(
+        lowest[holdings.variant[alone]],
+        alone,
+        np.zeros_like(alone),
+        holdings.extent[alone],
+    )
+    groups = np.flatnonzero(shared)
+    if to_lowest or not len(groups):
+        return own
+    loads = np.bincount(own.rank, holdings.nbytes[alone], ranks).astype(np.int64)
+    parts = [own]
+    for holders in _holder_sets(holdings, groups):
+        parts += _deal(holdings, holders, loads, split)
+    return _Shares.joined(parts)
+
+
+def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
+    """Small sets first; else in an order that the numbers of the ranks do not change."""
+    begins, count = starts_of(holdings.count)[groups], holdings.count[groups]
+    variants = holdings.variant[holdings.order[positions(begins, count)]]
+    none = np.zeros_like(groups)
+    leader = leaders(fingerprints(none, count, variants), none, count, variants)
+    distinct, number = np.unique(leader, return_inverse=True)
+    width = np.array([len(ranks) for ranks in holdings.ranks], dtype=np.int64)
+    at = starts_of(count)
+    holders = np.add.reduceat(width[variants], at)[distinct]
+    least = np.full(len(distinct), np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(least, number, holdings.prints[groups])
+    turn = np.empty(len(distinct), dtype=np.int64)
+    turn[np.lexsort((least, holders))] = np.arange(len(distinct))
+    order = np.lexsort((holdings.prints[groups], holdings.place[groups], turn[number]))
+    for members in np.split(order, np.cumsum(np.bincount(turn[number]))[:-1]):
+        first = members[0]
+        parts = [holdings.ranks[v] for v in variants[at[first] : at[first] + count[first]]]
+        yield _HolderSet(
+            np.concatenate(parts),
+            np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
+            groups[members],
+            begins[members],
+        )
+
+
+def _deal(holdings: Holdings, holders: _HolderSet, loads: Ints, split: bool) -> list[_Shares]:
+    """Share out what this set holds, and add it to the ``loads``."""
+    by_load = np.lexsort((holders.ranks, loads[holders.ranks]))
+    ranks, copies = holders.ranks[by_load], holders.copies[by_load]
+    first = holdings.order[holders.begins]
+    nbytes, extent = holdings.nbytes[first], holdings.extent[first]
+    turn = int(holdings.prints[holders.groups[0]]) % len(ranks)
+
+    def shares(chunk: Ints, holder: Ints, begin: Ints, end: Ints, dealt: Ints) -> _Shares:
+        np.add.at(loads, ranks[holder], dealt)
+        return _Shares(
+            ranks[holder], holdings.order[holders.begins[chunk] + copies[holder]], begin, end
+        )
+
+    def whole(chunk: Ints, holder: Ints) -> _Shares:
+        return shares(chunk, holder, np.zeros_like(chunk), extent[chunk], nbytes[chunk])
+
+    cuttable = (nbytes >= SPLIT_FROM) & (extent > 1) if split else np.zeros(len(first), dtype=bool)
+    empty = np.flatnonzero(nbytes == 0)
+    parts = [whole(empty, (turn + np.arange(len(empty))) % len(ranks))]
+    small = np.flatnonzero(~cuttable & (nbytes > 0))
+    small = small[np.argsort(-nbytes[small], kind="stable")]
+    parts.append(whole(small, to_least_loaded(nbytes[small], loads[ranks], turn)))
+    large = np.flatnonzero(cuttable)
+    if len(large):
+        row_bytes = nbytes[large] // extent[large]
+        quota = quotas(loads[ranks], int(nbytes[large].sum()))
+        chunk, holder, begin, end = cut_line(extent[large], row_bytes, quota)
+        parts.append(shares(large[chunk], holder, begin, end, (end - begin) * row_bytes[chunk]))
+    return parts
+
+
+def _by_rank(holdings: Holdings, shares: _Shares) -> _Shares:
+    """By rank, and then as the rank's items are."""
+    stride = int(holdings.item.max(initial=0)) + 1
+    key = shares.rank * stride + holdings.item[shares.row]
+    if (key[1:] > key[:-1]).all():
+        return shares
+    return shares.taken(np.argsort(key))
+
+
+def _finished(
+    holdings: Holdings,
+    shares: _Shares,
+    ranks: int,
+    mappings: Mapping[str, tuple[Any, ...]] | None,
+) -> tuple[list[FinalPlan], Catalog]:
+    """The plans of all ranks and the catalog, from shares in the order of ranks and items."""
+    names = holdings.names
+    name = holdings.name[shares.row]
+    tensors = np.flatnonzero(names.properties[name] >= 0)
+    chunks = tensors[np.argsort(name[tensors], kind="stable")]
+    counts = np.bincount(name[chunks], minlength=len(names.names))
+    hints = np.full(len(name), -1, dtype=np.int64)
+    hints[chunks] = np.arange(len(chunks)) - np.repeat(starts_of(counts), counts)
+    offsets, sizes = _boxes(holdings, shares.taken(chunks))
+    catalog = Catalog(
+        names=names.names,
+        table=names.table,
+        properties=names.properties,
+        ndims=names.ndims,
+        shapes=names.shapes,
+        counts=counts,
+        offsets=offsets,
+        sizes=sizes,
+        mappings=mappings,
+    )
+    columns = (holdings.item[shares.row], shares.begin, shares.end, hints)
+    edges = np.searchsorted(shares.rank, np.arange(ranks + 1)).tolist()
+    plans = [
+        FinalPlan(*(column[begin:end] for column in columns)) for begin, end in pairwise(edges)
+    ]
+    return plans, catalog
+
+
+def _boxes(holdings: Holdings, shares: _Shares) -> tuple[Ints, Ints]:
+    """Offsets and sizes of these slices, ragged."""
+    ndims = holdings.ndims[shares.row]
+    where = positions(starts_of(holdings.ndims)[shares.row], ndims)
+    offsets, sizes = holdings.offsets[where], holdings.sizes[where]
+    cuttable = ndims > 0
+    first = starts_of(ndims)[cuttable]
+    offsets[first] += shares.begin[cuttable]
+    sizes[first] = (shares.end - shares.begin)[cuttable]
+    return offsets, sizes

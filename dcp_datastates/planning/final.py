@@ -1,0 +1,75 @@
+"""One rank's share of a checkpoint: which of its items it writes, and which rows of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from torch.distributed.checkpoint.planner import WriteItem
+
+from .catalog import Ints
+from .columns import SHARD, LocalPlan, digest_of
+from .packing import pack, pack_ints, unpack, unpack_ints
+from .ragged import positions, starts_of
+
+__all__ = ["FinalPlan"]
+
+_PLAN = b"dsfp\x01"
+
+
+@dataclass(frozen=True, eq=False)
+class FinalPlan:
+    """M items, in the order of the rank's :class:`LocalPlan`, none of them twice."""
+
+    items: Ints
+    """(M,): index into the local plan's items."""
+    begins: Ints
+    """(M,): the first row of dimension 0 within the chunk; 0 if it has no dimensions, or is an object."""
+    ends: Ints
+    """(M,): after the last row; 1 if it has no dimensions, or is an object."""
+    hints: Ints
+    """(M,): place in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
+
+    def encode(self) -> bytes:
+        """The same bytes for equal plans; made once."""
+        return self._encoded
+
+    @staticmethod
+    def decode(data: bytes) -> FinalPlan:
+        """What :meth:`encode` encoded. ValueError: the bytes are damaged."""
+        items, *others = unpack(_PLAN, 4, data)
+        first = unpack_ints(items, -1)
+        plan = FinalPlan(first, *(unpack_ints(column, len(first)) for column in others))
+        plan.__dict__["digest"] = digest_of(data)
+        return plan
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes, of the encoding."""
+        return digest_of(self._encoded)
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        columns = (self.items, self.begins, self.ends, self.hints)
+        return pack(_PLAN, [pack_ints(column) for column in columns])
+
+    def write_items(self, local: LocalPlan) -> list[WriteItem]:
+        """As objects, for planners and writers that know nothing else.
+
+        A whole item is as in the stock plan, with its hint. A slice of one is of type SHARD: a chunk of its
+        own. ValueError: this is not a share of that plan.
+        """
+        if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(local.names):
+            raise ValueError(f"the final plan is of other items than the {len(local.names)} given")
+        ndims = local.ndims[self.items]
+        where = positions(starts_of(local.ndims)[self.items], ndims)
+        offsets, sizes = local.offsets[where], local.sizes[where]
+        cuttable = ndims > 0
+        first = starts_of(ndims)[cuttable]
+        begins, ends = self.begins[cuttable], self.ends[cuttable]
+        kinds = local.kinds[self.items]
+        kinds[np.flatnonzero(cuttable)[(begins != 0) | (ends != sizes[first])]] = SHARD
+        offsets[first] += begins
+        sizes[first] = ends - begins
+        return local.parts(self.items, kinds, offsets, sizes, self.hints.tolist())

@@ -1,0 +1,96 @@
+"""Columns of integers as bytes: short where the values are small, or follow from one another."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .catalog import Ints
+
+__all__ = ["pack", "pack_ints", "pack_objects", "unpack", "unpack_ints", "unpack_objects"]
+
+_LENGTH = struct.Struct("<Q")
+_COLUMN = struct.Struct("<cQ")
+_STEPS = struct.Struct("<qq")
+_WIDTHS = {b"1": "<u1", b"2": "<u2", b"4": "<u4", b"8": "<i8"}  # the code is the bytes of a value
+_MOST = 1 << 34  # values; beyond it the bytes cannot be right, and must not make us allocate
+
+
+def pack(magic: bytes, sections: Sequence[bytes]) -> bytes:
+    """One piece of bytes that :func:`unpack` takes apart again."""
+    lengths = [_LENGTH.pack(len(section)) for section in sections]
+    return b"".join((magic, *lengths, *sections))
+
+
+def unpack(magic: bytes, count: int, data: bytes | memoryview) -> list[memoryview]:
+    """The ``count`` sections of what :func:`pack` made, not copied; ValueError if it did not."""
+    view = memoryview(data)
+    if view[: len(magic)] != magic:
+        raise ValueError(f"these bytes do not begin with {magic!r}, but {bytes(view[:8])!r}")
+    at = len(magic) + count * _LENGTH.size
+    if len(view) < at:
+        raise ValueError(f"{len(view)} bytes are too short for {count} sections")
+    sections = []
+    for (length,) in _LENGTH.iter_unpack(view[len(magic) : at]):
+        sections.append(view[at : at + length])
+        at += length
+    if at != len(view):
+        raise ValueError(f"the sections should end at byte {at}, but there are {len(view)}")
+    return sections
+
+
+def pack_ints(values: Ints) -> bytes:
+    """Any integers of 64 bits; an arithmetic progression takes 25 bytes."""
+    count = len(values)
+    if count > 1:
+        first, step = int(values[0]), int(values[1] - values[0])
+        if values[-1] == first + step * (count - 1) and (np.diff(values) == step).all():
+            return _COLUMN.pack(b"s", count) + _STEPS.pack(first, step)
+    most = int(values.max(initial=0)) if values.min(initial=0) >= 0 else 1 << 62
+    code = next((code for code in (b"1", b"2", b"4") if most < 1 << 8 * int(code)), b"8")
+    return _COLUMN.pack(code, count) + values.astype(_WIDTHS[code]).tobytes()
+
+
+def unpack_ints(data: memoryview, count: int) -> Ints:
+    """What :func:`pack_ints` packed, which must be ``count`` values (-1: any number); else ValueError."""
+    if len(data) < _COLUMN.size:
+        raise ValueError(f"{len(data)} bytes are too short for a column")
+    code, found = _COLUMN.unpack_from(data)
+    body = data[_COLUMN.size :]
+    if (found != count and count >= 0) or found > _MOST:
+        raise ValueError(f"a column has {found} values where {count} belong")
+    if code == b"s":
+        if len(body) != _STEPS.size:
+            raise ValueError(f"a progression has {len(body)} bytes instead of {_STEPS.size}")
+        first, step = _STEPS.unpack(body)
+        steps: Ints = first + step * np.arange(found, dtype=np.int64)
+        return steps
+    if code not in _WIDTHS or len(body) != found * int(code):
+        raise ValueError(f"{len(body)} bytes are not {found} values of a column of type {code!r}")
+    return np.frombuffer(body, np.dtype(_WIDTHS[code])).astype(np.int64)
+
+
+def pack_objects(objects: Any) -> bytes:
+    """A pickle that is the same for equal objects.
+
+    Without its memo: which strings are one object, and not just equal, may differ from save to save, and
+    digests must not.
+    """
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=4)
+    pickler.fast = True
+    pickler.dump(objects)
+    return file.getvalue()
+
+
+def unpack_objects(data: memoryview) -> Any:
+    """What :func:`pack_objects` packed; ValueError if it cannot be unpickled. As safe as the bytes' sender."""
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise ValueError(f"a pickle in these bytes is damaged: {error}") from error

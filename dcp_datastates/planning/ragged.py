@@ -1,0 +1,104 @@
+"""Ragged arrays: rows of different lengths, one after another and without padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .catalog import Ints
+
+__all__ = ["Hashes", "fingerprints", "leaders", "positions", "starts_of", "volumes"]
+
+Hashes = npt.NDArray[np.uint64]
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def starts_of(lengths: Ints) -> Ints:
+    """Where each row begins."""
+    return np.cumsum(lengths) - lengths
+
+
+def positions(starts: Ints, lengths: Ints) -> Ints:
+    """Where the values of these rows are, row after row."""
+    total = int(lengths.sum())
+    return np.arange(total) + np.repeat(starts - starts_of(lengths), lengths)
+
+
+def volumes(lengths: Ints, values: Ints) -> Ints:
+    """(N,): the product of each row's values; 1 for an empty row."""
+    product = np.ones(len(lengths), dtype=np.int64)
+    starts = starts_of(lengths)
+    for place in range(int(lengths.max(initial=0))):
+        rows = lengths > place
+        if rows.all():
+            product *= values[starts + place]
+        else:
+            product[rows] *= values[starts[rows] + place]
+    return product
+
+
+def fingerprints(keys: Ints, lengths: Ints, *columns: Ints, salt: int = 0) -> Hashes:
+    """(N,) 64 bits of each row: its key, and its values in ragged ``columns``, which all have ``lengths``."""
+    result = _mixed(keys.astype(np.uint64) * _ODD + lengths.astype(np.uint64) + np.uint64(salt))
+    ends = np.cumsum(lengths)
+    place = positions(np.zeros_like(lengths), lengths).astype(np.uint64)
+    sums = np.zeros(len(place) + 1, dtype=np.uint64)
+    for number, column in enumerate(columns, start=1):
+        where = _mixed(place + np.uint64((salt + number) << 32))
+        np.cumsum(_mixed(column.astype(np.uint64) ^ where), out=sums[1:])
+        result = _mixed(result + (sums[ends] - sums[ends - lengths]))
+    return result
+
+
+def leaders(prints: Hashes, keys: Ints, lengths: Ints, *columns: Ints) -> Ints:
+    """(N,): for each row the first one that is equal to it, be it itself.
+
+    Rows whose fingerprints are equal are compared; those that are found to differ are compared among
+    themselves, with other fingerprints, until all is said.
+    """
+    result = np.arange(len(keys))
+    starts = starts_of(lengths)
+    rest, salt = result, 0
+    while len(rest):
+        order = np.argsort(prints, kind="stable")
+        ordered = prints[order]
+        first = np.ones(len(rest), dtype=bool)
+        first[1:] = ordered[1:] != ordered[:-1]
+        if first.all():
+            break
+        leading = np.empty(len(rest), dtype=np.int64)
+        leading[order] = rest[order[first]][np.cumsum(first) - 1]
+        followers = np.flatnonzero(leading != rest)
+        same = _equal(rest[followers], leading[followers], starts, keys, lengths, columns)
+        result[rest[followers[same]]] = leading[followers[same]]
+        rest = rest[followers[~same]]
+        salt += 1
+        where = positions(starts[rest], lengths[rest])
+        parts = [column[where] for column in columns]
+        prints = fingerprints(keys[rest], lengths[rest], *parts, salt=salt)
+    return result
+
+
+def _equal(
+    rows: Ints, others: Ints, starts: Ints, keys: Ints, lengths: Ints, columns: tuple[Ints, ...]
+) -> npt.NDArray[np.bool_]:
+    same: npt.NDArray[np.bool_] = (keys[rows] == keys[others]) & (lengths[rows] == lengths[others])
+    compared = np.flatnonzero(same)
+    count = lengths[rows[compared]]
+    mine, theirs = (
+        positions(starts[rows[compared]], count),
+        positions(starts[others[compared]], count),
+    )
+    row_of = np.repeat(compared, count)
+    for column in columns:
+        same[row_of[column[mine] != column[theirs]]] = False
+    return same
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """Splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Hashes = values ^ (values >> np.uint64(31))
+    return mixed

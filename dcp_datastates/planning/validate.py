@@ -1,0 +1,205 @@
+"""Whether a catalog's chunks make up its tensors: inside of them, none on another, all of each; as stock DCP asks.
+
+Overlaps are looked for without pairs: along one dimension the chunks of a tensor fall into clusters that
+do not touch one another; then each cluster does along the next. Grids and all that parallelism makes of tensors
+come apart until every chunk is alone. Only what does not come apart is compared in pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+
+from .catalog import Catalog, Ints
+from .ragged import positions, starts_of, volumes
+
+__all__ = ["catalog_metadata", "validate"]
+
+
+def validate(catalog: Catalog, *, filled: bool) -> list[str]:
+    """What is wrong, in the order of names; of each kind of fault a tensor has one message, for the first chunk.
+
+    ``filled``: the chunks must make up each tensor (stock asks for it when there is more than one rank). As in
+    stock, nothing is said of tensors without dimensions.
+    """
+    chunks = _Chunks.of(catalog)
+    found = [*_out_of_bounds(catalog, chunks), *_overlaps(catalog, chunks)]
+    if filled:
+        found += _unfilled(catalog, chunks)
+    return [message for _, message in sorted(found, key=lambda entry: entry[0])]
+
+
+def catalog_metadata(catalog: Catalog) -> Metadata:
+    """The catalog as objects, as stock planners make them: for writers that know nothing else."""
+    offsets, sizes, shapes = (
+        column.tolist() for column in (catalog.offsets, catalog.sizes, catalog.shapes)
+    )
+    stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    shape_at = at = 0
+    for name, properties, ndim, count in zip(
+        catalog.names,
+        catalog.properties.tolist(),
+        catalog.ndims.tolist(),
+        catalog.counts.tolist(),
+        strict=True,
+    ):
+        if properties < 0:
+            stored[name] = BytesStorageMetadata()
+            continue
+        shape = torch.Size(shapes[shape_at : shape_at + ndim])
+        shape_at += ndim
+        begins = [at + ndim * number for number in range(count)]
+        at += ndim * count
+        stored[name] = TensorStorageMetadata(
+            catalog.table[properties],
+            shape,
+            [
+                ChunkStorageMetadata(
+                    torch.Size(offsets[begin : begin + ndim]),
+                    torch.Size(sizes[begin : begin + ndim]),
+                )
+                for begin in begins
+            ],
+        )
+    mappings = None if catalog.mappings is None else dict(catalog.mappings)
+    return Metadata(stored, planner_data=mappings)
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunks:
+    """C chunks: the tensor, the dimensions and the place in the ragged columns of each."""
+
+    tensor: Ints
+    ndims: Ints
+    starts: Ints
+
+    @staticmethod
+    def of(catalog: Catalog) -> _Chunks:
+        tensor = np.repeat(np.arange(len(catalog.names)), catalog.counts)
+        ndims = catalog.ndims[tensor]
+        return _Chunks(tensor, ndims, starts_of(ndims))
+
+
+def _out_of_bounds(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
+    where = positions(starts_of(catalog.ndims)[chunks.tensor], chunks.ndims)
+    offsets, sizes = catalog.offsets, catalog.sizes
+    outside = (offsets < 0) | (sizes < 0) | (sizes > catalog.shapes[where] - offsets)
+    if not outside.any():
+        return
+    chunk = np.repeat(np.arange(len(chunks.tensor)), chunks.ndims)[outside]
+    tensors, first = np.unique(chunks.tensor[chunk], return_index=True)
+    for tensor, at in zip(tensors.tolist(), chunk[first].tolist(), strict=True):
+        what = f"tensor-size:{_shape(catalog, tensor)} chunk: {_box(catalog, chunks, at)}"
+        yield tensor, f"key:{catalog.names[tensor]} has out of bounds chunk: {what}"
+
+
+def _unfilled(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
+    volume = volumes(catalog.ndims, catalog.shapes)
+    sums = np.zeros(len(chunks.tensor) + 1, dtype=np.int64)
+    np.cumsum(volumes(chunks.ndims, catalog.sizes), out=sums[1:])
+    ends = np.cumsum(catalog.counts)
+    stored = sums[ends] - sums[ends - catalog.counts]
+    wrong = (stored != volume) & (catalog.ndims > 0)
+    for tensor in np.flatnonzero(wrong).tolist():
+        figures = f"tensor-volume: {volume[tensor]} chunks-volume: {stored[tensor]}"
+        yield tensor, f"key:{catalog.names[tensor]} invalid fill {figures}"
+
+
+def _overlaps(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
+    several = catalog.counts[chunks.tensor] > 1
+    for dimensions in np.unique(chunks.ndims[several & (chunks.ndims > 0)]).tolist():
+        members = np.flatnonzero(several & (chunks.ndims == dimensions))
+        where = chunks.starts[members, np.newaxis] + np.arange(dimensions)
+        begins = catalog.offsets[where]
+        ends = begins + catalog.sizes[where]
+        told = -1
+        for cluster in _inseparable(chunks.tensor[members], begins, ends):
+            tensor = int(chunks.tensor[members[cluster[0]]])
+            pair = None if tensor == told else _overlapping_pair(begins[cluster], ends[cluster])
+            if pair is not None:
+                told = tensor
+                one, other = (_box(catalog, chunks, members[cluster[at]]) for at in pair)
+                yield tensor, f"key:{catalog.names[tensor]} has overlapping chunks: {one} {other}"
+
+
+def _inseparable(tensor: Ints, begins: Ints, ends: Ints) -> list[Ints]:
+    """Boxes that no dimension separates, in lists of two and more, by tensor.
+
+    ``tensor``: (M,), ascending; the corners are (M, D).
+    """
+    boxes, group = np.arange(len(tensor)), tensor
+    dimensions = begins.shape[1]
+    dimension = in_vain = 0
+    while len(boxes) and in_vain < dimensions:
+        before = (len(boxes), np.count_nonzero(np.diff(group)))
+        along = (begins[boxes, dimension], ends[boxes, dimension])
+        kept, group = _separated(group, *along)
+        boxes = boxes[kept]
+        in_vain = in_vain + 1 if (len(boxes), np.count_nonzero(np.diff(group))) == before else 0
+        dimension = (dimension + 1) % dimensions
+    return np.split(boxes, np.flatnonzero(np.diff(group)) + 1) if len(boxes) else []
+
+
+def _separated(group: Ints, begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
+    """Clusters of spans within each group: those of two and more, as positions, by cluster; and its number."""
+    same = group[1:] == group[:-1]
+    ascending = (begins[1:] > begins[:-1]) | ((begins[1:] == begins[:-1]) & (ends[1:] >= ends[:-1]))
+    order = np.arange(len(group))
+    if not (ascending | ~same).all():
+        order = np.lexsort((ends, begins, group))
+        group, begins, ends = group[order], begins[order], ends[order]
+    first = np.ones(len(group), dtype=bool)
+    first[1:] = group[1:] != group[:-1]
+    first[1:] |= begins[1:] >= _reach(np.cumsum(first), ends)[:-1]
+    cluster = np.cumsum(first) - 1
+    kept = np.bincount(cluster)[cluster] > 1
+    return order[kept], cluster[kept]
+
+
+def _reach(group: Ints, ends: Ints) -> Ints:
+    """The largest end so far, within each group (numbered from 1 on)."""
+    least = ends.min()
+    stride = int(ends.max() - least) + 1
+    if stride < (1 << 62) // len(group):
+        raised = np.maximum.accumulate(ends - least + group * stride)
+        reach: Ints = raised - group * stride + least
+        return reach
+    values, rank = np.unique(ends, return_inverse=True)
+    raised = np.maximum.accumulate(rank + group * len(values))
+    return values[raised - group * len(values)]
+
+
+def _overlapping_pair(begins: Ints, ends: Ints) -> tuple[int, int] | None:
+    """Two of these boxes that overlap; the corners are (n, D)."""
+    along = int(np.argmax([len(np.unique(column)) for column in begins.T]))
+    order = np.lexsort((ends[:, along], begins[:, along]))
+    begins, ends = begins[order], ends[order]
+    reach = np.searchsorted(begins[:, along], ends[:, along])
+    for at in np.flatnonzero(reach > np.arange(len(order)) + 1).tolist():
+        later = slice(at + 1, reach[at])
+        hit = ((begins[later] < ends[at]) & (begins[at] < ends[later])).all(axis=1)
+        if hit.any():
+            return int(order[at]), int(order[at + 1 + int(np.argmax(hit))])
+    return None
+
+
+def _shape(catalog: Catalog, tensor: int) -> torch.Size:
+    begin = int(catalog.ndims[:tensor].sum())
+    return torch.Size(catalog.shapes[begin : begin + int(catalog.ndims[tensor])].tolist())
+
+
+def _box(catalog: Catalog, chunks: _Chunks, chunk: int) -> ChunkStorageMetadata:
+    begin, end = int(chunks.starts[chunk]), int(chunks.starts[chunk] + chunks.ndims[chunk])
+    return ChunkStorageMetadata(
+        torch.Size(catalog.offsets[begin:end].tolist()),
+        torch.Size(catalog.sizes[begin:end].tolist()),
+    )

@@ -1,0 +1,554 @@
+"""The planner's pure core: local plans in columns, who writes what, and whether the whole is sound."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.chunks import Box, boxes
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import (
+    _validate_global_plan,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+from dcp_datastates.planning import ragged
+from dcp_datastates.planning.assignment import FinalPlan, assign
+from dcp_datastates.planning.catalog import Catalog
+from dcp_datastates.planning.columns import LocalPlan
+from dcp_datastates.planning.validate import catalog_metadata, validate
+
+quick = settings(deadline=None, max_examples=150)
+
+MIB = 1 << 20
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.complex128]
+keys = st.one_of(
+    st.sampled_from(["a", "b.c", "", "\0", "\x1f", "ü", "\ud800"]), st.text(max_size=3)
+)
+nested = st.recursive(
+    st.one_of(st.integers(), st.lists(st.integers(0, 3), max_size=2).map(torch.empty)),
+    lambda inner: st.one_of(st.dictionaries(keys, inner, max_size=4), st.lists(inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+def item(name, shape, box=None, dtype=torch.float32, **properties):
+    """A shard; the whole tensor without a box."""
+    kind = WriteItemType.TENSOR if box is None else WriteItemType.SHARD
+    box = box or Box((0,) * len(shape), tuple(shape))
+    return WriteItem(
+        MetadataIndex(name, box.offsets),
+        kind,
+        tensor_data=TensorWriteData(
+            box.chunk(), TensorProperties(dtype=dtype, **properties), torch.Size(shape)
+        ),
+    )
+
+
+def thing(name):
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+
+def plan(*items, mappings=None):
+    return LocalPlan.of(items, mappings)
+
+
+def stock(plans):
+    """What stock DCP makes of the plans, which it has deduplicated."""
+    deduped = dedup_save_plans([SavePlan(p.write_items()) for p in plans])
+    return create_default_global_save_plan(deduped)
+
+
+def with_hints(items):
+    """MetadataIndex compares neither hints nor that there are none."""
+    return [(item, item.index.index) for item in items]
+
+
+def nbytes(write_item):
+    data = write_item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0
+
+
+def bytes_of(plans, finals):
+    return [
+        sum(map(nbytes, final.write_items(local)))
+        for local, final in zip(plans, finals, strict=True)
+    ]
+
+
+def written(plans, finals):
+    """All that is written, by rank."""
+    return [final.write_items(local) for local, final in zip(plans, finals, strict=True)]
+
+
+def assert_partition(plans, finals):
+    """Every element of each chunk is written by exactly one rank, which has it."""
+    held, found = {}, Counter()
+    for local, final in zip(plans, finals, strict=True):
+        for write_item in local.write_items():
+            data = write_item.tensor_data
+            held.setdefault(write_item.index.fqn, {})
+            if data:
+                held[write_item.index.fqn][data.chunk.offsets, data.chunk.sizes] = data
+        mine = {(i.index.fqn, i.index.offset) for i in local.write_items()}
+        assert (np.diff(final.items) > 0).all()
+        for write_item in final.write_items(local):
+            data = write_item.tensor_data
+            if not data:
+                found[write_item.index.fqn] += 1
+                continue
+            assert write_item.index.offset == data.chunk.offsets
+            found[write_item.index.fqn] += math.prod(data.chunk.sizes)
+            if write_item.type is WriteItemType.TENSOR:
+                assert (write_item.index.fqn, data.chunk.offsets) in mine
+    for name, chunks in held.items():
+        assert found[name] == (sum(math.prod(sizes) for _, sizes in chunks) if chunks else 1)
+    return found
+
+
+@st.composite
+def stock_items(draw):
+    """A rank's items, of a random state dict, and the mappings."""
+    flat, mappings = {}, {}
+    for name in draw(st.lists(keys, max_size=4, unique=True)):
+        try:
+            flat, mappings = flatten_state_dict({**flat, name: draw(nested)})
+        except ValueError:  # two paths of the same name
+            continue
+    items = [one for name, value in flat.items() for one in _create_write_items(name, value)]
+    return items, draw(st.sampled_from([mappings, None]))
+
+
+@quick
+@given(stock_items())
+def test_a_plan_survives_its_encoding(given_items):
+    items, mappings = given_items
+    local = LocalPlan.of(items, mappings)
+    assert with_hints(local.write_items()) == with_hints(items)
+    heads = {}
+    for _ in range(2):
+        again = LocalPlan.decode(local.encode(), heads)
+        assert with_hints(again.write_items()) == with_hints(items)
+        assert again.mappings == mappings
+        assert list(again.mappings or ()) == list(mappings or ())
+        assert again.encode() == local.encode()
+        assert again.digest == local.digest
+    assert len(heads) == 1
+
+
+def test_equal_plans_have_equal_digests():
+    items = [item("a.b", (3, 2)), thing("c.0")]
+    one = LocalPlan.of(items, {"a.b": ("a", "b"), "c.0": ("c", 0)})
+    other = LocalPlan.of(
+        pickle.loads(pickle.dumps(items)), {"a.b": ("".join(["a"]), "b"), "c.0": ("c", 0)}
+    )
+    assert one.digest == other.digest
+    assert one.digest != LocalPlan.of(items, None).digest
+    assert one.digest != LocalPlan.of(items[:1], one.mappings).digest
+
+
+@quick
+@given(stock_items(), st.data())
+def test_damaged_bytes_are_refused_or_decoded(given_items, data):
+    encoded = bytearray(LocalPlan.of(*given_items).encode())
+    if data.draw(st.booleans()):
+        encoded = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
+    else:
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        LocalPlan.decode(bytes(encoded)).write_items()
+    except ValueError as error:
+        assert str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, b"dslp\x01", b"dsfp\x01" + b"\xff" * 40])
+def test_other_bytes_are_refused(data):
+    with pytest.raises(ValueError):
+        LocalPlan.decode(data)
+    with pytest.raises(ValueError):
+        FinalPlan.decode(data)
+
+
+def test_an_item_whose_index_is_not_its_chunk_is_refused():
+    odd = dataclasses.replace(item("a.b", (3, 2)), index=MetadataIndex("a.b", (1, 0)))
+    with pytest.raises(ValueError, match=r"'a\.b'"):
+        LocalPlan.of([odd], None)
+
+
+@st.composite
+def unreplicated(draw):
+    """Plans that have tensors in boxes, whole tensors and objects; each once."""
+    ranks = [[] for _ in range(draw(st.integers(1, 5)))]
+    for number in range(draw(st.integers(0, 6))):
+        name = f"t{number}"
+        kind = draw(st.integers(0, 3))
+        shape = tuple(draw(st.lists(st.integers(0, 7), max_size=3)))
+        dtype = draw(st.sampled_from(DTYPES))
+        if kind == 0:
+            draw(st.sampled_from(ranks)).append(thing(name))
+        elif kind == 1:
+            draw(st.sampled_from(ranks)).append(item(name, shape, dtype=dtype))
+        else:
+            cuts = [draw(st.lists(st.integers(0, max(size, 1)), max_size=3)) for size in shape]
+            for box in boxes(shape, cuts):
+                draw(st.sampled_from(ranks)).append(item(name, shape, box, dtype))
+    return [
+        plan(*draw(st.permutations(items)), mappings={i.index.fqn: (i.index.fqn,) for i in items})
+        for items in ranks
+    ]
+
+
+@quick
+@given(unreplicated(), st.booleans(), st.booleans())
+def test_without_replicas_it_is_what_stock_makes(plans, split, lowest):
+    global_plan, metadata = stock(plans)
+    finals, catalog = assign(plans, split=split, dedup_to_lowest_rank=lowest)
+    for local, final, expected in zip(plans, finals, global_plan, strict=True):
+        assert with_hints(final.write_items(local)) == with_hints(expected.items)
+        assert (np.arange(len(local.names)) == final.items).all()
+        again = FinalPlan.decode(final.encode())
+        assert again.digest == final.digest
+        assert with_hints(again.write_items(local)) == with_hints(expected.items)
+    made = catalog_metadata(catalog)
+    assert made.state_dict_metadata == metadata.state_dict_metadata
+    assert list(made.state_dict_metadata) == list(metadata.state_dict_metadata)
+    assert made.planner_data == {key: path for p in plans for key, path in p.mappings.items()}
+
+
+@st.composite
+def replicated(draw):
+    """Plans of a mesh: tensors are sharded over some ranks and replicated over others."""
+    count = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
+    ranks = [[] for _ in range(count)]
+    for number in range(draw(st.integers(0, 8))):
+        name = f"t{number}"
+        shards = draw(st.sampled_from([n for n in (1, 2, 3, 4) if count % n == 0]))
+        rows = draw(st.sampled_from([0, 1, 5, 64, 1000]))
+        width = draw(st.sampled_from([1, 1000, 8192]))
+        dtype = draw(st.sampled_from(DTYPES))
+        kind = draw(st.integers(0, 3))
+        holders = draw(st.sets(st.integers(0, count - 1), min_size=1))
+        for rank in range(count):
+            if kind == 0:
+                ranks[rank].append(thing(name))
+            elif kind == 1:
+                if rank in holders:
+                    ranks[rank].append(item(name, (rows, width), dtype=dtype))
+            else:
+                shard = rank % shards if kind == 2 else rank // (count // shards)
+                box = Box((rows * shard, 0), (rows, width))
+                ranks[rank].append(item(name, (rows * shards, width), box, dtype))
+    return ranks
+
+
+@quick
+@given(replicated(), st.booleans(), st.booleans())
+def test_replicas_are_written_once(ranks, split, lowest):
+    plans = [plan(*items) for items in ranks]
+    finals, catalog = assign(plans, split=split, dedup_to_lowest_rank=lowest)
+    assert_partition(plans, finals)
+    # As stock numbers chunks: in the order of ranks and items, which is what the metadata lists.
+    metadata = catalog_metadata(catalog)
+    shards = [
+        [dataclasses.replace(i, type=WriteItemType.SHARD) if i.tensor_data else i for i in items]
+        for items in written(plans, finals)
+    ]
+    _, expected = create_default_global_save_plan([SavePlan(items) for items in shards])
+    assert metadata.state_dict_metadata == expected.state_dict_metadata
+    assert validate(catalog, filled=False) == []
+    for items in written(plans, finals):
+        for write_item in items:
+            if write_item.tensor_data:
+                stored = metadata.state_dict_metadata[write_item.index.fqn]
+                assert stored.chunks[write_item.index.index] == write_item.tensor_data.chunk
+    if not split or lowest:
+        assert all((final.begins == 0).all() for final in finals)
+    if lowest:
+        for number, (local, final) in enumerate(zip(plans, finals, strict=True)):
+            for write_item in final.write_items(local):
+                assert not any(write_item in earlier.write_items() for earlier in plans[:number])
+
+
+@quick
+@given(replicated(), st.randoms(use_true_random=False))
+def test_the_order_of_items_does_not_change_what_is_dealt(ranks, random):
+    plans = [plan(*items) for items in ranks]
+    loads = bytes_of(plans, assign(plans)[0])
+    assert loads == bytes_of(plans, assign(plans)[0])
+    shuffled = [plan(*random.sample(items, len(items))) for items in ranks]
+    assert bytes_of(shuffled, assign(shuffled)[0]) == loads
+
+
+@pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [1, 0, 2, 5, 3, 4]])
+def test_other_numbers_for_the_ranks_only_permute_their_shares(order):
+    """Two shards on three ranks each, and what all six have."""
+    plans = []
+    for rank in range(6):
+        shards = [
+            item(f"s{n}", (4000, 1024), Box((2000 * (rank % 2), 0), (2000, 1024))) for n in range(5)
+        ]
+        common = [item(f"c{n}", (size, 1024)) for n, size in enumerate([7, 100, 2500, 3000])]
+        plans.append(plan(*shards, *common, thing("o")))
+    permuted = [plans[rank] for rank in order]
+    expected = Counter(bytes_of(plans, assign(plans)[0]))
+    assert Counter(bytes_of(permuted, assign(permuted)[0])) == expected
+
+
+@pytest.mark.parametrize("holders", [2, 3, 8, 64, 1000])
+def test_data_parallel_ranks_write_the_same_number_of_bytes(holders):
+    """A model of 8 GiB in 101 tensors, with their optimizer's steps and some objects."""
+    items = []
+    for layer in range(101):
+        items += [
+            item(f"{layer}.w", (20_011, 1024)),
+            item(f"{layer}.b", (1024,)),
+            item(f"{layer}.s", ()),
+        ]
+    local = plan(*items, thing("epoch"))
+    plans = [local] * holders
+    finals, catalog = assign(plans)
+    loads = bytes_of(plans, finals)
+    assert all(abs(load * holders / sum(loads) - 1) < 0.01 for load in loads)
+    assert catalog.counts.sum() <= 303 + holders - 1
+    parts = [part for items in written(plans, finals) for part in items]
+    slices = [nbytes(part) for part in parts if part.type is WriteItemType.SHARD]
+    assert min(slices) >= 64 << 10
+
+
+def test_what_others_have_to_write_counts():
+    """Rank 0 has much that no one else has: of the replicas it writes that much less."""
+    common = [item("r", (4096, 4096))]
+    own = [item("own", (2048, 2048), Box((0, 0), (2048, 2048)))]
+    plans = [plan(*common, *own), plan(*common), plan(*common)]
+    loads = bytes_of(plans, assign(plans)[0])
+    assert max(loads) - min(loads) <= 4096 * 4
+    plans = [plan(*common, item("own", (8192, 8192))), plan(*common), plan(*common)]
+    finals, _ = assign(plans)
+    assert len(finals[0].items) == 1
+    assert len({*bytes_of(plans, finals)[1:]}) == 1
+
+
+def test_small_chunks_stay_whole_and_are_spread_over_all_holders():
+    plans = [plan(*(item(f"t{number}", (1000, 100)) for number in range(64)))] * 8
+    finals, catalog = assign(plans)
+    assert (catalog.counts == 1).all()
+    assert [len(final.items) for final in finals] == [8] * 8
+    plans = [plan(*(thing(f"o{number}") for number in range(64)))] * 8
+    assert [len(final.items) for final in assign(plans)[0]] == [8] * 8
+
+
+def test_no_rank_is_preferred_for_a_lone_small_tensor():
+    writers = Counter()
+    for number in range(200):
+        finals, _ = assign([plan(item(f"t{number}", (3,)))] * 4)
+        writers[next(rank for rank in range(4) if len(finals[rank].items))] += 1
+    assert len(writers) == 4
+    assert min(writers.values()) > 20
+
+
+def test_slices_are_never_slivers():
+    """2 MiB for 100 ranks: 32 of them write 64 KiB each."""
+    plans = [plan(item("t", (8192, 64)))] * 100
+    finals, catalog = assign(plans)
+    assert catalog.counts.tolist() == [32]
+    assert {*bytes_of(plans, finals)} == {0, 64 << 10}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        (item("x", (2, 3)), item("x", (3, 2)), ["[2, 3]", "[3, 2]"]),
+        (item("x", (2, 3)), item("x", (2, 3, 1)), ["[2, 3]", "[2, 3, 1]"]),
+        (item("x", (2,)), item("x", (2,), dtype=torch.float64), ["float32", "float64"]),
+        (item("x", (2,)), thing("x"), ["an object", "a tensor of shape [2]"]),
+        (item("x", ()), thing("x"), ["an object", "a tensor of shape []"]),
+    ],
+)
+@pytest.mark.parametrize("swap", [False, True])
+def test_contradictions_name_the_fqn_and_the_ranks(one, other, words, swap):
+    if swap:
+        one, other = other, one
+    with pytest.raises(ValueError) as refused:
+        assign([plan(item("y", (1,))), plan(one), plan(item("y", (1,)), one), plan(other)])
+    for word in ["'x'", "rank 1", "rank 3", *words]:
+        assert word in str(refused.value)
+
+
+def test_of_other_properties_the_first_rank_has_its_way():
+    plans = [plan(item("x", (2,), requires_grad=True)), plan(item("x", (2,)))]
+    _, catalog = assign(plans)
+    assert catalog.table[catalog.properties[0]].requires_grad
+
+
+def test_a_rank_that_has_a_chunk_twice_is_refused():
+    shard = item("x", (4,), Box((0,), (2,)))
+    with pytest.raises(ValueError, match="'x': rank 1"):
+        assign([plan(), plan(shard, shard)])
+    empty = item("x", (4,), Box((4,), (0,)))
+    finals, _ = assign([plan(shard), plan(empty, empty)])
+    assert len(finals[1].items) == 1
+
+
+@quick
+@given(replicated())
+def test_colliding_hashes_change_nothing(ranks):
+    plans = [plan(*items) for items in ranks]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "dcp_datastates.planning.holdings.fingerprints",
+            lambda keys, *_, **__: np.zeros(len(keys), dtype=np.uint64),
+        )
+        patch.setattr(
+            "dcp_datastates.planning.assignment.fingerprints",
+            lambda keys, *_, **__: np.zeros(len(keys), dtype=np.uint64),
+        )
+        original = ragged.fingerprints
+        patch.setattr(
+            ragged, "fingerprints", lambda *columns, salt: original(*columns, salt=salt) % 2
+        )
+        finals, _ = assign(plans)
+    assert_partition(plans, finals)
+
+
+def test_mappings_are_merged_and_the_lowest_rank_wins():
+    one = plan(thing("a"), mappings={"a": ("a",), "b": ("b",)})
+    other = plan(thing("c"), mappings={"a": ("other",), "c": ("c",)})
+    _, catalog = assign([one, plan(), other])
+    assert catalog.mappings == {"a": ("a",), "b": ("b",), "c": ("c",)}
+    assert assign([plan(), plan()])[1].mappings is None
+
+
+def catalog_of(tensors):
+    """From shapes and boxes by name."""
+    boxes_of = [box for _, chunks in tensors.values() for box in chunks]
+    flat = {
+        "shapes": [size for shape, _ in tensors.values() for size in shape],
+        "offsets": [value for box in boxes_of for value in box.offsets],
+        "sizes": [value for box in boxes_of for value in box.sizes],
+    }
+    return Catalog(
+        names=tuple(tensors),
+        table=(TensorProperties(dtype=torch.float32),),
+        properties=np.zeros(len(tensors), dtype=np.int64),
+        ndims=np.array([len(shape) for shape, _ in tensors.values()], dtype=np.int64),
+        counts=np.array([len(chunks) for _, chunks in tensors.values()], dtype=np.int64),
+        mappings=None,
+        **{name: np.array(values, dtype=np.int64) for name, values in flat.items()},
+    )
+
+
+@st.composite
+def cut_up(draw, begin, end, depth):
+    """A box cut in two, and those again: by planes through it all, as no grid need be."""
+    dimension = draw(st.integers(-1, len(begin) - 1)) if depth else -1
+    if dimension < 0:
+        return [Box(tuple(begin), tuple(b - a for a, b in zip(begin, end, strict=True)))]
+    place = draw(st.integers(begin[dimension], end[dimension]))
+    middle = [place if d == dimension else value for d, value in enumerate(end)]
+    other = [place if d == dimension else value for d, value in enumerate(begin)]
+    return [*draw(cut_up(begin, middle, depth - 1)), *draw(cut_up(other, end, depth - 1))]
+
+
+PINWHEEL = [
+    Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1)),
+]  # fmt: skip
+
+
+@st.composite
+def catalogs(draw):
+    """Tensors cut into boxes; some of them with a box moved, resized, repeated or lost."""
+    tensors = {}
+    for number in range(draw(st.integers(0, 4))):
+        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+        kind = draw(st.integers(0, 3))
+        if kind == 0:
+            cuts = [draw(st.lists(st.integers(0, max(size, 1)), max_size=4)) for size in shape]
+            chunks = boxes(shape, cuts)
+        elif kind == 1:
+            shape, chunks = (3, 3), list(PINWHEEL)
+        else:
+            chunks = draw(cut_up([0] * len(shape), list(shape), 4))
+        chunks = draw(st.permutations(chunks))
+        for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
+            at = draw(st.integers(0, len(chunks) - 1)) if chunks else 0
+            change = draw(st.integers(0, 3))
+            if not chunks or (change == 0 and len(chunks) == 1):
+                continue
+            if change == 0:
+                del chunks[at]
+            elif change == 1:
+                chunks.append(chunks[at])
+            else:
+                corner = list(chunks[at].offsets if change == 2 else chunks[at].sizes)
+                if corner:
+                    corner[draw(st.integers(0, len(corner) - 1))] += draw(st.integers(-2, 2))
+                field = "offsets" if change == 2 else "sizes"
+                chunks[at] = dataclasses.replace(chunks[at], **{field: tuple(corner)})
+        tensors[f"t{number}"] = (shape, chunks)
+    return catalog_of(tensors)
+
+
+def faults(messages):
+    """Which tensors have which kind of fault."""
+    kinds = ("out of bounds", "overlapping", "invalid fill")
+    return {(m.split()[0], next(kind for kind in kinds if kind in m)) for m in messages}
+
+
+@settings(quick, max_examples=1000)
+@given(catalogs(), st.booleans())
+def test_validation_finds_what_stock_finds(catalog, filled):
+    expected = _validate_global_plan([None] * (2 if filled else 1), catalog_metadata(catalog))
+    messages = validate(catalog, filled=filled)
+    assert faults(messages) == faults(expected)
+    assert len(messages) == len(faults(messages))
+    assert [m.split()[0] for m in messages] == sorted(m.split()[0] for m in messages)
+    for message in messages:
+        if "out of bounds" in message:
+            assert message in expected
+
+
+def test_a_pinwheel_is_sound_and_what_overlaps_is_named():
+    sound = catalog_of({"a.b": ((3, 3), PINWHEEL)})
+    assert validate(sound, filled=True) == []
+    broken = catalog_of({"a.b": ((3, 3), [*PINWHEEL, Box((1, 1), (2, 2))])})
+    overlap, fill = validate(broken, filled=True)
+    assert "key:a.b has overlapping chunks: ChunkStorageMetadata(" in overlap
+    assert "offsets=torch.Size([1, 1])" in overlap
+    assert fill == "key:a.b invalid fill tensor-volume: 9 chunks-volume: 13"
+
+
+def test_far_ends_do_not_overflow():
+    far = 1 << 61
+    chunks = [Box((number * (far // 2),), (far // 2,)) for number in range(4)]
+    assert validate(catalog_of({"t": ((2 * far - 4,), chunks[:3])}), filled=False) == []
+    wrong = [*chunks[:3], Box((5,), (7,))]
+    (message,) = validate(catalog_of({"t": ((2 * far - 4,), wrong)}), filled=False)
+    assert "overlapping" in message
+
+
+def test_validation_takes_no_pairs_of_a_fine_grid(monkeypatch):
+    """300 x 300 chunks, cut in rows that do not meet: pairs would be 4 billion."""
+    monkeypatch.setattr("dcp_datastates.planning.validate._overlapping_pair", None)
+    chunks = [
+        Box((row * 10 + column % 10, column), (10, 1))
+        for column in range(300)
+        for row in range(300)
+    ]
+    catalog = catalog_of({"t": ((3010, 300), chunks)})
+    assert validate(catalog, filled=False) == []
