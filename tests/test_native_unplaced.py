@@ -53,6 +53,13 @@ def wait_until_cache_is_free(engine):
         time.sleep(0.001)
 
 
+def wait_until_cache_is_full(engine):
+    deadline = time.monotonic() + 30
+    while not engine.stats().waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_sources_may_change_once_read_and_before_the_files_have_paths(engine, tmp_path):
     data = random_data(20 << 20)
     expected = file_of(data)
@@ -73,7 +80,8 @@ def test_sources_may_change_once_read_and_before_the_files_have_paths(engine, tm
 def test_a_save_larger_than_the_cache_is_read_to_its_end_once_placed(engine, tmp_path):
     data = random_data(3 * CACHE // 2)
     job = read_unplaced(engine, data)
-    assert not job.wait_read(-1, 0.3)
+    wait_until_cache_is_full(engine)
+    assert not job.wait_read(-1, 0.05)
     assert 0 < job.bytes_read < data.nbytes
     job.place([str(tmp_path / "file")], [str(tmp_path)])
     assert job.wait_read(-1, 60)

@@ -42,6 +42,15 @@ void check_durable(SaveHandle& job) {
     check(!fault, fault ? describe(*fault) : "");
 }
 
+/// Until copy threads wait for segments.
+void wait_until_full(const Engine& engine) {
+    const auto deadline = in(60);
+    while (engine.cache().stats().waiting == 0) {
+        check(Clock::now() < deadline, "the cache is full");
+        std::this_thread::yield();
+    }
+}
+
 void reads_end_and_sources_change_before_the_files_have_paths() {
     const TemporaryDirectory directory;
     const auto ops = std::make_shared<HookedFileOps>();
@@ -93,7 +102,8 @@ void a_save_larger_than_the_cache_goes_on_when_placed() {
     Engine engine(kCache);
     const Source source(kDoesNotFit, kMiB, 1);
     const auto job = read_unplaced(engine, source, 0);
-    check(!(*job)->wait_read(kEveryGroup, in(0.1)), "the cache is full");
+    wait_until_full(engine);
+    check(!(*job)->wait_read(kEveryGroup, in(0.1)));
     job->place({.paths = {directory.file("f")}, .sync_directories = {directory.path()}});
     check_durable(*job);
     check(read_file(directory.file("f")) == reference_file(source.stream));
@@ -160,7 +170,7 @@ void a_failed_save_parks_nothing_and_is_never_placed() {
     Engine engine(kCache, {}, ops);
     const Source source(kDoesNotFit, kMiB, 1);
     const auto job = read_unplaced(engine, source, 0);
-    check((*job)->wait_read(0, in(0.1)) || (*job)->bytes_read() > 0, "it is being read");
+    wait_until_full(engine);
     job->cancel();
     check((*job)->wait(in(60)));
     check_all_free(engine.cache());
@@ -246,7 +256,7 @@ void newer_saves_wait_for_memory_until_place() {
     const Source source(kDoesNotFit, kMiB, 1);
     const Source small(4, 4, 2);
     const auto unplaced = read_unplaced(engine, source, 0);
-    check(!(*unplaced)->wait_read(kEveryGroup, in(0.1)));
+    wait_until_full(engine);
     const auto newer = save(engine, directory.file("newer"), small, 1, open_window());
     check(!(*newer)->wait(in(0.1)), "all memory is held");
     unplaced->place({.paths = {directory.file("f")}, .sync_directories = {}});
