@@ -72,6 +72,7 @@ std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
                                          std::uint64_t order,
                                          const std::shared_ptr<Window>& window) {
     std::vector<std::string> paths;
+    paths.reserve(files.size());
     for (const SaveFile& file : files) paths.push_back(file.path);
     check_distinct(paths);
     return submit(
