@@ -172,14 +172,23 @@ class SaveJob:
     """The write of one rank's files. Native threads do the work; this is the handle.
 
     The sources must stay alive and unchanged until ``wait_read(-1)`` has returned True. Dropping
-    the handle before that cancels what has not been read and waits (without the GIL) for copies under
-    way, so the sources are never read after the handle (which holds ``keepalive``) is gone.
+    the handle before that, or before an unplaced job is placed, cancels the job and waits (without the
+    GIL) for copies under way, so the sources are never read after the handle (which holds
+    ``keepalive``) is gone.
     """
 
+    def place(self, paths: Sequence[str], sync_directories: Sequence[str]) -> None:
+        """Say where the files of ``save_unplaced`` go, in their order; ``sync_directories`` as in ``Engine.save``.
+
+        What has been read is written from now on. Returns at once; once per job. Does nothing if the job has
+        failed. Raises ValueError, and changes nothing, for a wrong number of paths, one that is empty, has a
+        NUL character or is there twice, and for a job that is placed (every job of ``Engine.save`` is).
+        """
     def wait_read(self, group: int, timeout: float) -> bool:
         """Wait until all regions of ``group`` (-1: of every group) are read or the job has failed.
 
-        Returns False when ``timeout`` seconds passed first. Never waits on storage except for back-pressure.
+        Returns False when ``timeout`` seconds passed first. Never waits on storage except for back-pressure;
+        nor for ``place``, except for cache memory that is held until then.
         """
     def wait(self, timeout: float) -> bool:
         """Wait until every file and directory is on stable storage, or the job has failed; False on timeout.
@@ -297,6 +306,21 @@ class Engine:
 
         When all files are written and fdatasynced, ``sync_directories`` are fsynced in the order given;
         then the job is done. ``order`` is the save's sequence number: older saves get segments first.
+        """
+    def save_unplaced(
+        self,
+        files: Sequence[SaveFile],
+        order: int,
+        window: Window,
+        keepalive: Any,
+    ) -> SaveJob:
+        """``save`` before it is known where the files go: ``SaveJob.place`` says it later.
+
+        Until then their paths are only names for messages, and what is read stays in the cache. It is
+        read as by ``save``, but not before all of the older saves is: a closed window of an older save
+        holds it up, too. Submit it after all older saves, and place it without waiting for its own
+        reads, or for a newer save or its slab: they may need the memory that it holds. Waiting for
+        older saves is allowed.
         """
     def restore(self, plan: RestorePlan, keepalive: Any) -> RestoreJob: ...
     def shutdown(self) -> None:

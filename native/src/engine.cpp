@@ -1,6 +1,6 @@
 #include "engine.h"
 
-#include <set>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -36,8 +36,12 @@ SaveHandle::SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<S
     : pipeline_(std::move(pipeline)), job_(std::move(job)) {}
 
 SaveHandle::~SaveHandle() {
-    if (!job_->all_read()) pipeline_->fail(job_, cancelled());
+    if (!job_->all_read() || !job_->placed()) pipeline_->fail(job_, cancelled());
     job_->wait_not_reading();
+}
+
+void SaveHandle::place(Placement placement) {
+    pipeline_->place(job_, std::move(placement));
 }
 
 void SaveHandle::cancel() {
@@ -67,14 +71,21 @@ std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
                                          std::vector<std::string> sync_directories,
                                          std::uint64_t order,
                                          const std::shared_ptr<Window>& window) {
-    std::set<std::string_view> paths;
-    for (const SaveFile& file : files) {
-        if (!paths.insert(file.path).second) {
-            throw std::invalid_argument("'" + file.path + "' is written twice by one save");
-        }
-    }
-    const auto job =
-        std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_);
+    std::vector<std::string> paths;
+    paths.reserve(files.size());
+    for (const SaveFile& file : files) paths.push_back(file.path);
+    check_distinct(paths);
+    return submit(
+        std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_));
+}
+
+std::shared_ptr<SaveHandle> Engine::save_unplaced(const std::vector<SaveFile>& files,
+                                                  std::uint64_t order,
+                                                  const std::shared_ptr<Window>& window) {
+    return submit(std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_));
+}
+
+std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) {
     auto handle = std::make_shared<SaveHandle>(saves_, job);
     if (!saves_->submit(job)) throw std::runtime_error("the engine is shut down");
     return handle;

@@ -21,8 +21,8 @@
 
 namespace datastates {
 
-/// A save in flight, for its caller. Dropped before all is read, it cancels the save and waits for
-/// copies under way; later, the save goes on by itself.
+/// A save in flight, for its caller. Dropped before all is read, or while it is unplaced, it
+/// cancels the save and waits for copies under way; later, the save goes on by itself.
 class SaveHandle {
   public:
     SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<SaveJob> job);
@@ -32,6 +32,8 @@ class SaveHandle {
     SaveHandle& operator=(SaveHandle&&) = delete;
     ~SaveHandle();
 
+    /// Says where the files of an unplaced save go. Throws std::invalid_argument.
+    void place(Placement placement);
     void cancel();
     SaveJob* operator->() const { return job_.get(); }
 
@@ -84,6 +86,12 @@ class Engine {
                                      std::vector<std::string> sync_directories, std::uint64_t order,
                                      const std::shared_ptr<Window>& window);
 
+    /// The same, before it is known where the files go: their paths are only names, and nothing is
+    /// written until SaveHandle::place. What callers must heed is in save_pipeline.h.
+    std::shared_ptr<SaveHandle> save_unplaced(const std::vector<SaveFile>& files,
+                                              std::uint64_t order,
+                                              const std::shared_ptr<Window>& window);
+
     /// Throws std::runtime_error after `shutdown`.
     std::shared_ptr<RestoreHandle> restore(const std::vector<RestoreFile>& files);
 
@@ -93,6 +101,8 @@ class Engine {
     [[nodiscard]] bool alive() const { return alive_; }
 
   private:
+    std::shared_ptr<SaveHandle> submit(const std::shared_ptr<SaveJob>& job);
+
     const std::shared_ptr<FileOps> ops_;
     const std::shared_ptr<HostCache> cache_;
     const std::shared_ptr<SavePipeline> saves_;

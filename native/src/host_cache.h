@@ -5,7 +5,8 @@
 //     time; saves use the rest.
 //   - Waiting requests of saves are served in the order of their saves, then of their arrival.
 //   - A segment of a stream is always given back without the help of another one: what holds it is
-//     being read, checksummed or written.
+//     being read, checksummed or written, or waits until it is known where its save goes (which
+//     needs no segments of that save or a newer one: save_pipeline.h).
 //   - A slab may be held for long (until its save's reads are done, which take segments), so slabs
 //     in total leave `kStreamReserve` segments to the streams; and a slab that waits for other
 //     slabs lets newer requests pass, while one that waits only for streams to drain does not.

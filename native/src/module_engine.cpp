@@ -104,10 +104,26 @@ std::unique_ptr<PySaveJob> save(const PyEngine& self, const std::vector<SaveFile
                                 const py::sequence& sync_directories, std::int64_t order,
                                 const PyWindow& window, py::object keepalive) {
     const auto engine = usable(self);
-    std::vector<std::string> directories;
-    for (const auto& directory : sync_directories) directories.push_back(to_path(directory));
-    auto handle = engine->save(files, std::move(directories), to_size(order, "order"),
-                               required(window.window, "window"));
+    auto directories = to_paths(sync_directories);
+    const auto number = to_size(order, "order");
+    auto opens = required(window.window, "window");
+    auto handle = [&] {
+        const py::gil_scoped_release release;  // a job of many regions takes a while to make
+        return engine->save(files, std::move(directories), number, std::move(opens));
+    }();
+    return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
+}
+
+std::unique_ptr<PySaveJob> save_unplaced(const PyEngine& self, const std::vector<SaveFile>& files,
+                                         std::int64_t order, const PyWindow& window,
+                                         py::object keepalive) {
+    const auto engine = usable(self);
+    const auto number = to_size(order, "order");
+    auto opens = required(window.window, "window");
+    auto handle = [&] {
+        const py::gil_scoped_release release;
+        return engine->save_unplaced(files, number, std::move(opens));
+    }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
 
@@ -147,6 +163,8 @@ void bind_engine(const py::module_& module) {
         .def("gather", &gather_into, py::arg("content"), py::arg("address"), py::arg("nbytes"))
         .def("save", &save, py::arg("files"), py::arg("sync_directories"), py::arg("order"),
              py::arg("window"), py::arg("keepalive"))
+        .def("save_unplaced", &save_unplaced, py::arg("files"), py::arg("order"), py::arg("window"),
+             py::arg("keepalive"))
         .def("restore", &restore, py::arg("plan"), py::arg("keepalive"))
         .def("shutdown",
              [](const PyEngine& self) {

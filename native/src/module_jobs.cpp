@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "fault.h"
 #include "python_arguments.h"
@@ -129,6 +130,17 @@ void bind_save(const py::module_& module) {
                                       [&](auto deadline) { return (*job)->wait(deadline); });
             },
             py::arg("timeout"))
+        .def(
+            "place",
+            [](const PySaveJob& self, const py::sequence& paths,
+               const py::sequence& sync_directories) {
+                const auto job = handle_of(self);
+                Placement placement{.paths = to_paths(paths),
+                                    .sync_directories = to_paths(sync_directories)};
+                const py::gil_scoped_release release;
+                job->place(std::move(placement));
+            },
+            py::arg("paths"), py::arg("sync_directories"))
         .def("cancel",
              [](const PySaveJob& self) {
                  const auto job = handle_of(self);

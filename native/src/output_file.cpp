@@ -3,7 +3,6 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <utility>
 
 namespace datastates {
 namespace {

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <span>
 #include <string>
+#include <utility>
 
 #include "fault.h"
 #include "file_ops.h"
@@ -27,6 +28,9 @@ class OutputFile {
     OutputFile(OutputFile&&) = delete;
     OutputFile& operator=(OutputFile&&) = delete;
     ~OutputFile() { abandon(); }
+
+    /// Another path than the one given at first. Nobody has opened the file, or does so now.
+    void set_path(std::string path) { path_ = std::move(path); }
 
     /// Creates the file (it must not exist) and allocates its space. Only the first call does.
     MaybeFault ensure_open();

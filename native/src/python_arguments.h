@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace datastates {
 
@@ -82,6 +83,12 @@ inline std::string to_path(const pybind11::handle& path) {
         throw pybind11::error_already_set();
     }
     return pybind11::reinterpret_steal<pybind11::bytes>(encoded);
+}
+
+inline std::vector<std::string> to_paths(const pybind11::sequence& sequence) {
+    std::vector<std::string> paths;
+    for (const auto& path : sequence) paths.push_back(to_path(path));
+    return paths;
 }
 
 /// Text of the system's (a path in it, say) as Python shows it.

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <set>
 #include <span>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "crc32c.h"
@@ -17,7 +19,23 @@ double seconds_between(Clock::time_point from, Clock::time_point to) {
     return std::chrono::duration<double>(std::max(to, from) - from).count();
 }
 
+void check_path(const std::string& path) {
+    if (path.empty()) throw std::invalid_argument("path is empty");
+    if (path.find('\0') != std::string::npos) {
+        throw std::invalid_argument("path has a NUL character");
+    }
+}
+
 }  // namespace
+
+void check_distinct(const std::vector<std::string>& paths) {
+    std::set<std::string_view> seen;
+    for (const std::string& path : paths) {
+        if (!seen.insert(path).second) {
+            throw std::invalid_argument("'" + path + "' is written twice by one save");
+        }
+    }
+}
 
 std::uint64_t file_bytes(std::uint64_t table_offset) {
     return table_offset + kWord * (divide_up(table_offset, kBlockBytes) + 1);
@@ -26,10 +44,7 @@ std::uint64_t file_bytes(std::uint64_t table_offset) {
 SaveFile::SaveFile(std::string file_path, std::uint64_t offset, const Transfer& transfer)
     : path(std::move(file_path)), table_offset(offset) {
     constexpr std::uint64_t kMaxFile = std::uint64_t{1} << 62U;
-    if (path.empty()) throw std::invalid_argument("path is empty");
-    if (path.find('\0') != std::string::npos) {
-        throw std::invalid_argument("path has a NUL character");
-    }
+    check_path(path);
     if (table_offset % kWord != 0) {
         throw std::invalid_argument("table_offset=" + std::to_string(table_offset) +
                                     " is not a multiple of 4, in '" + path + "'");
@@ -60,14 +75,16 @@ SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
       unsummed(segments - 1),
       unwritten(segments) {}
 
-SaveJob::SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sync_directories,
-                 std::uint64_t order, std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops)
+SaveJob::SaveJob(const std::vector<SaveFile>& files,
+                 std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
+                 std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops)
     : order_(order),
       window_(std::move(window)),
       ops_(std::move(ops)),
-      directories_(std::move(sync_directories)),
       submitted_(Clock::now()),
+      placed_(sync_directories.has_value()),
       unfinished_files_(files.size()) {
+    if (sync_directories) directories_ = std::move(*sync_directories);
     for (const SaveFile& file : files) {
         files_.push_back(std::make_unique<File>(file, ops_));
         for (const Region& region : file.content->regions()) {
@@ -133,6 +150,27 @@ bool SaveJob::is_last(const Unit& unit) const {
     return unit.segment + 1 == files_[unit.file]->segments;
 }
 
+std::optional<std::vector<ReadUnit>> SaveJob::place(Placement placement) {
+    auto& [paths, directories] = placement;
+    if (paths.size() != files_.size()) {
+        throw std::invalid_argument("paths has " + std::to_string(paths.size()) +
+                                    " entries, and the save " + std::to_string(files_.size()) +
+                                    " files");
+    }
+    std::ranges::for_each(paths, check_path);
+    check_distinct(paths);
+    const std::scoped_lock lock(mutex_);
+    if (placed_) throw std::invalid_argument("the save was placed before");
+    placed_ = true;
+    if (fault_) return std::nullopt;
+    for (std::size_t i = 0; i < files_.size(); ++i) {
+        files_[i]->output.set_path(paths[i]);
+        files_[i]->spec.path = std::move(paths[i]);
+    }
+    directories_ = std::move(directories);
+    return std::exchange(parked_, {});
+}
+
 std::optional<SaveJob::Taken> SaveJob::take_unit() {
     const std::scoped_lock lock(mutex_);
     if (fault_ || next_.file == files_.size()) return std::nullopt;
@@ -154,6 +192,7 @@ MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory,
         if (watched.ok()) groups = std::move(filled);
     }
     if (watched.ok()) return std::nullopt;
+    const std::scoped_lock lock(mutex_);  // `place` may give it another path
     return Fault{.kind = FaultKind::kIo,
                  .error = watched.error,
                  .path = spec.path,
@@ -187,7 +226,12 @@ SaveJob::Gathered SaveJob::read(const Unit& unit, Lease memory) {
         file.last = std::move(memory);
         return {};
     }
-    return {.writable = ReadUnit{.unit = unit, .memory = std::move(memory)}, .fault = {}};
+    ReadUnit writable{.unit = unit, .memory = std::move(memory)};
+    if (!placed_) {
+        parked_.push_back(std::move(writable));
+        return {};
+    }
+    return {.writable = std::move(writable), .fault = {}};
 }
 
 std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {
@@ -264,11 +308,13 @@ void SaveJob::succeed() {
 }
 
 bool SaveJob::fail(Fault fault) {
-    std::vector<Lease> dropped;  // given back after the lock
+    std::vector<ReadUnit> parked;  // given back after the lock, as are these:
+    std::vector<Lease> dropped;
     const std::scoped_lock lock(mutex_);
     if (fault_ || done_) return false;
     fault_ = std::move(fault);
     failed_ = true;
+    parked.swap(parked_);
     for (const auto& file : files_) {
         if (file->last) dropped.push_back(std::move(file->last));
     }

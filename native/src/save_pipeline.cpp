@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <exception>
 #include <iterator>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -37,21 +38,44 @@ bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
         std::erase_if(jobs_, [](const auto& weak) { return weak.expired(); });
         jobs_.push_back(job);
         // Opened ahead of the first read, so that a full disk is found before anything is copied.
-        for (std::size_t file = 0; file < job->file_count(); ++file) {
-            tasks_.push_back({.job = SaveJob::Pin(job), .open = file, .write = std::nullopt});
-        }
-        if (job->file_count() == 0) {
-            tasks_.push_back(
-                {.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
-        } else {
+        if (job->placed()) queue_opening(job);
+        if (job->file_count() > 0) {
             const auto place = std::ranges::upper_bound(unread_jobs_, job->order(), {},
                                                         [](const auto& j) { return j->order(); });
             unread_jobs_.insert(place, job);
         }
     }
     tasks_changed_.notify_all();
-    window_opened();  // perhaps it is
+    wake_copy_threads();
     return true;
+}
+
+void SavePipeline::queue_opening(const std::shared_ptr<SaveJob>& job) {
+    for (std::size_t file = 0; file < job->file_count(); ++file) {
+        tasks_.push_back({.job = SaveJob::Pin(job), .open = file, .write = std::nullopt});
+    }
+    if (job->file_count() == 0) {
+        tasks_.push_back({.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
+    }
+}
+
+void SavePipeline::place(const std::shared_ptr<SaveJob>& job, Placement placement) {
+    try {
+        // Held until all is queued: what is read from now on comes behind what is parked.
+        const std::scoped_lock lock(mutex_);
+        auto parked = job->place(std::move(placement));
+        if (!parked) return;
+        queue_opening(job);
+        for (ReadUnit& read : *parked) {
+            tasks_.push_back(
+                {.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::move(read)});
+        }
+    } catch (const std::bad_alloc&) {
+        fail(job, out_of_memory("place"));  // if it is placed already, in part
+        return;
+    }
+    tasks_changed_.notify_all();
+    wake_copy_threads();
 }
 
 void SavePipeline::start_threads() {
@@ -67,7 +91,7 @@ void SavePipeline::start_threads() {
     }
 }
 
-void SavePipeline::window_opened() {
+void SavePipeline::wake_copy_threads() {
     {
         const std::scoped_lock lock(mutex_);  // or a thread about to wait would miss it
         jobs_changed_.notify_all();
@@ -93,7 +117,7 @@ void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) {
         }
     }
     tasks_changed_.notify_all();
-    cache_->interrupt();
+    wake_copy_threads();
 }
 
 void SavePipeline::shutdown() {
@@ -132,9 +156,10 @@ void SavePipeline::copy_loop() {
         if (!memory) continue;  // something changed: an older job may have become readable
         auto reading = take_unit();
         if (!reading) continue;
-        const SaveJob::Pin& job = reading->job;
+        const auto& [job, taken] = *reading;
+        if (taken.last) wake_copy_threads();  // a newer job may be read now
         try {
-            auto [writable, fault] = job->read(reading->unit, std::move(memory));
+            auto [writable, fault] = job->read(taken.unit, std::move(memory));
             if (fault) fail(job.job(), std::move(*fault));
             if (writable) {
                 enqueue({.job = SaveJob::Pin(job.job()),
@@ -147,17 +172,24 @@ void SavePipeline::copy_loop() {
     }
 }
 
+bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
+    return job->placed() || job == unread_jobs_.front();
+}
+
 std::optional<std::uint64_t> SavePipeline::wait_for_open_job() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-        const auto open = std::ranges::find_if(
-            unread_jobs_, [](const auto& job) { return job->window()->is_open(); });
+        const auto open = std::ranges::find_if(unread_jobs_, [this](const auto& job) {
+            return may_read(job) && job->window()->is_open();
+        });
         if (open != unread_jobs_.end()) return (*open)->order();
         if (unread_jobs_.empty()) {
             jobs_changed_.wait(lock);
         } else {
-            const auto opens_at = [](const auto& job) { return job->window()->opened_at(); };
-            const auto next = std::ranges::min(unread_jobs_, {}, opens_at)->window()->opened_at();
+            auto next = Clock::time_point::max();
+            for (const auto& job : unread_jobs_) {
+                if (may_read(job)) next = std::min(next, job->window()->opened_at());
+            }
             jobs_changed_.wait_until(lock, next);
         }
     }
@@ -167,12 +199,12 @@ std::optional<std::uint64_t> SavePipeline::wait_for_open_job() {
 std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
     const std::scoped_lock lock(mutex_);
     for (auto next = unread_jobs_.begin(); next != unread_jobs_.end(); ++next) {
-        if (!(*next)->window()->is_open()) continue;
+        if (!may_read(*next) || !(*next)->window()->is_open()) continue;
         SaveJob::Pin pin(*next);
         const auto taken = pin->take_unit();
         if (!taken) continue;  // it has failed, and is about to leave the list
         if (taken->last) unread_jobs_.erase(next);
-        return Reading{.job = std::move(pin), .unit = taken->unit};
+        return Reading{.job = std::move(pin), .taken = *taken};
     }
     return std::nullopt;
 }

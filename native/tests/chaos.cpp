@@ -67,14 +67,15 @@ Watchdog::Watchdog(std::string what, std::chrono::seconds limit)
 
 void Tally::print() const {
     std::printf(
-        "      %llu saves: %llu durable, %llu failed, %llu cancelled, %llu shut down, %llu "
+        "      %llu saves: %llu placed late, %llu durable, %llu failed, %llu cancelled, %llu shut "
+        "down, %llu "
         "dropped; "
         "%llu restored, %llu slabs, %llu errors injected\n",
-        static_cast<unsigned long long>(submitted), static_cast<unsigned long long>(durable),
-        static_cast<unsigned long long>(failed), static_cast<unsigned long long>(cancelled),
-        static_cast<unsigned long long>(shut_down), static_cast<unsigned long long>(dropped),
-        static_cast<unsigned long long>(restored), static_cast<unsigned long long>(slabs),
-        static_cast<unsigned long long>(injected));
+        static_cast<unsigned long long>(submitted), static_cast<unsigned long long>(placed),
+        static_cast<unsigned long long>(durable), static_cast<unsigned long long>(failed),
+        static_cast<unsigned long long>(cancelled), static_cast<unsigned long long>(shut_down),
+        static_cast<unsigned long long>(dropped), static_cast<unsigned long long>(restored),
+        static_cast<unsigned long long>(slabs), static_cast<unsigned long long>(injected));
 }
 
 std::shared_ptr<HookedFileOps> storage_at_random(Storage storage, std::uint64_t seed,
@@ -97,20 +98,48 @@ Scene::Scene(Engine& engine_used, const std::vector<std::unique_ptr<Sample>>& sa
 void Scene::add(const std::shared_ptr<Window>& window, const std::shared_ptr<SaveHandle>& job) {
     const std::scoped_lock lock(mutex_);
     windows_.push_back(window);
-    if (windows_.size() > kRemembered) windows_.pop_front();
     jobs_.push_back(job);
     if (jobs_.size() > kRemembered) jobs_.pop_front();
 }
 
+void Scene::add(std::shared_ptr<Unplaced> unplaced) {
+    const std::scoped_lock lock(mutex_);
+    unplaced_.push_back(std::move(unplaced));
+}
+
+void Scene::place(SaveHandle& job, Unplaced& unplaced) {
+    if (unplaced.taken.exchange(true)) return;
+    job.place(std::move(unplaced.placement));
+    ++tally.placed;
+}
+
+bool Scene::place_any(Random& random) {
+    std::shared_ptr<Unplaced> unplaced;
+    {
+        const std::scoped_lock lock(mutex_);
+        std::erase_if(unplaced_, [](const auto& u) { return u->taken || u->job.expired(); });
+        if (unplaced_.empty()) return false;
+        unplaced = unplaced_[random_below(random, unplaced_.size())];
+    }
+    const auto job = unplaced->job.lock();
+    if (job) place(*job, *unplaced);
+    return job != nullptr;
+}
+
 void Scene::meddle(Random& random) {
+    if (random_below(random, 2) == 0 && place_any(random)) return;
     std::shared_ptr<Window> window;
     std::shared_ptr<SaveHandle> job;
     {
         const std::scoped_lock lock(mutex_);
-        if (windows_.empty()) return;
-        const std::size_t i = random_below(random, windows_.size());
-        window = windows_.at(i).lock();
-        if (random_below(random, 64) == 0) job = jobs_.at(i).lock();
+        std::erase_if(windows_, [](const auto& weak) {
+            const auto w = weak.lock();
+            return !w || w->is_open();
+        });
+        if (!windows_.empty()) window = windows_[random_below(random, windows_.size())].lock();
+        if (!jobs_.empty() && random_below(random, 64) == 0) {
+            job = jobs_.at(random_below(random, jobs_.size())).lock();
+        }
     }
     if (job) {
         job->cancel();
@@ -161,17 +190,17 @@ void Caller::one_save() {
         return;
     }
     const std::uint64_t order = scene_.order++;
-    Saved saved{.job = nullptr, .window = random_window(), .files = {}, .slab = random_slab(order)};
-    std::vector<SaveFile> files;
+    Saved saved{.job = nullptr,
+                .window = random_window(),
+                .files = {},
+                .slab = random_slab(order),
+                .unplaced = nullptr};
     for (std::uint64_t n = random_below(random_, 4); n > 0; --n) {
         const Sample& sample = *scene_.samples[random_below(random_, scene_.samples.size())];
         const std::string path = scene_.directory + "/" + name_ + "-" + std::to_string(files_++);
         saved.files.push_back({.path = path, .sample = &sample});
-        files.emplace_back(path, sample.source.stream.size(), sample.source.transfer);
     }
-    saved.job = scene_.engine.save(files, {scene_.directory}, order, saved.window);
-    ++scene_.tally.submitted;
-    scene_.add(saved.window, saved.job);
+    submit(saved, order);
     switch (random_below(random_, 6)) {
         case 0:
             saved.job->cancel();
@@ -196,15 +225,41 @@ void Caller::one_save() {
     in_flight_.push_back(std::move(saved));
 }
 
+void Caller::submit(Saved& saved, std::uint64_t order) {
+    const bool placed = one_in(2);
+    std::vector<SaveFile> files;
+    for (const auto& [path, sample] : saved.files) {
+        files.emplace_back(placed ? path : "unplaced", sample->source.stream.size(),
+                           sample->source.transfer);
+    }
+    if (placed) {
+        saved.job = scene_.engine.save(files, {scene_.directory}, order, saved.window);
+    } else {
+        saved.job = scene_.engine.save_unplaced(files, order, saved.window);
+        saved.unplaced = std::make_shared<Unplaced>();
+        saved.unplaced->job = saved.job;
+        saved.unplaced->placement.sync_directories = {scene_.directory};
+        for (const Target& file : saved.files) {
+            saved.unplaced->placement.paths.push_back(file.path);
+        }
+        scene_.add(saved.unplaced);
+    }
+    ++scene_.tally.submitted;
+    scene_.add(saved.window, saved.job);
+}
+
 /// The handle and what it reads go while the save is under way: AddressSanitizer sees a late read.
 void Caller::save_what_is_gone_soon() {
     const std::uint64_t size = round_up(random_below(random_, 3 * kMiB), 4);
     auto source = std::make_unique<Source>(size, kMiB, random_());
     const std::string path = scene_.directory + "/" + name_ + "-" + std::to_string(files_++);
     const auto window = random_window();
-    auto job =
-        scene_.engine.save({SaveFile(path, size, source->transfer)}, {}, scene_.order++, window);
+    const std::vector<SaveFile> files{SaveFile(path, size, source->transfer)};
+    const bool unplaced = one_in(2);
+    auto job = unplaced ? scene_.engine.save_unplaced(files, scene_.order++, window)
+                        : scene_.engine.save(files, {}, scene_.order++, window);
     ++scene_.tally.submitted;
+    if (unplaced && one_in(2)) job->place({.paths = {path}, .sync_directories = {}});
     std::this_thread::sleep_for(std::chrono::microseconds(random_below(random_, 5000)));
     if (one_in(2)) {
         window->open();
@@ -219,9 +274,11 @@ void Caller::save_what_is_gone_soon() {
 
 void Caller::settle(Saved saved) {
     SaveJob& job = *saved.job->operator->();
-    saved.window->open();  // if nobody has
+    saved.window->open();                                                        // if nobody has
+    if (saved.unplaced && one_in(2)) scene_.place(*saved.job, *saved.unplaced);  // or others do
     check(job.wait_read(kEveryGroup, in(kPatience)), "all is read, or the job has failed");
     saved.slab.release();
+    if (saved.unplaced) scene_.place(*saved.job, *saved.unplaced);
     check(job.wait(in(kPatience)), "the job ends");
     if (const auto fault = job.fault()) {
         switch (fault->kind) {

@@ -37,6 +37,7 @@ class Watchdog {
 /// What happened, so that a run in which nothing did is seen to be none.
 struct Tally {
     std::atomic<std::uint64_t> submitted = 0;
+    std::atomic<std::uint64_t> placed = 0;
     std::atomic<std::uint64_t> durable = 0;
     std::atomic<std::uint64_t> failed = 0;
     std::atomic<std::uint64_t> cancelled = 0;
@@ -63,6 +64,13 @@ struct Sample {
     Bytes file;
 };
 
+/// An unplaced save, which its caller or somebody else places.
+struct Unplaced {
+    std::weak_ptr<SaveHandle> job;
+    Placement placement;
+    std::atomic<bool> taken = false;  // by whoever places it
+};
+
 /// One engine, and what its callers share.
 class Scene {
   public:
@@ -79,13 +87,20 @@ class Scene {
     std::atomic<bool> over = false;      // callers begin nothing new
     std::atomic<bool> stopping = false;  // `shutdown` may have been called
 
-    /// Opens a window or cancels a save, of those last submitted.
+    /// Opens a window, places a save, or cancels one of those last submitted. Sooner or later opens
+    /// all windows and places all saves: a caller may wait for what others have not opened or
+    /// placed.
     void meddle(Random& random);
+    void add(std::shared_ptr<Unplaced> unplaced);
+    void place(SaveHandle& job, Unplaced& unplaced);
     void add(const std::shared_ptr<Window>& window, const std::shared_ptr<SaveHandle>& job);
 
   private:
+    bool place_any(Random& random);
+
     std::mutex mutex_;  // guards what follows
-    std::deque<std::weak_ptr<Window>> windows_;
+    std::vector<std::shared_ptr<Unplaced>> unplaced_;
+    std::vector<std::weak_ptr<Window>> windows_;
     std::deque<std::weak_ptr<SaveHandle>> jobs_;  // that read `samples`: anybody may drop them last
 };
 
@@ -108,9 +123,11 @@ class Caller {
         std::shared_ptr<Window> window;
         std::vector<Target> files;
         Lease slab;
+        std::shared_ptr<Unplaced> unplaced;  // or null
     };
 
     void one_save();
+    void submit(Saved& saved, std::uint64_t order);
     void save_what_is_gone_soon();
     std::shared_ptr<Window> random_window();
     Lease random_slab(std::uint64_t order);
