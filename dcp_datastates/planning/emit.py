@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import io
 import pickle
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
@@ -82,12 +84,11 @@ def emit(
     ``metadata.decode`` would refuse. Gives the GIL up while it writes the chunks; nobody may change the arrays
     meanwhile.
     """
-    _check(catalog, placement)
-    mappings = None if catalog.mappings is None else dict(catalog.mappings)
-    prelude = _Prelude()
-    prelude.instance(Metadata)
-    prelude.item("state_dict_metadata", (_WORDS, catalog.names, catalog.table))
-    prelude.item("planner_data", mappings)
+    _check_types("paths", placement.paths, str)
+    start = _starts.get(catalog)
+    if start is None:
+        start = _starts[catalog] = _Start.of(catalog)
+    prelude = _Prelude(start.opcodes, start.memo)
     prelude.item("storage_data", (placement.paths,))
     prelude.item("storage_meta", storage_meta)
     prelude.item("version", version)
@@ -96,27 +97,29 @@ def emit(
     return metadata_pickle(
         prelude.opcodes(),
         len(memo),
-        _places(memo, _WORDS),
-        _places(memo, catalog.names),
-        _places(memo, catalog.table),
+        start.words,
+        start.names,
+        start.table,
         _places(memo, placement.paths),
         catalog,
         placement,
     )
 
 
-_Memo: TypeAlias = Mapping[int, tuple[int, Any]]
+_Memo: TypeAlias = dict[int, tuple[int, Any]]
 """What a pickler has put where: by its identity, the index for the unpickler, and the object."""
 
 
 class _Prelude:
     """The pickle as far as Python writes it, without its PROTO; ends within a dict of attributes."""
 
-    def __init__(self) -> None:
-        self._opcodes = bytearray()
+    def __init__(self, opcodes: bytes = b"", memo: _Memo | None = None) -> None:
+        self._opcodes = bytearray(opcodes)
         self._written = io.BytesIO()
         # 3 is the last protocol without frames, which would enclose the opcodes that are cut off.
         self._pickler = pickle.Pickler(self._written, protocol=3)
+        if memo is not None:
+            self._pickler.memo = memo
 
     def instance(self, of: type) -> None:
         self._value(of)
@@ -140,15 +143,44 @@ class _Prelude:
         self._written.truncate()
 
 
+@dataclass(frozen=True)
+class _Start:
+    """What is the same in all pickles of a catalog: the beginning, and where in the memo the unique things are."""
+
+    opcodes: bytes
+    memo: _Memo
+    words: Ints
+    names: Ints
+    table: Ints
+
+    @staticmethod
+    def of(catalog: Catalog) -> _Start:
+        _check(catalog)
+        prelude = _Prelude()
+        prelude.instance(Metadata)
+        prelude.item("state_dict_metadata", (_WORDS, catalog.names, catalog.table))
+        prelude.item("planner_data", None if catalog.mappings is None else dict(catalog.mappings))
+        memo = prelude.memo()
+        return _Start(
+            prelude.opcodes(),
+            memo,
+            _places(memo, _WORDS),
+            _places(memo, catalog.names),
+            _places(memo, catalog.table),
+        )
+
+
+_starts: weakref.WeakKeyDictionary[Catalog, _Start] = weakref.WeakKeyDictionary()
+
+
 def _places(memo: _Memo, objects: Sequence[object]) -> Ints:
     return np.fromiter((memo[id(each)][0] for each in objects), np.int64, len(objects))
 
 
-def _check(catalog: Catalog, placement: Placement) -> None:
+def _check(catalog: Catalog) -> None:
     """Of what is pickled as it is given; the arrays are checked where they are read."""
     _check_types("names", catalog.names, str)
     _check_types("table", catalog.table, TensorProperties)
-    _check_types("paths", placement.paths, str)
     if len(set(catalog.names)) != len(catalog.names):
         raise ValueError("names has a name twice")
     if catalog.mappings is not None:
