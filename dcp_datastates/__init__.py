@@ -32,6 +32,8 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.find import latest
 from dcp_datastates.ownership import track
+from dcp_datastates.planner import DataStatesSavePlanner
+from dcp_datastates.prime import prime
 from dcp_datastates.reader import DataStatesReader
 from dcp_datastates.retention import retain
 from dcp_datastates.stats import SaveStats
@@ -50,6 +52,7 @@ __all__ = [
     "Damage",
     "DataStatesError",
     "DataStatesReader",
+    "DataStatesSavePlanner",
     "DataStatesWriter",
     "ForeignCheckpointError",
     "IncompatibleStateError",
@@ -67,6 +70,7 @@ __all__ = [
     "async_save",
     "latest",
     "parse_size",
+    "prime",
     "retain",
     "track",
     "verify",

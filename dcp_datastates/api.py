@@ -30,6 +30,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.frames import release_frames
 from dcp_datastates.peers import ALONE
+from dcp_datastates.prime import planner_of
 from dcp_datastates.save import OutcomeFuture, Save
 from dcp_datastates.writer import DataStatesWriter
 
@@ -53,7 +54,7 @@ def async_save(
         state_dict: what :func:`torch.distributed.checkpoint.async_save` takes.
         path: the checkpoint's directory. None if ``writer`` has one.
         writer: to use a writer again; else one is made from ``path`` and ``options``.
-        planner: DCP's default planner if None.
+        planner: if None, a :class:`DataStatesSavePlanner` that is kept for all saves of these ranks.
         process_group: the ranks that save, if they are not all. Only its membership is used.
         options: of :class:`DataStatesWriter`.
 
@@ -77,6 +78,8 @@ def async_save(
     if path is None and not writer.checkpoint_id:
         raise ConfigurationError("no path to save to: pass path, or a writer that has one")
     group = commit_group(writer.peers)
+    if planner is None:
+        planner = planner_of(group)
     collectives = collectives_of(group)
     with writer.in_background() as saves:
         future = dcp.async_save(  # type: ignore[attr-defined]

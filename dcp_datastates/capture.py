@@ -11,15 +11,18 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, compress
+from itertools import accumulate, chain, compress
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import Engine, Transfer
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
-from dcp_datastates.ownership import UNOWNED, Ownership
+from dcp_datastates.ownership import STABLE, UNOWNED, Ownership
+from dcp_datastates.planning.catalog import Ints
+from dcp_datastates.planning.fingerprint import Fingerprint, fingerprint
 from dcp_datastates.tensors import (
     PLAIN_DTYPES,
     add_region,
@@ -27,9 +30,9 @@ from dcp_datastates.tensors import (
     is_unusual,
     tensor_over,
 )
-from dcp_datastates.walk import Columns, walk
+from dcp_datastates.walk import Columns, Staged, walk
 
-__all__ = ["Capture", "DeferredTensors", "capture"]
+__all__ = ["Capture", "DeferredTensors", "capture", "look"]
 
 _SLOT: Final = 64
 """Eager copies are aligned to this many bytes in their buffer."""
@@ -41,6 +44,7 @@ _LAYOUT: Final = operator.attrgetter("layout")
 _NBYTES: Final = operator.attrgetter("nbytes")
 _SHAPE: Final = operator.attrgetter("shape")
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _JUST_STRIDED: Final = frozenset({torch.strided})
 
 
@@ -76,6 +80,29 @@ class Capture:
     """Shapes and dtypes at the call: the tensors themselves may have others by now."""
     buffer: torch.Tensor | None
     eager_bytes: int
+    regular: bool
+    """Whether all tensors are plain ones on the host: else plans for this state are not kept."""
+    late: list[bool]
+    """Which of all tensors are deferred, in the order of the walk."""
+    staged: Staged
+
+    def fingerprint(self) -> Fingerprint | None:
+        """What the state looks like; None if it is not :attr:`regular`."""
+        columns = self.staged.columns
+        if not self.regular or not _are_plain(self.staged.structure, columns):
+            return None
+        return fingerprint(self.staged.structure, columns.tensors, columns.locals)
+
+    def bases(self) -> tuple[Ints, Ints]:
+        """Address of the first byte, and group, of all tensors in the order of the walk. Before :meth:`materialize`."""
+        addresses = np.empty(len(self.late), np.int64)
+        groups = np.full(len(self.late), STABLE, np.int64)
+        late = np.array(self.late, bool)
+        addresses[late] = self.deferred.addresses
+        groups[late] = self.deferred.groups
+        if self.buffer is not None:
+            addresses[~late] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
+        return addresses, groups
 
     def materialize(self) -> dict[Any, Any]:
         """Put tensors over the eager copies in their places; the state dict as it was at the call."""
@@ -105,14 +132,17 @@ def capture(
     ``allocate`` gives a ``uint8`` host buffer of the size asked for; it is called at most once. Raises
     :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be stored.
     """
-    root, columns = walk(state_dict)
-    columns = _set_apart(columns, _odd_memory(columns))
+    root, staged = walk(state_dict)
+    everything = staged.columns
+    columns = _set_apart(everything, _odd_memory(everything))
     try:
-        deferred, eager = _classify(columns, ownership, defer)
+        deferred, eager, late = _classify(columns, ownership, defer)
     except (RuntimeError, NotImplementedError):  # one without a storage: sparse
         columns = _set_apart(columns, list(map(is_unusual, columns.locals)))
-        deferred, eager = _classify(columns, ownership, defer)
-    eager = _set_apart(eager, _odd_values(eager))
+        deferred, eager, late = _classify(columns, ownership, defer)
+    usual = _set_apart(eager, _odd_values(eager))
+    regular = columns is everything and usual is eager
+    eager = usual
     sizes = list(map(_NBYTES, eager.locals))
     ends = list(accumulate(size + -size % _SLOT for size in sizes))
     nbytes = ends[-1] if ends else 0
@@ -122,7 +152,23 @@ def capture(
         buffer = allocate(max(nbytes, 1))
         engine.gather(_regions(eager, offsets, sizes), buffer.data_ptr(), nbytes)
     forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
-    return Capture(root, deferred, eager, offsets, forms, buffer, nbytes)
+    return Capture(root, deferred, eager, offsets, forms, buffer, nbytes, regular, late, staged)
+
+
+def look(state_dict: Mapping[str, Any]) -> Capture:
+    """A capture for planning alone: nothing is copied, and the tensors are those of the state."""
+    root, staged = walk(state_dict)
+    regular = _odd_memory(staged.columns) is None
+    late = [True] * len(staged.columns.tensors)
+    return Capture(root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, staged)
+
+
+def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) -> bool:
+    """Whether every tensor that DCP will see is one of ``columns``."""
+    kinds = list(chain.from_iterable(types for _, types in structure))
+    if any(issubclass(kind, torch.Tensor) and kind not in _PLAIN for kind in set(kinds)):
+        return False
+    return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
 def _odd_memory(columns: Columns) -> list[bool] | None:
@@ -159,10 +205,10 @@ def _set_apart(columns: Columns, odd: list[bool] | None) -> Columns:
 
 def _classify(
     columns: Columns, ownership: Ownership, defer: Defer
-) -> tuple[DeferredTensors, Columns]:
-    """The deferred tensors, and those to copy."""
+) -> tuple[DeferredTensors, Columns, list[bool]]:
+    """The deferred tensors, those to copy, and which are which."""
     if defer == "none":
-        return DeferredTensors(), columns
+        return DeferredTensors(), columns, [False] * len(columns.tensors)
     sizes = list(map(_NBYTES, columns.locals))
     owners = ownership.groups(columns.locals)
     if defer == "all":
@@ -183,7 +229,7 @@ def _classify(
         sizes,
     )
     eager = Columns() if chosen is columns else columns.where(map(operator.not_, late))
-    return deferred, eager
+    return deferred, eager, late
 
 
 def _regions(eager: Columns, offsets: list[int], sizes: list[int]) -> Transfer:

@@ -129,6 +129,11 @@ class CommitGroup:
         """Whether this rank publishes."""
         return self.peers.rank == 0
 
+    @property
+    def name(self) -> str:
+        """Which ranks these are; no other group of this process has it."""
+        return f"{self.first}/{self.peers.digest}"
+
     def draw(self) -> int:
         """Coordinator: the number of the next round."""
         with self._lock:

@@ -33,7 +33,8 @@ from dcp_datastates.errors import (
     DataStatesError,
 )
 from dcp_datastates.failpoints import hit
-from dcp_datastates.metadata import FileRecord, Note, decode, encode, read_note
+from dcp_datastates.metadata import FileRecord, Note, decode, encode, encode_columns, read_note
+from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.round import Consolidated, Round
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.lock import asking, exclusive
@@ -121,6 +122,8 @@ def published_attempt(directory: Path) -> Attempt:
 
 
 def _document(directory: Path, attempt: Attempt, consolidated: Consolidated) -> bytes:
+    if isinstance(consolidated.metadata, PlannedMetadata):
+        return _planned_document(directory, attempt, consolidated.metadata)
     files: dict[str, FileRecord] = {}
     storage_data: dict[object, _StorageInfo] = {}
     for rank_results in consolidated.results:
@@ -134,6 +137,21 @@ def _document(directory: Path, attempt: Attempt, consolidated: Consolidated) -> 
     metadata.storage_meta = StorageMeta(checkpoint_id=str(directory), save_id=attempt.name)
     metadata.version = DCP_VERSION
     return encode(metadata, Note(attempt, files))
+
+
+def _planned_document(directory: Path, attempt: Attempt, metadata: PlannedMetadata) -> bytes:
+    files = {}
+    for report in metadata.reports:
+        for name, nbytes, table_offset in report.files:
+            path = f"{attempt.name}/{name}"
+            files[path] = FileRecord(path, nbytes, table_offset)
+    return encode_columns(
+        metadata.whole.catalog,
+        metadata.whole.placement(metadata.reports, attempt.name),
+        StorageMeta(checkpoint_id=str(directory), save_id=attempt.name),
+        DCP_VERSION,
+        Note(attempt, files),
+    )
 
 
 def _check_not_superseded(directory: Path, attempt: Attempt, seen: local.Signature | None) -> None:

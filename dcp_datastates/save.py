@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -28,6 +28,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.heart import Loss
 from dcp_datastates.peers import ALONE
+from dcp_datastates.planning.session import Session
 from dcp_datastates.progress import Progress
 from dcp_datastates.round import Consolidated, FailedPart, Part, Round
 from dcp_datastates.snapshot import Snapshot
@@ -110,6 +111,8 @@ class Save:
         self._quick = False
         self._begun = False
         self.left_out = False
+        self.session: Session | None = None  # with a DataStatesSavePlanner
+        self.ahead: Any = None  # what is read before it is planned
         self.dcp_tells = False  # whether somebody passes on what DCP's future raises
         self._decision = (
             threading.Event()
@@ -230,6 +233,8 @@ class Save:
         error = SaveAbandonedError("DCP ended this save before its data were written")
         if self.snapshot is not None:
             self.snapshot.fail(error)
+        if self.session is not None:
+            self.session.close()
         if self._round is None:
             self.submit(FailedPart(error))
         if self._round is not None:

@@ -16,19 +16,19 @@ import torch.distributed as dist
 
 from dcp_datastates.frames import local_variable
 
-__all__ = ["warn_if_shared"]
+__all__ = ["async_save_call", "warn_if_shared"]
 
 _warned = False
 
 
-def warn_if_shared() -> None:
-    """Warn, once per process, if the ``async_save`` that calls this uses training's own gloo group."""
+def warn_if_shared(call: FrameType | None) -> None:
+    """Warn, once per process, if ``call``, an ``async_save``, uses training's own gloo group."""
     global _warned
     if _warned or not dist.is_available() or not dist.is_initialized():
         return
     if dist.get_world_size() == 1:
         return
-    frame = _caller()
+    frame = call
     if frame is None or local_variable(frame, "no_dist"):
         return
     group: Any = local_variable(frame, "process_group")
@@ -44,7 +44,7 @@ def warn_if_shared() -> None:
     )
 
 
-def _caller() -> FrameType | None:
+def async_save_call() -> FrameType | None:
     """The frame of ``torch.distributed.checkpoint.async_save`` above this, if there is one."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -56,6 +56,22 @@ def _without_traceback(error: BaseException) -> BaseException:
         return DataStatesError(f"{type(error).__name__}: {error}")
 
 
+def _stop(job: SaveJob) -> None:
+    job.cancel()
+    while not job.wait_read(-1, _POLL_SECONDS):
+        pass
+
+
+_not_submitted_lock = threading.Lock()  # guards _not_submitted
+_not_submitted: set[int] = set()
+"""Orders of the snapshots whose reads no native job has."""
+
+
+def _submitted(snapshot: Snapshot) -> None:
+    with _not_submitted_lock:
+        _not_submitted.discard(snapshot.order)
+
+
 class Snapshot:
     """A capture, its read window, and the promise that nothing in it is read late or torn.
 
@@ -83,6 +99,7 @@ class Snapshot:
         self._created = time.monotonic()
         self._lock = threading.Lock()  # guards _job, _failure, _settled
         self._job: SaveJob | None = None
+        self._foreseen: SaveJob | None = None
         self._failure: BaseException | None = None
         self._settled = False
         self._wanted = threading.Event()  # set when somebody waits for the reads
@@ -95,6 +112,8 @@ class Snapshot:
         """Take over a finished capture and hold the optimizers that own its deferred tensors back."""
         self._capture = capture
         self._slab = slab
+        with _not_submitted_lock:
+            _not_submitted.add(self.order)
         self._portions = portions(capture.deferred, self.order)
         if self._portions:
             step_gate.gate(self)
@@ -134,12 +153,10 @@ class Snapshot:
                 return
             if self._failure is None:
                 self._failure = _without_traceback(error)
-            job = self._job
+            jobs = [job for job in (self._job, self._foreseen) if job is not None]
             self._handed_over.set()
-        if job is not None:
-            job.cancel()
-            while not job.wait_read(-1, _POLL_SECONDS):
-                pass
+        for job in jobs:
+            _stop(job)
         self._let_go()
         self._resolve_captured(self._failure)
 
@@ -155,6 +172,8 @@ class Snapshot:
     def _let_go(self) -> None:
         """Drop what kept sources alive. The eager copies' cache segments are free from here on."""
         step_gate.ungate(self)
+        _submitted(self)
+        self._foreseen = None
         self._portions = []
         self._ownership = Ownership(())
         self._capture = None
@@ -214,21 +233,28 @@ class Snapshot:
 
     # ---- DCP's thread ----------------------------------------------------------------------------
 
-    def begin(self) -> dict[Any, Any]:
-        """The state at the call; the current thread becomes the one that saves it."""
+    def begin(self) -> None:
+        """The current thread becomes the one that saves the state."""
         self._thread = threading.current_thread()
         self._awaited = awaited_here()
         # DCP's planning would hold the GIL for a whole switch interval (5 ms) as soon as this thread
         # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
         self._wanted.wait(_YIELD_SECONDS)
+        self._deferred = self.capture.deferred
+
+    @property
+    def capture(self) -> Capture:
+        """What is saved. Raises :class:`SaveAbandonedError` if this snapshot was given up."""
         capture = self._capture
         if capture is None:
             raise SaveAbandonedError("this snapshot was given up before DCP began to save it")
+        return capture
+
+    def state(self) -> dict[Any, Any]:
+        """The state at the call, with all tensors in it. Once."""
+        capture = self.capture
         self._regions = Regions(capture.deferred)
-        self._deferred = capture.deferred
-        root = capture.materialize()
-        capture.root = {}
-        return root
+        return capture.materialize()
 
     def group_of(self, address: int, nbytes: int) -> int:
         """The group whose gate covers these bytes; ``STABLE`` for copies that nobody changes."""
@@ -247,7 +273,44 @@ class Snapshot:
                 raise self._failure
             self._job = start(self._window)
             self._handed_over.set()
+        _submitted(self)
+        return self._job
+
+    def foresee(self, start: Callable[[Window], SaveJob]) -> SaveJob | None:
+        """Begin to read by a plan that is not agreed on yet. The gate still waits for :meth:`adopt`.
+
+        None, and nothing is started, while an older snapshot is not being read: this one's reads would take the
+        cache that the older one needs to go on.
+        """
+        assert self._deferred is not None, "begin() comes first"
+        with _not_submitted_lock:
+            if _not_submitted and min(_not_submitted) < self.order:
+                return None
+        keep = check_memory(self._deferred)
+        with self._lock:
+            if self._failure is not None:
+                return None
+            self._keep = keep
+            self._foreseen = start(self._window)
+        _submitted(self)
+        return self._foreseen
+
+    def adopt(self) -> SaveJob:
+        """The plan that :meth:`foresee` went by is the one that was agreed on."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            assert self._foreseen is not None, "foresee() comes first"
+            self._job, self._foreseen = self._foreseen, None
+            self._handed_over.set()
             return self._job
+
+    def discard(self) -> None:
+        """It is not. Returns when nothing is read by it any more."""
+        with self._lock:
+            job, self._foreseen = self._foreseen, None
+        if job is not None:
+            _stop(job)
 
     def settle(self) -> None:
         """Wait until all is read and found whole; then the state may change freely.

@@ -20,6 +20,7 @@ class SaveStats:
         read_seconds: from the opening of the read window to the last read.
         total_seconds: from the opening of the read window to durable files.
         direct: whether all files were written past the page cache (O_DIRECT).
+        steady: whether all was laid out as in an earlier save, without planning (:class:`DataStatesSavePlanner`).
     """
 
     stage_seconds: float = 0.0
@@ -30,3 +31,4 @@ class SaveStats:
     read_seconds: float = 0.0
     total_seconds: float = 0.0
     direct: bool = False
+    steady: bool = False

@@ -7,6 +7,7 @@ misses every sampled word goes unseen; so sampling is a second line, not the gua
 
 from __future__ import annotations
 
+import operator
 import threading
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -87,20 +88,19 @@ def check_memory(deferred: DeferredTensors) -> list[torch.UntypedStorage]:
     planner may have resolved the wrong bytes.
     """
     columns = deferred.columns
-    keep = [
-        tensor.untyped_storage() for tensor in columns.locals
-    ]  # first: from here on, none can go
-    for position, (tensor, local, address) in enumerate(
-        zip(columns.tensors, columns.locals, deferred.addresses, strict=True)
-    ):
-        if local.data_ptr() != address or (
-            tensor is not local and local_tensor(tensor) is not local
-        ):
-            raise SnapshotTornError(
-                f"the memory of deferred tensor {columns.name(position)!r} was replaced "
-                f"(tensor.data = …) before it was read; wait for writer.captured before that, or use "
-                f'defer="none"'
-            )
+    # First: from here on, none can go.
+    keep = list(map(torch.Tensor.untyped_storage, columns.locals))
+    moved = list(map(operator.ne, map(torch.Tensor.data_ptr, columns.locals), deferred.addresses))
+    for position, tensor in enumerate(columns.tensors):
+        local = columns.locals[position]
+        if tensor is not local and local_tensor(tensor) is not local:
+            moved[position] = True
+    if True in moved:
+        raise SnapshotTornError(
+            f"the memory of deferred tensor {columns.name(moved.index(True))!r} was replaced "
+            f"(tensor.data = …) before it was read; wait for writer.captured before that, or use "
+            f'defer="none"'
+        )
     return keep
 
 

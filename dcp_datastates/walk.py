@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.ownership import local_tensor
 from dcp_datastates.tensors import copy_sharded
 
-__all__ = ["Columns", "walk"]
+__all__ = ["Columns", "Staged", "walk"]
 
 _ATOMS: Final = frozenset(
     {
@@ -63,16 +63,27 @@ class Columns:
         )
 
 
-def walk(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Columns]:
+@dataclass
+class Staged:
+    """What a walk has found."""
+
+    columns: Columns = field(default_factory=Columns)
+    structure: list[tuple[Any, tuple[type, ...]]] = field(default_factory=list)
+    """Of every container: the keys of a mapping, or the name of a list; and the types of the values."""
+
+
+def walk(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Staged]:
     """The staged copy of ``state_dict``, with the tensors themselves in it, and columns over them.
 
     Containers are copied as far as DCP flattens them; other objects deeply.
     """
-    columns = Columns()
-    return _mapping(state_dict, "", columns), columns
+    found = Staged()
+    return _mapping(state_dict, "", found), found
 
 
-def _mapping(source: Mapping[Any, Any], prefix: str, columns: Columns) -> dict[Any, Any]:
+def _mapping(source: Mapping[Any, Any], prefix: str, found: Staged) -> dict[Any, Any]:
+    columns = found.columns
+    found.structure.append((tuple(source), tuple(map(type, source.values()))))
     staged: dict[Any, Any] = (
         OrderedDict(source) if isinstance(source, OrderedDict) else dict(source)
     )
@@ -89,11 +100,11 @@ def _mapping(source: Mapping[Any, Any], prefix: str, columns: Columns) -> dict[A
         done = _COMMON_OR_ATOMS
     for key, value in source.items():
         if type(value) not in done:
-            staged[key] = _leaf(staged, key, value, prefix, columns)
+            staged[key] = _leaf(staged, key, value, prefix, found)
     return staged
 
 
-def _leaf(container: Any, key: Any, value: Any, prefix: str, columns: Columns) -> Any:
+def _leaf(container: Any, key: Any, value: Any, prefix: str, found: Staged) -> Any:
     """What to put in ``value``'s place."""
     if type(value) is torch.nn.Parameter:
         # An alias of our own: ``parameter.data = …`` cannot take the memory from under it.
@@ -103,15 +114,17 @@ def _leaf(container: Any, key: Any, value: Any, prefix: str, columns: Columns) -
     elif isinstance(value, torch.Tensor):
         local = local_tensor(value)
     elif isinstance(value, Mapping):
-        return _mapping(value, f"{prefix}{key}.", columns)
+        return _mapping(value, f"{prefix}{key}.", found)
     elif type(value) is list and not all(type(element) in _ATOMS for element in value):
         staged: list[Any] = list(value)
+        found.structure.append((f"{prefix}{key}", tuple(map(type, value))))
         for position, element in enumerate(value):
             if type(element) not in _ATOMS:
-                staged[position] = _leaf(staged, position, element, f"{prefix}{key}.", columns)
+                staged[position] = _leaf(staged, position, element, f"{prefix}{key}.", found)
         return staged
     else:
         return _copy_object(value, f"{prefix}{key}")
+    columns = found.columns
     columns.tensors.append(value)
     columns.locals.append(local)
     columns.containers.append(container)

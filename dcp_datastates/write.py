@@ -27,13 +27,17 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageEr
 from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
 from dcp_datastates.metadata import FileRecord
 from dcp_datastates.ownership import STABLE, local_tensor
+from dcp_datastates.planner import DataStatesSavePlanner, Share
+from dcp_datastates.planning.prepared import Prepared, report_of
+from dcp_datastates.planning.report import Report, Told
+from dcp_datastates.planning.session import Session
 from dcp_datastates.progress import Progress
 from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.tensors import add_region, check_storable
 
-__all__ = ["WrittenPart", "write_plan"]
+__all__ = ["Ahead", "WrittenPart", "read_ahead", "write_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +95,52 @@ class WrittenPart:
         self._job.cancel()
 
 
+@dataclass(frozen=True, eq=False)
+class _Content:
+    """The files of a share and what is known of them."""
+
+    files: list[SaveFile]
+    sealed: Sequence[SealedFile]
+    layouts: Sequence[FileLayout]
+    report: Report | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Ahead:
+    """A save that is being read before it is planned."""
+
+    share: Share
+    content: _Content
+
+
+def read_ahead(
+    planner: DataStatesSavePlanner,
+    engine: Engine,
+    order: int,
+    snapshot: Snapshot,
+    progress: Progress,
+    session: Session,
+) -> Ahead | None:
+    """Begin to read what will be written if nothing has changed; None if that is not known, or must wait."""
+    foreseen = planner.foresee(session)
+    if foreseen is None or not _is_plain(session):
+        return None
+    assert session.capture is not None
+    keep: list[Any] = []
+    names = [Path(layout.name) for layout in foreseen.prepared.layouts]
+    bases = session.capture.bases()
+    files, sealed, report = foreseen.prepared.files(names, *bases, foreseen.resolve, keep)
+
+    def start(window: Window) -> SaveJob:
+        job = engine.save_unplaced(files, order, window, keep)
+        progress.follow(job)
+        return job
+
+    if snapshot.foresee(start) is None:
+        return None
+    return Ahead(foreseen.share, _Content(files, sealed, foreseen.prepared.layouts, report))
+
+
 def write_plan(
     plan: SavePlan,
     planner: SavePlanner,
@@ -102,33 +152,45 @@ def write_plan(
     snapshot: Snapshot | None,
     stats: SaveStats,
     progress: Progress,
-) -> tuple[list[WriteResult], WrittenPart]:
+    session: Session | None = None,
+    share: Share | None = None,
+    ahead: Ahead | None = None,
+) -> tuple[list[Any], WrittenPart]:
     """Begin to write ``plan``'s items below ``directory``; returns when all has been read, and was whole.
 
     The results name every item's place, and every file's size in a result of its own
-    (:class:`FileRecord`). On an error nothing is under way any more.
+    (:class:`FileRecord`); with a ``share``, all is in one :class:`Told`. On an error nothing is under way any more.
     """
-    layouts = lay_out(plan.items, rank)
     folder = directory / attempt.name
     check_shared(folder, rank)
-    paths = [folder / layout.name for layout in layouts]
     job: SaveJob | None = None
     keep: list[Any] = []
     try:
-        files, sealed = _files(plan.items, planner, layouts, paths, snapshot, keep, progress)
-        directories = [str(parent) for parent in local.sync_directories(folder)] if files else []
+        if snapshot is not None and ahead is not None and ahead.share is share:
+            content = ahead.content
+            stats.steady = True
+            job = snapshot.adopt()
+            paths = [str(folder / layout.name) for layout in content.layouts]
+            job.place(paths, _directories(folder, paths))
+        else:
+            if snapshot is not None:
+                snapshot.discard()
+            content = _content(
+                plan, planner, folder, rank, snapshot, keep, progress, session, share
+            )
+            stats.steady = content.report is not None
+            directories = _directories(folder, content.files)
 
-        def start(window: Window) -> SaveJob:
-            job = engine.save(files, directories, order, window, keep)
-            progress.follow(job)
-            return job
+            def start(window: Window) -> SaveJob:
+                job = engine.save(content.files, directories, order, window, keep)
+                progress.follow(job)
+                return job
 
+            job = start(Window(0.0)) if snapshot is None else snapshot.hand_over(start)
         if snapshot is None:
-            job = start(Window(0.0))
             while not job.wait_read(-1, _POLL_SECONDS):
                 pass
         else:
-            job = snapshot.hand_over(start)
             snapshot.settle()
             if snapshot.failure is not None:
                 raise snapshot.failure
@@ -141,8 +203,67 @@ def write_plan(
                 pass
         raise
     keep.clear()  # all is read: the copies may go, and the tensors
-    part = WrittenPart(job, stats, sum(file.nbytes for file in sealed))
-    return _results(plan.items, layouts, sealed, attempt), part
+    part = WrittenPart(job, stats, sum(file.nbytes for file in content.sealed))
+    if share is None:
+        return _results(plan.items, content.layouts, content.sealed, attempt), part
+    report = content.report or report_of(content.layouts, content.sealed, len(plan.items))
+    return [_told(share, report)], part
+
+
+def _directories(folder: Path, files: Sequence[object]) -> list[str]:
+    """What to sync, for the entries of these files."""
+    return [str(parent) for parent in local.sync_directories(folder)] if files else []
+
+
+def _content(
+    plan: SavePlan,
+    planner: SavePlanner,
+    folder: Path,
+    rank: int,
+    snapshot: Snapshot | None,
+    keep: list[Any],
+    progress: Progress,
+    session: Session | None,
+    share: Share | None,
+) -> _Content:
+    prepared = _prepared(planner, session, share, rank)
+    layouts = lay_out(plan.items, rank) if prepared is None else prepared.layouts
+    paths = [folder / layout.name for layout in layouts]
+    if prepared is None:
+        files, sealed = _files(plan.items, planner, layouts, paths, snapshot, keep, progress)
+        return _Content(files, sealed, layouts)
+    assert session is not None
+    assert session.capture is not None
+    addresses, groups = session.capture.bases()
+    files, sealed, report = prepared.files(
+        paths, addresses, groups, lambda item: _resolve_object(planner, plan.items[item]), keep
+    )
+    return _Content(files, sealed, layouts, report)
+
+
+def _prepared(
+    planner: SavePlanner, session: Session | None, share: Share | None, rank: int
+) -> Prepared | None:
+    """The share's files as they were laid out before, if the state is as it was captured."""
+    if session is None or share is None or not _is_plain(session):
+        return None
+    assert isinstance(planner, DataStatesSavePlanner)
+    return planner.prepare(share, rank)
+
+
+def _is_plain(session: Session) -> bool:
+    """Whether every tensor's bytes are in its memory as they are to be written."""
+    if session.capture is None:
+        return False
+    deferred = session.capture.deferred.columns.locals
+    return all(map(torch.Tensor.is_contiguous, deferred)) and not any(
+        map(torch.Tensor.is_neg, deferred)
+    )
+
+
+def _told(share: Share, report: Report) -> Told:
+    known = share.told.get(share.whole) == report.digest
+    return Told(report.digest, None if known else report.encode())
 
 
 def check_shared(folder: Path, rank: int) -> None:

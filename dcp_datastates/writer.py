@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -41,18 +42,22 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.engine import engine, next_order
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.failpoints import hit
+from dcp_datastates.frames import local_variable
 from dcp_datastates.ownership import Ownership, known_optimizers
 from dcp_datastates.peers import ALONE, Peers, peers_of
+from dcp_datastates.planner import DataStatesSavePlanner, Share
+from dcp_datastates.planning.session import Session, SessionMeta
+from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.publish import check_overwrite
 from dcp_datastates.round import FailedPart
-from dcp_datastates.save import Save
-from dcp_datastates.shared_group import warn_if_shared
+from dcp_datastates.save import OutcomeFuture, Save
+from dcp_datastates.shared_group import async_save_call, warn_if_shared
 from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.staged import StagedStateDict
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.turns import Turn, at_thread_end, await_all, end_here
-from dcp_datastates.write import write_plan
+from dcp_datastates.write import Ahead, read_ahead, write_plan
 
 __all__ = ["DataStatesWriter"]
 
@@ -228,7 +233,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise ConfigurationError(
                 "async_save was called while a CUDA graph is being captured; call it outside"
             )
-        warn_if_shared()
+        call = async_save_call()
+        warn_if_shared(call)
         self._end_mine()
         self._report()
         group = commit_group(self.peers)
@@ -249,6 +255,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.snapshot.fail(error)
             if group.peers.world == 1 or not isinstance(error, Exception):
                 raise
+        planner = _planner_of(self, call)
+        if save.error is None and planner is not None:
+            save.session = Session(group.name, save.snapshot.capture, save.snapshot.state)
         save.turn = Turn()
         if config.when_behind != "wait":
             save.undecided()
@@ -264,13 +273,24 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             at_thread_end(save.ended)
             assert save.turn is not None
             assert save.snapshot is not None
+            try:
+                if save.error is None:
+                    save.snapshot.begin()
+                    if save.session is not None and config.when_behind == "wait":
+                        # Before this save's turn, so that its reads wait for no other's bookkeeping. Here, and
+                        # not in the training thread, which has better things to do.
+                        save.ahead = self._read_ahead(save, save.session, planner)
+            except DataStatesError as error:
+                save.error = save.error or error
             save.turn.wait()
             save.begin()
             try:
-                return {} if save.error is not None else save.snapshot.begin()
+                # A planner that knows this writer asks the session for the state, and mostly need not.
+                given_by_session = save.error is not None or save.session is not None
+                return {} if given_by_session else save.snapshot.state()
             except DataStatesError as error:
                 # Raised from storage_meta(), where DCP tells the other ranks; here they would wait.
-                save.error = error
+                save.error = save.error or error
                 return {}
 
         def abandon(error: BaseException) -> None:
@@ -281,6 +301,21 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
         stats.stage_seconds = time.perf_counter() - began
         return StagedStateDict(begin, abandon)
+
+    def _read_ahead(
+        self, save: Save, session: Session, planner: DataStatesSavePlanner | None
+    ) -> Ahead | None:
+        assert planner is not None
+        assert save.snapshot is not None
+        native = engine(self._config.host_cache_bytes)
+        try:
+            return read_ahead(planner, native, save.order, save.snapshot, save.progress, session)
+        except DataStatesError:
+            raise
+        except Exception:  # then it is read when it is planned
+            logger.exception("could not read ahead")
+            save.snapshot.discard()
+            return None
 
     def _snapshot(self, save: Save) -> Snapshot:
         config = self._config
@@ -335,7 +370,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         """DCP's first call for a save, in the thread that runs it."""
         save = self._begin()
-        return StorageMeta(checkpoint_id=str(save.directory()))
+        meta = SessionMeta(checkpoint_id=str(save.directory()))
+        if save.session is None and save.snapshot is None:  # synchronous: DCP has the state itself
+            save.session = Session(save.group.name, None, None)
+        meta.session = save.session
+        return meta
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take this save's rank. ``use_collectives=False`` is refused: nothing could be committed."""
@@ -374,6 +413,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             if isinstance(plan.storage_data, TicketCarrier):
                 save.deliver(plan.storage_data.ticket)
             ticket = save.ticket()
+            share = None
+            if save.session is not None and isinstance(planner, DataStatesSavePlanner):
+                share = planner.share_of(save.session)
             results, part = write_plan(
                 plan,
                 planner,
@@ -385,6 +427,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 save.snapshot,
                 save.stats,
                 save.progress,
+                save.session,
+                share,
+                save.ahead,
             )
         except BaseException as error:
             if save.snapshot is not None:
@@ -392,6 +437,12 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.submit(FailedPart(error))
             self._over_unless_dcp_thread(save)
             raise
+        finally:
+            save.ahead = None
+            if save.session is not None and isinstance(planner, DataStatesSavePlanner):
+                planner.release(save.session)
+        if share is not None:
+            _note_told(save, share, results[0].digest)
         save.submit(part)
         with self._lock:
             self._last = save.stats
@@ -408,6 +459,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         save = self._save()
         try:
+            if isinstance(metadata, PlannedMetadata):
+                metadata.consolidate(results, str(save.directory()), save.ticket().attempt.name)
             save.consolidate(metadata, results)
         finally:
             self._over_unless_dcp_thread(save)
@@ -517,6 +570,26 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             "a DataStatesWriter cannot be sent to another process: AsyncCheckpointerType.PROCESS is not "
             "supported, use AsyncCheckpointerType.THREAD (the default)"
         )
+
+
+def _planner_of(writer: DataStatesWriter, call: FrameType | None) -> DataStatesSavePlanner | None:
+    """The planner that DCP's ``async_save`` was called with, if it knows this writer, and the writer is this one."""
+    if call is None or local_variable(call, "storage_writer") is not writer:
+        return None
+    planner = local_variable(call, "planner")
+    return planner if isinstance(planner, DataStatesSavePlanner) else None
+
+
+def _note_told(save: Save, share: Share, digest: bytes) -> None:
+    """When the save is committed, the coordinator has what this rank told it, and need not be told again."""
+    whole = share.whole
+
+    def note(committed: Future[None]) -> None:
+        assert isinstance(committed, OutcomeFuture)
+        if committed.peek() is None:
+            share.told = {whole: digest}
+
+    save.committed.add_done_callback(note)
 
 
 def _done() -> Future[None]:

@@ -358,7 +358,7 @@ PLANNER = ("set_up_planner", "create_local_plan", "finish_plan", "resolve_data")
     [("create_global_plan", 0), *((where, victim) for where in PLANNER for victim in (0, 1))],
 )
 def test_a_planner_that_raises(where, victim, shared_dir):
-    planner = FailingPlanner(where) if dist.get_rank() == victim else None
+    planner = FailingPlanner(where if dist.get_rank() == victim else "no method")
     _all_failed(
         fault_between_saves(
             shared_dir / "c",

@@ -1,0 +1,64 @@
+"""The metadata that DCP hands around: a few bytes that say where the real ones are.
+
+DCP broadcasts the ``Metadata`` of a checkpoint to all ranks at the end of every save, for callers of
+``dcp.save`` that look at what it returns. Unpickling those of a large job takes every rank seconds, with the GIL
+held. These read themselves from the ``.metadata`` file when somebody looks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_datastates.errors import DataStatesError
+from dcp_datastates.metadata import decode, read_note
+from dcp_datastates.storage.local import METADATA_NAME
+
+__all__ = ["PublishedMetadata"]
+
+_FIELDS = frozenset(
+    {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
+)
+
+
+class PublishedMetadata(Metadata):
+    """A ``Metadata`` whose fields are those of the file, from the first look on.
+
+    A look raises :class:`DataStatesError` if that save is not committed, or another has replaced it.
+    """
+
+    def __init__(self, directory: str = "", attempt: str = "") -> None:
+        self.directory = directory
+        self.attempt = attempt
+
+    def __getattribute__(self, name: str) -> Any:
+        # Fields with a default are attributes of the class too: __getattr__ would not be asked.
+        if name in _FIELDS and name not in object.__getattribute__(self, "__dict__"):
+            self._load()
+        return object.__getattribute__(self, name)
+
+    def _load(self) -> None:
+        if not self.directory:
+            raise DataStatesError("this save has not been written yet; its metadata cannot be read")
+        path = Path(self.directory) / METADATA_NAME
+        try:
+            found = decode(path.read_bytes(), path)
+        except FileNotFoundError:
+            raise DataStatesError(
+                f"nothing is committed at {self.directory!r}: wait for the save's future, or writer.committed"
+            ) from None
+        attempt = read_note(found, path).attempt.name
+        if attempt != self.attempt:
+            raise DataStatesError(
+                f"{self.directory!r} holds attempt {attempt}; that of this save, {self.attempt}, is not "
+                f"committed, or was replaced"
+            )
+        vars(self).update(vars(found))
+
+    def __reduce__(self) -> Any:
+        return PublishedMetadata, (self.directory, self.attempt)
+
+    def __repr__(self) -> str:
+        return f"PublishedMetadata({self.directory!r}, {self.attempt!r})"

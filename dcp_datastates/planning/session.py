@@ -1,0 +1,48 @@
+"""How a planner learns which save of this package's writer it plans for: through DCP's ``storage_meta``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from dcp_datastates.capture import Capture
+from dcp_datastates.planning.fingerprint import Fingerprint
+
+__all__ = ["Session", "SessionMeta"]
+
+
+@dataclass(eq=False)
+class Session:
+    """One save, as its planner sees it, until :meth:`close`.
+
+    Attributes:
+        group: names the ranks that save together.
+        capture: what was staged; None in a synchronous save, or if DCP has been given the state itself.
+        state: the staged state dict with all tensors in it. Asking for it ends the shortcuts.
+    """
+
+    group: str
+    capture: Capture | None
+    state: Callable[[], dict[Any, Any]] | None
+    _fingerprint: Fingerprint | None = None
+
+    @property
+    def fingerprint(self) -> Fingerprint | None:
+        """What the staged state looks like; None if there is none, or plans for it are not kept."""
+        if self._fingerprint is None and self.capture is not None:
+            self._fingerprint = self.capture.fingerprint()
+        return self._fingerprint
+
+    def close(self) -> None:
+        """The state is no longer needed."""
+        self.capture = self.state = None
+
+
+@dataclass
+class SessionMeta(StorageMeta):
+    """``storage_meta()`` of this package's writer. Stays within the process."""
+
+    session: Session | None = field(default=None, repr=False, compare=False)

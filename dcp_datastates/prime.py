@@ -1,0 +1,78 @@
+"""Planning before the first save, when nothing else is going on: after a checkpoint was loaded, say."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from dcp_datastates.capture import look
+from dcp_datastates.collectives import collectives_of
+from dcp_datastates.commit import CommitGroup, commit_group
+from dcp_datastates.peers import peers_of
+from dcp_datastates.planner import DataStatesSavePlanner
+from dcp_datastates.planning.session import Session, SessionMeta
+
+__all__ = ["planner_of", "prime"]
+
+_lock = threading.Lock()  # guards _planners
+_planners: weakref.WeakKeyDictionary[CommitGroup, DataStatesSavePlanner] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def planner_of(group: CommitGroup) -> DataStatesSavePlanner:
+    """The planner for all saves of these ranks that bring none of their own."""
+    with _lock:
+        found = _planners.get(group)
+        if found is None:
+            found = _planners[group] = DataStatesSavePlanner()
+        return found
+
+
+def prime(
+    state_dict: Mapping[str, Any],
+    *,
+    planner: DataStatesSavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> None:
+    """Plan the save of a state like ``state_dict``, so that the first save of one finds its plan ready.
+
+    Collective. For after a resume: the state that was just loaded looks like those that will be saved. Reads no tensor,
+    changes nothing, writes nothing; no save may be under way.
+
+    Args:
+        state_dict: what will be passed to ``async_save``.
+        planner: the one that will be used; None, if none will be passed to this package's ``async_save``.
+        process_group: the ranks that save, if they are not all.
+
+    Raises what planning raises; on several ranks, DCP's ``CheckpointException`` with each rank's error.
+    """
+    group = commit_group(peers_of(process_group))
+    if planner is None:
+        planner = planner_of(group)
+    collectives = collectives_of(group)
+    wrapper = _DistWrapper(
+        None if collectives is None else collectives.get(), collectives is not None, 0
+    )
+    captured = look(state_dict)
+    session = Session(group.name, captured, captured.materialize)
+
+    def local_step() -> SavePlan:
+        planner.set_up_planner(
+            {}, SessionMeta(session=session), is_coordinator=wrapper.is_coordinator
+        )
+        return planner.create_local_plan()
+
+    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+        return planner.create_global_plan(plans)[0]
+
+    try:
+        planner.finish_plan(wrapper.reduce_scatter("plan", local_step, global_step))
+    finally:
+        planner.release(session)

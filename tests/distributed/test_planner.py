@@ -1,0 +1,495 @@
+"""DataStatesSavePlanner among ranks: shares, what travels, what is remembered, and what is loaded from it."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import (
+    CACHE,
+    assert_same,
+    bits,
+    clone,
+    load,
+    load_everything,
+    raises,
+    zeros,
+)
+from support.groups import own_group
+from support.ranks import ranks
+from support.residue import Residue, assert_nothing_left
+from support.states import filled
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import dcp_datastates
+from dcp_datastates import DataStatesError, DataStatesSavePlanner, DataStatesWriter
+
+SMALL = 600
+"""Bytes: what a rank sends, or is sent, that has nothing new to say."""
+
+
+def _spy(planner):
+    """Have ``planner`` note how large its plans are, in bytes as DCP pickles them."""
+    local, finish = planner.create_local_plan, planner.finish_plan
+    planner.offered, planner.answered = [], []
+
+    def create_local_plan():
+        plan = local()
+        planner.offered.append(len(pickle.dumps(plan)))
+        return plan
+
+    def finish_plan(plan):
+        planner.answered.append(len(pickle.dumps(plan)))
+        return finish(plan)
+
+    planner.create_local_plan, planner.finish_plan = create_local_plan, finish_plan
+    return planner
+
+
+def _saver(path, **options):
+    return DataStatesWriter(path, host_cache_size=CACHE, read_window="immediate", **options)
+
+
+def _save(state, by, planner, path=None):
+    """Saves; whether it was steady on this rank, and whether all ranks agree."""
+    response = dcp_datastates.async_save(state, path, writer=by, planner=planner)
+    response.upload_completion.result(60)
+    steady = [None] * dist.get_world_size()
+    dist.all_gather_object(steady, by.last_save.steady)
+    return by.last_save.steady
+
+
+def _state(number, rank=None, count=6):
+    rank = dist.get_rank() if rank is None else rank
+    return {
+        "model": {
+            f"r{rank}.w{i}": filled((64, 32), torch.float32, number + i) for i in range(count)
+        },
+        "shared": filled((3000, 100), torch.float32, number),
+        "step": number,
+    }
+
+
+def _everything(path):
+    """All that is committed there, on one rank alone."""
+    found = load_everything(path)
+    dist.barrier()
+    return found
+
+
+@ranks(4)
+def test_a_save_like_the_one_before_sends_bytes_and_not_plans(shared_dir):
+    planner = _spy(DataStatesSavePlanner())
+    by = _saver(shared_dir / "c")
+    for number in range(4):
+        steady = _save(_state(number, count=200), by, planner)
+        assert steady == (number > 0)
+    assert planner.offered[0] > 5000
+    assert max(planner.offered[1:]) < SMALL
+    assert max(planner.answered[1:]) < SMALL
+    loaded = zeros(_state(3, count=200))
+    assert_same(load(loaded, shared_dir / "c"), _state(3, count=200))
+
+
+@ranks(4)
+def test_a_change_on_one_rank_sends_that_ranks_plan_alone(shared_dir):
+    planner, by = _spy(DataStatesSavePlanner()), _saver(shared_dir / "c")
+    for number in range(2):
+        _save(_state(number, count=100), by, planner)
+    mine = dist.get_rank() == 2
+    changed = _state(2, count=101 if mine else 100)
+    _save(changed, by, planner)
+    assert (planner.offered[-1] > SMALL) == mine
+    assert _save(_state(3, count=101 if mine else 100), by, planner)
+    state = _state(3, count=101 if mine else 100)
+    assert_same(load(zeros(state), shared_dir / "c"), state)
+    # Back again: nothing is forgotten.
+    assert _save(_state(4, count=100), by, planner)
+    assert planner.offered[-1] < SMALL
+    assert_same(load(zeros(_state(4, count=100)), shared_dir / "c"), _state(4, count=100))
+
+
+@ranks(2)
+def test_state_dicts_that_alternate_do_not_push_each_other_out(shared_dir):
+    planner = _spy(DataStatesSavePlanner())
+    model, optimizer = _saver(shared_dir / "m"), _saver(shared_dir / "o")
+    for number in range(4):
+        first = _save({"model": _state(number)}, model, planner)
+        second = _save({"optim": _state(number, count=9)}, optimizer, planner)
+        assert first == second == (number > 0)
+    assert_same(
+        load(zeros({"optim": _state(3, count=9)}), shared_dir / "o"), {"optim": _state(3, count=9)}
+    )
+
+
+@ranks(2)
+def test_two_writers_and_two_planners_interleaved(shared_dir):
+    planners = [DataStatesSavePlanner(), DataStatesSavePlanner()]
+    writers = [_saver(shared_dir / "a"), _saver(shared_dir / "b")]
+    for number in range(6):
+        by, planner = writers[number % 2], planners[(number // 2) % 2]
+        _save(_state(number), by, planner)
+    for path, number in ((shared_dir / "a", 4), (shared_dir / "b", 5)):
+        assert_same(load(zeros(_state(number)), path), _state(number))
+
+
+@ranks(4)
+@pytest.mark.parametrize("kind", ["plain", "replicated"])
+def test_what_all_ranks_hold_is_written_in_equal_parts(kind, shared_dir):
+    state = {f"w{i}": filled((1000 + i, 700), torch.float32, i) for i in range(5)}
+    state["odd"] = filled((333_333, 3), torch.bfloat16, 9)
+    state["bias"] = filled((77,), torch.float32, 10)
+    if kind == "replicated":
+        mesh = init_device_mesh("cpu", (4,))
+        state = {
+            name: DTensor.from_local(tensor, mesh, [Replicate()]) for name, tensor in state.items()
+        }
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    for _ in range(2):
+        _save(state, by, planner)
+    sizes = [None] * 4
+    dist.all_gather_object(sizes, by.last_save.bytes_written)
+    assert max(sizes) / min(sizes) < 1.02, sizes  # headers and checksums among them
+    assert_same(load(zeros(state), shared_dir / "c"), state)
+    loaded = _everything(shared_dir / "c")
+    for name, tensor in state.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        assert bits(loaded[name]) == bits(local), name
+
+
+@ranks(4)
+def test_replicas_of_shards_are_split_and_load_at_any_sharding(shared_dir):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    dense = {f"w{i}": filled((512, 300), torch.float32, i) for i in range(8)}
+    state = {
+        name: distribute_tensor(tensor, mesh, [Replicate(), Shard(0)])
+        for name, tensor in dense.items()
+    }
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    for number in range(3):
+        assert _save(state, by, planner) == (number > 0)
+    sizes = [None] * 4
+    dist.all_gather_object(sizes, by.last_save.bytes_written)
+    assert max(sizes) / min(sizes) < 1.03, sizes
+    loaded = _everything(shared_dir / "c")
+    for name, tensor in dense.items():
+        assert bits(loaded[name]) == bits(tensor), name
+    flat = init_device_mesh("cpu", (4,))
+    other = {
+        name: distribute_tensor(torch.zeros_like(tensor), flat, [Shard(1)])
+        for name, tensor in dense.items()
+    }
+    load(other, shared_dir / "c")
+    for name, tensor in dense.items():
+        assert bits(other[name].full_tensor()) == bits(tensor), name
+
+
+@ranks(4)
+@pytest.mark.parametrize("split", [True, False])
+def test_with_stock_writers_and_readers_it_is_a_planner_like_any_other(split, shared_dir):
+    group = own_group()
+    state = {**_state(5), "replicated": filled((2000, 300), torch.float32, 3)}
+    planner = DataStatesSavePlanner(split_replicas=split)
+    for _ in range(2):
+        dcp.save(
+            state,
+            storage_writer=FileSystemWriter(shared_dir / "c"),
+            planner=planner,
+            process_group=group,
+        )
+    loaded = zeros(state)
+    dcp.load(loaded, storage_reader=FileSystemReader(shared_dir / "c"), process_group=group)
+    assert_same(loaded, state)
+
+
+@ranks(2)
+def test_a_synchronous_save_exchanges_digests_too(shared_dir):
+    group, planner = own_group(), _spy(DataStatesSavePlanner())
+    for number in range(3):
+        metadata = dcp.save(
+            _state(number, count=50),
+            storage_writer=_saver(shared_dir / "c"),
+            planner=planner,
+            process_group=group,
+        )
+        assert f"model.r{dist.get_rank()}.w0" in metadata.state_dict_metadata
+        assert len(pickle.dumps(metadata)) < SMALL
+    assert max(planner.offered[1:]) < SMALL
+    assert_same(load(zeros(_state(2, count=50)), shared_dir / "c"), _state(2, count=50))
+
+
+@ranks(2)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["create_local_plan", "create_global_plan", "finish_plan"])
+def test_after_a_failed_save_the_next_is_planned_anew_and_whole(where, victim, shared_dir):
+    if where == "create_global_plan" and victim:
+        pytest.skip("only the coordinator makes the global plan")
+    planner, by = _spy(DataStatesSavePlanner()), _saver(shared_dir / "c")
+    _save(_state(0), by, planner)
+    plain = getattr(planner, where)
+
+    def fail(*_):
+        raise RuntimeError(f"refused in {where}")
+
+    if dist.get_rank() == victim:
+        setattr(planner, where, fail)
+    with pytest.raises(DataStatesError, match="refused"):
+        _save(_state(1), by, planner)
+    setattr(planner, where, plain)
+    dist.barrier()
+    for number in (2, 3):
+        _save(_state(number), by, planner)
+        assert_same(load(zeros(_state(number)), shared_dir / "c"), _state(number))
+    assert by.last_save.steady
+
+
+@ranks(2)
+def test_another_planner_object_on_one_rank_is_found_out_and_forgiven(shared_dir):
+    by = _saver(shared_dir / "c")
+    planner = DataStatesSavePlanner()
+    _save(_state(0), by, planner)
+    if dist.get_rank() == 0:
+        planner = DataStatesSavePlanner()
+    with pytest.raises(DataStatesError, match="different planner objects"):
+        _save(_state(1), by, planner)
+    dist.barrier()
+    for number in (2, 3):
+        _save(_state(number), by, planner)
+    assert by.last_save.steady
+    assert_same(load(zeros(_state(3)), shared_dir / "c"), _state(3))
+
+
+@ranks(4)
+def test_ranks_that_save_nothing_and_objects_that_grow(shared_dir):
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    for number in range(4):
+        state = {"log": "x" * (10 ** (number + 1)), "n": number} if dist.get_rank() == 1 else {}
+        _save(state, by, planner)
+        loaded = {"log": "", "n": -1}
+        load(loaded, shared_dir / "c")
+        assert loaded == {"log": "x" * (10 ** (number + 1)), "n": number}
+
+
+@ranks(2)
+def test_optimizer_state_that_appears_and_a_parameter_that_is_frozen(shared_dir):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(200, 300)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+
+    def state():
+        return {
+            "weights": {f"w{i}": weight for i, weight in enumerate(weights)},
+            "optim": {
+                f"w{i}": dict(optimizer.state[w])
+                for i, w in enumerate(weights)
+                if w in optimizer.state
+            },
+        }
+
+    seen = []
+    for step in range(6):
+        if step == 3:
+            weights[1].requires_grad_(False)
+        if step:
+            sum((weight**2).sum() for weight in weights).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = {
+            "weights": {name: w.detach().clone() for name, w in state()["weights"].items()},
+            "optim": {
+                name: {key: value.clone() for key, value in of.items()}
+                for name, of in state()["optim"].items()
+            },
+        }
+        seen.append(_save(state(), by, planner))
+        assert_same(load(zeros(expected), shared_dir / "c"), expected)
+    assert seen[0] is False
+    assert seen[1] is False, "the optimizer's state appeared"
+    assert seen[2] is True
+    assert seen[5] is True
+
+
+@ranks(4)
+def test_a_primed_planner_finds_its_first_save_planned(shared_dir):
+    planner, by = _spy(DataStatesSavePlanner()), _saver(shared_dir / "c")
+    dcp_datastates.prime(_state(0, count=100), planner=planner)
+    assert planner.offered[0] > SMALL
+    assert _save(_state(1, count=100), by, planner)
+    assert planner.offered[1] < SMALL
+    assert planner.answered[1] < SMALL
+    assert_same(load(zeros(_state(1, count=100)), shared_dir / "c"), _state(1, count=100))
+
+
+@ranks(2)
+def test_the_planner_of_async_save_is_kept(shared_dir):
+    by = _saver(shared_dir / "c")
+    for number in range(3):
+        assert _save(_state(number), by, None) == (number > 0)
+    with _saver_closed(_saver(shared_dir / "d")) as other:
+        assert _save(_state(5), other, None), "whatever writer"
+
+
+@contextlib.contextmanager
+def _saver_closed(by):
+    yield by
+    by.close()
+
+
+@ranks(2)
+def test_ranks_that_hold_different_tensors_under_one_name_are_told(shared_dir):
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    rows = 10 + dist.get_rank()
+    with raises(DataStatesError, "'w'"):
+        _save({"w": torch.zeros(rows, 4)}, by, planner)
+    assert_same(_saved(by, planner, shared_dir), {"w": torch.ones(3, 4)})
+
+
+def _saved(by, planner, shared_dir):
+    dist.barrier()
+    _save({"w": torch.ones(3, 4)}, by, planner)
+    return load({"w": torch.zeros(3, 4)}, shared_dir / "c")
+
+
+@ranks(2)
+@pytest.mark.parametrize("stock", [0, 1])
+def test_planners_of_two_classes_are_refused_and_told_why(stock, shared_dir):
+    by = _saver(shared_dir / "c")
+    planner = DefaultSavePlanner() if dist.get_rank() == stock else DataStatesSavePlanner()
+    with raises(DataStatesError, "one class on all ranks"):
+        _save(_state(0), by, planner)
+    assert_same(_saved(by, None, shared_dir), {"w": torch.ones(3, 4)})
+
+
+# --- reading ahead ------------------------------------------------------------------------------------
+
+
+def _ahead(by):
+    """The native job that reads the newest save of ``by`` before it is planned."""
+    deadline = time.monotonic() + 20
+    while (job := by._newest.snapshot._foreseen) is None:
+        assert time.monotonic() < deadline, "nothing was read ahead"
+        time.sleep(0.005)
+    return job
+
+
+@ranks(2)
+def test_reads_begin_before_the_plan_is_agreed_on_and_even_before_the_saves_turn(shared_dir):
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    for number in range(2):
+        _save(_state(number), by, planner)
+    before = Residue.now()
+    go_on = threading.Event()
+    create_local_plan = planner.create_local_plan
+
+    def held():
+        assert go_on.wait(60)
+        return create_local_plan()
+
+    planner.create_local_plan = held
+    jobs, saves = [], []
+    for number in (2, 3):
+        saves.append(dcp_datastates.async_save(_state(number), writer=by, planner=planner))
+        jobs.append(_ahead(by))
+    for job in jobs:
+        assert job.wait_read(-1, 20), "read, with planning still to come"
+    assert not any(save.upload_completion.done() for save in saves)
+    go_on.set()
+    for save in saves:
+        save.upload_completion.result(60)
+    assert by.last_save.steady
+    del jobs, job, saves, save
+    planner.create_local_plan = create_local_plan
+    assert_same(load(zeros(_state(3)), shared_dir / "c"), _state(3))
+    dist.barrier()
+    assert_nothing_left(before)
+    dist.barrier()
+
+
+@ranks(2)
+def test_what_was_read_ahead_by_a_plan_that_no_longer_holds_is_read_again(shared_dir):
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    mine = {f"r{dist.get_rank()}": filled((300, 300), torch.float32, 1)}
+    common = {"common": filled((4000, 300), torch.float32, 2)}
+    first = {**mine, **common} if dist.get_rank() == 0 else mine
+    for _ in range(3):
+        _save(first, by, planner)
+    assert by.last_save.steady
+    # Now rank 1 holds it as well: nothing changes for rank 0 but what it is to write of it.
+    both = {**mine, **common}
+    steady = _save(both, by, planner)
+    assert not steady or dist.get_rank() == 0
+    assert_same(load(zeros(both), shared_dir / "c"), both)
+    assert _save(both, by, planner)
+    sizes = [None] * 2
+    dist.all_gather_object(sizes, by.last_save.bytes_written)
+    assert max(sizes) / min(sizes) < 1.02
+    assert_same(load(zeros(both), shared_dir / "c"), both)
+
+
+@ranks(2)
+def test_a_save_that_fails_in_planning_lets_go_of_what_it_has_read_ahead(shared_dir):
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    for number in range(2):
+        _save(_state(number), by, planner)
+    before = Residue.now()
+    plain = planner.create_local_plan
+
+    def refuse():
+        _ahead(by).wait_read(-1, 20)
+        raise RuntimeError("refused")
+
+    planner.create_local_plan = refuse
+    with pytest.raises(DataStatesError, match="refused"):
+        _save(_state(2), by, planner)
+    planner.create_local_plan = plain
+    assert_nothing_left(before)
+    dist.barrier()
+    for number in (3, 4):
+        _save(_state(number), by, planner)
+    assert by.last_save.steady
+    assert_same(load(zeros(_state(4)), shared_dir / "c"), _state(4))
+
+
+@ranks(2)
+def test_training_that_steps_at_once_waits_until_the_plan_is_agreed_on_and_is_not_torn(shared_dir):
+    torch.manual_seed(dist.get_rank())
+    weights = [torch.nn.Parameter(torch.randn(300, 400)) for _ in range(6)]
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+    planner = DataStatesSavePlanner()
+    by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE)
+
+    def step():
+        sum((weight**2).sum() for weight in weights).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state():
+        mine = f"r{dist.get_rank()}"
+        return {
+            "weights": {f"{mine}.w{i}": weight.detach() for i, weight in enumerate(weights)},
+            "optim": {
+                f"{mine}.w{i}": dict(optimizer.state[weight]) for i, weight in enumerate(weights)
+            },
+        }
+
+    step()
+    steady = 0
+    for _ in range(12):
+        expected = clone(state())
+        response = dcp_datastates.async_save(state(), writer=by, planner=planner)
+        step()
+        response.upload_completion.result(60)
+        steady += by.last_save.steady
+        assert_same(load(zeros(expected), shared_dir / "c"), expected)
+        dist.barrier()
+    assert steady == 11
