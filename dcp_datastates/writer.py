@@ -586,8 +586,8 @@ def _note_told(save: Save, share: Share, digest: bytes) -> None:
 
     def note(committed: Future[None]) -> None:
         assert isinstance(committed, OutcomeFuture)
-        if committed.peek() is None:
-            share.told = {whole: digest}
+        # After a failure, what the coordinator remembers is not known.
+        share.told = {whole: digest} if committed.peek() is None else {}
 
     save.committed.add_done_callback(note)
 

@@ -21,6 +21,7 @@ from support.checkpoints import (
     raises,
     zeros,
 )
+from support.failing import armed_on
 from support.groups import own_group
 from support.ranks import ranks
 from support.residue import Residue, assert_nothing_left
@@ -277,6 +278,29 @@ def test_ranks_that_save_nothing_and_objects_that_grow(shared_dir):
         loaded = {"log": "", "n": -1}
         load(loaded, shared_dir / "c")
         assert loaded == {"log": "x" * (10 ** (number + 1)), "n": number}
+
+
+@ranks(2)
+def test_what_the_coordinator_was_told_in_saves_that_failed_is_told_again(shared_dir):
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+
+    def state(length):
+        return {
+            f"r{dist.get_rank()}": torch.ones(10),
+            **({"log": "x" * length} if dist.get_rank() else {}),
+        }
+
+    _save(state(10), by, planner)
+    for number in range(6):  # more than a coordinator remembers
+        log = shared_dir / f"fired{number}"
+        with (
+            armed_on(0, "vote.before=error:EIO", log),
+            pytest.raises(DataStatesError),
+        ):
+            _save(state(1000 * (number + 1)), by, planner)
+    for length in (10, 10, 6000):
+        _save(state(length), by, planner)
+        assert_same(load(zeros(state(length)), shared_dir / "c"), state(length))
 
 
 @ranks(2)
