@@ -152,6 +152,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._held: dict[str, list[tuple[torch.Size, torch.Size]]] | None = None
         self._share: Share | None = None
         self._flat = False
+        self._solo = (
+            False  # without the other ranks of its group (no_dist): they know nothing of it
+        )
 
     # ---- in the order of DCP's calls ------------------------------------------------------------
 
@@ -169,14 +172,15 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._session = session
         self._found = self._entry = self._held = self._share = None
         self._fingerprint = None
-        self._flat = False
+        self._flat = self._solo = False
         self.is_coordinator = is_coordinator
         if session is None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             self._flat = True
             return
         self._given = state_dict
-        if self._caches:
+        # Not flattened, a nested dict is an object, and its tensors are nobody's but its own.
+        if self._caches and self.flatten_state_dict:
             self._fingerprint = session.fingerprint
             if self._fingerprint is not None:
                 self._found = self._leaves.get((session.group, self._fingerprint))
@@ -213,6 +217,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         offers = [plan.planner_data for plan in all_plans]
         if self._session is not None and all(isinstance(offer, Offer) for offer in offers):
             answers, whole = self._coordinator.plan(self._session.group, offers, self._own)
+            self._solo = len(all_plans) < self._session.world
             self.metadata = PlannedMetadata(whole)
             self.global_plan = [SavePlan([], planner_data=answer) for answer in answers]
             return self.global_plan, self.metadata
@@ -252,7 +257,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         share.whole = answer.whole
         entry.latest = answer.digest
         self._share = share
-        if self._caches:
+        if self._caches and not self._solo:
             self._known.setdefault(self._session.group, OrderedDict())[entry.local.digest] = entry
             if self._found is None:
                 self._learn(entry)

@@ -61,7 +61,7 @@ def prime(
         None if collectives is None else collectives.get(), collectives is not None, 0
     )
     captured = look(state_dict)
-    session = Session(group.name, captured, captured.materialize)
+    session = Session(group.name, group.peers.world, captured, captured.materialize)
 
     def local_step() -> SavePlan:
         planner.set_up_planner(

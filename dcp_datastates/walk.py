@@ -32,6 +32,7 @@ _ATOMS: Final = frozenset(
 _COMMON: Final = frozenset({torch.Tensor, DTensor})
 _COMMON_OR_ATOMS: Final = _ATOMS | _COMMON
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
+_JUST_STRINGS: Final = frozenset({str})
 
 
 @dataclass
@@ -83,7 +84,12 @@ def walk(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Staged]:
 
 def _mapping(source: Mapping[Any, Any], prefix: str, found: Staged) -> dict[Any, Any]:
     columns = found.columns
-    found.structure.append((tuple(source), tuple(map(type, source.values()))))
+    keys: tuple[Any, ...] = tuple(source)
+    if not set(map(type, keys)) <= _JUST_STRINGS:
+        keys = tuple(
+            (type(key), key) for key in keys
+        )  # 1, 1.0 and True are equal, and named differently
+    found.structure.append((keys, tuple(map(type, source.values()))))
     staged: dict[Any, Any] = (
         OrderedDict(source) if isinstance(source, OrderedDict) else dict(source)
     )

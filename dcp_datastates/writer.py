@@ -257,7 +257,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 raise
         planner = _planner_of(self, call)
         if save.error is None and planner is not None:
-            save.session = Session(group.name, save.snapshot.capture, save.snapshot.state)
+            save.session = Session(
+                group.name, group.peers.world, save.snapshot.capture, save.snapshot.state
+            )
         save.turn = Turn()
         if config.when_behind != "wait":
             save.undecided()
@@ -372,7 +374,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save = self._begin()
         meta = SessionMeta(checkpoint_id=str(save.directory()))
         if save.session is None and save.snapshot is None:  # synchronous: DCP has the state itself
-            save.session = Session(save.group.name, None, None)
+            save.session = Session(save.group.name, save.group.peers.world, None, None)
         meta.session = save.session
         return meta
 

@@ -20,11 +20,13 @@ class Session:
 
     Attributes:
         group: names the ranks that save together.
+        world: how many they are.
         capture: what was staged; None in a synchronous save, or if DCP has been given the state itself.
         state: the staged state dict with all tensors in it. Asking for it ends the shortcuts.
     """
 
     group: str
+    world: int
     capture: Capture | None
     state: Callable[[], dict[Any, Any]] | None
     _fingerprint: Fingerprint | None = None

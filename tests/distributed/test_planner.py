@@ -32,7 +32,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_datastates
-from dcp_datastates import DataStatesError, DataStatesSavePlanner, DataStatesWriter
+from dcp_datastates import (
+    DataStatesError,
+    DataStatesReader,
+    DataStatesSavePlanner,
+    DataStatesWriter,
+)
 
 SMALL = 600
 """Bytes: what a rank sends, or is sent, that has nothing new to say."""
@@ -392,6 +397,54 @@ def test_planners_of_two_classes_are_refused_and_told_why(stock, shared_dir):
     with raises(DataStatesError, "one class on all ranks"):
         _save(_state(0), by, planner)
     assert_same(_saved(by, None, shared_dir), {"w": torch.ones(3, 4)})
+
+
+@ranks(2)
+def test_a_save_by_one_rank_alone_leaves_what_the_ranks_agreed_on_as_it_was(shared_dir):
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    alone = _saver(shared_dir / f"alone{dist.get_rank()}")
+    _save(_state(0), by, planner)
+    for number in (1, 2):
+        other = _state(number, count=3)
+        dcp.async_save(other, storage_writer=alone, planner=planner, no_dist=True).result(60)
+        assert_same(load_everything_of(other, shared_dir / f"alone{dist.get_rank()}"), other)
+        dist.barrier()
+        _save(_state(number), by, planner)
+        _save(_state(number, count=3), by, planner)
+    assert_same(load(zeros(_state(2, count=3)), shared_dir / "c"), _state(2, count=3))
+
+
+def load_everything_of(state, path):
+    """What is at ``path``, which this rank has saved alone."""
+    loaded = zeros(state)
+    dcp.load(loaded, storage_reader=DataStatesReader(path), no_dist=True)
+    return loaded
+
+
+@ranks(2)
+def test_a_state_that_is_not_flattened_is_what_it_was_at_the_call(shared_dir):
+    planner = DataStatesSavePlanner(flatten_state_dict=False)
+    by = _saver(shared_dir / "c")
+    for number in range(4):
+        state = {f"r{dist.get_rank()}": {"w": torch.full((50,), float(number)), "n": number}}
+        response = dcp_datastates.async_save(state, writer=by, planner=planner)
+        state[f"r{dist.get_rank()}"]["w"].zero_()
+        response.upload_completion.result(60)
+        found = load_everything(shared_dir / "c", DataStatesReader(shared_dir / "c"))
+        mine = found[f"r{dist.get_rank()}"]
+        assert torch.equal(mine["w"], torch.full((50,), float(number)))
+        assert mine["n"] == number
+        dist.barrier()
+
+
+@ranks(1)
+def test_keys_that_are_equal_and_named_differently_are_told_apart(shared_dir):
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    for key in (1, True, 1, True):
+        state = {"a": {key: torch.full((5,), float(key))}}
+        dcp_datastates.async_save(state, writer=by, planner=planner).upload_completion.result(60)
+        metadata = DataStatesReader(shared_dir / "c").read_metadata()
+        assert set(metadata.state_dict_metadata) == {f"a.{key}"}
 
 
 # --- reading ahead ------------------------------------------------------------------------------------
