@@ -28,7 +28,9 @@ from support.residue import Residue, assert_nothing_left
 from support.states import filled
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_datastates
@@ -570,3 +572,40 @@ def test_training_that_steps_at_once_waits_until_the_plan_is_agreed_on_and_is_no
         assert_same(load(zeros(expected), shared_dir / "c"), expected)
         dist.barrier()
     assert steady == 11
+
+
+@ranks(2)
+def test_fsdp_that_reshards_in_place_is_steady_and_each_save_is_the_state_at_its_call(shared_dir):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch.nn.Sequential(*(torch.nn.Linear(301, 301) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    planner = DataStatesSavePlanner()
+    by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE)
+
+    def step():
+        model(torch.randn(8, 301)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state():
+        return {
+            "model": model.state_dict(),
+            "optim": get_optimizer_state_dict(model, optimizer),
+        }
+
+    step()
+    steady = []
+    for _ in range(5):
+        current = state()
+        expected = clone(current)
+        response = dcp_datastates.async_save(current, writer=by, planner=planner)
+        step()
+        response.upload_completion.result(60)
+        steady.append(by.last_save.steady)
+        assert_same(load(zeros(expected), shared_dir / "c"), expected)
+        dist.barrier()
+    assert steady == [False, True, True, True, True]
