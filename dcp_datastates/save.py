@@ -6,6 +6,7 @@ and DCP has nothing more to do with it. Calls come from DCP's thread, in DCP's o
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.heart import Loss
 from dcp_datastates.peers import ALONE
 from dcp_datastates.planning.session import Session
+from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.progress import Progress
 from dcp_datastates.round import Consolidated, FailedPart, Part, Round
 from dcp_datastates.snapshot import Snapshot
@@ -220,9 +222,12 @@ class Save:
     def consolidate(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Coordinator: all ranks' results are here. Returns with the outcome unless ``background``."""
         assert self._round is not None, "write_data() comes first"
-        self._round.provide(Consolidated(metadata, results))
+        # The commit thread completes its own copy: DCP's thread may be pickling this one meanwhile.
+        mine = metadata if isinstance(metadata, PlannedMetadata) else copy.copy(metadata)
+        self._round.provide(Consolidated(mine, results))
         if not self.background:
             self._round.committed.result()
+            vars(metadata).update(vars(mine))
 
     def ended(self) -> None:
         """DCP is done with this save, whatever came of it. Idempotent; never waits."""

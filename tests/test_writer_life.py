@@ -236,3 +236,15 @@ def test_the_state_is_let_go_after_the_save(tmp_path):
     del tensor
     gc.collect()
     assert alive() is None, "the writer keeps the state alive after the save"
+
+
+def test_metadata_that_dcp_has_are_not_touched_by_the_commit_thread(tmp_path):
+    """DCP's thread pickles them, for all ranks, while a save in the background is committed."""
+    ours = writer(tmp_path / "a", commit="background")
+    metadata = async_save({"w": torch.ones(10)}, None, by=ours).result(60)
+    before = dict(vars(metadata))
+    ours.wait()
+    assert vars(metadata) == before
+    assert metadata.storage_data is None
+    waited = async_save({"w": torch.ones(10)}, tmp_path / "b").result(60)
+    assert len(waited.storage_data) == 1
