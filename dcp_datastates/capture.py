@@ -163,10 +163,19 @@ def look(state_dict: Mapping[str, Any]) -> Capture:
     return Capture(root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, staged)
 
 
+def _is_peculiar(kind: type) -> bool:
+    """Whether DCP may make of such a value what the walk does not see."""
+    return kind not in _PLAIN and (
+        issubclass(kind, torch.Tensor)
+        or (issubclass(kind, list) and kind is not list)
+        or hasattr(kind, "__create_write_items__")
+    )
+
+
 def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) -> bool:
     """Whether every tensor that DCP will see is one of ``columns``."""
     kinds = list(chain.from_iterable(types for _, types in structure))
-    if any(issubclass(kind, torch.Tensor) and kind not in _PLAIN for kind in set(kinds)):
+    if any(map(_is_peculiar, set(kinds))):
         return False
     return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 

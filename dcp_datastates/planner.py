@@ -38,7 +38,7 @@ from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.planning.validate import catalog_metadata, validate
 from dcp_datastates.planning.whole import Coordinator, PlannedMetadata
 
-__all__ = ["DataStatesSavePlanner", "Foreseen", "Share"]
+__all__ = ["DataStatesSavePlanner", "Foreseen", "Share", "is_unchanged"]
 
 _KEPT_PLANS: Final = 8
 """Local plans that a rank may go back to: several state dicts may be saved in turn."""
@@ -46,6 +46,9 @@ _KEPT_PLANS: Final = 8
 _KEPT_SHARES: Final = 4
 
 _SHOWN_ERRORS: Final = 500
+
+_SHORT: Final = 256
+"""Characters of a string that is likely to come again."""
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
 
@@ -58,6 +61,8 @@ class Share:
     plan: SavePlan
     told: dict[bytes, bytes] = field(default_factory=dict)
     """By global plan: the digest of the report that its coordinator has."""
+    sent: bytes = b""
+    """Digest of the newest report."""
     whole: bytes = b""
     """The global plan of the newest save."""
 
@@ -81,8 +86,8 @@ class _Leaves:
     """By item: the tensor's position in the walk; -1 for an object."""
     paths: dict[str, tuple[Any, ...]]
     """Of the objects: the keys that lead there."""
-    prepared: dict[bytes, Prepared] = field(default_factory=dict)
-    """By digest of the share."""
+    prepared: dict[tuple[int, bytes], Prepared] = field(default_factory=dict)
+    """By rank (of DCP's group: files are named after it) and digest of the share."""
 
     def object(self, capture: Capture, name: str) -> Any:
         """The object of this name in ``capture``."""
@@ -197,7 +202,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if self._found is not None:
             digest = self._found.local.local.digest
             agreed = known.get(digest)
-            self._entry = agreed or self._found.local
+            self._entry = self._found.local = agreed or self._found.local
         else:
             plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
             local = LocalPlan.of(plan.items, self.mappings if self.flatten_state_dict else None)
@@ -309,13 +314,13 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         Any thread, also while another save is planned.
         """
         capture, key = session.capture, session.fingerprint
-        if capture is None or key is None or not self._caches or not _is_unchanged(type(self)):
+        if capture is None or key is None or not self._caches or not is_unchanged(type(self)):
             return None
         found = self._leaves.get((session.group, key))
         share = None if found is None else found.local.shares.get(found.local.latest)
         if found is None or share is None:
             return None
-        prepared = found.prepared.get(share.final.digest)
+        prepared = found.prepared.get((session.rank, share.final.digest))
         if prepared is None:
             return None
         items = share.plan.items
@@ -328,14 +333,14 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def prepare(self, share: Share, rank: int) -> Prepared | None:
         """The share's files, to be written from the capture as it stands; None if that cannot be."""
         found = self._found
-        if found is None or self._flat or not _is_unchanged(type(self)):
+        if found is None or self._flat or not is_unchanged(type(self)):
             return None
         final = share.final
-        prepared = found.prepared.get(final.digest)
+        prepared = found.prepared.get((rank, final.digest))
         if prepared is None:
             if len(found.prepared) >= _KEPT_SHARES:
                 found.prepared.clear()
-            prepared = found.prepared[final.digest] = Prepared(
+            prepared = found.prepared[rank, final.digest] = Prepared(
                 share.plan.items, rank, found.positions[final.items], final.begins.tolist()
             )
         return prepared
@@ -354,7 +359,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     def serialize(self, value: Any) -> bytes:
         """``value`` as ``torch.save`` writes it. Numbers and strings come again and again."""
-        key = (type(value), repr(value)) if type(value) in _ATOMS else None
+        short = type(value) is not str or len(value) <= _SHORT
+        key = (type(value), repr(value)) if type(value) in _ATOMS and short else None
         if key is not None and (known := self._serialized.get(key)) is not None:
             return known
         buffer = io.BytesIO()
@@ -400,18 +406,15 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if session is None or session.capture is None or key is None:
             return
         columns = session.capture.staged.columns
-        place = {
-            id(container[name]): position
-            for position, (container, name) in enumerate(
-                zip(columns.containers, columns.keys, strict=True)
-            )
-        }
+        # By name: one tensor may stand in several places, and other tensors in those the next time.
+        place = {columns.name(position): position for position in range(len(columns.keys))}
+        if len(place) != len(columns.keys):
+            return
         local = entry.local
-        flat = [self.state_dict[name] for name in local.names]
         positions = np.array(
             [
-                place.get(id(value), -1) if kind else -1
-                for value, kind in zip(flat, local.kinds.tolist(), strict=True)
+                place.get(name, -1) if kind else -1
+                for name, kind in zip(local.names, local.kinds.tolist(), strict=True)
             ],
             np.int64,
         )
@@ -446,7 +449,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         raise DataStatesError(f"this rank does not hold row {offsets[0]} of {fqn!r}")
 
 
-def _is_unchanged(planner: type) -> bool:
+def is_unchanged(planner: type) -> bool:
     """Whether no subclass has a say in what is written."""
     return all(
         getattr(planner, name) is getattr(DataStatesSavePlanner, name)

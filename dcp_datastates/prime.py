@@ -61,7 +61,11 @@ def prime(
         None if collectives is None else collectives.get(), collectives is not None, 0
     )
     captured = look(state_dict)
-    session = Session(group.name, group.peers.world, captured, captured.materialize)
+    session = Session(
+        group.name, group.peers.rank, group.peers.world, captured, captured.materialize
+    )
+
+    session.look()
 
     def local_step() -> SavePlan:
         planner.set_up_planner(

@@ -279,8 +279,8 @@ class Snapshot:
     def foresee(self, start: Callable[[Window], SaveJob]) -> SaveJob | None:
         """Begin to read by a plan that is not agreed on yet. The gate still waits for :meth:`adopt`.
 
-        None, and nothing is started, while an older snapshot is not being read: this one's reads would take the
-        cache that the older one needs to go on.
+        None, and nothing is started, while an older snapshot is not being read by a plan that was agreed on: this
+        one's reads would take the cache that the older one needs to go on.
         """
         assert self._deferred is not None, "begin() comes first"
         with _not_submitted_lock:
@@ -292,8 +292,7 @@ class Snapshot:
                 return None
             self._keep = keep
             self._foreseen = start(self._window)
-        _submitted(self)
-        return self._foreseen
+            return self._foreseen
 
     def adopt(self) -> SaveJob:
         """The plan that :meth:`foresee` went by is the one that was agreed on."""
@@ -303,7 +302,8 @@ class Snapshot:
             assert self._foreseen is not None, "foresee() comes first"
             self._job, self._foreseen = self._foreseen, None
             self._handed_over.set()
-            return self._job
+        _submitted(self)
+        return self._job
 
     def discard(self) -> None:
         """It is not. Returns when nothing is read by it any more."""

@@ -256,13 +256,16 @@ def _is_plain(session: Session) -> bool:
     if session.capture is None:
         return False
     deferred = session.capture.deferred.columns.locals
-    return all(map(torch.Tensor.is_contiguous, deferred)) and not any(
-        map(torch.Tensor.is_neg, deferred)
+    return all(map(torch.Tensor.is_contiguous, deferred)) and not (
+        any(map(torch.Tensor.is_neg, deferred)) or any(map(torch.Tensor.is_conj, deferred))
     )
 
 
 def _told(share: Share, report: Report) -> Told:
     known = share.told.get(share.whole) == report.digest
+    share.sent = report.digest
+    if not known:
+        share.told = {}
     return Told(report.digest, None if known else report.encode())
 
 

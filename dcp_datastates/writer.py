@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
@@ -36,7 +36,7 @@ from dcp_datastates._native import Window
 from dcp_datastates.attempt import TicketCarrier, collect_ticket
 from dcp_datastates.behind import await_room, enter
 from dcp_datastates.buffers import EagerBuffers
-from dcp_datastates.capture import capture
+from dcp_datastates.capture import Capture, capture
 from dcp_datastates.commit import CommitGroup, commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.engine import engine, next_order
@@ -45,7 +45,7 @@ from dcp_datastates.failpoints import hit
 from dcp_datastates.frames import local_variable
 from dcp_datastates.ownership import Ownership, known_optimizers
 from dcp_datastates.peers import ALONE, Peers, peers_of
-from dcp_datastates.planner import DataStatesSavePlanner, Share
+from dcp_datastates.planner import DataStatesSavePlanner, Share, is_unchanged
 from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.publish import check_overwrite
@@ -257,9 +257,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 raise
         planner = _planner_of(self, call)
         if save.error is None and planner is not None:
-            save.session = Session(
-                group.name, group.peers.world, save.snapshot.capture, save.snapshot.state
-            )
+            save.session = _session(group, save.snapshot.capture, save.snapshot.state)
+            # Now: the tensors may have other forms by the time that anybody plans.
+            save.session.look()
         save.turn = Turn()
         if config.when_behind != "wait":
             save.undecided()
@@ -374,7 +374,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save = self._begin()
         meta = SessionMeta(checkpoint_id=str(save.directory()))
         if save.session is None and save.snapshot is None:  # synchronous: DCP has the state itself
-            save.session = Session(save.group.name, save.group.peers.world, None, None)
+            save.session = _session(save.group, None, None)
         meta.session = save.session
         return meta
 
@@ -579,7 +579,15 @@ def _planner_of(writer: DataStatesWriter, call: FrameType | None) -> DataStatesS
     if call is None or local_variable(call, "storage_writer") is not writer:
         return None
     planner = local_variable(call, "planner")
-    return planner if isinstance(planner, DataStatesSavePlanner) else None
+    if not isinstance(planner, DataStatesSavePlanner) or not is_unchanged(type(planner)):
+        return None  # a subclass may look at the state, and plan another
+    return planner
+
+
+def _session(
+    group: CommitGroup, capture: Capture | None, state: Callable[[], dict[Any, Any]] | None
+) -> Session:
+    return Session(group.name, group.peers.rank, group.peers.world, capture, state)
 
 
 def _note_told(save: Save, share: Share, digest: bytes) -> None:
@@ -589,7 +597,8 @@ def _note_told(save: Save, share: Share, digest: bytes) -> None:
     def note(committed: Future[None]) -> None:
         assert isinstance(committed, OutcomeFuture)
         # After a failure, what the coordinator remembers is not known.
-        share.told = {whole: digest} if committed.peek() is None else {}
+        known = committed.peek() is None and share.sent == digest
+        share.told = {whole: digest} if known else {}
 
     save.committed.add_done_callback(note)
 

@@ -58,7 +58,13 @@ class PublishedMetadata(Metadata):
         vars(self).update(vars(found))
 
     def __reduce__(self) -> Any:
+        if vars(self).keys() >= _FIELDS:  # read already, and changed perhaps
+            return _plain, ({name: vars(self)[name] for name in _FIELDS},)
         return PublishedMetadata, (self.directory, self.attempt)
 
     def __repr__(self) -> str:
         return f"PublishedMetadata({self.directory!r}, {self.attempt!r})"
+
+
+def _plain(fields: dict[str, Any]) -> Metadata:
+    return Metadata(**fields)

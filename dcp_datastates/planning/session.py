@@ -20,22 +20,27 @@ class Session:
 
     Attributes:
         group: names the ranks that save together.
+        rank: this process's among them.
         world: how many they are.
         capture: what was staged; None in a synchronous save, or if DCP has been given the state itself.
         state: the staged state dict with all tensors in it. Asking for it ends the shortcuts.
     """
 
     group: str
+    rank: int
     world: int
     capture: Capture | None
     state: Callable[[], dict[Any, Any]] | None
     _fingerprint: Fingerprint | None = None
 
+    def look(self) -> None:
+        """Note what the state looks like. In the thread that captured it, before that goes on."""
+        if self.capture is not None:
+            self._fingerprint = self.capture.fingerprint()
+
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """What the staged state looks like; None if there is none, or plans for it are not kept."""
-        if self._fingerprint is None and self.capture is not None:
-            self._fingerprint = self.capture.fingerprint()
+        """What the state looked like at the :meth:`look`; None if plans for it are not kept."""
         return self._fingerprint
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from dcp_datastates.errors import DataStatesError
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.planning.catalog import Catalog, Ints, Placement
 from dcp_datastates.planning.columns import Head, LocalPlan
 from dcp_datastates.planning.final import FinalPlan
@@ -110,9 +110,12 @@ class PlannedMetadata(PublishedMetadata):
         """All ranks have told where their shares are. Raises :class:`DataStatesError`."""
         self.directory, self.attempt = directory, attempt
         for rank, results in enumerate(told):
-            (each,) = results
-            assert isinstance(each, Told)
-            self.reports.append(self.whole.take(rank, each))
+            if len(results) != 1 or not isinstance(results[0], Told):
+                raise ConfigurationError(
+                    f"rank {rank} planned with a DataStatesSavePlanner and wrote with another planner, one that "
+                    f"wraps it, say: pass the DataStatesSavePlanner itself, or derive from it"
+                )
+            self.reports.append(self.whole.take(rank, results[0]))
 
 
 class Coordinator:
