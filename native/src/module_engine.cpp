@@ -106,10 +106,10 @@ std::unique_ptr<PySaveJob> save(const PyEngine& self, const std::vector<SaveFile
     const auto engine = usable(self);
     auto directories = to_paths(sync_directories);
     const auto number = to_size(order, "order");
-    auto opens = required(window.window, "window");
+    const auto opens = required(window.window, "window");
     auto handle = [&] {
         const py::gil_scoped_release release;  // a job of many regions takes a while to make
-        return engine->save(files, std::move(directories), number, std::move(opens));
+        return engine->save(files, std::move(directories), number, opens);
     }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
@@ -119,10 +119,10 @@ std::unique_ptr<PySaveJob> save_unplaced(const PyEngine& self, const std::vector
                                          py::object keepalive) {
     const auto engine = usable(self);
     const auto number = to_size(order, "order");
-    auto opens = required(window.window, "window");
+    const auto opens = required(window.window, "window");
     auto handle = [&] {
         const py::gil_scoped_release release;
-        return engine->save_unplaced(files, number, std::move(opens));
+        return engine->save_unplaced(files, number, opens);
     }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
