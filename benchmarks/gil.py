@@ -31,10 +31,14 @@ from dcp_datastates.worker import Worker
 from machine import describe
 
 _CACHE = "1GiB"
+_TAIL = 0.05
+"""Seconds."""
+_WARM_UP = 2
+"""Saves: the second learns the layout."""
 
 
 class BackgroundTime:
-    """CPU seconds of DCP's thread and of the commit thread: no less than what they hold the GIL for."""
+    """CPU seconds of DCP's thread and of the commit thread: they do not compute with the GIL for longer."""
 
     def __init__(self) -> None:
         self._commit_thread: int | None = None
@@ -77,10 +81,12 @@ class Sample:
 
     progress: float
     """Of the training thread while the save is under way, over what it makes with none: 1 is untouched."""
+    taken: float
+    """Seconds by which the training thread is behind for the save: others held the GIL, or its core."""
     longest_pause: float
     """Seconds: the longest that the training thread came to nothing."""
     background: float
-    """Seconds of CPU that DCP's and the commit thread took."""
+    """Seconds of CPU that DCP's and the commit thread took, system calls without the GIL included."""
     save: float
     """Seconds from the return of ``async_save`` to its end."""
 
@@ -109,12 +115,11 @@ def sample(start: Start, state: dict[str, Any], path: Path, background: Backgrou
     free = rounds / seconds
     background.start()
     future = start(state, path)
-    began = time.perf_counter()
-    rounds, seconds, longest = count(600, future.done)
-    saved = time.perf_counter() - began
+    rounds, saved, longest = count(600, future.done)
+    after, tail, _ = count(_TAIL, lambda: False)  # what is left to do once the future is done
     future.result()
-    time.sleep(0.05)
-    return Sample(rounds / seconds / free, longest, background.seconds(), saved)
+    taken = saved + tail - (rounds + after) / free
+    return Sample(rounds / saved / free, taken, longest, background.seconds(), saved)
 
 
 def state_of(tensors: int, nbytes: int) -> dict[str, Any]:
@@ -165,7 +170,7 @@ def contenders() -> dict[str, Start]:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--tensors", type=int, default=1000)
+    arguments.add_argument("--tensors", type=int, nargs="+", default=[1000])
     arguments.add_argument("--kib", type=int, default=128, help="of each tensor")
     arguments.add_argument("--repeats", type=int, default=7)
     arguments.add_argument("--dir", type=Path, help="where the checkpoints go")
@@ -173,28 +178,21 @@ def main() -> int:
     options = arguments.parse_args()
     torch.set_num_threads(1)
     background = BackgroundTime()
-    state = state_of(options.tensors, options.kib << 10)
     directory = Path(tempfile.mkdtemp(prefix="gil-", dir=options.dir))
-    samples: dict[str, list[Sample]] = {}
-    each = contenders()
+    samples: dict[int, dict[str, list[Sample]]] = {}
     try:
-        for repeat in range(
-            options.repeats + 2
-        ):  # two rounds to warm up: the second learns the layout
-            for name, start in each.items():
-                path = directory / f"c{len(name)}-{repeat}"
-                found = sample(start, state, path, background)
-                shutil.rmtree(path)
-                if repeat >= 2:
-                    samples.setdefault(name, []).append(found)
-        show(samples, options.tensors)
+        for tensors in options.tensors:
+            state = state_of(tensors, options.kib << 10)
+            samples[tensors] = measure(state, options.repeats, directory, background)
+            show(samples[tensors], tensors)
+        show_growth(samples)
         if options.json is not None:
             document = {
                 **describe(directory),
-                "tensors": options.tensors,
                 "kib": options.kib,
                 "samples": {
-                    n: [dataclasses.asdict(s) for s in each] for n, each in samples.items()
+                    tensors: {n: [dataclasses.asdict(s) for s in of] for n, of in each.items()}
+                    for tensors, each in samples.items()
                 },
             }
             options.json.write_text(json.dumps(document, indent=1) + "\n")
@@ -203,21 +201,46 @@ def main() -> int:
     return 0
 
 
+def measure(
+    state: dict[str, Any], repeats: int, directory: Path, background: BackgroundTime
+) -> dict[str, list[Sample]]:
+    samples: dict[str, list[Sample]] = {}
+    each = contenders()
+    for repeat in range(repeats + _WARM_UP):
+        for name, start in each.items():
+            path = directory / f"c{len(name)}-{repeat}"
+            found = sample(start, state, path, background)
+            shutil.rmtree(path)
+            if repeat >= _WARM_UP:
+                samples.setdefault(name, []).append(found)
+    return samples
+
+
 def show(samples: dict[str, list[Sample]], tensors: int) -> None:
     table = Table(title=f"{tensors} tensors, one rank; medians")
-    for column in ("", "progress", "longest pause", "background CPU", "per 1,000 tensors", "save"):
+    for column in ("", "progress", "taken", "longest pause", "background CPU", "save"):
         table.add_column(column, justify="left" if not column else "right")
     for name, each in samples.items():
-        background = median(one.background for one in each)
         table.add_row(
             name,
             f"{median(one.progress for one in each):.2f}",
+            f"{1e3 * median(one.taken for one in each):.1f} ms",
             f"{1e3 * median(one.longest_pause for one in each):.1f} ms",
-            f"{1e3 * background:.1f} ms",
-            f"{1e6 * background / tensors:.1f} ms",
+            f"{1e3 * median(one.background for one in each):.1f} ms",
             f"{1e3 * median(one.save for one in each):.0f} ms",
         )
     Console(width=120).print(table)
+
+
+def show_growth(samples: dict[int, dict[str, list[Sample]]]) -> None:
+    """What a further 1,000 tensors take: the fixed part of a save falls out."""
+    few, many = min(samples), max(samples)
+    if few == many:
+        return
+    for name in samples[few]:
+        taken = [median(one.taken for one in samples[tensors][name]) for tensors in (few, many)]
+        per_thousand = 1e6 * (taken[1] - taken[0]) / (many - few)
+        Console(width=120).print(f"{name}: {per_thousand:.1f} ms for each further 1,000 tensors")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ __all__ = ["NOTE", "emit"]
 
 NOTE: Final = "dcp_datastates"
 """The attribute of ``Metadata`` that is this package's."""
+
+_PROTOCOL: Final = 3
+"""The last one without frames, which would enclose opcodes that are cut off."""
 
 _WORDS: Final = (
     TensorStorageMetadata,
@@ -88,59 +92,59 @@ def emit(
     start = _starts.get(catalog)
     if start is None:
         start = _starts[catalog] = _Start.of(catalog)
-    prelude = _Prelude(start.opcodes, start.memo)
-    prelude.item("storage_data", (placement.paths,))
-    prelude.item("storage_meta", storage_meta)
-    prelude.item("version", version)
-    prelude.item(NOTE, dict(note))
-    memo = prelude.memo()
+    first = start.memo_size
+    opcodes = b"".join(
+        (
+            start.opcodes,
+            _attribute("storage_data", _listed(placement.paths, first)),
+            _attribute("storage_meta", _pickled(storage_meta)),
+            _attribute("version", _pickled(version)),
+            _attribute(NOTE, _pickled(dict(note))),
+        )
+    )
+    paths = np.arange(first, first + len(placement.paths), dtype=np.int64)
     return metadata_pickle(
-        prelude.opcodes(),
-        len(memo),
+        opcodes,
+        first + len(placement.paths),
         start.words,
         start.names,
         start.table,
-        _places(memo, placement.paths),
+        paths,
         catalog,
         placement,
     )
 
 
+def _attribute(name: str, value: bytes) -> bytes:
+    return _pickled(name) + value
+
+
+def _pickled(value: object) -> bytes:
+    """Opcodes that put nothing in the memo: what goes there is for :class:`_Start` and :func:`_listed` to say."""
+    written = io.BytesIO()
+    pickler = pickle.Pickler(written, _PROTOCOL)
+    pickler.fast = True
+    pickler.dump(value)
+    return _without_ends(written)
+
+
+def _listed(strings: Sequence[str], first: int) -> bytes:
+    """A tuple of one tuple of strings, which are in the memo from ``first`` on."""
+    opcodes = bytearray(pickle.MARK)
+    for place, string in enumerate(strings, first):
+        encoded = string.encode("utf-8", "surrogatepass")
+        opcodes += pickle.BINUNICODE + struct.pack("<I", len(encoded)) + encoded
+        opcodes += pickle.LONG_BINPUT + struct.pack("<I", place)
+    return bytes(opcodes + pickle.TUPLE + pickle.TUPLE1)
+
+
+def _without_ends(written: io.BytesIO) -> bytes:
+    """Without PROTO before and STOP behind."""
+    return bytes(written.getbuffer()[2:-1])
+
+
 _Memo: TypeAlias = dict[int, tuple[int, Any]]
 """What a pickler has put where: by its identity, the index for the unpickler, and the object."""
-
-
-class _Prelude:
-    """The pickle as far as Python writes it, without its PROTO; ends within a dict of attributes."""
-
-    def __init__(self, opcodes: bytes = b"", memo: _Memo | None = None) -> None:
-        self._opcodes = bytearray(opcodes)
-        self._written = io.BytesIO()
-        # 3 is the last protocol without frames, which would enclose the opcodes that are cut off.
-        self._pickler = pickle.Pickler(self._written, protocol=3)
-        if memo is not None:
-            self._pickler.memo = memo
-
-    def instance(self, of: type) -> None:
-        self._value(of)
-        self._opcodes += pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
-
-    def item(self, key: str, value: object) -> None:
-        self._value(key)
-        self._value(value)
-
-    def opcodes(self) -> bytes:
-        return bytes(self._opcodes)
-
-    def memo(self) -> _Memo:
-        return self._pickler.memo.copy()
-
-    def _value(self, value: object) -> None:
-        """Its opcodes, without PROTO before and STOP behind them; the memo goes on from value to value."""
-        self._pickler.dump(value)
-        self._opcodes += self._written.getbuffer()[2:-1]
-        self._written.seek(0)
-        self._written.truncate()
 
 
 @dataclass(frozen=True)
@@ -148,7 +152,7 @@ class _Start:
     """What is the same in all pickles of a catalog: the beginning, and where in the memo the unique things are."""
 
     opcodes: bytes
-    memo: _Memo
+    memo_size: int
     words: Ints
     names: Ints
     table: Ints
@@ -156,14 +160,28 @@ class _Start:
     @staticmethod
     def of(catalog: Catalog) -> _Start:
         _check(catalog)
-        prelude = _Prelude()
-        prelude.instance(Metadata)
-        prelude.item("state_dict_metadata", (_WORDS, catalog.names, catalog.table))
-        prelude.item("planner_data", None if catalog.mappings is None else dict(catalog.mappings))
-        memo = prelude.memo()
+        written = io.BytesIO()
+        pickler = pickle.Pickler(written, _PROTOCOL)
+        opcodes = b""
+
+        def put(value: object) -> None:
+            """The memo goes on from value to value."""
+            nonlocal opcodes
+            written.seek(0)
+            written.truncate()
+            pickler.dump(value)
+            opcodes += _without_ends(written)
+
+        put(Metadata)
+        opcodes += pickle.EMPTY_TUPLE + pickle.NEWOBJ + pickle.EMPTY_DICT + pickle.MARK
+        put("state_dict_metadata")
+        put((_WORDS, catalog.names, catalog.table))
+        put("planner_data")
+        put(None if catalog.mappings is None else dict(catalog.mappings))
+        memo = pickler.memo.copy()
         return _Start(
-            prelude.opcodes(),
-            memo,
+            opcodes,
+            len(memo),
             _places(memo, _WORDS),
             _places(memo, catalog.names),
             _places(memo, catalog.table),

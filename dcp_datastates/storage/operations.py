@@ -34,7 +34,8 @@ _sync_ids = itertools.count(1)
 def _trace(operation: str, path: Path, **more: Any) -> None:
     trace = os.environ.get(TRACE_VARIABLE)
     if trace:
-        line = json.dumps({"op": operation, "path": str(path), **more}) + "\n"
+        record = {"op": operation, "path": str(path), **more}
+        line = json.dumps(record, default=memoryview.hex) + "\n"
         descriptor = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             os.write(descriptor, line.encode())
@@ -63,11 +64,11 @@ def write_new_file(path: Path, data: bytes, phase: str) -> None:
         _trace("create", path)
         hit(f"{phase}.create.after")
         hit(f"{phase}.write.before")
-        done = 0
-        while done < len(data):
-            wrote = os.write(descriptor, memoryview(data)[done:])
-            _trace("write", path, offset=done, data=data[done : done + wrote].hex())
-            done += wrote
+        left = memoryview(data)
+        while left:
+            wrote = os.write(descriptor, left)
+            _trace("write", path, offset=len(data) - len(left), data=left[:wrote])
+            left = left[wrote:]
         hit(f"{phase}.write.after")
         _sync(descriptor, path, phase, "sync_file")
     finally:
