@@ -170,6 +170,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         session = storage_meta.session if isinstance(storage_meta, SessionMeta) else None
+        if not is_unchanged(type(self)):
+            session = None  # a subclass may plan another state, or the same one otherwise
         if self._planning is not None:
             # The last save was not planned to the end: who knows what the coordinator has seen of it.
             self._known.pop(self._planning, None)
@@ -314,7 +316,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         Any thread, also while another save is planned.
         """
         capture, key = session.capture, session.fingerprint
-        if capture is None or key is None or not self._caches or not is_unchanged(type(self)):
+        if capture is None or key is None or not self._caches:
             return None
         found = self._leaves.get((session.group, key))
         share = None if found is None else found.local.shares.get(found.local.latest)
@@ -333,7 +335,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def prepare(self, share: Share, rank: int) -> Prepared | None:
         """The share's files, to be written from the capture as it stands; None if that cannot be."""
         found = self._found
-        if found is None or self._flat or not is_unchanged(type(self)):
+        if found is None or self._flat:
             return None
         final = share.final
         prepared = found.prepared.get((rank, final.digest))
@@ -456,6 +458,7 @@ def is_unchanged(planner: type) -> bool:
         for name in (
             "set_up_planner",
             "create_local_plan",
+            "create_global_plan",
             "finish_plan",
             "resolve_data",
             "lookup_object",

@@ -8,7 +8,7 @@ held. These read themselves from the ``.metadata`` file when somebody looks.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -16,9 +16,9 @@ from dcp_datastates.errors import DataStatesError
 from dcp_datastates.metadata import decode, read_note
 from dcp_datastates.storage.local import METADATA_NAME
 
-__all__ = ["PublishedMetadata"]
+__all__ = ["FIELDS", "PublishedMetadata"]
 
-_FIELDS = frozenset(
+FIELDS: Final = frozenset(
     {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
 )
 
@@ -35,7 +35,7 @@ class PublishedMetadata(Metadata):
 
     def __getattribute__(self, name: str) -> Any:
         # Fields with a default are attributes of the class too: __getattr__ would not be asked.
-        if name in _FIELDS and name not in object.__getattribute__(self, "__dict__"):
+        if name in FIELDS and name not in object.__getattribute__(self, "__dict__"):
             self._load()
         return object.__getattribute__(self, name)
 
@@ -58,8 +58,8 @@ class PublishedMetadata(Metadata):
         vars(self).update(vars(found))
 
     def __reduce__(self) -> Any:
-        if vars(self).keys() >= _FIELDS:  # read already, and changed perhaps
-            return _plain, ({name: vars(self)[name] for name in _FIELDS},)
+        if vars(self).keys() >= FIELDS:  # read already, and changed perhaps
+            return _plain, ({name: vars(self)[name] for name in FIELDS},)
         return PublishedMetadata, (self.directory, self.attempt)
 
     def __repr__(self) -> str:

@@ -10,7 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from dcp_datastates.planning.catalog import Catalog, Ints, Placement
 from dcp_datastates.planning.columns import Head, LocalPlan
 from dcp_datastates.planning.final import FinalPlan
 from dcp_datastates.planning.messages import Answer, Offer
-from dcp_datastates.planning.published import PublishedMetadata
+from dcp_datastates.planning.published import FIELDS, PublishedMetadata
 from dcp_datastates.planning.report import Report, Told
 
 __all__ = ["Coordinator", "PlannedMetadata", "Whole"]
@@ -99,12 +99,23 @@ class Whole:
 
 
 class PlannedMetadata(PublishedMetadata):
-    """The metadata of a save on its coordinator, in columns. On other ranks a :class:`PublishedMetadata`."""
+    """The metadata of a save on its coordinator, in columns. On other ranks a :class:`PublishedMetadata`.
+
+    Until it is written nothing can be read from it, or changed: :class:`DataStatesError`.
+    """
 
     def __init__(self, whole: Whole) -> None:
         super().__init__()
         self.whole = whole
         self.reports: list[Report] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIELDS and not self.directory:
+            raise ConfigurationError(
+                f"{name} cannot be assigned to: the metadata of this save are made of its plan when all ranks have "
+                f"written; change them in create_global_plan() of a class derived from DataStatesSavePlanner"
+            )
+        super().__setattr__(name, value)
 
     def consolidate(self, told: Sequence[Sequence[object]], directory: str, attempt: str) -> None:
         """All ranks have told where their shares are. Raises :class:`DataStatesError`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import pickle
 import threading
 import time
@@ -36,6 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dcp_datastates
 from dcp_datastates import (
+    ConfigurationError,
     DataStatesError,
     DataStatesReader,
     DataStatesSavePlanner,
@@ -497,6 +499,75 @@ def test_a_subclass_that_rewrites_the_state_has_its_way(shared_dir):
         _saved_alone({"a": torch.full((9,), float(number))}, planner, shared_dir / "c")
         found = load({"new_a": torch.zeros(9)}, shared_dir / "c")
         assert found["new_a"].eq(number).all()
+
+
+class _Skipping(DataStatesSavePlanner):
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        kept = [item for item in plan.items if not item.index.fqn.startswith("skip")]
+        return dataclasses.replace(plan, items=kept)
+
+
+class _Noting(DataStatesSavePlanner):
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        assert {item.index.fqn for plan in plans for item in plan.items} == {"skip", "w"}
+        noted = {**metadata.planner_data, "note": ("mine",)}
+        return plans, dataclasses.replace(metadata, planner_data=noted)
+
+
+def _save_by(how, state, planner, path):
+    """A save, synchronous or not, that is over on all ranks."""
+    if how == "save":
+        dcp.save(state, storage_writer=_saver(path), planner=planner, process_group=own_group())
+        dist.barrier()
+    else:
+        _save(state, _saver(path), planner)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_subclass_that_edits_a_plan_has_its_way(how, shared_dir):
+    skipping, noting = _Skipping(), _Noting()
+    for number in range(3):
+        state = {"w": torch.full((4,), float(number)), "skip": torch.ones(3)}
+        _save_by(how, state, skipping, shared_dir / "skipping")
+        _save_by(how, state, noting, shared_dir / "noting")
+        metadata = DataStatesReader(shared_dir / "skipping").read_metadata()
+        assert set(metadata.state_dict_metadata) == {"w"}
+        metadata = DataStatesReader(shared_dir / "noting").read_metadata()
+        assert metadata.planner_data == {"w": ("w",), "skip": ("skip",), "note": ("mine",)}
+        for name in ("skipping", "noting"):
+            found = load({"w": torch.zeros(4)}, shared_dir / name)
+            assert found["w"].eq(number).all()
+        dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("edits", [0, 1])
+def test_a_subclass_that_edits_plans_on_one_rank_only_is_refused(edits, how, shared_dir):
+    kind = _Skipping if dist.get_rank() == edits else DataStatesSavePlanner
+    with raises(DataStatesError, "one class on all ranks"):
+        _save_by(how, {"w": torch.ones(4)}, kind(), shared_dir / "c")
+    dist.barrier()
+    _save_by(how, {"w": torch.ones(4)}, None, shared_dir / "c")
+    assert_same(load({"w": torch.zeros(4)}, shared_dir / "c"), {"w": torch.ones(4)})
+
+
+@ranks(1)
+def test_metadata_that_are_changed_before_they_are_written_are_refused(shared_dir):
+    planner = DataStatesSavePlanner()
+    plain = planner.create_global_plan
+
+    def create_global_plan(all_plans):
+        plans, metadata = plain(all_plans)
+        metadata.planner_data = {"w": ("w",), "note": ("mine",)}
+        return plans, metadata
+
+    planner.create_global_plan = create_global_plan
+    with raises(ConfigurationError, "planner_data", "derived from DataStatesSavePlanner"):
+        _saved_alone({"w": torch.ones(4)}, planner, shared_dir / "c")
 
 
 class _List(list):
