@@ -7,6 +7,7 @@ together only if all ranks sent the same.
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +40,7 @@ class Ballot:
             return (0, 0, 0, self.world)
         # Of the path only its last part: the same directory may be mounted elsewhere on other machines.
         name = "" if self.directory is None else self.directory.name
-        digest = int.from_bytes(hashlib.sha1(name.encode()).digest()[:8], "big")
+        digest = int.from_bytes(hashlib.sha1(os.fsencode(name)).digest()[:8], "big")
         return (self.attempt.incarnation & _MASK, self.attempt.sequence, digest & _MASK, self.world)
 
 

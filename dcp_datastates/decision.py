@@ -43,7 +43,9 @@ class Reason:
     def encode(self) -> bytes:
         """At most :data:`REASON_BYTES`, never cut within a character."""
         kind = self.kind[:80]
-        message = self.message.encode()[: REASON_BYTES - len(kind.encode()) - 1]
+        # It may name a file whose name is not UTF-8.
+        message = self.message.encode(errors="backslashreplace")
+        message = message[: REASON_BYTES - len(kind.encode()) - 1]
         return f"{kind}\n{message.decode(errors='ignore')}".encode()
 
     @staticmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ def test_votes_for_different_saves_do_not_agree(change):
 
 def test_a_directory_may_be_mounted_elsewhere_on_another_machine():
     assert _count(BALLOT, dataclasses.replace(BALLOT, directory=Path("/mnt/b/step-5"))).unanimous
+
+
+def test_a_directory_may_have_a_name_that_is_not_text():
+    odd = dataclasses.replace(BALLOT, directory=Path(os.fsdecode(b"/a/\xff")))
+    assert _count(odd, odd).unanimous
+    assert not _count(odd, BALLOT).unanimous
+
+
+def test_a_reason_may_name_a_file_whose_name_is_not_text():
+    data = Reason("OSError", os.fsdecode(b"/a/\xff") + "x" * 5000).encode()
+    assert len(data) <= REASON_BYTES
+    found = Reason.decode(data)
+    assert found is not None
+    assert found.message.startswith(r"/a/\udcffxxx")
 
 
 @given(st.text(), st.text(max_size=5000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -19,7 +20,7 @@ from support.checkpoints import (
 )
 from support.states import Opinion, filled
 
-from dcp_datastates import DataStatesError
+from dcp_datastates import DataStatesError, verify
 
 both_ways = pytest.mark.parametrize("how", ["save", "async_save"])
 
@@ -164,6 +165,16 @@ def test_a_name_that_is_not_text_is_refused_and_not_committed(tmp_path):
     with raises((DataStatesError, ValueError), "Unicode"):
         save({"\ud800": torch.ones(2)}, path)
     assert not committed(path)
+
+
+@both_ways
+def test_a_directory_whose_name_is_not_text_is_saved_to(how, tmp_path):
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/step\xff-1")
+    for number in range(2):
+        state = {"w": torch.full((70_000,), float(number)), "n": number}
+        _put(how, state, path)
+        assert_same(load_everything(path), state)
+    assert verify(path).whole
 
 
 def test_an_object_that_cannot_be_pickled_fails_the_save_and_the_next_works(tmp_path):
