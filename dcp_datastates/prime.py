@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from dcp_datastates import step_gate
 from dcp_datastates.capture import look
 from dcp_datastates.collectives import collectives_of
 from dcp_datastates.commit import CommitGroup, commit_group
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.peers import peers_of
-from dcp_datastates.planner import DataStatesSavePlanner
+from dcp_datastates.planner import DataStatesSavePlanner, is_unchanged
 from dcp_datastates.planning.session import Session, SessionMeta
+from dcp_datastates.turns import await_all
 
 __all__ = ["planner_of", "prime"]
 
@@ -44,39 +47,51 @@ def prime(
     """Plan the save of a state like ``state_dict``, so that the first save of one finds its plan ready.
 
     Collective. For after a resume: the state that was just loaded looks like those that will be saved. Reads no tensor,
-    changes nothing, writes nothing; no save may be under way.
+    changes nothing, writes nothing. Saves under way are read and planned first, as by a synchronous save.
 
     Args:
         state_dict: what will be passed to ``async_save``.
-        planner: the one that will be used; None, if none will be passed to this package's ``async_save``.
+        planner: the one that will be used; None, if none will be passed to this package's ``async_save``. One of a
+            class that overrides what is written makes its plan, and will make it again.
         process_group: the ranks that save, if they are not all.
 
-    Raises what planning raises; on several ranks, DCP's ``CheckpointException`` with each rank's error.
+    Raises what looking at the state or planning raises; on several ranks, DCP's ``CheckpointException`` with
+    each rank's error, on all of them.
     """
+    step_gate.open_windows()
+    await_all()  # their collectives run on the same group
     group = commit_group(peers_of(process_group))
-    if planner is None:
-        planner = planner_of(group)
+    chosen = planner_of(group) if planner is None else planner
     collectives = collectives_of(group)
     wrapper = _DistWrapper(
         None if collectives is None else collectives.get(), collectives is not None, 0
     )
-    captured = look(state_dict)
-    session = Session(
-        group.name, group.peers.rank, group.peers.world, captured, captured.materialize
-    )
+    session: Session | None = None
 
-    session.look()
+    # What fails on this rank alone must fail in a step: from here on the other ranks wait for it.
 
     def local_step() -> SavePlan:
-        planner.set_up_planner(
-            {}, SessionMeta(session=session), is_coordinator=wrapper.is_coordinator
-        )
-        return planner.create_local_plan()
+        nonlocal session
+        if not isinstance(chosen, DataStatesSavePlanner):
+            raise ConfigurationError(
+                f"a {type(chosen).__name__} remembers no plans: pass the DataStatesSavePlanner that will be used, or "
+                f"None for that of dcp_datastates.async_save"
+            )
+        captured = look(state_dict)
+        if is_unchanged(type(chosen)):
+            session = Session(
+                group.name, group.peers.rank, group.peers.world, captured, captured.materialize
+            )
+            session.look()
+        given = captured.materialize() if session is None else {}
+        chosen.set_up_planner(given, SessionMeta(session=session), wrapper.is_coordinator)
+        return chosen.create_local_plan()
 
     def global_step(plans: list[SavePlan]) -> list[SavePlan]:
-        return planner.create_global_plan(plans)[0]
+        return chosen.create_global_plan(plans)[0]
 
     try:
-        planner.finish_plan(wrapper.reduce_scatter("plan", local_step, global_step))
+        chosen.finish_plan(wrapper.reduce_scatter("plan", local_step, global_step))
     finally:
-        planner.release(session)
+        if session is not None:
+            chosen.release(session)
