@@ -61,7 +61,7 @@ def fingerprint(
     forms = (
         tuple(map(_SHAPE, locals_)),
         tuple(map(_DTYPE, locals_)),
-        tuple(map(_REQUIRES_GRAD, locals_)),
+        tuple(map(_REQUIRES_GRAD, tensors)),  # a DTensor's own: its local tensor has another
     )
     specs = tuple(map(_SPEC, (each for each in tensors if type(each) is DTensor)))
     return Fingerprint(tuple(structure), forms, specs)

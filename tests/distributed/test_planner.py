@@ -526,6 +526,20 @@ def test_a_tensor_that_gets_other_memory_right_after_the_call(shared_dir):
         assert_same(load(zeros(expected), shared_dir / "c"), expected)
 
 
+@ranks(2)
+def test_metadata_say_whether_a_dtensor_requires_grad_now(shared_dir):
+    mesh = init_device_mesh("cpu", (2,))
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c", defer="all")
+    for number in range(4):
+        dense = filled((400, 300), torch.float32, number)
+        tensor = distribute_tensor(dense, mesh, [Shard(0)], src_data_rank=None)
+        tensor = tensor.detach().requires_grad_(number % 2 == 0)
+        assert _save({"w": tensor}, by, planner) == (number > 1)
+        metadata = DataStatesReader(shared_dir / "c").read_metadata()
+        assert metadata.state_dict_metadata["w"].properties.requires_grad == (number % 2 == 0)
+        dist.barrier()
+
+
 @ranks(1)
 def test_values_that_memory_does_not_show(shared_dir):
     planner = DataStatesSavePlanner()
