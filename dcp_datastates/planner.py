@@ -48,9 +48,7 @@ _KEPT_SHARES: Final = 4
 _SHOWN_ERRORS: Final = 500
 
 _SHORT: Final = 256
-"""Characters of a string that is likely to come again."""
-
-_ATOMS: Final = frozenset({type(None), bool, int, float, str})
+"""Characters of a string, and bits of a number, that are likely to come again."""
 
 
 @dataclass(eq=False)
@@ -147,7 +145,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._coordinator = Coordinator(self._assign)
         self._known: dict[str, OrderedDict[bytes, _Local]] = {}  # by group: what was agreed on
         self._leaves: OrderedDict[tuple[str, Fingerprint], _Leaves] = OrderedDict()
-        self._serialized: dict[tuple[type, str], bytes] = {}
+        self._serialized: dict[tuple[type, Any], bytes] = {}
         # Of the save that is being planned:
         self._session: Session | None = None
         self._fingerprint: Fingerprint | None = None
@@ -361,8 +359,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     def serialize(self, value: Any) -> bytes:
         """``value`` as ``torch.save`` writes it. Numbers and strings come again and again."""
-        short = type(value) is not str or len(value) <= _SHORT
-        key = (type(value), repr(value)) if type(value) in _ATOMS and short else None
+        key = _key(value)
         if key is not None and (known := self._serialized.get(key)) is not None:
             return known
         buffer = io.BytesIO()
@@ -465,6 +462,18 @@ def is_unchanged(planner: type) -> bool:
             "transform_object",
         )
     )
+
+
+def _key(value: Any) -> tuple[type, Any] | None:
+    """Equal for values whose bytes are equal; None for one that is not likely to come again."""
+    kind = type(value)
+    if kind is float:
+        return kind, repr(value)  # tells -0.0 from 0.0, and a NaN is equal to itself
+    if kind is str:
+        return (kind, value) if len(value) <= _SHORT else None
+    if kind is int:
+        return (kind, value) if value.bit_length() <= _SHORT else None
+    return (kind, value) if value is None or kind is bool else None
 
 
 def _shard_with(tensor: ShardedTensor, offsets: torch.Size) -> tuple[torch.Tensor, int]:

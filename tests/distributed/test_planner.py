@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import pickle
 import threading
 import time
@@ -549,6 +550,20 @@ def test_values_that_memory_does_not_show(shared_dir):
         _saved_alone(state, planner, shared_dir / "c", defer="all")
         found = load({"a": torch.zeros(70_000, dtype=torch.complex64)}, shared_dir / "c")
         assert torch.equal(found["a"], state["a"].resolve_conj())
+
+
+@ranks(1)
+def test_numbers_of_any_length_and_numbers_that_are_equal(shared_dir):
+    planner = DataStatesSavePlanner()
+    for sign in (1, -1):
+        state = {"long": sign * 10**5000, "one": 1, "true": True, "float": 1.0, "zero": sign * 0.0}
+        _saved_alone(state, planner, shared_dir / "c")
+        found = load_everything(shared_dir / "c")
+        assert found == state
+        assert {name: type(value) for name, value in found.items()} == {
+            name: type(value) for name, value in state.items()
+        }
+        assert math.copysign(1.0, found["zero"]) == sign
 
 
 class _Renaming(DataStatesSavePlanner):
