@@ -35,7 +35,13 @@ from dcp_datastates.errors import (
     ConfigurationError,
     UnreadableMetadataError,
 )
-from dcp_datastates.metadata_check import MAX_BYTES, MetadataError, check, described
+from dcp_datastates.metadata_check import (
+    MAX_BYTES,
+    MetadataError,
+    check,
+    check_columns,
+    described,
+)
 from dcp_datastates.planning.catalog import Catalog, Placement
 from dcp_datastates.planning.emit import NOTE, emit
 
@@ -106,10 +112,7 @@ def encode(metadata: Metadata, note: Note) -> bytes:
     try:
         _open(data)
     except MetadataError as error:
-        raise ConfigurationError(
-            f"the checkpoint's metadata could not be opened again: {error}; a planner must keep its "
-            f"planner_data to plain dicts, lists, tuples, strings and numbers"
-        ) from error
+        raise _unreadable(error) from error
     return _with_trailer(data)
 
 
@@ -122,10 +125,15 @@ def encode_columns(
 ) -> bytes:
     """The bytes of a ``.metadata`` file, as :func:`encode` makes them of objects; those are never made.
 
-    What was written is not opened again, which would take seconds: that the columns are consistent is
-    checked, that the files in ``note`` are those of ``placement`` and long enough is the caller's to see to.
-    Raises :class:`ValueError` for columns that are malformed.
+    What was written is not opened again, which would take seconds: that the columns are consistent, and within
+    :func:`decode`'s limits, is checked; that the files in ``note`` are those of ``placement`` and long enough is
+    the caller's to see to. Raises :class:`ConfigurationError` as :func:`encode` does, and :class:`ValueError` for
+    columns that are malformed.
     """
+    try:
+        check_columns(catalog, _limits(note.files))
+    except MetadataError as error:
+        raise _unreadable(error) from error
     return _with_trailer(emit(catalog, placement, storage_meta, version, _noted(note)))
 
 
@@ -163,6 +171,18 @@ def read_note(metadata: Metadata, path: Path) -> Note:
         ) from error
 
 
+def _unreadable(error: MetadataError) -> ConfigurationError:
+    return ConfigurationError(
+        f"the checkpoint's metadata could not be opened again: {error}; a planner must keep its planner_data to "
+        f"plain dicts, lists, tuples, strings and numbers, and the ranks that hold a tensor must save together"
+    )
+
+
+def _limits(files: Mapping[str, FileRecord]) -> dict[str, int]:
+    """How far into each file bytes of tensors and objects may lie."""
+    return {name: record.table_offset for name, record in files.items()}
+
+
 def _with_trailer(pickled: bytes) -> bytes:
     head = _TRAILER.pack(_MAGIC, len(pickled), crc32c(pickled), 0)[:-4]
     return b"".join((pickled, head, struct.pack("<I", crc32c(head))))
@@ -180,8 +200,7 @@ def _open(pickled: bytes | memoryview) -> Metadata:
             raise MetadataError(str(error)[:1000]) from error
         if type(metadata) is not Metadata:
             raise MetadataError(f"it holds {described(metadata)}, not Metadata")
-        files = _note(metadata).files
-        check(metadata, {name: record.table_offset for name, record in files.items()})
+        check(metadata, _limits(_note(metadata).files))
     return metadata
 
 

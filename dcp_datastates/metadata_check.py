@@ -9,10 +9,13 @@ after it meets a surprise. A checkpoint has millions of chunks, so whatever is d
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from operator import add, attrgetter, gt
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -25,7 +28,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["MAX_BYTES", "MetadataError", "check", "described"]
+from dcp_datastates.planning.catalog import Catalog
+from dcp_datastates.planning.ragged import volumes
+
+__all__ = ["MAX_BYTES", "MetadataError", "check", "check_columns", "described"]
 
 MAX_BYTES: Final = (1 << 63) - 1
 """What a file offset can be (``off_t``), and what torch takes as a size."""
@@ -72,7 +78,7 @@ def check(metadata: Metadata, limits: Mapping[str, int]) -> None:
     if not set(map(type, entries)) <= {str}:
         raise MetadataError("a name in state_dict_metadata is no string")
     checked: set[int] = set()  # entries share their properties in stock metadata
-    stored, largest = 0, 0
+    stored, largest, name = 0, 0, ""
     for fqn, entry in entries.items():
         if type(entry) is TensorStorageMetadata:
             try:
@@ -80,7 +86,8 @@ def check(metadata: Metadata, limits: Mapping[str, int]) -> None:
             except MetadataError as error:
                 raise MetadataError(f"{described(fqn)}: {error}") from None
             stored += in_chunks
-            largest = max(largest, dense)
+            if dense > largest:
+                largest, name = dense, fqn
         elif type(entry) is not BytesStorageMetadata:
             raise MetadataError(
                 f"{described(fqn)} is {described(entry)}, neither tensor nor object"
@@ -93,13 +100,75 @@ def check(metadata: Metadata, limits: Mapping[str, int]) -> None:
         _check_attributes("storage_meta", [metadata.storage_meta], frozenset(), _META)
     _check_storage_data(metadata.storage_data)
     _check_places(metadata.storage_data, limits)
-    # DCP's planners make tensors of the sizes given here.
-    there = sum(limits.values())
-    if stored > there or largest > _MAX_SPARSITY * there:
-        raise MetadataError(
-            f"tensors are said to be larger than the {there} bytes of the data files"
-        )
+    _check_extent(_Extent(stored, largest, name), limits)
     _check_paths(metadata.planner_data, entries)
+
+
+def check_columns(catalog: Catalog, limits: Mapping[str, int]) -> None:
+    """Raise :class:`MetadataError` if :func:`check` would, of metadata made from these columns, for what they say.
+
+    What a planner makes sure of, that chunks lie within their tensors, is not asked again. Linear in the size of
+    the catalog the first time; then a sum over the files.
+    """
+    extent = _extents.get(catalog)
+    if extent is None:
+        extent = _extents[catalog] = _extent(catalog)
+    _check_extent(extent, limits)
+
+
+class _Extent(NamedTuple):
+    """How large the tensors are said to be, in bytes."""
+
+    stored: int
+    """All chunks."""
+    largest: int
+    """The largest tensor, whole."""
+    name: str
+
+
+_extents: weakref.WeakKeyDictionary[Catalog, _Extent] = weakref.WeakKeyDictionary()
+"""Of catalogs that were found to be sound."""
+
+
+def _extent(catalog: Catalog) -> _Extent:
+    for properties in catalog.table:
+        _check_properties(properties)
+    if catalog.mappings is not None:
+        _check_paths(catalog.mappings, catalog.names)
+    itemsizes = np.array([*(each.dtype.itemsize for each in catalog.table), 0], np.int64)
+    itemsize = itemsizes[catalog.properties]
+    sizes = iter(catalog.shapes.tolist())
+    largest, largest_name = 0, ""
+    for name, ndim, nbytes in zip(
+        catalog.names, catalog.ndims.tolist(), itemsize.tolist(), strict=True
+    ):
+        try:
+            dense = _dense(list(islice(sizes, ndim)), nbytes)
+        except MetadataError as error:
+            raise MetadataError(f"{described(name)}: {error}") from None
+        if dense > largest:
+            largest, largest_name = dense, name
+    of_chunk = np.repeat(np.arange(len(catalog.names)), catalog.counts)
+    in_chunks = volumes(catalog.ndims[of_chunk], catalog.sizes) * itemsize[of_chunk]
+    return _Extent(sum(in_chunks.tolist()), largest, largest_name)
+
+
+def _dense(size: Sequence[int], itemsize: int) -> int:
+    """Bytes of a whole tensor."""
+    nbytes = math.prod(size) * itemsize
+    if nbytes > MAX_BYTES:
+        raise MetadataError(f"{described(str(list(size)))} is larger than any tensor")
+    return nbytes
+
+
+def _check_extent(extent: _Extent, limits: Mapping[str, int]) -> None:
+    """DCP's planners make tensors of the sizes that the metadata give."""
+    there = sum(limits.values())
+    if extent.stored > there or extent.largest > _MAX_SPARSITY * there:
+        raise MetadataError(
+            f"tensors are said to be larger than the {there} bytes of the data files: {described(extent.name)} has "
+            f"{extent.largest}"
+        )
 
 
 def _check_attributes(
@@ -133,9 +202,7 @@ def _check_tensor(entry: TensorStorageMetadata, checked: set[int]) -> tuple[int,
     _check_types("its size", [size], torch.Size)
     _check_sizes("its size", size)
     itemsize = properties.dtype.itemsize
-    dense = math.prod(size) * itemsize
-    if dense > MAX_BYTES:
-        raise MetadataError(f"{described(str(list(size)))} is larger than any tensor")
+    dense = _dense(size, itemsize)
     chunks = entry.chunks
     _check_types("its list of chunks", [chunks], list)
     _check_types("a chunk", chunks, ChunkStorageMetadata)
@@ -201,7 +268,7 @@ def _check_places(
 # --- a flattened state dict's paths ------------------------------------------------------------------
 
 
-def _check_paths(planner_data: Any, entries: Mapping[str, object]) -> None:
+def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
     """Stock planners rebuild the nested state from ``planner_data``: names' paths of keys and list indices.
 
     A list grows to the largest index in it, which must not be just any number in a file. What else

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -28,8 +29,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_datastates import metadata_check
 from dcp_datastates._native import scan_pickle
 from dcp_datastates.attempt import Attempt
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.metadata import (
     FileRecord,
     Note,
@@ -305,6 +308,57 @@ def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
     _identical(found, expected)
     assert vars(found).keys() == vars(expected).keys()
     assert read_note(found, Path("c")) == note
+
+
+def _refusal(make: Any, *arguments: Any) -> str | None:
+    """What the file is refused with before it is committed, which says all that reading it would."""
+    try:
+        data = make(*arguments)
+    except ConfigurationError as error:
+        return str(error)
+    decode(data, Path("c"))
+    return None
+
+
+def _one(shape: tuple[int, ...], path: tuple[Any, ...] = ("w",)) -> Example:
+    """A tensor of which a rank that saves alone has nothing."""
+    entries: dict[str, Tensor | Object] = {"w": Tensor(0, shape, ()), "n": Object((0, 0, 9))}
+    return Example(entries, (TensorProperties(),), ("f",), {"w": path, "n": ("n",)})
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (_one((1 << 18,)), None),  # 1 MiB, and the files have 16 bytes: 65,536 times as much
+        (_one(((1 << 18) + 1,)), "'w' has 1048580"),
+        (_one((1 << 61,)), "larger than any tensor"),
+        (_one((1 << 40, 1 << 40)), "larger than any tensor"),
+        (_one((1 << 40, 1 << 40, 0)), None),
+        (_one((1,), ("w", 1 << 20)), None),
+        (_one((1,), ("w", 1 << 25)), "longer than what is in them"),
+        (_one((1,), ("w", -1)), "negative index"),
+        (_sharded(3, 2), None),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(case: Example, words: str | None) -> None:
+    packed, note = _packed(case)
+    expected = _refusal(encode, packed.metadata(), note)
+    assert expected is None if words is None else words in (expected or "")
+    for _ in range(2):
+        assert _refusal(encode_columns, *packed.columns(), META, "1.0.0", note) == expected
+
+
+def test_a_catalog_is_looked_through_once() -> None:
+    packed, note = _packed(_sharded(3, 2))
+    catalog, placement = packed.columns()
+    files = {name: dataclasses.replace(file, table_offset=4) for name, file in note.files.items()}
+    encode_columns(catalog, placement, META, "1.0.0", note)
+    with pytest.raises(ConfigurationError, match="larger than the"):
+        encode_columns(
+            catalog, placement, META, "1.0.0", Note(note.attempt, {"f": files["0.distcp"]})
+        )
+    with mock.patch.object(metadata_check, "_extent", side_effect=AssertionError):
+        encode_columns(catalog, placement, META, "1.0.0", note)
 
 
 def test_stock_reader_loads_the_file(tmp_path: Path) -> None:

@@ -471,6 +471,22 @@ def test_a_save_by_one_rank_alone_leaves_what_the_ranks_agreed_on_as_it_was(shar
     assert_same(load(zeros(_state(3, count=3)), shared_dir / "c"), _state(3, count=3))
 
 
+@ranks(2)
+def test_a_save_that_could_not_be_read_again_leaves_the_one_before(shared_dir):
+    mesh = init_device_mesh("cpu", (2,))
+    size = 400_000_000
+    mine = torch.empty(1 - dist.get_rank(), size, dtype=torch.uint8)
+    whole = DTensor.from_local(mine, mesh, [Shard(0)], shape=(1, size), stride=(size, 1))
+    if dist.get_rank() == 0:
+        return  # the other one saves alone, and has no byte of the tensor
+    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    dcp.save({"n": 1}, storage_writer=by, planner=planner, no_dist=True)
+    for _ in range(2):
+        with raises(ConfigurationError, "'w' has 400000000", "must save together"):
+            dcp.save({"w": whole, "n": 2}, storage_writer=by, planner=planner, no_dist=True)
+        assert load_everything_of({"n": 1}, shared_dir / "c") == {"n": 1}
+
+
 def load_everything_of(state, path):
     """What is at ``path``, which this rank has saved alone."""
     loaded = zeros(state)
