@@ -119,7 +119,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         enable_plan_caching: remember plans, so that a state that looks the same on all ranks is not planned,
             gathered or broadcast again. With this package's writer only.
         split_replicas: cut tensors that several ranks hold into row slices, so that each holder writes the same
-            number of bytes within 1 %. They are ordinary DCP chunks.
+            number of bytes within 1 %. They are ordinary DCP chunks. Replicas that are not equal become a mixture.
 
     Threads: one save at a time plans with it, as DCP does it.
     """
