@@ -289,7 +289,8 @@ void Caller::settle(Saved saved) {
             case FaultKind::kCancelled:
                 ++scene_.tally.cancelled;
                 break;
-            case FaultKind::kShutdown:
+            case FaultKind::kDevice:
+        case FaultKind::kShutdown:
                 check(scene_.stopping, "nobody shut the engine down");
                 ++scene_.tally.shut_down;
                 break;
