@@ -53,8 +53,9 @@ class Box {
 
     /// Calls `visit` with the stream position, memory position (both relative to the box's first
     /// byte) and length of every contiguous run in `part` of the box's stream side, cut to it.
-    void each_run(Range part,
-                  const std::function<void(std::uint64_t, std::int64_t, std::uint64_t)>& visit) const;
+    void each_run(
+        Range part,
+        const std::function<void(std::uint64_t, std::int64_t, std::uint64_t)>& visit) const;
 
   private:
     class Cursor;

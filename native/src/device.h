@@ -61,8 +61,8 @@ class Device : public std::enable_shared_from_this<Device> {
     /// An event that comes when what is enqueued on `stream` by now is done.
     MaybeFault record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event);
 
-    /// Enqueues `copies` on `stream`, after those of `fences` that are of this device; `done` comes after
-    /// them.
+    /// Enqueues `copies` on `stream`, after those of `fences` that are of this device; `done` comes
+    /// after them.
     MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
                     const Fences& fences, std::shared_ptr<DeviceEvent>& done);
 
@@ -97,8 +97,8 @@ class DeviceEvent {
     /// A fault of work before the event, too.
     MaybeFault is_done(bool& done) const;
 
-    /// Polls until the event has come (then `done`), or `give_up` is true. The driver's own wait has
-    /// no way out, should the device hang.
+    /// Polls until the event has come (then `done`), or `give_up` is true. The driver's own wait
+    /// has no way out, should the device hang.
     MaybeFault wait(const std::function<bool()>& give_up, bool& done) const;
 
   private:

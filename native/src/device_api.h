@@ -1,10 +1,11 @@
-// What the engine asks of an accelerator's driver: a table of calls, as an interface. CudaApi is one
-// implementation; another driver is another one. Nothing here knows files, segments or jobs.
+// What the engine asks of an accelerator's driver: a table of calls, as an interface. CudaApi is
+// one implementation; another driver is another one. Nothing here knows files, segments or jobs.
 //
-// Every call but `device_count`, `retain` and `release` is made by a thread that `enter` has bound to the
-// device's context. A call that fails returns a fault of kind kDevice, whose `error` is the driver's
-// code, `operation` the driver's name for the call, and `detail` the driver's name and words for the code.
-// No call waits for the device, but for copies from or to memory that is not registered.
+// Every call but `device_count`, `retain` and `release` is made by a thread that `enter` has bound
+// to the device's context. A call that fails returns a fault of kind kDevice, whose `error` is the
+// driver's code, `operation` the driver's name for the call, and `detail` the driver's name and
+// words for the code. No call waits for the device, but for copies from or to memory that is not
+// registered.
 
 #pragma once
 
@@ -44,8 +45,8 @@ class DeviceApi {
     virtual MaybeFault retain(int device) = 0;
     virtual void release(int device) = 0;
 
-    /// Binds the calling thread to the context of a retained `device`; `leave` restores what was bound
-    /// before. Pairs nest.
+    /// Binds the calling thread to the context of a retained `device`; `leave` restores what was
+    /// bound before. Pairs nest.
     virtual MaybeFault enter(int device) = 0;
     virtual void leave() = 0;
 
@@ -66,9 +67,9 @@ class DeviceApi {
     virtual MaybeFault is_done(EventHandle event, bool& done) = 0;
     virtual MaybeFault stream_wait(StreamHandle stream, EventHandle event) = 0;
 
-    /// Enqueues copies from device to host (kGather) or from host to device (kScatter); in one call of
-    /// the driver where it has such a call and there are several. They may run in any order. After a
-    /// fault, any number of them may have been enqueued.
+    /// Enqueues copies from device to host (kGather) or from host to device (kScatter); in one call
+    /// of the driver where it has such a call and there are several. They may run in any order.
+    /// After a fault, any number of them may have been enqueued.
     virtual MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
                             StreamHandle stream) = 0;
 

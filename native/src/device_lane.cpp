@@ -32,8 +32,8 @@ void DeviceLane::read(std::span<const DeviceCopy> copies, const Fences& fences,
                                        [this] { loop(); });
             }
             readings_.emplace_back();  // so that what follows cannot fail for want of memory
-            reading.fault = device_->copy(Direction::kGather, copies, device_->save_stream(), fences,
-                                          reading.event);
+            reading.fault = device_->copy(Direction::kGather, copies, device_->save_stream(),
+                                          fences, reading.event);
             queued(reading.event);
             if (reading.event) {
                 readings_.back() = std::move(reading);

@@ -34,9 +34,9 @@ class DeviceLane {
 
     [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
 
-    /// Enqueues `copies` after `fences`. `queued` is told the event after them (null after a fault that
-    /// left none), in the calling thread, in the order of the stream; `done` is called once, in the
-    /// lane's thread or, if nothing could be enqueued, in this one.
+    /// Enqueues `copies` after `fences`. `queued` is told the event after them (null after a fault
+    /// that left none), in the calling thread, in the order of the stream; `done` is called once,
+    /// in the lane's thread or, if nothing could be enqueued, in this one.
     void read(std::span<const DeviceCopy> copies, const Fences& fences, const Queued& queued,
               Done done);
 

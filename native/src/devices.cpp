@@ -73,8 +73,8 @@ void Devices::pin_loop() {
             std::vector<std::unique_ptr<PinnedMemory>> pins;
             MaybeFault fault;
             for (std::uint64_t at = 0; at < arena.bytes.size() && !fault; at += kPinBytes) {
-                const auto part =
-                    arena.bytes.subspan(at, std::min<std::uint64_t>(kPinBytes, arena.bytes.size() - at));
+                const auto part = arena.bytes.subspan(
+                    at, std::min<std::uint64_t>(kPinBytes, arena.bytes.size() - at));
                 std::unique_ptr<PinnedMemory> pinned;
                 fault = PinnedMemory::pin(device, part, pinned);
                 if (fault) break;

@@ -37,7 +37,8 @@ class Devices {
     /// Has memory pinned that the cache has gained, if a device is open. Returns at once.
     void pin();
 
-    /// Bytes of the cache that are pinned. Copies to and from others are slower, and not overlapped.
+    /// Bytes of the cache that are pinned. Copies to and from others are slower, and not
+    /// overlapped.
     [[nodiscard]] std::uint64_t pinned_bytes() const { return pinned_bytes_; }
     [[nodiscard]] MaybeFault pin_fault() const;
 

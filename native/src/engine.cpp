@@ -117,8 +117,8 @@ std::shared_ptr<SaveHandle> Engine::save_unplaced(const std::vector<SaveFile>& f
                                                   const std::shared_ptr<Window>& window,
                                                   Fences fences) {
     for (const SaveFile& file : files) require_open(*file.content);
-    return submit(std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_,
-                                            std::move(fences)));
+    return submit(
+        std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_, std::move(fences)));
 }
 
 std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) {

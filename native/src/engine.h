@@ -108,8 +108,8 @@ class Engine {
                                            Fences fences = {});
 
     /// Enqueues the copies of `content`, all on `device`, into memory at `out` (where byte 0 of the
-    /// stream goes) on `stream`; `done` comes after them. Throws std::invalid_argument if the content
-    /// is elsewhere or the device is not open.
+    /// stream goes) on `stream`; `done` comes after them. Throws std::invalid_argument if the
+    /// content is elsewhere or the device is not open.
     MaybeFault copy_to_host(const StreamContent& content, std::byte* out, int device,
                             StreamHandle stream, std::shared_ptr<DeviceEvent>& done);
 

@@ -148,11 +148,11 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
 
     void release(std::uint32_t first);
 
-    mutable std::mutex mutex_;                   // guards all that follows
-    std::vector<Arena> arenas_;                  // unmapped with the cache, which leases keep alive
+    mutable std::mutex mutex_;   // guards all that follows
+    std::vector<Arena> arenas_;  // unmapped with the cache, which leases keep alive
     std::map<std::size_t, std::vector<std::unique_ptr<PinnedMemory>>> pins_;  // by arena
-    std::vector<Slot> slots_;                    // in each arena: for saves first, then restores
-    std::vector<std::uint32_t> free_for_saves_;  // stacks: what was used last is used next, so a
+    std::vector<Slot> slots_;                       // in each arena: for saves first, then restores
+    std::vector<std::uint32_t> free_for_saves_;     // stacks: what was used last is used next, so a
     std::vector<std::uint32_t> free_for_restores_;  // small job touches little memory
     std::set<Request*, Turn> queue_;
     std::uint64_t save_segments_ = 0;

@@ -153,8 +153,7 @@ std::shared_ptr<Device> device_of(const Engine& engine, int device) {
     return found;
 }
 
-std::unique_ptr<PyDeviceEvent> record_event(const PyEngine& self, int device,
-                                            StreamHandle stream) {
+std::unique_ptr<PyDeviceEvent> record_event(const PyEngine& self, int device, StreamHandle stream) {
     std::shared_ptr<DeviceEvent> event;
     raise(device_of(*usable(self), device)->record(stream, event));
     return std::make_unique<PyDeviceEvent>(std::move(event));

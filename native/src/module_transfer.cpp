@@ -31,8 +31,7 @@ void add(Transfer& transfer, std::int64_t offset, std::int64_t nbytes, std::uint
 }
 
 void add_many(Transfer& transfer, const py::object& offsets, const py::object& sizes,
-              const py::object& addresses, const py::object& groups,
-              const py::object& devices) {
+              const py::object& addresses, const py::object& groups, const py::object& devices) {
     std::optional<IntColumn> numbers;
     if (!devices.is_none()) numbers.emplace(devices, "devices");
     const std::array columns{IntColumn(offsets, "offsets"), IntColumn(sizes, "sizes"),

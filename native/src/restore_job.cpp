@@ -150,8 +150,8 @@ MaybeFault RestoreJob::scatter_to_devices(const std::map<int, DeviceWork>& work)
     for (const auto& [number, each] : work) {
         const auto device = devices_->find(number);
         std::shared_ptr<DeviceEvent> done;
-        auto failed = device->copy(Direction::kScatter, each.copies, device->restore_stream(),
-                                   fences_, done);
+        auto failed =
+            device->copy(Direction::kScatter, each.copies, device->restore_stream(), fences_, done);
         if (failed && !fault) fault = std::move(failed);
         if (done) copied.push_back(std::move(done));
     }

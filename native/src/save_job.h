@@ -121,7 +121,7 @@ class SaveJob {
     struct Gathered {
         std::optional<ReadUnit> writable;
         std::optional<DeviceRead> unread;  ///< the caller has it read, and calls `end_read`
-        MaybeFault fault;  ///< the job has not failed yet: the caller makes it
+        MaybeFault fault;                  ///< the job has not failed yet: the caller makes it
     };
     /// Gathers a taken unit into `memory`, and reports it. Returns what may be written now, if any:
     /// the file's last segment waits here for the checksums of those before it, and all others for
@@ -177,10 +177,10 @@ class SaveJob {
     };
 
     [[nodiscard]] bool is_last(const Unit& unit) const;
-    MaybeFault gather(const Unit& unit, std::byte* memory,
-                      std::vector<GroupBytes>& groups, std::map<int, DeviceWork>& work);
+    MaybeFault gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
+                      std::map<int, DeviceWork>& work);
     MaybeFault write_table(File& file, std::byte* memory);
-    std::optional<ReadUnit> hand_out(ReadUnit read);  // mutex_ held
+    std::optional<ReadUnit> hand_out(ReadUnit read);         // mutex_ held
     void count_read(const std::vector<GroupBytes>& groups);  // mutex_ held
     void unpin();
 
@@ -201,7 +201,7 @@ class SaveJob {
     std::condition_variable changed_;  // any of it; waiters are the handle's methods only
     Unit next_;                        // not yet taken
     std::vector<ReadUnit> parked_;     // read, while the job is unplaced
-    std::unordered_map<Group, std::uint64_t> unread_;  // bytes per group
+    std::unordered_map<Group, std::uint64_t> unread_;    // bytes per group
     std::unordered_map<Group, std::uint64_t> unqueued_;  // bytes per group, neither read nor queued
     std::map<std::pair<Group, int>, std::shared_ptr<DeviceEvent>> events_;  // the last per device
     std::uint64_t unread_total_ = 0;

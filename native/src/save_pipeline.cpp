@@ -27,7 +27,10 @@ Fault out_of_memory(const char* operation) {
 
 SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                            std::size_t copy_threads, std::size_t flush_threads)
-    : cache_(std::move(cache)), devices_(std::move(devices)), copy_threads_(copy_threads), flush_threads_(flush_threads) {}
+    : cache_(std::move(cache)),
+      devices_(std::move(devices)),
+      copy_threads_(copy_threads),
+      flush_threads_(flush_threads) {}
 
 bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
     job->window()->attach(weak_from_this());

@@ -78,7 +78,8 @@ std::uint64_t Region::list(Direction direction, Range part, std::byte* stream,
     const std::uint64_t begin = std::max(part.begin, offset);
     const std::uint64_t finish = std::min(part.end, end);
     if (begin >= finish) return 0;
-    std::byte* const origin = stream - part.begin + offset;  // where the region's first byte would be
+    std::byte* const origin =
+        stream - part.begin + offset;  // where the region's first byte would be
     std::uint64_t listed = 0;
     const auto add = [&](std::uint64_t at, std::int64_t memory_at, std::uint64_t nbytes) {
         if (direction == Direction::kGather) {
@@ -165,7 +166,8 @@ StreamContent::StreamContent(const Transfer& transfer)
     reach_.reserve(regions_.size());
     for (const Region& region : regions_) {
         reach_.push_back(reach_.empty() ? region.end : std::max(reach_.back(), region.end));
-        if (region.device != kHost && std::ranges::find(devices_, region.device) == devices_.end()) {
+        if (region.device != kHost &&
+            std::ranges::find(devices_, region.device) == devices_.end()) {
             devices_.push_back(region.device);
         }
     }

@@ -103,8 +103,8 @@ class StreamContent {
     /// The devices that have some region, each once.
     [[nodiscard]] const std::vector<int>& devices() const { return devices_; }
 
-    /// Fills `out` with `part` of the stream: the bytes of regions on the host, and zeros where there
-    /// are none. Where regions of devices go, anything may be afterwards.
+    /// Fills `out` with `part` of the stream: the bytes of regions on the host, and zeros where
+    /// there are none. Where regions of devices go, anything may be afterwards.
     [[nodiscard]] std::vector<GroupBytes> fill(Range part, std::byte* out) const;
 
     /// Copies `part` in either direction, leaving alone what no region on the host covers.

@@ -290,7 +290,7 @@ void Caller::settle(Saved saved) {
                 ++scene_.tally.cancelled;
                 break;
             case FaultKind::kDevice:
-        case FaultKind::kShutdown:
+            case FaultKind::kShutdown:
                 check(scene_.stopping, "nobody shut the engine down");
                 ++scene_.tally.shut_down;
                 break;
