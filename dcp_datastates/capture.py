@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import DeviceEvent, Engine, Transfer
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
-from dcp_datastates.devices import HOST, THROUGH_TORCH, fences, numbers, stream
+from dcp_datastates.devices import HOST, THROUGH_TORCH, dense, fences, numbers, stream
 from dcp_datastates.errors import DeviceError
 from dcp_datastates.ownership import STABLE, UNOWNED, Ownership
 from dcp_datastates.planning.catalog import Ints
@@ -294,8 +294,8 @@ def _classify(
         late = _late_on_devices(columns, owners, sizes, devices, late)
     chosen = columns if all(late) else columns.where(late)
     sizes = list(compress(sizes, late))
-    for position, dense in enumerate(map(torch.Tensor.is_contiguous, chosen.locals)):
-        if not dense:
+    for position, contiguous in enumerate(map(torch.Tensor.is_contiguous, chosen.locals)):
+        if not contiguous:
             sizes[position] = chosen.locals[position].element_size()
     deferred = DeferredTensors(
         chosen,
@@ -345,8 +345,7 @@ def _regions(
         offsets = list(compress(offsets, mine))
         sizes = list(compress(sizes, mine))
     if device != HOST:
-        # In the order of the stream, and so is whoever gets the memory of these copies next.
-        locals_ = [local.contiguous() for local in locals_]
+        locals_ = list(map(dense, locals_))
     if all(map(torch.Tensor.is_contiguous, locals_)) and all(sizes):
         addresses = list(map(torch.Tensor.data_ptr, locals_))
         numbers_ = None if device == HOST else [device] * len(sizes)

@@ -19,6 +19,7 @@ __all__ = [
     "HOST",
     "THROUGH_TORCH",
     "capturing",
+    "dense",
     "fences",
     "numbers",
     "place",
@@ -47,6 +48,12 @@ class Accelerator(Protocol):
     def stream(self, device: int) -> int:
         """Handle of the calling thread's current stream on ``device``."""
 
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a contiguous copy that the calling thread's current stream makes.
+
+        Whoever gets the copy's memory next gets it in the order of that stream.
+        """
+
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""
 
@@ -68,6 +75,9 @@ class Cuda:
 
     def stream(self, device: int) -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous()
 
     def capturing(self) -> bool:
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
@@ -117,6 +127,11 @@ def _opened(engine: Engine, device: int) -> bool:
 def stream(device: int) -> int:
     """Handle of the calling thread's current stream on ``device``."""
     return accelerator.stream(device)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on a device, or a contiguous copy in the order of the calling thread's current stream."""
+    return accelerator.dense(tensor)
 
 
 def record(engine: Engine, device: int) -> DeviceEvent:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Transfer, Window
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.devices import HOST, THROUGH_TORCH, fences, place
+from dcp_datastates.devices import HOST, THROUGH_TORCH, dense, fences, place
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
@@ -384,7 +384,7 @@ def _add_tensors(
         group = STABLE if snapshot is None else snapshot.group_of(address, entry.nbytes)
         if device != HOST and group == STABLE:
             sources.devices.add(device)
-            tensor = tensor.contiguous()
+            tensor = dense(tensor)
             address = tensor.data_ptr()
         sources.keep.append(tensor)
         if not entry.nbytes:

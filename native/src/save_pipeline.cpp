@@ -199,7 +199,7 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
         throw;
     }
     reading->unread = std::move(read);
-    reading->left = reading->unread.work.size();
+    reading->left = reading->unread.work.size() + 1;  // one of them this thread, which reads the list
     for (const auto& entry : reading->unread.work) {
         const int device = entry.first;
         const DeviceWork& work = entry.second;
@@ -210,6 +210,7 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
                 self->device_done(reading, std::move(outcome));
             });
     }
+    device_done(reading, {});
 }
 
 void SavePipeline::device_done(const std::shared_ptr<DevicesReading>& reading,
