@@ -46,7 +46,7 @@ void fake_cuda_reset() {
 void fake_cuda_configure(int devices, uint64_t seed, uint32_t max_delay_us, uint64_t piece_nbytes) {
     driver().arrange([&](Driver& all) {
         Scheduler::Manners manners = all.scheduler.manners();
-        if (devices > 0) all.devices = devices;
+        if (devices != 0) all.devices = std::max(devices, 0);
         if (seed != 0) manners.seed = seed;
         if (max_delay_us != 0) {
             manners.max_delay =
