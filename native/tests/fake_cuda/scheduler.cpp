@@ -149,6 +149,10 @@ void Scheduler::finish(Work& work) {
     if (stopping_) return;  // neither done nor ever to be
     work.done = true;
     if (work.when_finished) work.when_finished();
+    work.kernel = nullptr;  // streams and events may keep this
+    work.copies = {};
+    work.written = {};
+    work.when_finished = nullptr;
     for (const WorkPointer& follower : std::exchange(work.followers, {})) {
         if (--follower->blockers == 0) ready_.push_back(follower);
     }
