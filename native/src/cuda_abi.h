@@ -34,13 +34,16 @@ inline constexpr Result kIllegalAddress = 700;
 inline constexpr Result kContextIsDestroyed = 709;
 inline constexpr Result kHostMemoryAlreadyRegistered = 712;
 inline constexpr Result kHostMemoryNotRegistered = 713;
+inline constexpr Result kLaunchFailed = 719;
 inline constexpr Result kNotSupported = 801;
 inline constexpr Result kCaptureUnsupported = 900;
 inline constexpr Result kCaptureInvalidated = 901;
+inline constexpr Result kCaptureMerge = 902;
 inline constexpr Result kCaptureUnjoined = 904;
 inline constexpr Result kCaptureIsolation = 905;
 inline constexpr Result kCaptureImplicit = 906;
 inline constexpr Result kCapturedEvent = 907;
+inline constexpr Result kUnknown = 999;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
