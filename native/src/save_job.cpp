@@ -254,8 +254,12 @@ void SaveJob::count_read(const std::vector<GroupBytes>& groups) {
         unread_[group] -= nbytes;
         unread_total_ -= nbytes;
         bytes_read_ += nbytes;
-        if (unread_total_ == 0) read_at_ = Clock::now();
     }
+    if (unread_total_ > 0 || groups.empty()) return;
+    read_at_ = Clock::now();
+    // No stream has to wait any more. (Nobody enqueues, either: what is enqueued is not read yet.)
+    events_.clear();
+    fences_.clear();
 }
 
 std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {

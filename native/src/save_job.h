@@ -82,7 +82,7 @@ class SaveJob {
     /// Until all regions of `group` have been read, or will have been before what `events` say; or
     /// the job has failed and reads no more.
     bool wait_queued(Group group, Clock::time_point deadline);
-    /// After `wait_queued`: what streams that change the group have to wait for.
+    /// After `wait_queued`: what streams that change the group have to wait for; nothing if all is read.
     [[nodiscard]] Fences events(Group group) const;
     /// Until durable, or failed and no thread is at work on it any more.
     bool wait(Clock::time_point deadline);
@@ -128,7 +128,7 @@ class SaveJob {
     /// `place`.
     Gathered read(const Unit& unit, Lease memory);
 
-    /// What copies by devices come after.
+    /// What copies by devices come after. For who has a unit to enqueue.
     [[nodiscard]] const Fences& fences() const { return fences_; }
     /// Reports that a device will have read these when `event` comes (null: it will not).
     void queued(int device, const std::vector<GroupBytes>& groups,
@@ -187,7 +187,7 @@ class SaveJob {
     const std::uint64_t order_;
     const std::shared_ptr<Window> window_;
     const std::shared_ptr<FileOps> ops_;
-    const Fences fences_;
+    Fences fences_;  // until all is read
     std::vector<std::string> directories_;  // like all paths: once placed, never changed
     std::vector<std::unique_ptr<File>> files_;
     const Clock::time_point submitted_;
