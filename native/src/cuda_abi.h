@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include <cstddef>
+#include <cstdint>
 
 namespace datastates::cuda {
 
@@ -11,13 +11,11 @@ using Result = int;
 using Device = int;
 using DevicePointer = unsigned long long;
 
-// Never looked into.
-struct ContextObject;
-struct StreamObject;
-struct EventObject;
-using Context = ContextObject*;
-using Stream = StreamObject*;
-using Event = EventObject*;
+// Pointers to what only the driver looks into. They are passed as numbers of that size are.
+using Context = std::uintptr_t;
+using Stream = std::uintptr_t;
+using Event = std::uintptr_t;
+static_assert(sizeof(std::uintptr_t) == sizeof(void*));
 
 inline constexpr Result kSuccess = 0;
 inline constexpr Result kInvalidValue = 1;

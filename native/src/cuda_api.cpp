@@ -15,14 +15,6 @@
 namespace datastates {
 namespace {
 
-cuda::Stream stream_of(StreamHandle stream) {
-    return reinterpret_cast<cuda::Stream>(stream);
-}
-
-cuda::Event event_of(EventHandle event) {
-    return reinterpret_cast<cuda::Event>(event);
-}
-
 cuda::DevicePointer address_of(const std::byte* data) {
     return reinterpret_cast<std::uintptr_t>(data);
 }
@@ -79,12 +71,13 @@ class CudaApi final : public DeviceApi {
   private:
     struct Retained {
         cuda::Device device = 0;
-        cuda::Context context = nullptr;
+        cuda::Context context = 0;
         int references = 0;
     };
 
     template <typename... Parameters, typename... Arguments>
-    MaybeFault run(const cuda::Call<Parameters...>& call, Arguments... arguments) const {
+    [[nodiscard]] MaybeFault run(const cuda::Call<Parameters...>& call,
+                                 Arguments... arguments) const {
         return outcome(call.name, call.function(arguments...));
     }
     [[nodiscard]] MaybeFault outcome(const char* operation, cuda::Result result) const;
@@ -152,20 +145,20 @@ void CudaApi::release(int device) {
 }
 
 MaybeFault CudaApi::enter(int device) {
-    cuda::Context context = nullptr;
+    cuda::Context context = 0;
     {
         const std::scoped_lock lock(mutex_);
         const auto found = retained_.find(device);
         if (found != retained_.end()) context = found->second.context;
     }
-    if (context != nullptr) return run(table_.context_push, context);
-    MaybeFault fault = outcome(table_.context_push.name, cuda::kInvalidContext);
-    fault->detail += "; device " + std::to_string(device) + " is not retained";
+    if (context != 0) return run(table_.context_push, context);
+    auto fault = outcome(table_.context_push.name, cuda::kInvalidContext);
+    if (fault) fault->detail += "; device " + std::to_string(device) + " is not retained";
     return fault;
 }
 
 void CudaApi::leave() {
-    cuda::Context popped = nullptr;
+    cuda::Context popped = 0;
     static_cast<void>(table_.context_pop.function(&popped));
 }
 
@@ -177,7 +170,7 @@ MaybeFault CudaApi::relax_capture() {
 MaybeFault CudaApi::is_capturing(StreamHandle stream, bool& capturing) {
     capturing = true;
     cuda::CaptureStatus status = cuda::kCaptureNone;
-    const cuda::Result result = table_.stream_is_capturing.function(stream_of(stream), &status);
+    const cuda::Result result = table_.stream_is_capturing.function(stream, &status);
     // Asked of the legacy stream: there is a capture that work on it would become part of.
     if (result == cuda::kCaptureImplicit) return std::nullopt;
     capturing = status != cuda::kCaptureNone;
@@ -188,40 +181,34 @@ MaybeFault CudaApi::create_stream(StreamHandle& stream) {
     int least = 0;
     int greatest = 0;
     if (auto fault = run(table_.priority_range, &least, &greatest)) return fault;
-    cuda::Stream created = nullptr;
-    auto fault = run(table_.stream_create, &created, cuda::kStreamNonBlocking, least);
-    if (!fault) stream = reinterpret_cast<StreamHandle>(created);
-    return fault;
+    return run(table_.stream_create, &stream, cuda::kStreamNonBlocking, least);
 }
 
 void CudaApi::destroy_stream(StreamHandle stream) {
-    static_cast<void>(table_.stream_destroy.function(stream_of(stream)));
+    static_cast<void>(table_.stream_destroy.function(stream));
 }
 
 MaybeFault CudaApi::create_event(EventHandle& event) {
-    cuda::Event created = nullptr;
-    auto fault = run(table_.event_create, &created, cuda::kEventDisableTiming);
-    if (!fault) event = reinterpret_cast<EventHandle>(created);
-    return fault;
+    return run(table_.event_create, &event, cuda::kEventDisableTiming);
 }
 
 void CudaApi::destroy_event(EventHandle event) {
-    static_cast<void>(table_.event_destroy.function(event_of(event)));
+    static_cast<void>(table_.event_destroy.function(event));
 }
 
 MaybeFault CudaApi::record(EventHandle event, StreamHandle stream) {
-    return run(table_.event_record, event_of(event), stream_of(stream));
+    return run(table_.event_record, event, stream);
 }
 
 MaybeFault CudaApi::is_done(EventHandle event, bool& done) {
-    const cuda::Result result = table_.event_query.function(event_of(event));
+    const cuda::Result result = table_.event_query.function(event);
     done = result == cuda::kSuccess;
     if (result == cuda::kNotReady) return std::nullopt;
     return outcome(table_.event_query.name, result);
 }
 
 MaybeFault CudaApi::stream_wait(StreamHandle stream, EventHandle event) {
-    return run(table_.stream_wait, stream_of(stream), event_of(event), 0U);
+    return run(table_.stream_wait, stream, event, 0U);
 }
 
 MaybeFault CudaApi::copy(Direction direction, std::span<const DeviceCopy> copies,
@@ -244,10 +231,10 @@ MaybeFault CudaApi::copy_one(Direction direction, const DeviceCopy& copy,
                              StreamHandle stream) const {
     if (direction == Direction::kGather) {
         return run(table_.copy_to_host, static_cast<void*>(copy.to), address_of(copy.from),
-                   static_cast<std::size_t>(copy.nbytes), stream_of(stream));
+                   static_cast<std::size_t>(copy.nbytes), stream);
     }
     return run(table_.copy_to_device, address_of(copy.to), static_cast<const void*>(copy.from),
-               static_cast<std::size_t>(copy.nbytes), stream_of(stream));
+               static_cast<std::size_t>(copy.nbytes), stream);
 }
 
 MaybeFault CudaApi::copy_batch(Batch& batch, StreamHandle stream) const {
@@ -255,9 +242,8 @@ MaybeFault CudaApi::copy_batch(Batch& batch, StreamHandle stream) const {
     attributes.source_access_order = cuda::kSourceInStreamOrder;
     std::size_t first = 0;  // of the copies with these attributes
     std::size_t failed = SIZE_MAX;
-    auto fault =
-        run(table_.copy_batch, batch.to.data(), batch.from.data(), batch.nbytes.data(),
-            batch.nbytes.size(), &attributes, &first, std::size_t{1}, &failed, stream_of(stream));
+    auto fault = run(table_.copy_batch, batch.to.data(), batch.from.data(), batch.nbytes.data(),
+                     batch.nbytes.size(), &attributes, &first, std::size_t{1}, &failed, stream);
     if (fault && failed < batch.nbytes.size()) {
         fault->detail += "; copy " + std::to_string(failed) + " of a batch of " +
                          std::to_string(batch.nbytes.size()) + ", of " +

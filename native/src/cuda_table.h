@@ -15,8 +15,8 @@ namespace datastates::cuda {
 /// the CUDA version that introduced this ABI, which is how the driver is asked for it.
 template <typename... Arguments>
 struct Call {
-    const char* name;
-    int version;
+    const char* name = nullptr;
+    int version = 0;
     Result (*function)(Arguments...) = nullptr;
 };
 

@@ -23,7 +23,9 @@ namespace {
 constexpr std::uint64_t kSeeds = 200;  // enough for what is left to chance
 
 Bytes filled(std::uint64_t nbytes, int value) {
-    return Bytes(nbytes, static_cast<std::byte>(value));
+    Bytes bytes(nbytes);
+    std::ranges::fill(bytes, static_cast<std::byte>(value));
+    return bytes;
 }
 
 /// The training process writes `bytes` in the order of `stream`.

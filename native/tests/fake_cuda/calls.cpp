@@ -19,11 +19,6 @@ Result call(const char* symbol, Needs needs, const Body& body) {
     return Driver::instance().call(symbol, needs, body);
 }
 
-template <typename Object>
-Handle handle_of(Object* object) {
-    return reinterpret_cast<Handle>(object);
-}
-
 struct ErrorText {
     Result code;
     const char* name;
@@ -76,7 +71,7 @@ Result find_text(Result error, const char* ErrorText::* text, const char** found
 
 Result copy_one(Driver& driver, Caller& caller, const DeviceCopy& copy, Stream stream) {
     std::size_t failed = 0;
-    return driver.enqueue_copies(caller, handle_of(stream), {&copy, 1}, failed);
+    return driver.enqueue_copies(caller, stream, {&copy, 1}, failed);
 }
 
 }  // namespace
@@ -132,7 +127,7 @@ Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
             if (unsafe != kSuccess) return unsafe;
         }
         driver.streams.retain(device);
-        *context = reinterpret_cast<Context>(primary.handle);
+        *context = primary.handle;
         return kSuccess;
     });
 }
@@ -150,8 +145,8 @@ Result cuDevicePrimaryCtxRelease_v2(Device device) {
 Result cuCtxPushCurrent_v2(Context context) {
     return call("cuCtxPushCurrent_v2", Needs::kInitialized, [&](Driver& driver, Caller&) {
         int device = 0;
-        const Result result = driver.streams.device_of(handle_of(context), device);
-        if (result == kSuccess) driver.this_thread().contexts.push_back(handle_of(context));
+        const Result result = driver.streams.device_of(context, device);
+        if (result == kSuccess) driver.this_thread().contexts.push_back(context);
         return result;
     });
 }
@@ -160,7 +155,7 @@ Result cuCtxPopCurrent_v2(Context* context) {
     return call("cuCtxPopCurrent_v2", Needs::kInitialized, [&](Driver& driver, Caller&) {
         auto& contexts = driver.this_thread().contexts;
         if (contexts.empty()) return kInvalidContext;
-        *context = reinterpret_cast<Context>(contexts.back());
+        *context = contexts.back();
         contexts.pop_back();
         return kSuccess;
     });
@@ -178,15 +173,14 @@ Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int /*priority
     return call("cuStreamCreateWithPriority", Needs::kContext, [&](Driver& driver, Caller& caller) {
         if (flags > kStreamNonBlocking) return kInvalidValue;
         const bool blocking = flags != kStreamNonBlocking;
-        const Handle created = driver.streams.add_stream(caller.device, blocking, true);
-        *stream = reinterpret_cast<Stream>(created);
+        *stream = driver.streams.add_stream(caller.device, blocking, true);
         return kSuccess;
     });
 }
 
 Result cuStreamDestroy_v2(Stream stream) {
     return call("cuStreamDestroy_v2", Needs::kContext, [&](Driver& driver, Caller& caller) {
-        const Handle handle = handle_of(stream);
+        const Handle handle = stream;
         if (handle <= 1 || driver.streams.stream(caller.device, handle) == nullptr) {
             return kInvalidHandle;
         }
@@ -197,8 +191,8 @@ Result cuStreamDestroy_v2(Stream stream) {
 
 Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags) {
     return call("cuStreamWaitEvent", Needs::kContext, [&](Driver& driver, Caller& caller) {
-        fake_cuda::Stream* const waits = driver.streams.stream(caller.device, handle_of(stream));
-        const fake_cuda::Event* const awaited = driver.streams.event(handle_of(event));
+        fake_cuda::Stream* const waits = driver.streams.stream(caller.device, stream);
+        const fake_cuda::Event* const awaited = driver.streams.event(event);
         if (waits == nullptr || awaited == nullptr) return kInvalidHandle;
         if (waits->device != caller.device) return kInvalidContext;
         if (flags != 0) return kInvalidValue;
@@ -208,8 +202,7 @@ Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags) {
 
 Result cuStreamIsCapturing(Stream stream, CaptureStatus* status) {
     return call("cuStreamIsCapturing", Needs::kContext, [&](Driver& driver, Caller& caller) {
-        const fake_cuda::Stream* const asked =
-            driver.streams.stream(caller.device, handle_of(stream));
+        const fake_cuda::Stream* const asked = driver.streams.stream(caller.device, stream);
         if (asked == nullptr) return kInvalidHandle;
         if (asked->device != caller.device) return kInvalidContext;
         return driver.streams.capture_status(*asked, *status);
@@ -227,21 +220,21 @@ Result cuThreadExchangeStreamCaptureMode(CaptureMode* mode) {
 
 Result cuEventCreate(Event* event, unsigned /*flags*/) {
     return call("cuEventCreate", Needs::kContext, [&](Driver& driver, Caller& caller) {
-        *event = reinterpret_cast<Event>(driver.streams.add_event(caller.device));
+        *event = driver.streams.add_event(caller.device);
         return kSuccess;
     });
 }
 
 Result cuEventDestroy_v2(Event event) {
     return call("cuEventDestroy_v2", Needs::kContext, [&](Driver& driver, Caller&) {
-        return driver.streams.remove_event(handle_of(event)) ? kSuccess : kInvalidHandle;
+        return driver.streams.remove_event(event) ? kSuccess : kInvalidHandle;
     });
 }
 
 Result cuEventRecord(Event event, Stream stream) {
     return call("cuEventRecord", Needs::kContext, [&](Driver& driver, Caller& caller) {
-        fake_cuda::Event* const recorded = driver.streams.event(handle_of(event));
-        fake_cuda::Stream* const of = driver.streams.stream(caller.device, handle_of(stream));
+        fake_cuda::Event* const recorded = driver.streams.event(event);
+        fake_cuda::Stream* const of = driver.streams.stream(caller.device, stream);
         if (recorded == nullptr || of == nullptr) return kInvalidHandle;
         if (of->device != caller.device) return kInvalidContext;
         if (recorded->device != of->device) return kInvalidHandle;
@@ -251,7 +244,7 @@ Result cuEventRecord(Event event, Stream stream) {
 
 Result cuEventQuery(Event event) {
     return call("cuEventQuery", Needs::kContext, [&](Driver& driver, Caller&) {
-        const fake_cuda::Event* const asked = driver.streams.event(handle_of(event));
+        const fake_cuda::Event* const asked = driver.streams.event(event);
         if (asked == nullptr) return kInvalidHandle;
         const Result unsafe = driver.streams.check_unsafe(driver.this_thread().capture_mode);
         if (unsafe != kSuccess) return unsafe;
@@ -284,7 +277,7 @@ Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t nbytes, St
     return call("cuMemcpyDtoHAsync_v2", Needs::kContext, [&](Driver& driver, Caller& caller) {
         const DeviceCopy copy{.to_host = true,
                               .bytes = {.to = static_cast<std::byte*>(to),
-                                        .from = reinterpret_cast<const std::byte*>(from),
+                                        .from = fake_cuda::bytes_at(from),
                                         .nbytes = nbytes}};
         return copy_one(driver, caller, copy, stream);
     });
@@ -293,7 +286,7 @@ Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t nbytes, St
 Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, std::size_t nbytes, Stream stream) {
     return call("cuMemcpyHtoDAsync_v2", Needs::kContext, [&](Driver& driver, Caller& caller) {
         const DeviceCopy copy{.to_host = false,
-                              .bytes = {.to = reinterpret_cast<std::byte*>(to),
+                              .bytes = {.to = fake_cuda::bytes_at(to),
                                         .from = static_cast<const std::byte*>(from),
                                         .nbytes = nbytes}};
         return copy_one(driver, caller, copy, stream);

@@ -43,11 +43,13 @@ Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, std::size_t nbyt
 
 // Not in an old driver.
 
-Result cuMemcpyBatchAsync(DevicePointer* to, DevicePointer* from, std::size_t* nbytes,
-                          std::size_t count, CopyAttributes* attributes, std::size_t* firsts,
+Result cuMemcpyBatchAsync(const DevicePointer* to, const DevicePointer* from,
+                          const std::size_t* nbytes, std::size_t count,
+                          const CopyAttributes* attributes, const std::size_t* firsts,
                           std::size_t attributes_count, std::size_t* failed, Stream stream);
-Result cuMemcpyBatchAsync_v2(DevicePointer* to, DevicePointer* from, std::size_t* nbytes,
-                             std::size_t count, CopyAttributes* attributes, std::size_t* firsts,
+Result cuMemcpyBatchAsync_v2(const DevicePointer* to, const DevicePointer* from,
+                             const std::size_t* nbytes, std::size_t count,
+                             const CopyAttributes* attributes, const std::size_t* firsts,
                              std::size_t attributes_count, Stream stream);
 Result cuGetProcAddress(const char* symbol, void** function, int version, std::uint64_t flags);
 Result cuGetProcAddress_v2(const char* symbol, void** function, int version, std::uint64_t flags,

@@ -13,7 +13,6 @@ namespace {
 using fake_cuda::Caller;
 using fake_cuda::DeviceCopy;
 using fake_cuda::Driver;
-using fake_cuda::Handle;
 using fake_cuda::Needs;
 
 struct Batch {
@@ -41,9 +40,8 @@ bool is_valid(const Batch& batch) {
 
 Result enqueue_batch(Driver& driver, Caller& caller, const Batch& batch, std::size_t& failed,
                      Stream stream) {
-    const auto handle = reinterpret_cast<Handle>(stream);
-    if (handle <= 1 || !is_valid(batch)) return kInvalidValue;
-    fake_cuda::Stream* const of = driver.streams.stream(caller.device, handle);
+    if (stream <= 1 || !is_valid(batch)) return kInvalidValue;
+    fake_cuda::Stream* const of = driver.streams.stream(caller.device, stream);
     if (of != nullptr && of->capture) {  // there is no such node in a graph
         of->capture->invalidated = true;
         return kCaptureUnsupported;
@@ -54,13 +52,13 @@ Result enqueue_batch(Driver& driver, Caller& caller, const Batch& batch, std::si
             failed = n;
             return kInvalidValue;
         }
-        auto* const to = reinterpret_cast<std::byte*>(batch.to[n]);
-        const auto* const from = reinterpret_cast<const std::byte*>(batch.from[n]);
+        std::byte* const to = fake_cuda::bytes_at(batch.to[n]);
+        const std::byte* const from = fake_cuda::bytes_at(batch.from[n]);
         const auto source = fake_cuda::addresses_of(from, batch.nbytes[n]);
         copies.push_back({.to_host = driver.memory.is_of_device(caller.device, source),
                           .bytes = {.to = to, .from = from, .nbytes = batch.nbytes[n]}});
     }
-    const Result result = driver.enqueue_copies(caller, handle, copies, failed);
+    const Result result = driver.enqueue_copies(caller, stream, copies, failed);
     if (result == kSuccess) ++driver.counts.batches;
     return result;
 }
@@ -122,8 +120,9 @@ Result find(const Driver& driver, std::string_view symbol, int version, void** f
 
 }  // namespace
 
-Result cuMemcpyBatchAsync(DevicePointer* to, DevicePointer* from, std::size_t* nbytes,
-                          std::size_t count, CopyAttributes* attributes, std::size_t* firsts,
+Result cuMemcpyBatchAsync(const DevicePointer* to, const DevicePointer* from,
+                          const std::size_t* nbytes, std::size_t count,
+                          const CopyAttributes* attributes, const std::size_t* firsts,
                           std::size_t attributes_count, std::size_t* failed, Stream stream) {
     const Batch batch{to, from, nbytes, count, attributes, firsts, attributes_count};
     return Driver::instance().call("cuMemcpyBatchAsync", Needs::kContext,
@@ -133,8 +132,9 @@ Result cuMemcpyBatchAsync(DevicePointer* to, DevicePointer* from, std::size_t* n
                                    });
 }
 
-Result cuMemcpyBatchAsync_v2(DevicePointer* to, DevicePointer* from, std::size_t* nbytes,
-                             std::size_t count, CopyAttributes* attributes, std::size_t* firsts,
+Result cuMemcpyBatchAsync_v2(const DevicePointer* to, const DevicePointer* from,
+                             const std::size_t* nbytes, std::size_t count,
+                             const CopyAttributes* attributes, const std::size_t* firsts,
                              std::size_t attributes_count, Stream stream) {
     const Batch batch{to, from, nbytes, count, attributes, firsts, attributes_count};
     return Driver::instance().call("cuMemcpyBatchAsync_v2", Needs::kContext,

@@ -93,12 +93,14 @@ class Driver {
     /// As at the end of a process: no threads, and no call succeeds.
     void end();
 
-    bool is_known(std::string_view symbol) const { return calls_.contains(symbol); }
-    std::uint64_t calls_of(std::string_view symbol) const { return calls_.find(symbol)->second; }
+    [[nodiscard]] bool is_known(std::string_view symbol) const { return calls_.contains(symbol); }
+    [[nodiscard]] std::uint64_t calls_of(std::string_view symbol) const {
+        return calls_.find(symbol)->second;
+    }
     void fail_next(std::string_view symbol, cuda::Result code, int skip);
 
-    ThreadState& this_thread() const;
-    cuda::Result enqueue_copies(Caller& caller, Handle stream, std::span<const DeviceCopy> copies,
+    [[nodiscard]] ThreadState& this_thread() const;
+    cuda::Result enqueue_copies(Caller& caller, Handle handle, std::span<const DeviceCopy> copies,
                                 std::size_t& failed);
 
     // With the mutex.

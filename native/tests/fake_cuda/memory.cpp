@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -11,14 +12,16 @@ Addresses addresses_of(const void* data, std::uint64_t nbytes) {
     return {.begin = begin, .end = begin + nbytes};
 }
 
+std::byte* bytes_at(cuda::DevicePointer address) {
+    return std::bit_cast<std::byte*>(address);
+}
+
 void* Memory::allocate(int device, std::uint64_t nbytes) {
-    constexpr std::uint64_t kAlignment = 256;  // a driver's
     if (nbytes == 0) return nullptr;
-    const std::uint64_t size = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
     std::unique_ptr<std::byte, Freed> data(
-        static_cast<std::byte*>(std::aligned_alloc(kAlignment, size)));
+        static_cast<std::byte*>(::operator new(nbytes, kAlignment, std::nothrow)));
     if (data == nullptr) return nullptr;
-    std::memset(data.get(), 0xCD, size);
+    std::memset(data.get(), 0xCD, nbytes);
     std::byte* const begin = data.get();
     device_memory_.emplace(
         reinterpret_cast<std::uintptr_t>(begin),

@@ -4,9 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <map>
 #include <memory>
+#include <new>
 
 #include "cuda_abi.h"
 
@@ -26,6 +26,7 @@ struct Addresses {
 };
 
 Addresses addresses_of(const void* data, std::uint64_t nbytes);
+std::byte* bytes_at(cuda::DevicePointer address);
 
 /// Pinned host memory.
 struct Registration {
@@ -58,8 +59,10 @@ class Memory {
                                            std::shared_ptr<Registration>& found) const;
 
   private:
+    static constexpr std::align_val_t kAlignment{256};  // a driver's
+
     struct Freed {
-        void operator()(std::byte* data) const { std::free(data); }
+        void operator()(std::byte* data) const { ::operator delete(data, kAlignment); }
     };
     struct DeviceMemory {
         int device = 0;
