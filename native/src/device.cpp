@@ -7,6 +7,35 @@
 
 namespace datastates {
 
+namespace {
+
+/// Bytes from `data` to the next multiple of kPinBytes.
+std::uint64_t until_border(const std::byte* data) {
+    return kPinBytes - reinterpret_cast<std::uintptr_t>(data) % kPinBytes;
+}
+
+/// The same copies, cut where their host side crosses a border; empty if none does.
+std::vector<DeviceCopy> cut(Direction direction, std::span<const DeviceCopy> copies) {
+    const auto room = [direction](const DeviceCopy& copy) {
+        return until_border(direction == Direction::kGather ? copy.to : copy.from);
+    };
+    std::vector<DeviceCopy> cut;
+    if (std::ranges::all_of(copies, [&](const auto& copy) { return copy.nbytes <= room(copy); })) {
+        return cut;
+    }
+    for (DeviceCopy left : copies) {
+        while (left.nbytes > 0) {
+            const std::uint64_t nbytes = std::min(left.nbytes, room(left));
+            cut.push_back({.to = left.to, .from = left.from, .nbytes = nbytes});
+            left = {
+                .to = left.to + nbytes, .from = left.from + nbytes, .nbytes = left.nbytes - nbytes};
+        }
+    }
+    return cut;
+}
+
+}  // namespace
+
 Device::Device(std::shared_ptr<DeviceApi> api, int number)
     : api_(std::move(api)), number_(number) {}
 
@@ -62,7 +91,8 @@ MaybeFault Device::copy(Direction direction, std::span<const DeviceCopy> copies,
         if (fence->device().get() != this) continue;
         if (auto fault = api_->stream_wait(stream, fence->handle())) return fault;
     }
-    auto fault = api_->copy(direction, copies, stream);
+    const std::vector<DeviceCopy> pieces = cut(direction, copies);
+    auto fault = api_->copy(direction, pieces.empty() ? copies : pieces, stream);
     // Recorded after a fault, too: some of the copies may be under way.
     auto unrecorded = record(stream, done);
     return fault ? std::move(fault) : std::move(unrecorded);

@@ -39,6 +39,11 @@ class DeviceScope {
     MaybeFault fault_;
 };
 
+/// Host memory is pinned in pieces that end at multiples of this, and no copy crosses one: drivers
+/// refuse copies of memory that is pinned in part, or in two calls. (One call for all would hold
+/// the driver's lock, and with it all launches of kernels, for as long as the pages take.)
+inline constexpr std::uint64_t kPinBytes = std::uint64_t{64} << 20U;
+
 /// Any thread may call anything; nothing waits for the device.
 class Device : public std::enable_shared_from_this<Device> {
   public:

@@ -9,13 +9,6 @@
 #include "threads.h"
 
 namespace datastates {
-namespace {
-
-/// What is pinned in one call: a large one would hold the driver's lock, and so all launches of
-/// kernels, for as long as its pages take.
-constexpr std::uint64_t kPinBytes = std::uint64_t{64} << 20U;
-
-}  // namespace
 
 MaybeFault Devices::open(int device) {
     const std::scoped_lock lock(mutex_);
@@ -72,9 +65,11 @@ void Devices::pin_loop() {
         for (const HostCache::Memory& arena : cache_->unpinned()) {
             std::vector<std::unique_ptr<PinnedMemory>> pins;
             MaybeFault fault;
-            for (std::uint64_t at = 0; at < arena.bytes.size() && !fault; at += kPinBytes) {
-                const auto part = arena.bytes.subspan(
-                    at, std::min<std::uint64_t>(kPinBytes, arena.bytes.size() - at));
+            for (auto left = arena.bytes; !left.empty();) {
+                const std::uint64_t begin = reinterpret_cast<std::uintptr_t>(left.data());
+                const auto part =
+                    left.first(std::min<std::uint64_t>(left.size(), kPinBytes - begin % kPinBytes));
+                left = left.subspan(part.size());
                 std::unique_ptr<PinnedMemory> pinned;
                 fault = PinnedMemory::pin(device, part, pinned);
                 if (fault) break;

@@ -219,6 +219,18 @@ def test_thousands_of_small_tensors_are_few_calls(cuda: FakeCuda, tmp_path: Path
     assert calls <= 4
 
 
+def test_a_buffer_larger_than_what_is_pinned_in_one_call(cuda: FakeCuda, tmp_path: Path) -> None:
+    cache = 256 << 20
+    buffer = cuda.adopt(torch.randn(40 << 20))
+    cuda.await_pinned(cache)
+    expected = {"buffer": buffer.clone()}
+    future = save(tmp_path / "a", {"buffer": buffer}, host_cache_size=cache)
+    cuda.write(buffer, torch.zeros_like(buffer))
+    future.result()
+    assert differing(tmp_path / "a", expected) == []
+    assert cuda.count("pageable_copies") == cuda.count("violations") == 0
+
+
 def test_synchronous_save(cuda: FakeCuda, tmp_path: Path) -> None:
     cuda.configure(seed=9, max_delay_us=20000)
     stepper = Stepper(cuda, model())
