@@ -352,14 +352,22 @@ def _cause(failure: Any) -> BaseException:
     return failure[0] if isinstance(failure, tuple) else failure
 
 
-def test_a_gate_that_the_driver_refuses(cuda: FakeCuda, tmp_path: Path) -> None:
-    """Then the save fails, and the step goes on."""
+def test_a_gate_that_the_driver_refuses(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the save fails, and the step goes on when nothing is read any more."""
     stepper = Stepper(cuda, {"only": torch.nn.Parameter(torch.randn(1000, 100))})
     save(tmp_path / "before", stepper.named).result()
-    cuda.lib.fake_cuda_stall(1)  # nothing is read before the gate
+    fail = Snapshot.fail
+
+    def go_on(snapshot: Snapshot, error: BaseException) -> None:
+        cuda.lib.fake_cuda_stall(0)
+        fail(snapshot, error)
+
+    monkeypatch.setattr(Snapshot, "fail", go_on)
     future = save(tmp_path / "refused", stepper.named, read_window="backward")
+    cuda.lib.fake_cuda_stall(1)  # the reads are not done when the gate comes
     cuda.fail_next("cuStreamWaitEvent", 1, 1)  # the first is that of the copies
-    cuda.lib.fake_cuda_stall(0)
     stepper.step()
     with pytest.raises(BaseException, match="cuStreamWaitEvent"):
         future.result()
