@@ -319,18 +319,17 @@ def _late_on_devices(
     """Of tensors on devices, small ones are deferred, too: telling a device to copy one takes the caller as long
     as deferring it. Those whose memory is not dense are not: a device would copy them in many pieces.
     """
+    locals_ = columns.locals
+    dense = list(map(torch.Tensor.is_contiguous, locals_))
+    if not set(map(_DTYPE, locals_)) <= PLAIN_DTYPES or any(map(torch.Tensor.is_neg, locals_)):
+        plain = (local.dtype in PLAIN_DTYPES and not local.is_neg() for local in locals_)
+        dense = list(map(operator.and_, dense, plain))
     return [
-        before
-        if device == HOST
-        else group is not None and nbytes > 0 and _is_dense(columns.locals[position])
-        for position, (before, group, nbytes, device) in enumerate(
-            zip(late, owners, sizes, devices, strict=True)
+        before if device == HOST else contiguous and group is not None and nbytes > 0
+        for before, group, nbytes, device, contiguous in zip(
+            late, owners, sizes, devices, dense, strict=True
         )
     ]
-
-
-def _is_dense(local: torch.Tensor) -> bool:
-    return local.is_contiguous() and local.dtype in PLAIN_DTYPES and not local.is_neg()
 
 
 def _regions(
