@@ -7,6 +7,9 @@ TEST_WORKERS ?= auto
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_SAVES ?= 1000
+GPU_PYTHON ?= python3
+GPU_BENCH_ARGS ?=
+SANITIZER ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +24,8 @@ export OMP_NUM_THREADS ?= 1
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test python-test native-test native-plain native-tsan native-asan soak bench lint format clean
+.PHONY: help install demo test python-test native-test native-plain native-tsan native-asan soak bench lint format clean \
+    gpu-install gpu-test gpu-bench
 
 help:
 	@echo "make demo         train, checkpoint every iteration, kill, resume on fewer ranks"
@@ -30,6 +34,8 @@ help:
 	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
 	@echo "make soak         $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
 	@echo "make bench        the stall benchmark (BENCH_ARGS=... are passed on)"
+	@echo "make gpu-test     the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
+	@echo "make gpu-bench    the GPU benchmark (GPU_BENCH_ARGS=... are passed on)"
 	@echo "make lint         formatting, static analysis, types"
 	@echo "make format       rewrite the sources in the house format"
 	@echo "make clean        remove .venv and build/"
@@ -49,6 +55,23 @@ soak: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/stall.py $(BENCH_ARGS)
+
+# --- on a machine with a GPU: with the Python and the torch that it has, and without a network -----
+
+gpu-install:
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation .
+
+# From elsewhere than the sources, so that what is installed is what is tested. The options of
+# pyproject.toml want plugins that may not be there.
+gpu-test: gpu-install
+	mkdir -p build
+	cd build && $(SANITIZER) $(GPU_PYTHON) -m pytest -c /dev/null --rootdir $(CURDIR)/tests \
+	    --import-mode=importlib -p no:cacheprovider $(CURDIR)/tests/device/test_gpu.py $(PYTEST_ARGS)
+
+gpu-bench: gpu-install
+	$(GPU_PYTHON) benchmarks/gpu_training.py \
+	    --json benchmarks/results/gpu-training-$$(date +%F).json \
+	    --png benchmarks/results/gpu-training-$$(date +%F).png $(GPU_BENCH_ARGS)
 
 # --- native tests: executables without Python, each build in a directory of its own ----------------
 

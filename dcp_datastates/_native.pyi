@@ -70,10 +70,10 @@ class Fault:
     """Why a job failed. Errors travel as values; Python decides what to raise."""
 
     @property
-    def kind(self) -> Literal["io", "corrupt", "cancelled", "shutdown"]: ...
+    def kind(self) -> Literal["io", "corrupt", "cancelled", "shutdown", "device"]: ...
     @property
     def errno(self) -> int:
-        """The system's error number for ``io`` (0 otherwise).
+        """The system's error number for ``io``, the driver's for ``device`` (0 otherwise).
 
         A file of the wrong size is ``corrupt``; ``io`` with 0 is one that was cut while being read.
         """
@@ -91,7 +91,7 @@ class Fault:
 
 @final
 class Transfer:
-    """An ordered list of copies between host memory and positions of one byte stream.
+    """An ordered list of copies between memory and positions of one byte stream.
 
     Used in both directions: gathering memory into a stream (save, ``Engine.gather``) and
     scattering a stream into memory (restore). Regions may be added in any order; no two may
@@ -99,14 +99,18 @@ class Transfer:
     """
 
     def __init__(self) -> None: ...
-    def add(self, offset: int, nbytes: int, address: int, group: int = 0) -> None:
-        """A contiguous region: ``nbytes`` at ``address`` <-> stream ``[offset, offset + nbytes)``."""
+    def add(self, offset: int, nbytes: int, address: int, group: int = 0, device: int = -1) -> None:
+        """A contiguous region: ``nbytes`` at ``address`` <-> stream ``[offset, offset + nbytes)``.
+
+        ``device`` is the number of the device that has the memory; -1: the host.
+        """
     def add_many(
         self,
         offsets: Sequence[int],
         sizes: Sequence[int],
         addresses: Sequence[int],
         groups: Sequence[int],
+        devices: Sequence[int] | None = None,
     ) -> None:
         """``add`` for whole columns, all of one length, in one call."""
     def add_buffer(self, offset: int, data: Buffer, group: int = 0) -> None:
@@ -120,6 +124,7 @@ class Transfer:
         address: int,
         memory_strides: Sequence[int],
         group: int = 0,
+        device: int = -1,
     ) -> None:
         """A box of ``sizes`` elements. Strides are bytes and at least 0 in the stream; element 0 is
         at stream ``offset`` and at ``address``. The stream side is row-major (strides do not grow from
@@ -151,6 +156,17 @@ class Slab:
     def release(self) -> None:
         """Give the segments back. Idempotent. The memory must not be used afterwards."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class DeviceEvent:
+    """A point in a device's stream. Any thread."""
+
+    @property
+    def device(self) -> int: ...
+    def hold(self, stream: int) -> None:
+        """Have ``stream`` of the same device wait for it; returns at once. RuntimeError in the driver's words."""
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has come; False on timeout. RuntimeError in the driver's words."""
 
 @final
 class SaveFile:
@@ -190,6 +206,11 @@ class SaveJob:
         Returns False when ``timeout`` seconds passed first. Never waits on storage except for back-pressure;
         nor for ``place``, except for cache memory that is held until then.
         """
+    def wait_queued(self, group: int, timeout: float) -> bool:
+        """Wait until the regions of ``group`` are read or, on devices, will be before :meth:`events`; or the job
+        has failed and reads nothing any more. False on timeout."""
+    def events(self, group: int) -> list[DeviceEvent]:
+        """After ``wait_queued``: what comes after the copies of ``group``, one per device that has some."""
     def wait(self, timeout: float) -> bool:
         """Wait until every file and directory is on stable storage, or the job has failed; False on timeout.
 
@@ -301,11 +322,15 @@ class Engine:
         order: int,
         window: Window,
         keepalive: Any,
+        fences: Sequence[DeviceEvent] = (),
     ) -> SaveJob:
         """Start writing ``files`` (their directories exist; the files must not) and return at once.
 
         When all files are written and fdatasynced, ``sync_directories`` are fsynced in the order given;
         then the job is done. ``order`` is the save's sequence number: older saves get segments first.
+        Copies by devices come after ``fences``.
+
+        Raises ValueError for a region on a device that was not opened.
         """
     def save_unplaced(
         self,
@@ -313,6 +338,7 @@ class Engine:
         order: int,
         window: Window,
         keepalive: Any,
+        fences: Sequence[DeviceEvent] = (),
     ) -> SaveJob:
         """``save`` before it is known where the files go: ``SaveJob.place`` says it later.
 
@@ -322,7 +348,36 @@ class Engine:
         reads, or for a newer save or its slab: they may need the memory that it holds. Waiting for
         older saves is allowed.
         """
-    def restore(self, plan: RestorePlan, keepalive: Any) -> RestoreJob: ...
+    def restore(
+        self, plan: RestorePlan, keepalive: Any, fences: Sequence[DeviceEvent] = ()
+    ) -> RestoreJob:
+        """Start reading; copies to devices come after ``fences``. Raises ValueError for a device not opened."""
+    def open_device(self, device: int) -> None:
+        """Make memory of ``device`` readable and writable, and begin to pin the host cache. Idempotent.
+
+        Raises RuntimeError in the driver's words, or saying what the driver's library lacks.
+        """
+    def record_event(self, device: int, stream: int) -> DeviceEvent:
+        """An event after what ``stream`` (a handle of the driver's) of ``device`` has been given so far.
+
+        Raises RuntimeError in the driver's words, ValueError for a device that was not opened.
+        """
+    def is_capturing(self, device: int, stream: int) -> bool:
+        """Whether ``stream`` is being captured into a graph."""
+    def copy_to_host(
+        self, content: Transfer, address: int, nbytes: int, device: int, stream: int
+    ) -> DeviceEvent:
+        """Have ``stream`` copy the regions of ``content``, all on ``device``, to ``address`` (stream offset 0 of the
+        content), which is ``nbytes`` long. Returns what comes after them: at once, if the memory is the cache's.
+
+        Raises RuntimeError in the driver's words; some copies may be under way then.
+        """
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the host cache that are pinned; grows after ``open_device`` and ``grow``, in a thread."""
+    @property
+    def pin_fault(self) -> Fault | None:
+        """Why not all of it could be pinned. Copies to what is not are slower."""
     def shutdown(self) -> None:
         """Fail what is in flight with a ``shutdown`` fault, join all threads. Idempotent."""
     @property

@@ -28,15 +28,17 @@ class EagerBuffers:
         self._order = order
         self.slab: Slab | None = None
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A ``uint8`` tensor of ``nbytes``. May wait for older saves to leave the cache."""
-        if nbytes <= _SMALL_BYTES:
+    def allocate(self, nbytes: int, pinned: bool) -> torch.Tensor:
+        """A ``uint8`` tensor of ``nbytes``, in the cache (which is pinned) if possible, or if it is large. May wait
+        for older saves to leave the cache.
+        """
+        if nbytes <= _SMALL_BYTES and not pinned:
             return torch.empty(nbytes, dtype=torch.uint8)
         if nbytes > self._engine.max_slab_bytes:
             logger.warning(
                 "%d MiB must be copied at once and do not fit the host cache of %d MiB; using other "
-                "memory. Call dcp_datastates.track(optimizer) before the first save, or raise "
-                "host_cache_size",
+                "memory, which devices copy to slowly. Call dcp_datastates.track(optimizer) before the first "
+                "save, or raise host_cache_size",
                 nbytes >> 20,
                 self._engine.host_cache_bytes >> 20,
             )

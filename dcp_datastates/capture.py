@@ -18,8 +18,10 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates._native import Engine, Transfer
+from dcp_datastates._native import DeviceEvent, Engine, Transfer
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
+from dcp_datastates.devices import HOST, THROUGH_TORCH, dense, fences, numbers, stream
+from dcp_datastates.errors import DeviceError
 from dcp_datastates.ownership import STABLE, UNOWNED, Ownership
 from dcp_datastates.planning.catalog import Ints
 from dcp_datastates.planning.fingerprint import Fingerprint, fingerprint
@@ -37,8 +39,9 @@ __all__ = ["Capture", "DeferredTensors", "capture", "look"]
 _SLOT: Final = 64
 """Eager copies are aligned to this many bytes in their buffer."""
 
+_POLL_SECONDS: Final = 0.1
+
 _DTYPE: Final = operator.attrgetter("dtype")
-_IS_CPU: Final = operator.attrgetter("is_cpu")
 _IS_NESTED: Final = operator.attrgetter("is_nested")
 _LAYOUT: Final = operator.attrgetter("layout")
 _NBYTES: Final = operator.attrgetter("nbytes")
@@ -57,6 +60,8 @@ class DeferredTensors:
     addresses: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Bytes, if contiguous; else one element's."""
+    devices: list[int] = field(default_factory=list)
+    """-1: on the host."""
 
     def where(self, mask: list[bool]) -> DeferredTensors:
         """The entries for which ``mask`` is true."""
@@ -65,6 +70,7 @@ class DeferredTensors:
             list(compress(self.groups, mask)),
             list(compress(self.addresses, mask)),
             list(compress(self.sizes, mask)),
+            list(compress(self.devices, mask)),
         )
 
 
@@ -81,10 +87,14 @@ class Capture:
     buffer: torch.Tensor | None
     eager_bytes: int
     regular: bool
-    """Whether all tensors are plain ones on the host: else plans for this state are not kept."""
+    """Whether all tensors are plain ones in reach of the engine: else plans for this state are not kept."""
     late: list[bool]
     """Which of all tensors are deferred, in the order of the walk."""
     staged: Staged
+    fences: list[DeviceEvent] = field(default_factory=list)
+    """One for each device: what its streams had been given at the call, eager copies included."""
+    copying: list[DeviceEvent] = field(default_factory=list)
+    """When these have come, the eager copies are all there."""
 
     def fingerprint(self) -> Fingerprint | None:
         """What the state looks like; None if it is not :attr:`regular`."""
@@ -93,8 +103,20 @@ class Capture:
             return None
         return fingerprint(self.staged.structure, columns.tensors, columns.locals)
 
-    def bases(self) -> tuple[Ints, Ints]:
-        """Address of the first byte, and group, of all tensors in the order of the walk. Before :meth:`materialize`."""
+    def await_copies(self) -> None:
+        """Wait until the eager copies may be read. Raises :class:`DeviceError`."""
+        copying, self.copying = self.copying, []
+        try:
+            for event in copying:
+                while not event.wait(_POLL_SECONDS):
+                    pass
+        except RuntimeError as error:
+            raise DeviceError(str(error)) from error
+
+    def bases(self) -> tuple[Ints, Ints, Ints | None]:
+        """Address of the first byte, group and device (None: all on the host) of all tensors in the order of the
+        walk. Before :meth:`materialize`.
+        """
         addresses = np.empty(len(self.late), np.int64)
         groups = np.full(len(self.late), STABLE, np.int64)
         late = np.array(self.late, bool)
@@ -102,7 +124,11 @@ class Capture:
         groups[late] = self.deferred.groups
         if self.buffer is not None:
             addresses[~late] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
-        return addresses, groups
+        if not self.fences:
+            return addresses, groups, None
+        devices = np.full(len(self.late), HOST, np.int64)
+        devices[late] = self.deferred.devices
+        return addresses, groups, devices
 
     def materialize(self) -> dict[Any, Any]:
         """Put tensors over the eager copies in their places; the state dict as it was at the call."""
@@ -125,40 +151,70 @@ def capture(
     ownership: Ownership,
     defer: Defer,
     engine: Engine,
-    allocate: Callable[[int], torch.Tensor],
+    allocate: Callable[[int, bool], torch.Tensor],
 ) -> Capture:
     """Classify every leaf of ``state_dict`` and copy what cannot be read later.
 
-    ``allocate`` gives a ``uint8`` host buffer of the size asked for; it is called at most once. Raises
-    :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be stored.
+    ``allocate`` gives a ``uint8`` host buffer of the size asked for, pinned if a device is to write to it; it is
+    called at most once. Raises :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be
+    stored, :class:`~dcp_datastates.errors.DeviceError`.
     """
     root, staged = walk(state_dict)
     everything = staged.columns
-    columns = _set_apart(everything, _odd_memory(everything))
+    devices = numbers(engine, everything.locals)
+    columns, devices = _set_apart(everything, devices, _odd_memory(everything, devices))
     try:
-        deferred, eager, late = _classify(columns, ownership, defer)
+        deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
     except (RuntimeError, NotImplementedError):  # one without a storage: sparse
-        columns = _set_apart(columns, list(map(is_unusual, columns.locals)))
-        deferred, eager, late = _classify(columns, ownership, defer)
-    usual = _set_apart(eager, _odd_values(eager))
+        odd = list(map(is_unusual, columns.locals))
+        columns, devices = _set_apart(columns, devices, odd)
+        deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
+    usual, eager_devices = _set_apart(eager, eager_devices, _odd_values(eager))
     regular = columns is everything and usual is eager
     eager = usual
     sizes = list(map(_NBYTES, eager.locals))
     ends = list(accumulate(size + -size % _SLOT for size in sizes))
     nbytes = ends[-1] if ends else 0
     offsets = [0, *ends[:-1]] if ends else []
-    buffer = None
-    if offsets:
-        buffer = allocate(max(nbytes, 1))
-        engine.gather(_regions(eager, offsets, sizes), buffer.data_ptr(), nbytes)
     forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
-    return Capture(root, deferred, eager, offsets, forms, buffer, nbytes, regular, late, staged)
+    made = Capture(root, deferred, eager, offsets, forms, None, nbytes, regular, late, staged)
+    if offsets:
+        on_devices = set(compress(eager_devices or (), sizes)) - {HOST}
+        made.buffer = allocate(max(nbytes, 1), bool(on_devices))
+        engine.gather(
+            _regions(eager, offsets, sizes, eager_devices, HOST), made.buffer.data_ptr(), nbytes
+        )
+        try:
+            for device in on_devices:
+                made.copying.append(_copy_from(engine, device, made, sizes, eager_devices))
+        except BaseException:
+            made.await_copies()  # the buffer is about to be somebody else's
+            raise
+    if devices is not None:
+        made.fences = fences(engine, devices)
+    return made
+
+
+def _copy_from(
+    engine: Engine, device: int, capture: Capture, sizes: list[int], devices: list[int] | None
+) -> DeviceEvent:
+    """Has the current stream copy the eager tensors of ``device``: after what it was given before, and before the
+    rest. So the training thread need not wait.
+    """
+    assert capture.buffer is not None
+    content = _regions(capture.eager, capture.offsets, sizes, devices, device)
+    try:
+        return engine.copy_to_host(
+            content, capture.buffer.data_ptr(), capture.eager_bytes, device, stream(device)
+        )
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error
 
 
 def look(state_dict: Mapping[str, Any]) -> Capture:
     """A capture for planning alone: nothing is copied, and the tensors are those of the state."""
     root, staged = walk(state_dict)
-    regular = _odd_memory(staged.columns) is None
+    regular = _odd_memory(staged.columns, None) is None
     late = [True] * len(staged.columns.tensors)
     return Capture(root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, staged)
 
@@ -180,12 +236,17 @@ def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) 
     return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
-def _odd_memory(columns: Columns) -> list[bool] | None:
+def _odd_memory(columns: Columns, devices: list[int] | None) -> list[bool] | None:
     """Marks tensors whose memory cannot be had by address; None if there are none."""
     locals_ = columns.locals
-    if set(map(type, locals_)) <= _JUST_TENSORS and all(map(_IS_CPU, locals_)):
+    if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in (devices or ()):
         return None
-    return list(map(is_unusual, locals_))
+    if devices is None:
+        return list(map(is_unusual, locals_))
+    return [
+        device == THROUGH_TORCH or is_unusual(local)
+        for device, local in zip(devices, locals_, strict=True)
+    ]
 
 
 def _odd_values(columns: Columns) -> list[bool] | None:
@@ -201,23 +262,26 @@ def _odd_values(columns: Columns) -> list[bool] | None:
     return list(map(is_unusual, locals_))
 
 
-def _set_apart(columns: Columns, odd: list[bool] | None) -> Columns:
-    """Copies the odd ones, each by itself, into their places; returns the others."""
+def _set_apart(
+    columns: Columns, devices: list[int] | None, odd: list[bool] | None
+) -> tuple[Columns, list[int] | None]:
+    """Copies the odd ones, each by itself, into their places; returns the others, and where they are."""
     if odd is None:
-        return columns
+        return columns, devices
     strange = columns.where(odd)
     for position, (container, key) in enumerate(zip(strange.containers, strange.keys, strict=True)):
         tensor, local = strange.tensors[position], strange.locals[position]
         container[key] = copy_unusual(tensor, local, strange.name(position))
-    return columns.where(map(operator.not_, odd))
+    usual = list(map(operator.not_, odd))
+    return columns.where(usual), None if devices is None else list(compress(devices, usual))
 
 
 def _classify(
-    columns: Columns, ownership: Ownership, defer: Defer
-) -> tuple[DeferredTensors, Columns, list[bool]]:
-    """The deferred tensors, those to copy, and which are which."""
+    columns: Columns, devices: list[int] | None, ownership: Ownership, defer: Defer
+) -> tuple[DeferredTensors, Columns, list[int] | None, list[bool]]:
+    """The deferred tensors; those to copy, and where they are; and which are which."""
     if defer == "none":
-        return DeferredTensors(), columns, [False] * len(columns.tensors)
+        return DeferredTensors(), columns, devices, [False] * len(columns.tensors)
     sizes = list(map(_NBYTES, columns.locals))
     owners = ownership.groups(columns.locals)
     if defer == "all":
@@ -226,28 +290,67 @@ def _classify(
         group is not None and nbytes >= EAGER_BELOW_BYTES
         for group, nbytes in zip(owners, sizes, strict=True)
     ]
+    if devices is not None:
+        late = _late_on_devices(columns, owners, sizes, devices, late)
     chosen = columns if all(late) else columns.where(late)
     sizes = list(compress(sizes, late))
-    for position, dense in enumerate(map(torch.Tensor.is_contiguous, chosen.locals)):
-        if not dense:
+    for position, contiguous in enumerate(map(torch.Tensor.is_contiguous, chosen.locals)):
+        if not contiguous:
             sizes[position] = chosen.locals[position].element_size()
     deferred = DeferredTensors(
         chosen,
         cast("list[int]", list(compress(owners, late))),
         list(map(torch.Tensor.data_ptr, chosen.locals)),
         sizes,
+        [HOST] * len(sizes) if devices is None else list(compress(devices, late)),
     )
-    eager = Columns() if chosen is columns else columns.where(map(operator.not_, late))
-    return deferred, eager, late
+    early = list(map(operator.not_, late))
+    eager = Columns() if chosen is columns else columns.where(early)
+    return deferred, eager, None if devices is None else list(compress(devices, early)), late
 
 
-def _regions(eager: Columns, offsets: list[int], sizes: list[int]) -> Transfer:
+def _late_on_devices(
+    columns: Columns,
+    owners: list[int | None],
+    sizes: list[int],
+    devices: list[int],
+    late: list[bool],
+) -> list[bool]:
+    """Of tensors on devices, small ones are deferred, too: telling a device to copy one takes the caller as long
+    as deferring it. Those whose memory is not dense are not: a device would copy them in many pieces.
+    """
+    locals_ = columns.locals
+    dense = list(map(torch.Tensor.is_contiguous, locals_))
+    if not set(map(_DTYPE, locals_)) <= PLAIN_DTYPES or any(map(torch.Tensor.is_neg, locals_)):
+        plain = (local.dtype in PLAIN_DTYPES and not local.is_neg() for local in locals_)
+        dense = list(map(operator.and_, dense, plain))
+    return [
+        before if device == HOST else contiguous and group is not None and nbytes > 0
+        for before, group, nbytes, device, contiguous in zip(
+            late, owners, sizes, devices, dense, strict=True
+        )
+    ]
+
+
+def _regions(
+    eager: Columns, offsets: list[int], sizes: list[int], devices: list[int] | None, device: int
+) -> Transfer:
+    """The eager tensors of one device, or of the host."""
     content = Transfer()
-    if all(map(torch.Tensor.is_contiguous, eager.locals)) and all(sizes):
-        addresses = list(map(torch.Tensor.data_ptr, eager.locals))
-        content.add_many(offsets, sizes, addresses, [0] * len(sizes))
+    locals_ = eager.locals
+    if devices is not None and set(devices) != {device}:
+        mine = [number == device for number in devices]
+        locals_ = list(compress(locals_, mine))
+        offsets = list(compress(offsets, mine))
+        sizes = list(compress(sizes, mine))
+    if device != HOST:
+        locals_ = list(map(dense, locals_))
+    if all(map(torch.Tensor.is_contiguous, locals_)) and all(sizes):
+        addresses = list(map(torch.Tensor.data_ptr, locals_))
+        numbers_ = None if device == HOST else [device] * len(sizes)
+        content.add_many(offsets, sizes, addresses, [STABLE] * len(sizes), numbers_)
     else:
-        for local, offset, nbytes in zip(eager.locals, offsets, sizes, strict=True):
+        for local, offset, nbytes in zip(locals_, offsets, sizes, strict=True):
             if nbytes:
-                add_region(content, offset, local, nbytes, 0)
+                add_region(content, offset, local, nbytes, STABLE, device)
     return content

@@ -17,6 +17,7 @@ __all__ = [
     "CommitOutcomeUnknown",
     "ConfigurationError",
     "DataStatesError",
+    "DeviceError",
     "ForeignCheckpointError",
     "IncompatibleStateError",
     "NoAnswerError",
@@ -37,6 +38,10 @@ class DataStatesError(Exception):
 
 class ConfigurationError(DataStatesError, ValueError):
     """An option has a value that cannot work, or options contradict each other."""
+
+
+class DeviceError(DataStatesError, RuntimeError):
+    """An accelerator's driver refused an operation; the message has its words."""
 
 
 class StorageError(DataStatesError, OSError):

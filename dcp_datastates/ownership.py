@@ -18,7 +18,16 @@ from torch.optim import Optimizer
 
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["STABLE", "UNOWNED", "Ownership", "known_optimizers", "learn", "local_tensor", "track"]
+__all__ = [
+    "STABLE",
+    "UNOWNED",
+    "Ownership",
+    "known_optimizers",
+    "learn",
+    "local_tensor",
+    "never_defer",
+    "track",
+]
 
 STABLE: Final = 0
 """Group of memory that nobody changes: copies made at capture, serialized objects."""
@@ -31,6 +40,15 @@ _PLAIN_TYPES: Final = frozenset({torch.nn.Parameter, torch.Tensor})
 
 _lock = threading.Lock()  # guards _known
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+_captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # guarded by _lock
+
+
+def never_defer(optimizer: Optimizer) -> None:
+    """A step of ``optimizer`` was captured into a graph, whose replays nothing announces."""
+    with _lock:
+        _captured.add(optimizer)
 
 
 def learn(optimizer: Optimizer) -> None:
@@ -76,8 +94,12 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
         tensors += group["params"]
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            # Step counts are single numbers: too small to be deferred, and there are many.
-            tensors += [value for name, value in state.items() if name != "step"]
+            # Step counts are single numbers: on the host too small to be deferred, and there are many.
+            tensors += [
+                value
+                for name, value in state.items()
+                if name != "step" or (isinstance(value, torch.Tensor) and not value.is_cpu)
+            ]
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         return tensors
     return [
@@ -117,8 +139,10 @@ class Ownership:
         self._optimizers = list(optimizers)  # strong: their ids stay theirs while this lives
         group_of_owners: dict[frozenset[int], int] = {}
         for optimizer in self._optimizers:
-            if any(group.get("capturable") for group in optimizer.param_groups):
-                continue  # a replayed CUDA graph steps without a hook: never defer
+            if optimizer in _captured or any(
+                group.get("capturable") for group in optimizer.param_groups
+            ):
+                continue  # a replayed graph steps without a hook: never defer
             self._add(optimizer, group_of_owners)
 
     def _add(self, optimizer: Optimizer, group_of_owners: dict[frozenset[int], int]) -> None:

@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcp_datastates._native import BLOCK_BYTES, Engine, Fault, RestorePlan, Transfer
 from dcp_datastates.damage import Contents, some_of
+from dcp_datastates.devices import HOST, THROUGH_TORCH, fences, place
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     DataStatesError,
+    DeviceError,
     IncompatibleStateError,
     StorageError,
 )
@@ -36,7 +38,10 @@ __all__ = ["restore"]
 _POLL_SECONDS: Final = 0.1
 
 _DETOUR_BYTES: Final = 256 << 20
-"""Host memory for tensors that cannot be scattered into directly (on a device, or to be cast)."""
+"""Host memory for tensors that cannot be scattered into directly (to be cast, or out of the engine's reach)."""
+
+_SHORTEST_RUN_BYTES: Final = 4 << 10
+"""Below this, a device's copies take longer to enqueue than a detour does."""
 
 
 @dataclass
@@ -47,15 +52,17 @@ class _Request:
     info: _StorageInfo
     target: torch.Tensor | None = None
     """Where the planner wants a tensor item; None for an object."""
-    host: torch.Tensor | None = None
-    """Host memory that the engine scatters into: ``target`` itself, or a detour of the saved dtype."""
+    memory: torch.Tensor | None = None
+    """What the engine scatters into: ``target`` itself, or a detour of the saved dtype on the host."""
+    device: int = HOST
+    """Where that is."""
     chunk_sizes: tuple[int, ...] = ()
     dtype: torch.dtype = torch.uint8
     data: bytearray = field(default_factory=bytearray)
 
     @property
     def detour(self) -> bool:
-        return self.target is not None and self.host is None
+        return self.target is not None and self.memory is None
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +84,7 @@ def restore(
     overwritten in part by then), :class:`CheckpointNotFoundError` for a data file that is gone, or
     :class:`StorageError`.
     """
-    requests = [_request(item, planner, metadata, allow_cast) for item in plan.items]
+    requests = [_request(item, planner, metadata, engine, allow_cast) for item in plan.items]
     _check_object_files(requests, note, directory)
     for batch in _batches(requests):
         _read(batch, metadata, note, directory, engine)
@@ -86,7 +93,7 @@ def restore(
 
 
 def _request(
-    item: ReadItem, planner: LoadPlanner, metadata: Metadata, allow_cast: bool
+    item: ReadItem, planner: LoadPlanner, metadata: Metadata, engine: Engine, allow_cast: bool
 ) -> _Request:
     name = item.storage_index.fqn
     info = metadata.storage_data.get(item.storage_index)
@@ -111,10 +118,11 @@ def _request(
             f"{name!r} was saved as {dtype} and the state has {target.dtype}; load into a tensor of the "
             f"saved dtype, or pass DataStatesReader(..., allow_cast=True) to convert"
         )
-    request = _Request(item, info, target, None, tuple(chunk.sizes), dtype)
+    request = _Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
     memory = local_tensor(target)
+    device = place(engine, memory)
     if (
-        memory.is_cpu
+        device != THROUGH_TORCH
         and memory.layout is torch.strided
         and memory.dtype == dtype
         and not (memory.is_conj() or memory.is_neg())
@@ -122,9 +130,25 @@ def _request(
             stride == 0 and size > 1
             for stride, size in zip(memory.stride(), memory.shape, strict=True)
         )
+        and (device == HOST or _has_long_runs(memory, request.chunk_sizes))
     ):
-        request.host = memory
+        request.memory = memory
+        request.device = device
     return request
+
+
+def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
+    """Whether a device can copy straight to ``memory``: each run that is contiguous on both sides is a copy."""
+    run = memory.element_size()
+    for size, stride, stored in zip(
+        reversed(memory.shape), reversed(memory.stride()), reversed(chunk_sizes), strict=True
+    ):
+        if size > 1 and stride * memory.element_size() != run:
+            break
+        run *= size
+        if size != stored:
+            break
+    return run >= min(_SHORTEST_RUN_BYTES, memory.nbytes)
 
 
 def _check_object_files(requests: list[_Request], note: Note, directory: Path) -> None:
@@ -183,7 +207,7 @@ def _read(
     for request in requests:
         if request.detour:
             assert request.target is not None
-            request.host = torch.empty(request.target.shape, dtype=request.dtype)
+            request.memory = torch.empty(request.target.shape, dtype=request.dtype)
         _add(contents.setdefault(request.info.relative_path, Transfer()), request)
     plan = RestorePlan()
     for relative_path, content in contents.items():
@@ -196,7 +220,8 @@ def _read(
             plan.add_file(
                 str(directory / relative_path), record.nbytes, record.table_offset, content
             )
-    job = engine.restore(plan, requests)
+    # Tensors may still be being made by what their device was given before.
+    job = engine.restore(plan, requests, fences(engine, {each.device for each in requests}))
     try:
         while not job.wait(_POLL_SECONDS):
             pass
@@ -216,9 +241,9 @@ def _add(content: Transfer, request: _Request) -> None:
             request.data = bytearray(request.info.length)
             content.add_buffer(request.info.offset, request.data)
         return
-    host = request.host
-    assert host is not None
-    if not host.numel():
+    memory = request.memory
+    assert memory is not None
+    if not memory.numel():
         return
     itemsize = request.dtype.itemsize
     strides = [0] * len(request.chunk_sizes)
@@ -247,10 +272,11 @@ def _add(content: Transfer, request: _Request) -> None:
     content.add_strided(
         start,
         itemsize,
-        list(host.shape),
+        list(memory.shape),
         strides,
-        host.data_ptr(),
-        [stride * itemsize for stride in host.stride()],
+        memory.data_ptr(),
+        [stride * itemsize for stride in memory.stride()],
+        device=request.device,
     )
 
 
@@ -259,11 +285,11 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
         planner.load_bytes(request.item, io.BytesIO(request.data))
         request.data = bytearray()
         return
-    if request.host is not None and request.host is not local_tensor(request.target):
-        request.target.copy_(request.host)
-        request.host = None
-    elif request.host is not None:
-        torch.autograd.graph.increment_version(request.host)  # written behind autograd's back
+    if request.memory is not None and request.memory is not local_tensor(request.target):
+        request.target.copy_(request.memory)
+        request.memory = None
+    elif request.memory is not None:
+        torch.autograd.graph.increment_version(request.memory)  # written behind autograd's back
     planner.commit_tensor(request.item, request.target)
 
 
@@ -282,6 +308,8 @@ def _error(
         return CheckpointNotFoundError(fault.errno, fault.message, fault.path)
     if fault.kind == "io":
         return StorageError(fault.errno or None, fault.message, fault.path)
+    if fault.kind == "device":
+        return DeviceError(fault.message)
     return DataStatesError(fault.message)
 
 

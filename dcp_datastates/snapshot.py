@@ -23,10 +23,11 @@ from typing import Any, Final
 from torch.optim import Optimizer
 
 from dcp_datastates import step_gate
-from dcp_datastates._native import SaveJob, Slab, Window
+from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
 from dcp_datastates.awaited import awaited_here
 from dcp_datastates.capture import Capture, DeferredTensors
-from dcp_datastates.errors import DataStatesError, SaveAbandonedError
+from dcp_datastates.devices import stream
+from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError
 from dcp_datastates.ownership import STABLE, Ownership
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.tear import Portion, Regions, check_memory, portions
@@ -90,6 +91,7 @@ class Snapshot:
         self._window = window
         self._capture: Capture | None = None
         self._slab: Slab | None = None
+        self._fences: list[DeviceEvent] = []
         self._keep: list[Any] = []
         self._portions: list[Portion] = []
         self._deferred: DeferredTensors | None = None
@@ -111,6 +113,7 @@ class Snapshot:
     def hold(self, capture: Capture, slab: Slab | None) -> None:
         """Take over a finished capture and hold the optimizers that own its deferred tensors back."""
         self._capture = capture
+        self._fences = capture.fences
         self._slab = slab
         with _not_submitted_lock:
             _not_submitted.add(self.order)
@@ -157,6 +160,7 @@ class Snapshot:
             self._handed_over.set()
         for job in jobs:
             _stop(job)
+        self._end_copies()
         self._let_go()
         self._resolve_captured(self._failure)
 
@@ -179,21 +183,33 @@ class Snapshot:
         self._capture = None
         self._deferred = None
         self._keep = []
+        self._fences = []
         slab, self._slab = self._slab, None
         if slab is not None:
             slab.release()
 
+    def _end_copies(self) -> None:
+        """No device writes to the eager copies' memory any more."""
+        capture = self._capture
+        if capture is not None:
+            try:
+                capture.await_copies()
+            except DataStatesError:  # a driver that refuses this writes nothing
+                logger.debug("the driver failed while a save was given up", exc_info=True)
+
     # ---- the thread that steps an optimizer ----------------------------------------------------
 
-    def release_for(self, optimizer: Optimizer) -> None:
+    def release_for(self, optimizer: Optimizer, on_host: bool) -> None:
         """Return when ``optimizer`` may change what it owns; the GIL is free meanwhile.
 
-        A failed or torn save lets go at once: its future tells.
+        Of memory on a device: when its copies are enqueued, and the calling thread's current stream there waits
+        for them; ``on_host``: when they are done. A failed or torn save lets go at once: its future tells.
         """
         portions = [
             portion
             for portion in self._portions
-            if not portion.settled and self._ownership.is_gated_by(portion.group, optimizer)
+            if (portion.on_device or not portion.settled)
+            and self._ownership.is_gated_by(portion.group, optimizer)
         ]
         if not portions:
             return
@@ -203,6 +219,8 @@ class Snapshot:
         try:
             for portion in portions:
                 self._settle(portion)
+                if portion.on_device:
+                    self._hold_device(portion, on_host)
         except DataStatesError as error:
             self.fail(error)
         self._stats.gate_seconds += time.perf_counter() - began
@@ -224,12 +242,31 @@ class Snapshot:
             job = self._job
             if job is None or self._failure is not None:
                 return  # failed: nothing will be read, so there is nothing to wait for
-            while not job.wait_read(portion.group, _POLL_SECONDS):
+            wait = job.wait_queued if portion.on_device else job.wait_read
+            while not wait(portion.group, _POLL_SECONDS):
                 pass
             if job.fault is not None:
                 return  # the writer reports the fault
             portion.check()
             portion.settled = True
+
+    def _hold_device(self, portion: Portion, on_host: bool) -> None:
+        """Whatever the calling thread's current streams are given from now on comes after the reads of ``portion``.
+
+        Raises :class:`DeviceError` if the driver refuses; then nothing is read any more.
+        """
+        job = self._job
+        if job is None or self._failure is not None:
+            return
+        if on_host:
+            while not job.wait_read(portion.group, _POLL_SECONDS):
+                pass
+            return
+        try:
+            for event in job.events(portion.group):
+                event.hold(stream(event.device))
+        except RuntimeError as error:
+            raise DeviceError(str(error)) from error
 
     # ---- DCP's thread ----------------------------------------------------------------------------
 
@@ -254,6 +291,7 @@ class Snapshot:
         """The state at the call, with all tensors in it. Once."""
         capture = self.capture
         self._regions = Regions(capture.deferred)
+        capture.await_copies()
         return capture.materialize()
 
     def group_of(self, address: int, nbytes: int) -> int:
@@ -268,6 +306,7 @@ class Snapshot:
         """
         if self._deferred is not None:
             self._keep = check_memory(self._deferred)
+        self._await_copies()
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -287,12 +326,23 @@ class Snapshot:
             if _not_submitted and min(_not_submitted) < self.order:
                 return None
         keep = check_memory(self._deferred)
+        self._await_copies()
         with self._lock:
             if self._failure is not None:
                 return None
             self._keep = keep
             self._foreseen = start(self._window)
             return self._foreseen
+
+    def _await_copies(self) -> None:
+        capture = self._capture
+        if capture is not None:
+            capture.await_copies()
+
+    @property
+    def fences(self) -> list[DeviceEvent]:
+        """What copies by devices come after: all that the streams had been given at the call."""
+        return self._fences
 
     def adopt(self) -> SaveJob:
         """The plan that :meth:`foresee` went by is the one that was agreed on."""

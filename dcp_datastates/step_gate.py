@@ -19,7 +19,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dcp_datastates.ownership import known_optimizers, learn
+from dcp_datastates.devices import capturing
+from dcp_datastates.ownership import known_optimizers, learn, never_defer
 
 __all__ = ["Gated", "arm_backward", "gate", "open_windows", "ungate"]
 
@@ -32,8 +33,10 @@ class Gated(Protocol):
     def open_window(self) -> None:
         """Let the reads start. Never waits."""
 
-    def release_for(self, optimizer: Optimizer) -> None:
-        """Return when ``optimizer`` may change what it owns. Never raises for a failed save."""
+    def release_for(self, optimizer: Optimizer, on_host: bool) -> None:
+        """Return when ``optimizer`` may change what it owns: what the calling thread gives its current streams
+        from now on; if ``on_host``, what anybody does. Never raises for a failed save.
+        """
 
 
 _lock = threading.Lock()  # guards _gated (replaced, never mutated, so that reading needs no lock)
@@ -62,8 +65,12 @@ def open_windows() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     learn(optimizer)
+    captured = capturing()
+    if captured:
+        # Nothing can be inserted here, and no hook is called when this is replayed.
+        never_defer(optimizer)
     for snapshot in _gated:
-        snapshot.release_for(optimizer)
+        snapshot.release_for(optimizer, captured)
 
 
 class _Watch:

@@ -16,6 +16,7 @@ import torch
 
 from dcp_datastates._native import sample_words
 from dcp_datastates.capture import DeferredTensors
+from dcp_datastates.devices import HOST
 from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.ownership import STABLE, local_tensor
 
@@ -31,11 +32,19 @@ class Portion:
     """Of this group only."""
     seed: int
     settled: bool = False
+    """All is read, or (of memory on a device) will have been before what the gate lets go; and was whole."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Guards ``settled``: the first to need the group's reads (DCP's thread or a gate) checks them."""
 
     def __post_init__(self) -> None:
         locals_ = self.deferred.columns.locals
+        self.on_device = any(device != HOST for device in self.deferred.devices)
+        """Whether the gate holds streams, and not only the host."""
+        # A word of a device's memory cannot be had without waiting for it.
+        self._sizes = [
+            size if device == HOST else 0
+            for size, device in zip(self.deferred.sizes, self.deferred.devices, strict=True)
+        ]
         try:
             self._versions = [tensor._version for tensor in locals_]
         except RuntimeError:  # an inference tensor among them
@@ -67,7 +76,7 @@ class Portion:
         )
 
     def _sample(self) -> list[int]:
-        return sample_words(self.deferred.addresses, self.deferred.sizes, self.seed)
+        return sample_words(self.deferred.addresses, self._sizes, self.seed)
 
 
 def portions(deferred: DeferredTensors, seed: int) -> list[Portion]:

@@ -55,10 +55,10 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
 
 
 def is_unusual(local: torch.Tensor) -> bool:
-    """Whether the memory at ``data_ptr()`` is not simply the value, dense or strided, on the host."""
+    """Whether the memory at ``data_ptr()`` is not simply the value, dense or strided."""
     return (
         local.dtype not in PLAIN_DTYPES
-        or not local.is_cpu
+        or local.device.type == "meta"
         or local.layout is not torch.strided
         or local.is_neg()
         or local.is_nested
@@ -80,11 +80,11 @@ def tensor_over(
 
 
 def add_region(
-    content: Transfer, offset: int, tensor: torch.Tensor, nbytes: int, group: int
+    content: Transfer, offset: int, tensor: torch.Tensor, nbytes: int, group: int, device: int
 ) -> None:
-    """Add the dense (row-major) bytes of a host tensor to ``content`` at ``offset``."""
+    """Add the dense (row-major) bytes of a tensor to ``content`` at ``offset``. -1: it is on the host."""
     if tensor.is_contiguous():
-        content.add(offset, nbytes, tensor.data_ptr(), group)
+        content.add(offset, nbytes, tensor.data_ptr(), group, device)
         return
     itemsize = tensor.element_size()
     sizes = list(tensor.shape)
@@ -94,7 +94,7 @@ def add_region(
         dense[dimension] = step
         step *= sizes[dimension]
     strides = [stride * itemsize for stride in tensor.stride()]
-    content.add_strided(offset, itemsize, sizes, dense, tensor.data_ptr(), strides, group)
+    content.add_strided(offset, itemsize, sizes, dense, tensor.data_ptr(), strides, group, device)
 
 
 def copy_unusual(tensor: torch.Tensor, local: torch.Tensor, name: str) -> torch.Tensor:

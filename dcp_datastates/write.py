@@ -21,9 +21,15 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates._native import Engine, Fault, SaveFile, SaveJob, Transfer, Window
+from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Transfer, Window
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
+from dcp_datastates.devices import HOST, THROUGH_TORCH, dense, fences, place
+from dcp_datastates.errors import (
+    ConfigurationError,
+    DataStatesError,
+    DeviceError,
+    StorageError,
+)
 from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
 from dcp_datastates.metadata import FileRecord
 from dcp_datastates.ownership import STABLE, local_tensor
@@ -55,6 +61,7 @@ class _Columns:
     sizes: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)
 
 
 class WrittenPart:
@@ -102,6 +109,8 @@ class _Content:
     files: list[SaveFile]
     sealed: Sequence[SealedFile]
     layouts: Sequence[FileLayout]
+    fences: list[DeviceEvent]
+    """What copies by devices come after."""
     report: Report | None = None
 
 
@@ -131,14 +140,17 @@ def read_ahead(
     bases = session.capture.bases()
     files, sealed, report = foreseen.prepared.files(names, *bases, foreseen.resolve, keep)
 
+    after = snapshot.fences
+
     def start(window: Window) -> SaveJob:
-        job = engine.save_unplaced(files, order, window, keep)
+        job = engine.save_unplaced(files, order, window, keep, after)
         progress.follow(job)
         return job
 
     if snapshot.foresee(start) is None:
         return None
-    return Ahead(foreseen.share, _Content(files, sealed, foreseen.prepared.layouts, report))
+    content = _Content(files, sealed, foreseen.prepared.layouts, after, report)
+    return Ahead(foreseen.share, content)
 
 
 def write_plan(
@@ -176,13 +188,13 @@ def write_plan(
             if snapshot is not None:
                 snapshot.discard()
             content = _content(
-                plan, planner, folder, rank, snapshot, keep, progress, session, share
+                plan, planner, engine, folder, rank, snapshot, keep, progress, session, share
             )
             stats.steady = content.report is not None
             directories = _directories(folder, content.files)
 
             def start(window: Window) -> SaveJob:
-                job = engine.save(content.files, directories, order, window, keep)
+                job = engine.save(content.files, directories, order, window, keep, content.fences)
                 progress.follow(job)
                 return job
 
@@ -218,6 +230,7 @@ def _directories(folder: Path, files: Sequence[object]) -> list[str]:
 def _content(
     plan: SavePlan,
     planner: SavePlanner,
+    engine: Engine,
     folder: Path,
     rank: int,
     snapshot: Snapshot | None,
@@ -230,15 +243,18 @@ def _content(
     layouts = lay_out(plan.items, rank) if prepared is None else prepared.layouts
     paths = [folder / layout.name for layout in layouts]
     if prepared is None:
-        files, sealed = _files(plan.items, planner, layouts, paths, snapshot, keep, progress)
-        return _Content(files, sealed, layouts)
+        sources = _Sources(engine, planner, snapshot, keep, progress)
+        files, sealed = _files(plan.items, sources, layouts, paths)
+        return _Content(files, sealed, layouts, sources.fences())
     assert session is not None
     assert session.capture is not None
-    addresses, groups = session.capture.bases()
     files, sealed, report = prepared.files(
-        paths, addresses, groups, lambda item: _resolve_object(planner, plan.items[item]), keep
+        paths,
+        *session.capture.bases(),
+        lambda item: _resolve_object(planner, plan.items[item]),
+        keep,
     )
-    return _Content(files, sealed, layouts, report)
+    return _Content(files, sealed, layouts, session.capture.fences, report)
 
 
 def _prepared(
@@ -287,6 +303,8 @@ def check_shared(folder: Path, rank: int) -> None:
 def _error(fault: Fault) -> DataStatesError:
     if fault.kind == "io":
         return StorageError(fault.errno or None, fault.message, fault.path)
+    if fault.kind == "device":
+        return DeviceError(fault.message)
     return DataStatesError(fault.message)
 
 
@@ -300,28 +318,43 @@ def _log_buffered_once() -> None:
         logger.info("the file system refuses O_DIRECT; writing through the page cache")
 
 
+@dataclass(eq=False)
+class _Sources:
+    """What the planner resolves the items of a plan to, and what must be kept until that has been read."""
+
+    engine: Engine
+    planner: SavePlanner
+    snapshot: Snapshot | None
+    keep: list[Any]
+    progress: Progress
+    devices: set[int] = field(default_factory=set)
+    """Those with tensors that are not part of a snapshot: what made these may still be under way."""
+
+    def fences(self) -> list[DeviceEvent]:
+        """What copies by devices come after. Call it when all is resolved, in the thread that did."""
+        before = [] if self.snapshot is None else self.snapshot.fences
+        return [*before, *fences(self.engine, self.devices)]
+
+
 def _files(
     items: Sequence[WriteItem],
-    planner: SavePlanner,
+    sources: _Sources,
     layouts: Sequence[FileLayout],
     paths: Sequence[Path],
-    snapshot: Snapshot | None,
-    keep: list[Any],
-    progress: Progress,
 ) -> tuple[list[SaveFile], list[SealedFile]]:
     files, sealed = [], []
     for layout, path in zip(layouts, paths, strict=True):
-        progress.step()
-        objects = [_resolve_object(planner, items[entry.item]) for entry in layout.objects]
+        sources.progress.step()
+        objects = [_resolve_object(sources.planner, items[entry.item]) for entry in layout.objects]
         file = layout.seal([len(data) for data in objects])
         content = Transfer()
         content.add_buffer(0, file.header, STABLE)
-        keep.append(file.header)
-        _add_tensors(content, items, planner, layout.tensors, snapshot, keep, progress)
+        sources.keep.append(file.header)
+        _add_tensors(content, items, sources, layout.tensors)
         for offset, data in zip(file.object_offsets, objects, strict=True):
             if len(data):
                 content.add_buffer(offset, data, STABLE)
-        keep.extend(objects)
+        sources.keep.extend(objects)
         files.append(SaveFile(str(path), file.table_offset, content))
         sealed.append(file)
     return files, sealed
@@ -339,34 +372,41 @@ def _resolve_object(planner: SavePlanner, item: WriteItem) -> memoryview:
 def _add_tensors(
     content: Transfer,
     items: Sequence[WriteItem],
-    planner: SavePlanner,
+    sources: _Sources,
     entries: Sequence[TensorEntry],
-    snapshot: Snapshot | None,
-    keep: list[Any],
-    progress: Progress,
 ) -> None:
     columns = _Columns()
+    snapshot = sources.snapshot
     for entry in entries:
-        progress.step()
-        tensor = _resolve_tensor(planner, items[entry.item], entry)
-        keep.append(tensor)
-        if not entry.nbytes:
-            continue
+        sources.progress.step()
+        tensor, device = _resolve_tensor(sources, items[entry.item], entry)
         address = tensor.data_ptr()
         group = STABLE if snapshot is None else snapshot.group_of(address, entry.nbytes)
+        if device != HOST and group == STABLE:
+            sources.devices.add(device)
+            tensor = dense(tensor)
+            address = tensor.data_ptr()
+        sources.keep.append(tensor)
+        if not entry.nbytes:
+            continue
         if tensor.is_contiguous():
             columns.offsets.append(entry.offset)
             columns.sizes.append(entry.nbytes)
             columns.addresses.append(address)
             columns.groups.append(group)
+            columns.devices.append(device)
         else:
-            add_region(content, entry.offset, tensor, entry.nbytes, group)
-    content.add_many(columns.offsets, columns.sizes, columns.addresses, columns.groups)
+            add_region(content, entry.offset, tensor, entry.nbytes, group, device)
+    content.add_many(
+        columns.offsets, columns.sizes, columns.addresses, columns.groups, columns.devices
+    )
 
 
-def _resolve_tensor(planner: SavePlanner, item: WriteItem, entry: TensorEntry) -> torch.Tensor:
-    """The host tensor with the bytes that ``entry`` describes."""
-    data = planner.resolve_data(item)
+def _resolve_tensor(
+    sources: _Sources, item: WriteItem, entry: TensorEntry
+) -> tuple[torch.Tensor, int]:
+    """The tensor with the bytes that ``entry`` describes, and where it is: in reach of the engine."""
+    data = sources.planner.resolve_data(item)
     name = item.index.fqn
     if not isinstance(data, torch.Tensor):
         raise DataStatesError(
@@ -382,7 +422,10 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem, entry: TensorEntry) -
         )
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if tensor.is_cpu else tensor.cpu()
+    device = place(sources.engine, tensor)
+    if device == THROUGH_TORCH:
+        return tensor.cpu(), HOST
+    return tensor, device
 
 
 def _results(

@@ -24,7 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -39,6 +38,7 @@ from dcp_datastates.buffers import EagerBuffers
 from dcp_datastates.capture import Capture, capture
 from dcp_datastates.commit import CommitGroup, commit_group
 from dcp_datastates.config import WriterConfig
+from dcp_datastates.devices import capturing
 from dcp_datastates.engine import engine, next_order
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.failpoints import hit
@@ -229,7 +229,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         began = time.perf_counter()
         config = self._config
         self._check_open()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        if capturing():
             raise ConfigurationError(
                 "async_save was called while a CUDA graph is being captured; call it outside"
             )

@@ -64,11 +64,13 @@ class Prepared:
         paths: Sequence[Path],
         addresses: Ints,
         groups: Ints,
+        devices: Ints | None,
         resolve: Callable[[int], memoryview],
         keep: list[Any],
     ) -> tuple[list[SaveFile], list[SealedFile], Report]:
         """The files to write, and what to report of them, of a state whose tensors are at these ``addresses``.
 
+        ``devices`` as in ``Capture.bases``.
         ``resolve`` serializes the object of an item. What must stay alive goes to ``keep``, but for the tensors.
         """
         objects = [[resolve(entry.item) for entry in layout.objects] for layout in self.layouts]
@@ -83,6 +85,7 @@ class Prepared:
                 columns.sizes,
                 sources.tolist(),
                 groups[columns.leaves].tolist(),
+                None if devices is None else devices[columns.leaves].tolist(),
             )
             for offset, each in zip(file.object_offsets, data, strict=True):
                 if len(each):

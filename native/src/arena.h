@@ -20,6 +20,7 @@ class Arena {
     ~Arena();
 
     [[nodiscard]] std::byte* data() const { return data_; }
+    [[nodiscard]] std::uint64_t nbytes() const { return nbytes_; }
 
   private:
     std::byte* data_ = nullptr;

@@ -245,4 +245,24 @@ std::uint64_t Box::copy(Direction direction, Range part, std::byte* stream,
     return copied;
 }
 
+void Box::each_run(
+    Range part,
+    const std::function<void(std::uint64_t, std::int64_t, std::uint64_t)>& visit) const {
+    part.end = std::min(part.end, span_);
+    if (part.begin >= part.end) return;
+    const auto visit_cut = [&](std::uint64_t at, std::int64_t memory_at) {
+        const std::uint64_t begin = std::max(part.begin, at);
+        const std::uint64_t end = std::min(part.end, at + run_);
+        visit(begin, memory_at + static_cast<std::int64_t>(begin - at), end - begin);
+    };
+    if (axes_.empty()) {
+        visit_cut(0, 0);
+        return;
+    }
+    for (Cursor cursor(*this, part.begin); !cursor.at_end() && cursor.stream() < part.end;
+         cursor.advance(axes_.size() - 1, 1)) {
+        visit_cut(cursor.stream(), cursor.memory());
+    }
+}
+
 }  // namespace datastates

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -49,6 +50,12 @@ class Box {
     /// Copies the bytes at `part` of the box's stream side (relative to its first byte). `stream`
     /// is where byte `part.begin` is, `memory` where element 0 is. Returns the bytes copied.
     std::uint64_t copy(Direction direction, Range part, std::byte* stream, std::byte* memory) const;
+
+    /// Calls `visit` with the stream position, memory position (both relative to the box's first
+    /// byte) and length of every contiguous run in `part` of the box's stream side, cut to it.
+    void each_run(
+        Range part,
+        const std::function<void(std::uint64_t, std::int64_t, std::uint64_t)>& visit) const;
 
   private:
     class Cursor;

@@ -61,28 +61,64 @@ void RestoreHandle::cancel() {
     pipeline_->fail(job_, cancelled());
 }
 
-Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops)
+Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops,
+               std::shared_ptr<DeviceApi> api)
     : ops_(std::move(ops)),
       cache_(make_cache(host_cache_bytes, threads)),
-      saves_(std::make_shared<SavePipeline>(cache_, threads.copy, threads.flush)),
+      devices_(std::make_shared<Devices>(cache_, std::move(api))),
+      saves_(std::make_shared<SavePipeline>(cache_, devices_, threads.copy, threads.flush)),
       restores_(std::make_shared<RestorePipeline>(cache_, threads.restore)) {}
+
+void Engine::grow(std::uint64_t nbytes) {
+    cache_->grow(nbytes);
+    devices_->pin();
+}
+
+void Engine::require_open(const StreamContent& content) const {
+    for (const int device : content.devices()) {
+        if (devices_->lane(device) == nullptr) {
+            throw std::invalid_argument("device " + std::to_string(device) + " was not opened");
+        }
+    }
+}
+
+MaybeFault Engine::copy_to_host(const StreamContent& content, std::byte* out, int device,
+                                StreamHandle stream, std::shared_ptr<DeviceEvent>& done) {
+    require_open(content);
+    std::map<int, DeviceWork> work;
+    content.list(Direction::kGather, {.begin = 0, .end = content.end()}, out, work);
+    std::uint64_t listed = 0;
+    for (const auto& [number, each] : work) {
+        for (const GroupBytes& group : each.groups) listed += group.nbytes;
+    }
+    if (listed != content.nbytes() || work.size() != 1 || !work.contains(device)) {
+        throw std::invalid_argument("not all regions are on device " + std::to_string(device));
+    }
+    return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream, {}, done);
+}
 
 std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
                                          std::vector<std::string> sync_directories,
-                                         std::uint64_t order,
-                                         const std::shared_ptr<Window>& window) {
+                                         std::uint64_t order, const std::shared_ptr<Window>& window,
+                                         Fences fences) {
     std::vector<std::string> paths;
     paths.reserve(files.size());
-    for (const SaveFile& file : files) paths.push_back(file.path);
+    for (const SaveFile& file : files) {
+        paths.push_back(file.path);
+        require_open(*file.content);
+    }
     check_distinct(paths);
-    return submit(
-        std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_));
+    return submit(std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_,
+                                            std::move(fences)));
 }
 
 std::shared_ptr<SaveHandle> Engine::save_unplaced(const std::vector<SaveFile>& files,
                                                   std::uint64_t order,
-                                                  const std::shared_ptr<Window>& window) {
-    return submit(std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_));
+                                                  const std::shared_ptr<Window>& window,
+                                                  Fences fences) {
+    for (const SaveFile& file : files) require_open(*file.content);
+    return submit(
+        std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_, std::move(fences)));
 }
 
 std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) {
@@ -91,8 +127,10 @@ std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) 
     return handle;
 }
 
-std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& files) {
-    const auto job = std::make_shared<RestoreJob>(files, ops_);
+std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& files,
+                                               Fences fences) {
+    for (const RestoreFile& file : files) require_open(*file.content);
+    const auto job = std::make_shared<RestoreJob>(files, ops_, devices_, std::move(fences));
     if (!restores_->submit(job)) throw std::runtime_error("the engine is shut down");
     return std::make_shared<RestoreHandle>(restores_, job);
 }
@@ -103,6 +141,7 @@ void Engine::shutdown() {
     cache_->close();
     saves_->shutdown();
     restores_->shutdown();
+    devices_->shutdown();  // last: what it still hears of goes to the saves
 }
 
 }  // namespace datastates

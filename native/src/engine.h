@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "devices.h"
 #include "fault.h"
 #include "file_ops.h"
 #include "host_cache.h"
@@ -70,8 +71,10 @@ struct ThreadCounts {
 class Engine {
   public:
     /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
+    /// Devices are CUDA's where no other `api` is given.
     explicit Engine(std::uint64_t host_cache_bytes, ThreadCounts threads = {},
-                    std::shared_ptr<FileOps> ops = posix_file_ops());
+                    std::shared_ptr<FileOps> ops = posix_file_ops(),
+                    std::shared_ptr<DeviceApi> api = nullptr);
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
     Engine(Engine&&) = delete;
@@ -81,19 +84,34 @@ class Engine {
     [[nodiscard]] HostCache& cache() const { return *cache_; }
     [[nodiscard]] const std::shared_ptr<HostCache>& shared_cache() const { return cache_; }
 
-    /// Throws std::invalid_argument for a path named twice, std::runtime_error after `shutdown`.
+    [[nodiscard]] Devices& devices() const { return *devices_; }
+
+    /// Adds segments until the cache has `nbytes`. Throws std::bad_alloc, and is then unchanged.
+    void grow(std::uint64_t nbytes);
+
+    /// Throws std::invalid_argument for a path named twice or a device that is not open,
+    /// std::runtime_error after `shutdown`.
     std::shared_ptr<SaveHandle> save(const std::vector<SaveFile>& files,
                                      std::vector<std::string> sync_directories, std::uint64_t order,
-                                     const std::shared_ptr<Window>& window);
+                                     const std::shared_ptr<Window>& window, Fences fences = {});
 
     /// The same, before it is known where the files go: their paths are only names, and nothing is
     /// written until SaveHandle::place. What callers must heed is in save_pipeline.h.
     std::shared_ptr<SaveHandle> save_unplaced(const std::vector<SaveFile>& files,
                                               std::uint64_t order,
-                                              const std::shared_ptr<Window>& window);
+                                              const std::shared_ptr<Window>& window,
+                                              Fences fences = {});
 
-    /// Throws std::runtime_error after `shutdown`.
-    std::shared_ptr<RestoreHandle> restore(const std::vector<RestoreFile>& files);
+    /// Throws std::invalid_argument for a device that is not open, std::runtime_error after
+    /// `shutdown`.
+    std::shared_ptr<RestoreHandle> restore(const std::vector<RestoreFile>& files,
+                                           Fences fences = {});
+
+    /// Enqueues the copies of `content`, all on `device`, into memory at `out` (where byte 0 of the
+    /// stream goes) on `stream`; `done` comes after them. Throws std::invalid_argument if the
+    /// content is elsewhere or the device is not open.
+    MaybeFault copy_to_host(const StreamContent& content, std::byte* out, int device,
+                            StreamHandle stream, std::shared_ptr<DeviceEvent>& done);
 
     /// Fails what is in flight and joins all threads. Idempotent, any thread.
     void shutdown();
@@ -101,10 +119,12 @@ class Engine {
     [[nodiscard]] bool alive() const { return alive_; }
 
   private:
+    void require_open(const StreamContent& content) const;
     std::shared_ptr<SaveHandle> submit(const std::shared_ptr<SaveJob>& job);
 
     const std::shared_ptr<FileOps> ops_;
     const std::shared_ptr<HostCache> cache_;
+    const std::shared_ptr<Devices> devices_;
     const std::shared_ptr<SavePipeline> saves_;
     const std::shared_ptr<RestorePipeline> restores_;
     std::atomic<bool> alive_ = true;

@@ -25,6 +25,8 @@ std::string_view kind_name(FaultKind kind) {
             return "cancelled";
         case FaultKind::kShutdown:
             return "shutdown";
+        case FaultKind::kDevice:
+            return "device";
     }
     return "io";
 }
@@ -32,6 +34,7 @@ std::string_view kind_name(FaultKind kind) {
 std::string describe(const Fault& fault) {
     if (fault.kind == FaultKind::kCancelled) return "the job was cancelled";
     if (fault.kind == FaultKind::kShutdown) return "the engine was shut down";
+    if (fault.kind == FaultKind::kDevice) return fault.operation + " failed: " + fault.detail;
     std::string text = fault.operation;
     if (!fault.path.empty()) text += " of '" + fault.path + "'";
     text += " failed at offset " + std::to_string(fault.offset) + ": ";

@@ -14,6 +14,7 @@ enum class FaultKind : std::uint8_t {
     kCorrupt,    ///< stored bytes are not what was written
     kCancelled,  ///< the caller asked for it
     kShutdown,   ///< the engine was shut down
+    kDevice,     ///< an accelerator's driver refused; `error` is its code, `detail` its words
 };
 
 struct Fault {

@@ -82,6 +82,22 @@ void HostCache::add_arena(Arena arena, std::uint64_t segments) {
     save_segments_ += for_saves;
 }
 
+std::vector<HostCache::Memory> HostCache::unpinned() const {
+    const std::scoped_lock lock(mutex_);
+    std::vector<Memory> memory;
+    for (std::size_t i = 0; i < arenas_.size(); ++i) {
+        if (!pins_.contains(i)) {
+            memory.push_back({.index = i, .bytes = {arenas_[i].data(), arenas_[i].nbytes()}});
+        }
+    }
+    return memory;
+}
+
+void HostCache::keep_pinned(std::size_t index, std::vector<std::unique_ptr<PinnedMemory>> pins) {
+    const std::scoped_lock lock(mutex_);
+    pins_[index] = std::move(pins);
+}
+
 std::uint64_t HostCache::epoch() const {
     const std::scoped_lock lock(mutex_);
     return epoch_;

@@ -16,13 +16,16 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <vector>
 
 #include "arena.h"
+#include "device.h"
 #include "sizes.h"
 #include "window.h"
 
@@ -87,6 +90,16 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     /// The largest slab that an idle cache could give.
     [[nodiscard]] std::uint64_t max_slab_bytes() const;
 
+    /// A part of the cache's memory. It never moves.
+    struct Memory {
+        std::size_t index = 0;
+        std::span<std::byte> bytes;
+    };
+    /// What `keep_pinned` was not called for.
+    [[nodiscard]] std::vector<Memory> unpinned() const;
+    /// Keeps `pins` until just before that memory is unmapped.
+    void keep_pinned(std::size_t index, std::vector<std::unique_ptr<PinnedMemory>> pins);
+
     class SlabRequest;
 
   private:
@@ -135,10 +148,11 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
 
     void release(std::uint32_t first);
 
-    mutable std::mutex mutex_;                   // guards all that follows
-    std::vector<Arena> arenas_;                  // unmapped with the cache, which leases keep alive
-    std::vector<Slot> slots_;                    // in each arena: for saves first, then restores
-    std::vector<std::uint32_t> free_for_saves_;  // stacks: what was used last is used next, so a
+    mutable std::mutex mutex_;   // guards all that follows
+    std::vector<Arena> arenas_;  // unmapped with the cache, which leases keep alive
+    std::map<std::size_t, std::vector<std::unique_ptr<PinnedMemory>>> pins_;  // by arena
+    std::vector<Slot> slots_;                       // in each arena: for saves first, then restores
+    std::vector<std::uint32_t> free_for_saves_;     // stacks: what was used last is used next, so a
     std::vector<std::uint32_t> free_for_restores_;  // small job touches little memory
     std::set<Request*, Turn> queue_;
     std::uint64_t save_segments_ = 0;

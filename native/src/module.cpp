@@ -84,6 +84,7 @@ PYBIND11_MODULE(_native, module) {
     module.def("scan_pickle", &scan, py::arg("data"));
 
     bind_transfer(module);
+    bind_devices(module);
     bind_jobs(module);
     bind_engine(module);
     bind_metadata(module);

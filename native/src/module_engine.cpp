@@ -59,7 +59,7 @@ void grow(const PyEngine& self, std::int64_t host_cache_bytes) {
     const std::uint64_t nbytes = to_size(host_cache_bytes, "host_cache_bytes");
     const py::gil_scoped_release release;
     try {
-        engine->cache().grow(nbytes);
+        engine->grow(nbytes);
     } catch (const std::bad_alloc&) {
         const py::gil_scoped_acquire acquire;
         raise_memory_error(host_cache_bytes);
@@ -102,34 +102,85 @@ void gather_into(const PyEngine& self, const Transfer& transfer, std::uint64_t a
 
 std::unique_ptr<PySaveJob> save(const PyEngine& self, const std::vector<SaveFile>& files,
                                 const py::sequence& sync_directories, std::int64_t order,
-                                const PyWindow& window, py::object keepalive) {
+                                const PyWindow& window, py::object keepalive,
+                                const PyFences& fences) {
     const auto engine = usable(self);
+    auto events = to_fences(fences);
     auto directories = to_paths(sync_directories);
     const auto number = to_size(order, "order");
     const auto opens = required(window.window, "window");
     auto handle = [&] {
         const py::gil_scoped_release release;  // a job of many regions takes a while to make
-        return engine->save(files, std::move(directories), number, opens);
+        return engine->save(files, std::move(directories), number, opens, std::move(events));
     }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
 
 std::unique_ptr<PySaveJob> save_unplaced(const PyEngine& self, const std::vector<SaveFile>& files,
                                          std::int64_t order, const PyWindow& window,
-                                         py::object keepalive) {
+                                         py::object keepalive, const PyFences& fences) {
     const auto engine = usable(self);
+    auto events = to_fences(fences);
     const auto number = to_size(order, "order");
     const auto opens = required(window.window, "window");
     auto handle = [&] {
         const py::gil_scoped_release release;
-        return engine->save_unplaced(files, number, opens);
+        return engine->save_unplaced(files, number, opens, std::move(events));
     }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
 
 std::unique_ptr<PyRestoreJob> restore(const PyEngine& self, const RestorePlan& plan,
-                                      py::object keepalive) {
-    return std::make_unique<PyRestoreJob>(usable(self)->restore(plan.files), std::move(keepalive));
+                                      py::object keepalive, const PyFences& fences) {
+    return std::make_unique<PyRestoreJob>(usable(self)->restore(plan.files, to_fences(fences)),
+                                          std::move(keepalive));
+}
+
+/// RuntimeError in the driver's words.
+void raise(const MaybeFault& fault) {
+    if (fault) throw std::runtime_error(describe(*fault));
+}
+
+void open_device(const PyEngine& self, int device) {
+    const auto engine = usable(self);
+    const py::gil_scoped_release release;
+    raise(engine->devices().open(device));
+}
+
+std::shared_ptr<Device> device_of(const Engine& engine, int device) {
+    auto found = engine.devices().find(device);
+    if (!found) throw py::value_error("device " + std::to_string(device) + " was not opened");
+    return found;
+}
+
+std::unique_ptr<PyDeviceEvent> record_event(const PyEngine& self, int device, StreamHandle stream) {
+    std::shared_ptr<DeviceEvent> event;
+    raise(device_of(*usable(self), device)->record(stream, event));
+    return std::make_unique<PyDeviceEvent>(std::move(event));
+}
+
+bool is_capturing(const PyEngine& self, int device, StreamHandle stream) {
+    bool capturing = false;
+    raise(device_of(*usable(self), device)->is_capturing(stream, capturing));
+    return capturing;
+}
+
+std::unique_ptr<PyDeviceEvent> copy_to_host(const PyEngine& self, const Transfer& transfer,
+                                            std::uint64_t address, std::int64_t nbytes, int device,
+                                            StreamHandle stream) {
+    const auto engine = usable(self);
+    const StreamContent content(transfer);
+    if (content.end() > to_size(nbytes, "nbytes")) {
+        throw py::value_error("a region ends at " + std::to_string(content.end()) +
+                              ", beyond nbytes=" + std::to_string(nbytes));
+    }
+    if (address == 0) throw py::value_error("address is null");
+    std::shared_ptr<DeviceEvent> done;
+    {
+        const py::gil_scoped_release release;  // into memory that is not pinned, copies wait
+        raise(engine->copy_to_host(content, to_address(address), device, stream, done));
+    }
+    return std::make_unique<PyDeviceEvent>(std::move(done));
 }
 
 }  // namespace
@@ -162,10 +213,24 @@ void bind_engine(const py::module_& module) {
         .def("slab", &make_slab, py::arg("nbytes"), py::arg("order"), py::arg("timeout"))
         .def("gather", &gather_into, py::arg("content"), py::arg("address"), py::arg("nbytes"))
         .def("save", &save, py::arg("files"), py::arg("sync_directories"), py::arg("order"),
-             py::arg("window"), py::arg("keepalive"))
+             py::arg("window"), py::arg("keepalive"), py::arg("fences") = PyFences())
         .def("save_unplaced", &save_unplaced, py::arg("files"), py::arg("order"), py::arg("window"),
-             py::arg("keepalive"))
-        .def("restore", &restore, py::arg("plan"), py::arg("keepalive"))
+             py::arg("keepalive"), py::arg("fences") = PyFences())
+        .def("restore", &restore, py::arg("plan"), py::arg("keepalive"),
+             py::arg("fences") = PyFences())
+        .def("open_device", &open_device, py::arg("device"))
+        .def("record_event", &record_event, py::arg("device"), py::arg("stream"))
+        .def("is_capturing", &is_capturing, py::arg("device"), py::arg("stream"))
+        .def("copy_to_host", &copy_to_host, py::arg("content"), py::arg("address"),
+             py::arg("nbytes"), py::arg("device"), py::arg("stream"))
+        .def_property_readonly("pinned_bytes",
+                               [](const PyEngine& self) {
+                                   return required(self.engine, "engine")->devices().pinned_bytes();
+                               })
+        .def_property_readonly("pin_fault",
+                               [](const PyEngine& self) {
+                                   return required(self.engine, "engine")->devices().pin_fault();
+                               })
         .def("shutdown",
              [](const PyEngine& self) {
                  const auto engine = required(self.engine, "engine");

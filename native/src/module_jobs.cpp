@@ -131,6 +131,27 @@ void bind_save(const py::module_& module) {
             },
             py::arg("timeout"))
         .def(
+            "wait_queued",
+            [](const PySaveJob& self, Group group, double timeout) {
+                if (group < 0) {
+                    throw py::value_error("group=" + std::to_string(group) + " is negative");
+                }
+                const auto job = handle_of(self);
+                return wait_in_slices(
+                    timeout, [&](auto deadline) { return (*job)->wait_queued(group, deadline); });
+            },
+            py::arg("group"), py::arg("timeout"))
+        .def(
+            "events",
+            [](const PySaveJob& self, Group group) {
+                std::vector<std::unique_ptr<PyDeviceEvent>> events;
+                for (auto& event : (*handle_of(self))->events(group)) {
+                    events.push_back(std::make_unique<PyDeviceEvent>(std::move(event)));
+                }
+                return events;
+            },
+            py::arg("group"))
+        .def(
             "place",
             [](const PySaveJob& self, const py::sequence& paths,
                const py::sequence& sync_directories) {

@@ -32,6 +32,19 @@ struct PySlab {
     ProcessBound<Lease> lease;
 };
 
+struct PyDeviceEvent {
+    explicit PyDeviceEvent(std::shared_ptr<DeviceEvent> recorded)
+        : device(recorded->device()->number()), event(std::move(recorded)) {}
+
+    int device;
+    ProcessBound<DeviceEvent> event;
+};
+
+using PyFences = std::vector<const PyDeviceEvent*>;
+
+/// The events, or RuntimeError in a forked child.
+Fences to_fences(const PyFences& events);
+
 struct RestorePlan {
     std::vector<RestoreFile> files;
 };

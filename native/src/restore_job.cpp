@@ -39,7 +39,9 @@ RestoreFile::RestoreFile(std::string file_path, std::uint64_t size, std::uint64_
     }
 }
 
-RestoreJob::RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops) {
+RestoreJob::RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
+                       std::shared_ptr<Devices> devices, Fences fences)
+    : devices_(std::move(devices)), fences_(std::move(fences)) {
     for (const RestoreFile& file : files) files_.push_back(std::make_unique<File>(file, ops));
 }
 
@@ -129,6 +131,7 @@ MaybeFault RestoreJob::scatter(File& file, Range blocks, std::byte* memory) {
         return fault;
     }
     bytes_read_ += blocks.size();
+    std::map<int, DeviceWork> work;
     for (std::uint64_t at = blocks.begin; at < blocks.end; at += kBlockBytes) {
         const Range block{.begin = at, .end = std::min(at + kBlockBytes, blocks.end)};
         std::byte* const bytes = memory + (at - blocks.begin);
@@ -136,8 +139,30 @@ MaybeFault RestoreJob::scatter(File& file, Range blocks, std::byte* memory) {
             return corrupt(file.spec, at, "the block does not match its checksum");
         }
         file.spec.content->copy(Direction::kScatter, block, bytes);
+        file.spec.content->list(Direction::kScatter, block, bytes, work);
     }
-    return std::nullopt;
+    return scatter_to_devices(work);
+}
+
+MaybeFault RestoreJob::scatter_to_devices(const std::map<int, DeviceWork>& work) {
+    MaybeFault fault;
+    Fences copied;
+    for (const auto& [number, each] : work) {
+        const auto device = devices_->find(number);
+        std::shared_ptr<DeviceEvent> done;
+        auto failed =
+            device->copy(Direction::kScatter, each.copies, device->restore_stream(), fences_, done);
+        if (failed && !fault) fault = std::move(failed);
+        if (done) copied.push_back(std::move(done));
+    }
+    // Until then the segment is not free, and the tensors are not the caller's. Others overlap it:
+    // as many segments as there are threads are read, verified and copied at a time.
+    for (const auto& event : copied) {
+        bool done = false;
+        auto failed = event->wait([] { return false; }, done);
+        if (failed && !fault) fault = std::move(failed);
+    }
+    return fault;
 }
 
 void RestoreJob::unpin() {

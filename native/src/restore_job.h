@@ -6,13 +6,16 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "devices.h"
 #include "fault.h"
 #include "input_file.h"
+#include "save_job.h"
 #include "sizes.h"
 #include "transfer.h"
 #include "window.h"
@@ -40,7 +43,9 @@ struct RestoreStep {
 
 class RestoreJob {
   public:
-    RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops);
+    /// Copies to devices come after `fences`.
+    RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
+               std::shared_ptr<Devices> devices, Fences fences);
 
     // --- for the handle -------------------------------------------------------------------
 
@@ -78,9 +83,12 @@ class RestoreJob {
 
     MaybeFault read_table(File& file, std::byte* memory);
     MaybeFault scatter(File& file, Range blocks, std::byte* memory);
+    MaybeFault scatter_to_devices(const std::map<int, DeviceWork>& work);
     static void plan_reads(std::size_t index, const File& file, std::vector<RestoreStep>& steps);
     void unpin();
 
+    const std::shared_ptr<Devices> devices_;
+    const Fences fences_;
     std::vector<std::unique_ptr<File>> files_;  // until the last pin goes
     std::atomic<bool> failed_ = false;
     std::atomic<std::uint64_t> bytes_read_ = 0;

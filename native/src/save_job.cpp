@@ -77,10 +77,11 @@ SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
 
 SaveJob::SaveJob(const std::vector<SaveFile>& files,
                  std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
-                 std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops)
+                 std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences)
     : order_(order),
       window_(std::move(window)),
       ops_(std::move(ops)),
+      fences_(std::move(fences)),
       submitted_(Clock::now()),
       placed_(sync_directories.has_value()),
       unfinished_files_(files.size()) {
@@ -92,6 +93,7 @@ SaveJob::SaveJob(const std::vector<SaveFile>& files,
         }
         unread_total_ += file.content->nbytes();
     }
+    unqueued_ = unread_;
     if (unread_total_ == 0) read_at_ = submitted_;
 }
 
@@ -103,6 +105,24 @@ bool SaveJob::wait_read(Group group, Clock::time_point deadline) {
         const auto unread = unread_.find(group);
         return unread == unread_.end() || unread->second == 0;
     });
+}
+
+bool SaveJob::wait_queued(Group group, Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, deadline, [&] {
+        if (fault_) return reading_ == 0;
+        const auto unqueued = unqueued_.find(group);
+        return unqueued == unqueued_.end() || unqueued->second == 0;
+    });
+}
+
+Fences SaveJob::events(Group group) const {
+    const std::scoped_lock lock(mutex_);
+    Fences events;
+    for (const auto& [key, event] : events_) {
+        if (key.first == group) events.push_back(event);
+    }
+    return events;
 }
 
 bool SaveJob::wait(Clock::time_point deadline) {
@@ -180,14 +200,15 @@ std::optional<SaveJob::Taken> SaveJob::take_unit() {
     return Taken{.unit = unit, .last = next_.file == files_.size()};
 }
 
-MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory,
-                           std::vector<StreamContent::GroupBytes>& groups) {
+MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
+                           std::map<int, DeviceWork>& work) {
     const SaveFile& spec = files_[unit.file]->spec;
     const std::uint64_t begin = unit.segment * kSegmentBytes;
     const Range part{.begin = begin, .end = std::min(begin + kSegmentBytes, spec.table_offset)};
     SysResult watched = ops_->gather_begins();
     if (watched.ok()) {
         auto filled = spec.content->fill(part, memory);
+        spec.content->list(Direction::kGather, part, memory, work);
         watched = ops_->gather_ended();
         if (watched.ok()) groups = std::move(filled);
     }
@@ -202,36 +223,78 @@ MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory,
 }
 
 SaveJob::Gathered SaveJob::read(const Unit& unit, Lease memory) {
-    File& file = *files_[unit.file];
-    std::vector<StreamContent::GroupBytes> groups;
+    std::vector<GroupBytes> groups;
+    std::map<int, DeviceWork> work;
     MaybeFault fault;
     std::exception_ptr error;
     try {
-        fault = gather(unit, memory.data(), groups);
+        fault = gather(unit, memory.data(), groups, work);
     } catch (...) {
         error = std::current_exception();  // out of memory: the count below must still be right
     }
+    ReadUnit read{.unit = unit, .memory = std::move(memory)};
     const std::scoped_lock lock(mutex_);
+    if (!error) {
+        for (const auto& [group, nbytes] : groups) unqueued_[group] -= nbytes;
+        count_read(groups);
+    }
+    changed_.notify_all();
+    if (!error && !fault && !fault_ && !work.empty()) {
+        DeviceRead unread{.read = std::move(read), .work = std::move(work)};
+        return {.writable = {}, .unread = std::move(unread), .fault = {}};
+    }
     --reading_;
+    if (error) std::rethrow_exception(error);
+    if (fault || fault_) return {.writable = {}, .unread = {}, .fault = std::move(fault)};
+    return {.writable = hand_out(std::move(read)), .unread = {}, .fault = {}};
+}
+
+void SaveJob::count_read(const std::vector<GroupBytes>& groups) {
     for (const auto& [group, nbytes] : groups) {
         unread_[group] -= nbytes;
         unread_total_ -= nbytes;
         bytes_read_ += nbytes;
-        if (unread_total_ == 0) read_at_ = Clock::now();
+    }
+    if (unread_total_ > 0 || groups.empty()) return;
+    read_at_ = Clock::now();
+    // No stream has to wait any more. (Nobody enqueues, either: what is enqueued is not read yet.)
+    events_.clear();
+    fences_.clear();
+}
+
+std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {
+    File& file = *files_[read.unit.file];
+    if (is_last(read.unit) && file.unsummed > 0) {
+        file.last = std::move(read.memory);
+        return std::nullopt;
+    }
+    if (!placed_) {
+        parked_.push_back(std::move(read));
+        return std::nullopt;
+    }
+    return read;
+}
+
+void SaveJob::queued(int device, const std::vector<GroupBytes>& groups,
+                     const std::shared_ptr<DeviceEvent>& event) {
+    const std::scoped_lock lock(mutex_);
+    if (!event) return;  // the job is about to fail
+    for (const auto& [group, nbytes] : groups) {
+        unqueued_[group] -= nbytes;
+        events_[{group, device}] = event;
     }
     changed_.notify_all();
-    if (error) std::rethrow_exception(error);
-    if (fault || fault_) return {.writable = std::nullopt, .fault = std::move(fault)};
-    if (is_last(unit) && file.unsummed > 0) {
-        file.last = std::move(memory);
-        return {};
+}
+
+SaveJob::Gathered SaveJob::end_read(DeviceRead read, bool failed) {
+    const std::scoped_lock lock(mutex_);
+    --reading_;
+    if (!failed) {
+        for (const auto& [device, work] : read.work) count_read(work.groups);
     }
-    ReadUnit writable{.unit = unit, .memory = std::move(memory)};
-    if (!placed_) {
-        parked_.push_back(std::move(writable));
-        return {};
-    }
-    return {.writable = std::move(writable), .fault = {}};
+    changed_.notify_all();
+    if (failed || fault_) return {};
+    return {.writable = hand_out(std::move(read.read)), .unread = {}, .fault = {}};
 }
 
 std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {

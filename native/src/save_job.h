@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "device.h"
 #include "fault.h"
 #include "host_cache.h"
 #include "output_file.h"
@@ -59,18 +61,29 @@ struct ReadUnit {
     Lease memory;
 };
 
+/// A unit of which devices have some bytes: what they have to copy, by device.
+struct DeviceRead {
+    ReadUnit read;
+    std::map<int, DeviceWork> work;
+};
+
 class SaveJob {
   public:
     /// Without `sync_directories`, the job is unplaced: it is read, but its files' paths are only
     /// names for faults, and what is read waits for `place`.
     SaveJob(const std::vector<SaveFile>& files,
             std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
-            std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops);
+            std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences = {});
 
     // --- for the handle -------------------------------------------------------------------
 
     /// Until all regions of `group` have been read, or the job has failed and reads no more.
     bool wait_read(Group group, Clock::time_point deadline);
+    /// Until all regions of `group` have been read, or will have been before what `events` say; or
+    /// the job has failed and reads no more.
+    bool wait_queued(Group group, Clock::time_point deadline);
+    /// After `wait_queued`: what streams that change the group have to wait for; nothing if all is read.
+    [[nodiscard]] Fences events(Group group) const;
     /// Until durable, or failed and no thread is at work on it any more.
     bool wait(Clock::time_point deadline);
     /// Until no thread reads the job's sources. Only after a failure, or when all is read.
@@ -107,12 +120,21 @@ class SaveJob {
 
     struct Gathered {
         std::optional<ReadUnit> writable;
-        MaybeFault fault;  ///< the job has not failed yet: the caller makes it
+        std::optional<DeviceRead> unread;  ///< the caller has it read, and calls `end_read`
+        MaybeFault fault;                  ///< the job has not failed yet: the caller makes it
     };
     /// Gathers a taken unit into `memory`, and reports it. Returns what may be written now, if any:
     /// the file's last segment waits here for the checksums of those before it, and all others for
     /// `place`.
     Gathered read(const Unit& unit, Lease memory);
+
+    /// What copies by devices come after. For who has a unit to enqueue.
+    [[nodiscard]] const Fences& fences() const { return fences_; }
+    /// Reports that a device will have read these when `event` comes (null: it will not).
+    void queued(int device, const std::vector<GroupBytes>& groups,
+                const std::shared_ptr<DeviceEvent>& event);
+    /// Reports that devices have read their part, or `failed`. The rest is as in `read`.
+    Gathered end_read(DeviceRead read, bool failed);
 
     MaybeFault open_file(std::size_t file) { return files_[file]->output.ensure_open(); }
 
@@ -155,14 +177,17 @@ class SaveJob {
     };
 
     [[nodiscard]] bool is_last(const Unit& unit) const;
-    MaybeFault gather(const Unit& unit, std::byte* memory,
-                      std::vector<StreamContent::GroupBytes>& groups);
+    MaybeFault gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
+                      std::map<int, DeviceWork>& work);
     MaybeFault write_table(File& file, std::byte* memory);
+    std::optional<ReadUnit> hand_out(ReadUnit read);         // mutex_ held
+    void count_read(const std::vector<GroupBytes>& groups);  // mutex_ held
     void unpin();
 
     const std::uint64_t order_;
     const std::shared_ptr<Window> window_;
     const std::shared_ptr<FileOps> ops_;
+    Fences fences_;  // until all is read
     std::vector<std::string> directories_;  // like all paths: once placed, never changed
     std::vector<std::unique_ptr<File>> files_;
     const Clock::time_point submitted_;
@@ -176,9 +201,11 @@ class SaveJob {
     std::condition_variable changed_;  // any of it; waiters are the handle's methods only
     Unit next_;                        // not yet taken
     std::vector<ReadUnit> parked_;     // read, while the job is unplaced
-    std::unordered_map<Group, std::uint64_t> unread_;  // bytes per group
+    std::unordered_map<Group, std::uint64_t> unread_;    // bytes per group
+    std::unordered_map<Group, std::uint64_t> unqueued_;  // bytes per group, neither read nor queued
+    std::map<std::pair<Group, int>, std::shared_ptr<DeviceEvent>> events_;  // the last per device
     std::uint64_t unread_total_ = 0;
-    std::size_t reading_ = 0;  // threads that read sources now
+    std::size_t reading_ = 0;  // units whose sources threads or devices read now
     std::size_t unfinished_files_ = 0;
     std::size_t pins_ = 0;
     MaybeFault fault_;
@@ -190,6 +217,7 @@ class SaveJob {
 
 class SaveJob::Pin {
   public:
+    Pin() = default;  ///< of no job
     explicit Pin(std::shared_ptr<SaveJob> job);
     Pin(const Pin&) = delete;
     Pin& operator=(const Pin&) = delete;

@@ -25,9 +25,12 @@ Fault out_of_memory(const char* operation) {
 
 }  // namespace
 
-SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::size_t copy_threads,
-                           std::size_t flush_threads)
-    : cache_(std::move(cache)), copy_threads_(copy_threads), flush_threads_(flush_threads) {}
+SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
+                           std::size_t copy_threads, std::size_t flush_threads)
+    : cache_(std::move(cache)),
+      devices_(std::move(devices)),
+      copy_threads_(copy_threads),
+      flush_threads_(flush_threads) {}
 
 bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
     job->window()->attach(weak_from_this());
@@ -159,16 +162,75 @@ void SavePipeline::copy_loop() {
         const auto& [job, taken] = *reading;
         if (taken.last) wake_copy_threads();  // a newer job may be read now
         try {
-            auto [writable, fault] = job->read(taken.unit, std::move(memory));
-            if (fault) fail(job.job(), std::move(*fault));
-            if (writable) {
-                enqueue({.job = SaveJob::Pin(job.job()),
-                         .open = std::nullopt,
-                         .write = std::move(writable)});
-            }
+            proceed(job, job->read(taken.unit, std::move(memory)));
         } catch (const std::exception&) {
             fail(job.job(), out_of_memory("copy"));
         }
+    }
+}
+
+void SavePipeline::proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered) {
+    if (gathered.fault) fail(job.job(), std::move(*gathered.fault));
+    if (gathered.unread) read_on_devices(job, std::move(*gathered.unread));
+    if (gathered.writable) {
+        enqueue({.job = SaveJob::Pin(job.job()),
+                 .open = std::nullopt,
+                 .write = std::move(gathered.writable)});
+    }
+}
+
+/// A unit that devices read. The last of them to be done ends the reading.
+struct SavePipeline::DevicesReading {
+    SaveJob::Pin job;
+    DeviceRead unread;
+    std::mutex mutex;  // guards what follows
+    std::size_t left = 0;
+    bool failed = false;
+    bool finished = true;
+};
+
+void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
+    std::shared_ptr<DevicesReading> reading;
+    try {
+        reading = std::make_shared<DevicesReading>();
+        reading->job = SaveJob::Pin(job.job());
+    } catch (...) {
+        job->end_read(std::move(read), true);
+        throw;
+    }
+    reading->unread = std::move(read);
+    reading->left = reading->unread.work.size() + 1;  // one of them this thread, which reads the list
+    for (const auto& entry : reading->unread.work) {
+        const int device = entry.first;
+        const DeviceWork& work = entry.second;
+        devices_->lane(device)->read(
+            work.copies, job->fences(),
+            [&](const auto& event) { job->queued(device, work.groups, event); },
+            [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
+                self->device_done(reading, std::move(outcome));
+            });
+    }
+    device_done(reading, {});
+}
+
+void SavePipeline::device_done(const std::shared_ptr<DevicesReading>& reading,
+                               DeviceLane::Outcome outcome) {
+    bool failed = outcome.fault.has_value();
+    if (failed) fail(reading->job.job(), std::move(*outcome.fault));
+    {
+        const std::scoped_lock lock(reading->mutex);
+        reading->failed = reading->failed || failed;
+        reading->finished = reading->finished && outcome.finished;
+        if (--reading->left > 0) return;
+        failed = reading->failed;
+    }
+    // What a hanging device may still write to is never used again.
+    if (!reading->finished) new Lease(std::move(reading->unread.read.memory));
+    const SaveJob::Pin job = std::move(reading->job);
+    try {
+        proceed(job, job->end_read(std::move(reading->unread), failed));
+    } catch (const std::exception&) {
+        fail(job.job(), out_of_memory("copy"));
     }
 }
 

@@ -1,6 +1,10 @@
 // The threads that save: copy threads read sources into segments, flush threads write them out.
 //
 //     sources ─► copy threads ─► queue ─► flush threads (checksum, write, fdatasync) ─► done
+//     on devices ─► copy threads enqueue ─► lane ─┘
+//
+// What devices have is copied by them: a copy thread only tells them to, and the device's lane sees
+// when it is done.
 //
 // The queue is bounded by the cache, as every entry that waits in it for long holds a segment. Copy
 // threads wait for jobs with an open window, and for segments; flush threads wait for entries, and
@@ -29,6 +33,7 @@
 #include <thread>
 #include <vector>
 
+#include "devices.h"
 #include "host_cache.h"
 #include "save_job.h"
 #include "window.h"
@@ -37,8 +42,8 @@ namespace datastates {
 
 class SavePipeline : public WindowListener, public std::enable_shared_from_this<SavePipeline> {
   public:
-    SavePipeline(std::shared_ptr<HostCache> cache, std::size_t copy_threads,
-                 std::size_t flush_threads);
+    SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
+                 std::size_t copy_threads, std::size_t flush_threads);
     SavePipeline(const SavePipeline&) = delete;
     SavePipeline& operator=(const SavePipeline&) = delete;
     SavePipeline(SavePipeline&&) = delete;
@@ -82,6 +87,10 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     [[nodiscard]] bool may_read(const std::shared_ptr<SaveJob>& job) const;
     std::optional<std::uint64_t> wait_for_open_job();
     std::optional<Reading> take_unit();
+    void proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered);
+    struct DevicesReading;
+    void read_on_devices(const SaveJob::Pin& job, DeviceRead read);
+    void device_done(const std::shared_ptr<DevicesReading>& reading, DeviceLane::Outcome outcome);
 
     void flush_loop();
     std::optional<Task> next_task();
@@ -91,6 +100,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     void finish_job(const SaveJob::Pin& job);
 
     const std::shared_ptr<HostCache> cache_;
+    const std::shared_ptr<Devices> devices_;
     const std::size_t copy_threads_;
     const std::size_t flush_threads_;
 

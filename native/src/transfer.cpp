@@ -51,6 +51,11 @@ void check_interlocked(std::span<const Region> regions) {
     }
 }
 
+void count(std::vector<GroupBytes>& groups, Group group, std::uint64_t nbytes) {
+    if (groups.empty() || groups.back().group != group) groups.push_back({group, 0});
+    groups.back().nbytes += nbytes;
+}
+
 }  // namespace
 
 std::uint64_t Region::copy(Direction direction, Range part, std::byte* stream) const {
@@ -68,13 +73,38 @@ std::uint64_t Region::copy(Direction direction, Range part, std::byte* stream) c
     return inside.size();
 }
 
+std::uint64_t Region::list(Direction direction, Range part, std::byte* stream,
+                           std::vector<DeviceCopy>& copies) const {
+    const std::uint64_t begin = std::max(part.begin, offset);
+    const std::uint64_t finish = std::min(part.end, end);
+    if (begin >= finish) return 0;
+    std::byte* const origin =
+        stream - part.begin + offset;  // where the region's first byte would be
+    std::uint64_t listed = 0;
+    const auto add = [&](std::uint64_t at, std::int64_t memory_at, std::uint64_t nbytes) {
+        if (direction == Direction::kGather) {
+            copies.push_back({.to = origin + at, .from = address + memory_at, .nbytes = nbytes});
+        } else {
+            copies.push_back({.to = address + memory_at, .from = origin + at, .nbytes = nbytes});
+        }
+        listed += nbytes;
+    };
+    const Range inside{.begin = begin - offset, .end = finish - offset};
+    if (box) {
+        box->each_run(inside, add);
+    } else {
+        add(inside.begin, static_cast<std::int64_t>(inside.begin), inside.size());
+    }
+    return listed;
+}
+
 bool Region::touches(Range part) const {
     if (part.begin >= end || part.end <= offset) return false;
     return !box || next_run(*this, part.begin).begin < std::min(part.end, end);
 }
 
 void Transfer::add(std::uint64_t offset, std::uint64_t nbytes, std::byte* address, Group group,
-                   Access access) {
+                   Access access, int device) {
     if (offset > kMaxPosition || nbytes > kMaxPosition - offset) {
         throw std::invalid_argument("region of " + std::to_string(nbytes) + " bytes at offset " +
                                     std::to_string(offset) + " ends beyond 2^63");
@@ -84,14 +114,15 @@ void Transfer::add(std::uint64_t offset, std::uint64_t nbytes, std::byte* addres
                 .address = address,
                 .group = group,
                 .box = nullptr,
-                .access = access});
+                .access = access,
+                .device = device});
 }
 
 void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize, std::span<const Axis> axes,
-                           std::byte* address, Group group) {
+                           std::byte* address, Group group, int device) {
     auto box = std::make_shared<const Box>(itemsize, axes);
     if (box->contiguous()) {
-        add(offset, box->nbytes(), address, group);
+        add(offset, box->nbytes(), address, group, Access::kReadWrite, device);
         return;
     }
     if (offset > kMaxPosition || box->span() > kMaxPosition - offset) {
@@ -104,7 +135,8 @@ void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize, std::sp
                 .address = address,
                 .group = group,
                 .box = std::move(box),
-                .access = Access::kReadWrite});
+                .access = Access::kReadWrite,
+                .device = device});
 }
 
 void Transfer::append(const Transfer& other) {
@@ -115,6 +147,9 @@ void Transfer::append(const Transfer& other) {
 void Transfer::push(Region region) {
     if (region.group < 0) {
         throw std::invalid_argument("group=" + std::to_string(region.group) + " is negative");
+    }
+    if (region.device < kHost) {
+        throw std::invalid_argument("device=" + std::to_string(region.device) + " is below -1");
     }
     if (region.end == region.offset) return;
     if (region.address == nullptr) {
@@ -131,6 +166,10 @@ StreamContent::StreamContent(const Transfer& transfer)
     reach_.reserve(regions_.size());
     for (const Region& region : regions_) {
         reach_.push_back(reach_.empty() ? region.end : std::max(reach_.back(), region.end));
+        if (region.device != kHost &&
+            std::ranges::find(devices_, region.device) == devices_.end()) {
+            devices_.push_back(region.device);
+        }
     }
     check_overlaps();
 }
@@ -162,7 +201,7 @@ std::span<const Region> StreamContent::near(Range part) const {
     return {regions_.data() + first, static_cast<std::size_t>(std::max<std::ptrdiff_t>(0, count))};
 }
 
-std::vector<StreamContent::GroupBytes> StreamContent::fill(Range part, std::byte* out) const {
+std::vector<GroupBytes> StreamContent::fill(Range part, std::byte* out) const {
     std::vector<GroupBytes> copied;
     std::uint64_t clean = part.begin;  // what comes before holds bytes of regions, or zeros
     const auto zero_until = [&](std::uint64_t end) {
@@ -178,18 +217,27 @@ std::vector<StreamContent::GroupBytes> StreamContent::fill(Range part, std::byte
         } else {
             clean = std::max(clean, end);
         }
-        const std::uint64_t nbytes = region.copy(Direction::kGather, part, out);
-        if (copied.empty() || copied.back().group != region.group) {
-            copied.push_back({region.group, 0});
-        }
-        copied.back().nbytes += nbytes;
+        if (region.device != kHost) continue;
+        count(copied, region.group, region.copy(Direction::kGather, part, out));
     }
     zero_until(part.end);
     return copied;
 }
 
 void StreamContent::copy(Direction direction, Range part, std::byte* stream) const {
-    for (const Region& region : near(part)) region.copy(direction, part, stream);
+    for (const Region& region : near(part)) {
+        if (region.device == kHost) region.copy(direction, part, stream);
+    }
+}
+
+void StreamContent::list(Direction direction, Range part, std::byte* stream,
+                         std::map<int, DeviceWork>& work) const {
+    if (devices_.empty()) return;
+    for (const Region& region : near(part)) {
+        if (region.device == kHost) continue;
+        DeviceWork& mine = work[region.device];
+        count(mine.groups, region.group, region.list(direction, part, stream, mine.copies));
+    }
 }
 
 bool StreamContent::touches(Range part) const {

@@ -289,6 +289,7 @@ void Caller::settle(Saved saved) {
             case FaultKind::kCancelled:
                 ++scene_.tally.cancelled;
                 break;
+            case FaultKind::kDevice:
             case FaultKind::kShutdown:
                 check(scene_.stopping, "nobody shut the engine down");
                 ++scene_.tally.shut_down;

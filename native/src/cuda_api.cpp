@@ -1,0 +1,285 @@
+#include "cuda_api.h"
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda_table.h"
+
+namespace datastates {
+namespace {
+
+cuda::DevicePointer address_of(const std::byte* data) {
+    return reinterpret_cast<std::uintptr_t>(data);
+}
+
+/// By either of its handles. It takes no batches.
+bool is_legacy(StreamHandle stream) {
+    return stream <= 1;
+}
+
+/// As the driver's arrays.
+struct Batch {
+    explicit Batch(std::span<const DeviceCopy> copies) {
+        to.reserve(copies.size());
+        from.reserve(copies.size());
+        nbytes.reserve(copies.size());
+        for (const DeviceCopy& copy : copies) {
+            if (copy.nbytes == 0) continue;  // a batch may not have such
+            to.push_back(address_of(copy.to));
+            from.push_back(address_of(copy.from));
+            nbytes.push_back(copy.nbytes);
+        }
+    }
+
+    std::vector<cuda::DevicePointer> to;
+    std::vector<cuda::DevicePointer> from;
+    std::vector<std::size_t> nbytes;
+};
+
+class CudaApi final : public DeviceApi {
+  public:
+    explicit CudaApi(const cuda::Table& table)
+        : table_(table), batches_(table.copy_batch.function != nullptr) {}
+
+    MaybeFault device_count(int& count) override;
+    MaybeFault retain(int device) override;
+    void release(int device) override;
+    MaybeFault enter(int device) override;
+    void leave() override;
+    MaybeFault relax_capture() override;
+    MaybeFault is_capturing(StreamHandle stream, bool& capturing) override;
+    MaybeFault create_stream(StreamHandle& stream) override;
+    void destroy_stream(StreamHandle stream) override;
+    MaybeFault create_event(EventHandle& event) override;
+    void destroy_event(EventHandle event) override;
+    MaybeFault record(EventHandle event, StreamHandle stream) override;
+    MaybeFault is_done(EventHandle event, bool& done) override;
+    MaybeFault stream_wait(StreamHandle stream, EventHandle event) override;
+    MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
+                    StreamHandle stream) override;
+    MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override;
+    void unregister_host(std::byte* data) override;
+    [[nodiscard]] bool is_gone(const Fault& fault) const override;
+
+  private:
+    struct Retained {
+        cuda::Device device = 0;
+        cuda::Context context = 0;
+        int references = 0;
+    };
+
+    template <typename... Parameters, typename... Arguments>
+    [[nodiscard]] MaybeFault run(const cuda::Call<Parameters...>& call,
+                                 Arguments... arguments) const {
+        return outcome(call.name, call.function(arguments...));
+    }
+    [[nodiscard]] MaybeFault outcome(const char* operation, cuda::Result result) const;
+    [[nodiscard]] std::string words_of(cuda::Result result) const;
+    [[nodiscard]] MaybeFault copy_one(Direction direction, const DeviceCopy& copy,
+                                      StreamHandle stream) const;
+    [[nodiscard]] MaybeFault copy_batch(Batch& batch, StreamHandle stream) const;
+
+    const cuda::Table table_;
+    std::atomic<bool> batches_;  // the driver has a call for them, and has not refused it
+    std::mutex mutex_;           // guards what follows
+    std::map<int, Retained> retained_;
+};
+
+std::string CudaApi::words_of(cuda::Result result) const {
+    const char* name = nullptr;
+    const char* words = nullptr;
+    static_cast<void>(table_.error_name.function(result, &name));
+    static_cast<void>(table_.error_string.function(result, &words));
+    const std::string number = std::to_string(result);
+    if (name == nullptr) return "error " + number + ", which the driver has no name for";
+    return std::string(name) + " (" + number + ")" +
+           (words != nullptr ? ": " + std::string(words) : "");
+}
+
+MaybeFault CudaApi::outcome(const char* operation, cuda::Result result) const {
+    if (result == cuda::kSuccess) return std::nullopt;
+    Fault fault;
+    fault.kind = FaultKind::kDevice;
+    fault.error = result;
+    fault.operation = operation;
+    fault.detail = words_of(result);
+    return fault;
+}
+
+MaybeFault CudaApi::device_count(int& count) {
+    count = 0;
+    const cuda::Result result = table_.init.function(0);
+    if (result == cuda::kNoDevice) return std::nullopt;  // a driver, and nothing for it to drive
+    if (auto fault = outcome(table_.init.name, result)) return fault;
+    return run(table_.device_count, &count);
+}
+
+MaybeFault CudaApi::retain(int device) {
+    const std::scoped_lock lock(mutex_);
+    const auto found = retained_.find(device);
+    if (found != retained_.end()) {
+        ++found->second.references;
+        return std::nullopt;
+    }
+    Retained retained{.references = 1};
+    if (auto fault = run(table_.init, 0U)) return fault;
+    if (auto fault = run(table_.device_get, &retained.device, device)) return fault;
+    if (auto fault = run(table_.context_retain, &retained.context, retained.device)) return fault;
+    retained_.emplace(device, retained);
+    return std::nullopt;
+}
+
+void CudaApi::release(int device) {
+    const std::scoped_lock lock(mutex_);
+    const auto found = retained_.find(device);
+    if (found == retained_.end() || --found->second.references > 0) return;
+    static_cast<void>(table_.context_release.function(found->second.device));
+    retained_.erase(found);
+}
+
+MaybeFault CudaApi::enter(int device) {
+    cuda::Context context = 0;
+    {
+        const std::scoped_lock lock(mutex_);
+        const auto found = retained_.find(device);
+        if (found != retained_.end()) context = found->second.context;
+    }
+    if (context != 0) return run(table_.context_push, context);
+    auto fault = outcome(table_.context_push.name, cuda::kInvalidContext);
+    if (fault) fault->detail += "; device " + std::to_string(device) + " is not retained";
+    return fault;
+}
+
+void CudaApi::leave() {
+    cuda::Context popped = 0;
+    static_cast<void>(table_.context_pop.function(&popped));
+}
+
+MaybeFault CudaApi::relax_capture() {
+    cuda::CaptureMode mode = cuda::kCaptureRelaxed;
+    return run(table_.exchange_capture_mode, &mode);
+}
+
+MaybeFault CudaApi::is_capturing(StreamHandle stream, bool& capturing) {
+    capturing = true;
+    cuda::CaptureStatus status = cuda::kCaptureNone;
+    const cuda::Result result = table_.stream_is_capturing.function(stream, &status);
+    // Asked of the legacy stream: there is a capture that work on it would become part of.
+    if (result == cuda::kCaptureImplicit) return std::nullopt;
+    capturing = status != cuda::kCaptureNone;
+    return outcome(table_.stream_is_capturing.name, result);
+}
+
+MaybeFault CudaApi::create_stream(StreamHandle& stream) {
+    int least = 0;
+    int greatest = 0;
+    if (auto fault = run(table_.priority_range, &least, &greatest)) return fault;
+    return run(table_.stream_create, &stream, cuda::kStreamNonBlocking, least);
+}
+
+void CudaApi::destroy_stream(StreamHandle stream) {
+    static_cast<void>(table_.stream_destroy.function(stream));
+}
+
+MaybeFault CudaApi::create_event(EventHandle& event) {
+    return run(table_.event_create, &event, cuda::kEventDisableTiming);
+}
+
+void CudaApi::destroy_event(EventHandle event) {
+    static_cast<void>(table_.event_destroy.function(event));
+}
+
+MaybeFault CudaApi::record(EventHandle event, StreamHandle stream) {
+    return run(table_.event_record, event, stream);
+}
+
+MaybeFault CudaApi::is_done(EventHandle event, bool& done) {
+    const cuda::Result result = table_.event_query.function(event);
+    done = result == cuda::kSuccess;
+    if (result == cuda::kNotReady) return std::nullopt;
+    return outcome(table_.event_query.name, result);
+}
+
+MaybeFault CudaApi::stream_wait(StreamHandle stream, EventHandle event) {
+    return run(table_.stream_wait, stream, event, 0U);
+}
+
+MaybeFault CudaApi::copy(Direction direction, std::span<const DeviceCopy> copies,
+                         StreamHandle stream) {
+    if (copies.size() > 1 && batches_ && !is_legacy(stream)) {
+        Batch batch(copies);
+        if (batch.nbytes.empty()) return std::nullopt;
+        auto fault = copy_batch(batch, stream);
+        if (!fault || fault->error != cuda::kNotSupported) return fault;
+        batches_ = false;  // known by the library, and not by what is beneath it
+    }
+    for (const DeviceCopy& each : copies) {
+        if (each.nbytes == 0) continue;
+        if (auto fault = copy_one(direction, each, stream)) return fault;
+    }
+    return std::nullopt;
+}
+
+MaybeFault CudaApi::copy_one(Direction direction, const DeviceCopy& copy,
+                             StreamHandle stream) const {
+    if (direction == Direction::kGather) {
+        return run(table_.copy_to_host, static_cast<void*>(copy.to), address_of(copy.from),
+                   static_cast<std::size_t>(copy.nbytes), stream);
+    }
+    return run(table_.copy_to_device, address_of(copy.to), static_cast<const void*>(copy.from),
+               static_cast<std::size_t>(copy.nbytes), stream);
+}
+
+MaybeFault CudaApi::copy_batch(Batch& batch, StreamHandle stream) const {
+    cuda::CopyAttributes attributes;
+    attributes.source_access_order = cuda::kSourceInStreamOrder;
+    std::size_t first = 0;  // of the copies with these attributes
+    std::size_t failed = SIZE_MAX;
+    auto fault = run(table_.copy_batch, batch.to.data(), batch.from.data(), batch.nbytes.data(),
+                     batch.nbytes.size(), &attributes, &first, std::size_t{1}, &failed, stream);
+    if (fault && failed < batch.nbytes.size()) {
+        fault->detail += "; copy " + std::to_string(failed) + " of a batch of " +
+                         std::to_string(batch.nbytes.size()) + ", of " +
+                         std::to_string(batch.nbytes[failed]) + " bytes";
+    }
+    return fault;
+}
+
+MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
+    const cuda::Result result = table_.host_register.function(
+        data, static_cast<std::size_t>(nbytes), cuda::kHostRegisterPortable);
+    if (result == cuda::kHostMemoryAlreadyRegistered) return std::nullopt;
+    return outcome(table_.host_register.name, result);
+}
+
+void CudaApi::unregister_host(std::byte* data) {
+    static_cast<void>(table_.host_unregister.function(data));
+}
+
+bool CudaApi::is_gone(const Fault& fault) const {
+    return fault.kind == FaultKind::kDevice &&
+           (fault.error == cuda::kDeinitialized || fault.error == cuda::kContextIsDestroyed);
+}
+
+}  // namespace
+
+std::string cuda_library() {
+    const char* const named = std::getenv("DCP_DATASTATES_CUDA_LIBRARY");
+    return named != nullptr && *named != '\0' ? named : "libcuda.so.1";
+}
+
+MaybeFault open_cuda(const std::string& library, std::shared_ptr<DeviceApi>& api) {
+    cuda::Table table;
+    auto fault = cuda::load(library, table);
+    if (!fault) api = std::make_shared<CudaApi>(table);
+    return fault;
+}
+
+}  // namespace datastates

@@ -1,0 +1,156 @@
+#include "device.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+namespace datastates {
+
+namespace {
+
+/// Bytes from `data` to the next multiple of kPinBytes.
+std::uint64_t until_border(const std::byte* data) {
+    return kPinBytes - reinterpret_cast<std::uintptr_t>(data) % kPinBytes;
+}
+
+/// The same copies, cut where their host side crosses a border; empty if none does.
+std::vector<DeviceCopy> cut(Direction direction, std::span<const DeviceCopy> copies) {
+    const auto room = [direction](const DeviceCopy& copy) {
+        return until_border(direction == Direction::kGather ? copy.to : copy.from);
+    };
+    std::vector<DeviceCopy> cut;
+    if (std::ranges::all_of(copies, [&](const auto& copy) { return copy.nbytes <= room(copy); })) {
+        return cut;
+    }
+    for (DeviceCopy left : copies) {
+        while (left.nbytes > 0) {
+            const std::uint64_t nbytes = std::min(left.nbytes, room(left));
+            cut.push_back({.to = left.to, .from = left.from, .nbytes = nbytes});
+            left = {
+                .to = left.to + nbytes, .from = left.from + nbytes, .nbytes = left.nbytes - nbytes};
+        }
+    }
+    return cut;
+}
+
+}  // namespace
+
+Device::Device(std::shared_ptr<DeviceApi> api, int number)
+    : api_(std::move(api)), number_(number) {}
+
+MaybeFault Device::open(std::shared_ptr<DeviceApi> api, int number,
+                        std::shared_ptr<Device>& device) {
+    int count = 0;
+    if (auto fault = api->device_count(count)) return fault;
+    if (number < 0 || number >= count) {
+        return Fault{.kind = FaultKind::kDevice,
+                     .path = {},
+                     .operation = "opening device " + std::to_string(number),
+                     .detail = "there are " + std::to_string(count) + " devices"};
+    }
+    std::shared_ptr<Device> opened(new Device(std::move(api), number));
+    if (auto fault = opened->api_->retain(number)) return fault;
+    opened->retained_ = true;
+    const DeviceScope scope(*opened->api_, number);
+    if (scope.fault()) return scope.fault();
+    if (auto fault = opened->api_->create_stream(opened->save_stream_)) return fault;
+    if (auto fault = opened->api_->create_stream(opened->restore_stream_)) return fault;
+    device = std::move(opened);
+    return std::nullopt;
+}
+
+Device::~Device() {
+    if (!retained_) return;
+    {
+        const DeviceScope scope(*api_, number_);
+        for (const StreamHandle stream : {save_stream_, restore_stream_}) {
+            if (stream != 0 && !scope.fault()) api_->destroy_stream(stream);
+        }
+    }
+    api_->release(number_);
+}
+
+MaybeFault Device::record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event) {
+    const DeviceScope scope(*api_, number_);
+    if (scope.fault()) return scope.fault();
+    EventHandle handle = 0;
+    if (auto fault = api_->create_event(handle)) return fault;
+    auto made = std::make_shared<DeviceEvent>(shared_from_this(), handle);
+    if (auto fault = api_->record(handle, stream)) return fault;
+    event = std::move(made);
+    return std::nullopt;
+}
+
+MaybeFault Device::copy(Direction direction, std::span<const DeviceCopy> copies,
+                        StreamHandle stream, const Fences& fences,
+                        std::shared_ptr<DeviceEvent>& done) {
+    const DeviceScope scope(*api_, number_);
+    if (scope.fault()) return scope.fault();
+    for (const auto& fence : fences) {
+        if (fence->device().get() != this) continue;
+        if (auto fault = api_->stream_wait(stream, fence->handle())) return fault;
+    }
+    const std::vector<DeviceCopy> pieces = cut(direction, copies);
+    auto fault = api_->copy(direction, pieces.empty() ? copies : pieces, stream);
+    // Recorded after a fault, too: some of the copies may be under way.
+    auto unrecorded = record(stream, done);
+    return fault ? std::move(fault) : std::move(unrecorded);
+}
+
+MaybeFault Device::hold(StreamHandle stream, const DeviceEvent& event) {
+    const DeviceScope scope(*api_, number_);
+    if (scope.fault()) return scope.fault();
+    return api_->stream_wait(stream, event.handle());
+}
+
+MaybeFault Device::is_capturing(StreamHandle stream, bool& capturing) {
+    const DeviceScope scope(*api_, number_);
+    if (scope.fault()) return scope.fault();
+    return api_->is_capturing(stream, capturing);
+}
+
+DeviceEvent::~DeviceEvent() {
+    DeviceApi& api = device_->api();
+    const DeviceScope scope(api, device_->number());
+    if (!scope.fault()) api.destroy_event(handle_);
+}
+
+MaybeFault DeviceEvent::is_done(bool& done) const {
+    DeviceApi& api = device_->api();
+    const DeviceScope scope(api, device_->number());
+    if (scope.fault()) return scope.fault();
+    return api.is_done(handle_, done);
+}
+
+MaybeFault DeviceEvent::wait(const std::function<bool()>& give_up, bool& done) const {
+    // A copy of a segment takes 150 us or more on today's links.
+    constexpr std::chrono::microseconds kFirst(20);
+    constexpr std::chrono::microseconds kLast(500);
+    DeviceApi& api = device_->api();
+    const DeviceScope scope(api, device_->number());
+    if (scope.fault()) return scope.fault();
+    for (auto pause = kFirst;; pause = std::min(2 * pause, kLast)) {
+        if (auto fault = api.is_done(handle_, done)) return fault;
+        if (done || give_up()) return std::nullopt;
+        std::this_thread::sleep_for(pause);
+    }
+}
+
+MaybeFault PinnedMemory::pin(std::shared_ptr<Device> device, std::span<std::byte> memory,
+                             std::unique_ptr<PinnedMemory>& pinned) {
+    DeviceApi& api = device->api();
+    const DeviceScope scope(api, device->number());
+    if (scope.fault()) return scope.fault();
+    if (auto fault = api.register_host(memory.data(), memory.size())) return fault;
+    pinned.reset(new PinnedMemory(std::move(device), memory.data()));
+    return std::nullopt;
+}
+
+PinnedMemory::~PinnedMemory() {
+    DeviceApi& api = device_->api();
+    const DeviceScope scope(api, device_->number());
+    if (!scope.fault()) api.unregister_host(data_);
+}
+
+}  // namespace datastates

@@ -1,0 +1,101 @@
+#include "devices.h"
+
+#include <algorithm>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "cuda_api.h"
+#include "threads.h"
+
+namespace datastates {
+
+MaybeFault Devices::open(int device) {
+    const std::scoped_lock lock(mutex_);
+    if (stopping_) {
+        return Fault{.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
+    }
+    if (lanes_.contains(device)) return std::nullopt;
+    if (!api_) {
+        if (auto fault = open_cuda(cuda_library(), api_)) return fault;
+    }
+    std::shared_ptr<Device> opened;
+    if (auto fault = Device::open(api_, device, opened)) return fault;
+    lanes_.emplace(device, std::make_unique<DeviceLane>(std::move(opened)));
+    if (!pin_thread_.joinable()) {
+        pin_thread_ = start_thread("ds-pin", [this] { pin_loop(); });
+    }
+    pin_ = true;
+    pin_wanted_.notify_one();
+    return std::nullopt;
+}
+
+DeviceLane* Devices::lane(int device) const {
+    const std::scoped_lock lock(mutex_);
+    const auto found = lanes_.find(device);
+    return found == lanes_.end() ? nullptr : found->second.get();
+}
+
+std::shared_ptr<Device> Devices::find(int device) const {
+    const DeviceLane* const found = lane(device);
+    return found == nullptr ? nullptr : found->device();
+}
+
+void Devices::pin() {
+    const std::scoped_lock lock(mutex_);
+    pin_ = true;
+    pin_wanted_.notify_one();
+}
+
+MaybeFault Devices::pin_fault() const {
+    const std::scoped_lock lock(mutex_);
+    return pin_fault_;
+}
+
+void Devices::pin_loop() {
+    while (true) {
+        std::shared_ptr<Device> device;
+        {
+            std::unique_lock lock(mutex_);
+            pin_wanted_.wait(lock, [&] { return pin_ || stopping_; });
+            if (stopping_) return;
+            pin_ = false;
+            device = lanes_.begin()->second->device();
+        }
+        for (const HostCache::Memory& arena : cache_->unpinned()) {
+            std::vector<std::unique_ptr<PinnedMemory>> pins;
+            MaybeFault fault;
+            for (auto left = arena.bytes; !left.empty();) {
+                const std::uint64_t begin = reinterpret_cast<std::uintptr_t>(left.data());
+                const auto part =
+                    left.first(std::min<std::uint64_t>(left.size(), kPinBytes - begin % kPinBytes));
+                left = left.subspan(part.size());
+                std::unique_ptr<PinnedMemory> pinned;
+                fault = PinnedMemory::pin(device, part, pinned);
+                if (fault) break;
+                pins.push_back(std::move(pinned));
+                pinned_bytes_ += part.size();
+                const std::scoped_lock lock(mutex_);
+                if (stopping_) break;
+            }
+            cache_->keep_pinned(arena.index, std::move(pins));
+            const std::scoped_lock lock(mutex_);
+            if (fault) pin_fault_ = std::move(fault);
+            if (stopping_) return;
+        }
+    }
+}
+
+void Devices::shutdown() {
+    std::jthread pinning;
+    {
+        const std::scoped_lock lock(mutex_);
+        stopping_ = true;
+        pinning.swap(pin_thread_);
+        pin_wanted_.notify_all();
+    }
+    if (pinning.joinable()) pinning.join();
+    for (const auto& [number, lane] : lanes_) lane->shutdown();  // stopping_: no more are added
+}
+
+}  // namespace datastates

@@ -1,0 +1,64 @@
+// The devices that an engine uses: opened one by one, and the host cache pinned for them.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "device.h"
+#include "device_lane.h"
+#include "host_cache.h"
+
+namespace datastates {
+
+class Devices {
+  public:
+    /// Without an `api`, CUDA's is opened when the first device is.
+    Devices(std::shared_ptr<HostCache> cache, std::shared_ptr<DeviceApi> api)
+        : cache_(std::move(cache)), api_(std::move(api)) {}
+    Devices(const Devices&) = delete;
+    Devices& operator=(const Devices&) = delete;
+    Devices(Devices&&) = delete;
+    Devices& operator=(Devices&&) = delete;
+    ~Devices() { shutdown(); }
+
+    /// Makes `device` usable; begins to pin the cache, in a thread. Idempotent.
+    MaybeFault open(int device);
+
+    /// Null if it was not opened.
+    [[nodiscard]] DeviceLane* lane(int device) const;
+    [[nodiscard]] std::shared_ptr<Device> find(int device) const;
+
+    /// Has memory pinned that the cache has gained, if a device is open. Returns at once.
+    void pin();
+
+    /// Bytes of the cache that are pinned. Copies to and from others are slower, and not
+    /// overlapped.
+    [[nodiscard]] std::uint64_t pinned_bytes() const { return pinned_bytes_; }
+    [[nodiscard]] MaybeFault pin_fault() const;
+
+    /// Waits for copies under way, for a while. What is pinned stays so, until the cache goes.
+    void shutdown();
+
+  private:
+    void pin_loop();
+
+    const std::shared_ptr<HostCache> cache_;
+
+    mutable std::mutex mutex_;  // guards what follows; taken before the cache's
+    std::shared_ptr<DeviceApi> api_;
+    std::map<int, std::unique_ptr<DeviceLane>> lanes_;  // only ever added to
+    std::condition_variable pin_wanted_;                // pin_, stopping_
+    bool pin_ = false;
+    bool stopping_ = false;
+    MaybeFault pin_fault_;
+    std::jthread pin_thread_;  // ends when stopping_; joined by `shutdown`
+    std::atomic<std::uint64_t> pinned_bytes_ = 0;
+};
+
+}  // namespace datastates

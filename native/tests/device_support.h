@@ -1,0 +1,158 @@
+// A fake device, as its training process and the engine see it.
+
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <source_location>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cuda_api.h"
+#include "device_api.h"
+#include "fake_cuda.h"
+#include "fault.h"
+#include "support.h"
+
+namespace datastates::testing {
+
+inline void check_ok(const MaybeFault& fault,
+                     std::source_location where = std::source_location::current()) {
+    check(!fault, fault ? describe(*fault) : "", where);
+}
+
+inline void check_error(const MaybeFault& fault, int error,
+                        std::source_location where = std::source_location::current()) {
+    check(fault.has_value(), "nothing failed", where);
+    check(fault->kind == FaultKind::kDevice, describe(*fault), where);
+    check_equal(fault->error, error, where);
+}
+
+/// The fake driver, new, and the engine's view of it.
+struct FakeDriver {
+    explicit FakeDriver(std::uint64_t seed = 1, std::uint32_t max_delay_us = 200) {
+        fake_cuda_reset();
+        fake_cuda_configure(0, seed, max_delay_us, 0);
+        check_ok(open_cuda(FAKE_CUDA_LIBRARY, api));
+    }
+    FakeDriver(const FakeDriver&) = delete;
+    FakeDriver& operator=(const FakeDriver&) = delete;
+    FakeDriver(FakeDriver&&) = delete;
+    FakeDriver& operator=(FakeDriver&&) = delete;
+    ~FakeDriver() { fake_cuda_reset(); }
+
+    std::shared_ptr<DeviceApi> api;
+};
+
+/// This thread is bound to a device.
+class Entered {
+  public:
+    Entered(DeviceApi& api, int device) : api_(api), device_(device) {
+        check_ok(api_.retain(device));
+        check_ok(api_.enter(device));
+    }
+    Entered(const Entered&) = delete;
+    Entered& operator=(const Entered&) = delete;
+    Entered(Entered&&) = delete;
+    Entered& operator=(Entered&&) = delete;
+    ~Entered() {
+        api_.leave();
+        api_.release(device_);
+    }
+
+    StreamHandle stream() {
+        StreamHandle stream = 0;
+        check_ok(api_.create_stream(stream));
+        return stream;
+    }
+    EventHandle event() {
+        EventHandle event = 0;
+        check_ok(api_.create_event(event));
+        return event;
+    }
+    bool is_done(EventHandle event) {
+        bool done = false;
+        check_ok(api_.is_done(event, done));
+        return done;
+    }
+    void wait(EventHandle event) {
+        const auto deadline = in(60);
+        while (!is_done(event)) {
+            check(Clock::now() < deadline, "the event is never done");
+            std::this_thread::yield();
+        }
+    }
+    /// One copy, in whichever direction.
+    MaybeFault copy(Direction direction, std::byte* to, const std::byte* from, std::uint64_t nbytes,
+                    StreamHandle stream) {
+        const DeviceCopy copy{.to = to, .from = from, .nbytes = nbytes};
+        return api_.copy(direction, {&copy, 1}, stream);
+    }
+
+  private:
+    DeviceApi& api_;
+    int device_;
+};
+
+/// Memory of a device.
+inline std::span<std::byte> device_memory(int device, std::uint64_t nbytes) {
+    auto* const data = static_cast<std::byte*>(fake_cuda_alloc(device, nbytes));
+    check(data != nullptr, "no device memory");
+    return {data, nbytes};
+}
+
+/// Pinned host memory.
+class PinnedMemory {
+  public:
+    PinnedMemory(DeviceApi& api, std::uint64_t nbytes) : api_(api), bytes_(nbytes) {
+        check_ok(api_.register_host(bytes_.data(), nbytes));
+    }
+    PinnedMemory(const PinnedMemory&) = delete;
+    PinnedMemory& operator=(const PinnedMemory&) = delete;
+    PinnedMemory(PinnedMemory&&) = delete;
+    PinnedMemory& operator=(PinnedMemory&&) = delete;
+    ~PinnedMemory() { api_.unregister_host(bytes_.data()); }
+
+    [[nodiscard]] std::byte* data() { return bytes_.data(); }
+    [[nodiscard]] const Bytes& bytes() const { return bytes_; }
+
+  private:
+    DeviceApi& api_;
+    Bytes bytes_;
+};
+
+/// A stream of the training process.
+inline StreamHandle training_stream(int device, bool blocking = false) {
+    StreamHandle stream = 0;
+    check_equal(fake_cuda_create_stream(device, blocking ? 1 : 0, &stream), 0);
+    return stream;
+}
+
+/// Keeps a stream busy until it is opened.
+class Gate {
+  public:
+    Gate() = default;
+    Gate(const Gate&) = delete;
+    Gate& operator=(const Gate&) = delete;
+    Gate(Gate&&) = delete;
+    Gate& operator=(Gate&&) = delete;
+    ~Gate() { open(); }
+
+    void close(int device, StreamHandle stream) {
+        check_equal(fake_cuda_launch(device, stream, &Gate::wait, &open_), 0);
+    }
+    void open() { open_ = true; }
+
+  private:
+    static void wait(void* open) {
+        while (!*static_cast<std::atomic<bool>*>(open)) std::this_thread::yield();
+    }
+
+    std::atomic<bool> open_ = false;
+};
+
+}  // namespace datastates::testing

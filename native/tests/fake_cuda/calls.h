@@ -1,0 +1,61 @@
+// What the fake driver exports under the names of CUDA's. See the documentation of those.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda_abi.h"
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+namespace datastates::cuda {
+
+Result cuInit(unsigned flags);
+Result cuGetErrorName(Result error, const char** name);
+Result cuGetErrorString(Result error, const char** words);
+Result cuDriverGetVersion(int* version);
+Result cuDeviceGetCount(int* count);
+Result cuDeviceGet(Device* device, int ordinal);
+
+Result cuDevicePrimaryCtxRetain(Context* context, Device device);
+Result cuDevicePrimaryCtxRelease_v2(Device device);
+Result cuCtxPushCurrent_v2(Context context);
+Result cuCtxPopCurrent_v2(Context* context);
+Result cuCtxGetStreamPriorityRange(int* least, int* greatest);
+
+Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority);
+Result cuStreamDestroy_v2(Stream stream);
+Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags);
+Result cuStreamIsCapturing(Stream stream, CaptureStatus* status);
+Result cuThreadExchangeStreamCaptureMode(CaptureMode* mode);
+
+Result cuEventCreate(Event* event, unsigned flags);
+Result cuEventDestroy_v2(Event event);
+Result cuEventRecord(Event event, Stream stream);
+Result cuEventQuery(Event event);
+
+Result cuMemHostRegister_v2(void* data, std::size_t nbytes, unsigned flags);
+Result cuMemHostUnregister(void* data);
+Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t nbytes, Stream stream);
+Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, std::size_t nbytes, Stream stream);
+
+// Not in an old driver.
+
+Result cuMemcpyBatchAsync(const DevicePointer* to, const DevicePointer* from,
+                          const std::size_t* nbytes, std::size_t count,
+                          const CopyAttributes* attributes, const std::size_t* firsts,
+                          std::size_t attributes_count, std::size_t* failed, Stream stream);
+Result cuMemcpyBatchAsync_v2(const DevicePointer* to, const DevicePointer* from,
+                             const std::size_t* nbytes, std::size_t count,
+                             const CopyAttributes* attributes, const std::size_t* firsts,
+                             std::size_t attributes_count, Stream stream);
+Result cuGetProcAddress(const char* symbol, void** function, int version, std::uint64_t flags);
+Result cuGetProcAddress_v2(const char* symbol, void** function, int version, std::uint64_t flags,
+                           int* status);
+
+}  // namespace datastates::cuda
+
+}  // extern "C"
+#pragma GCC visibility pop

@@ -1,0 +1,179 @@
+#include "driver.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <utility>
+
+namespace datastates::fake_cuda {
+namespace {
+
+/// All that are exported and counted.
+constexpr std::array<std::string_view, 28> kSymbols{
+    "cuInit",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuDriverGetVersion",
+    "cuGetProcAddress",
+    "cuGetProcAddress_v2",
+    "cuDeviceGetCount",
+    "cuDeviceGet",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuCtxGetStreamPriorityRange",
+    "cuStreamCreateWithPriority",
+    "cuStreamDestroy_v2",
+    "cuStreamWaitEvent",
+    "cuStreamIsCapturing",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemcpyBatchAsync",
+    "cuMemcpyBatchAsync_v2",
+};
+
+/// Runs when the process ends, or the library is unloaded.
+struct AtExit {
+    AtExit() = default;
+    AtExit(const AtExit&) = delete;
+    AtExit& operator=(const AtExit&) = delete;
+    AtExit(AtExit&&) = delete;
+    AtExit& operator=(AtExit&&) = delete;
+    ~AtExit() { Driver::instance().end(); }
+};
+
+}  // namespace
+
+Driver::Driver() : process_(::getpid()) {
+    for (const std::string_view symbol : kSymbols) calls_.emplace(symbol, 0);
+}
+
+Driver& Driver::instance() {
+    struct Maker : Driver {};
+    static Driver* const driver = std::make_unique<Maker>().release();
+    static const AtExit at_exit;
+    return *driver;
+}
+
+bool Driver::is_of_this_process() const {
+    return ::getpid() == process_;
+}
+
+ThreadState& Driver::this_thread() const {
+    thread_local ThreadState state;
+    if (state.epoch != epoch_) state = {.epoch = epoch_, .contexts = {}};
+    return state;
+}
+
+cuda::Result Driver::admit(const char* symbol, Needs needs, Caller& caller) {
+    ++calls_.find(symbol)->second;
+    if (const auto found = failures_.find(symbol); found != failures_.end()) {
+        auto& [code, skip] = found->second.front();
+        if (skip-- == 0) {
+            const cuda::Result failed = code;
+            found->second.erase(found->second.begin());
+            if (found->second.empty()) failures_.erase(found);
+            return failed;
+        }
+    }
+    if (needs == Needs::kNothing) return cuda::kSuccess;
+    if (poison != cuda::kSuccess) return poison;
+    if (!initialized) return cuda::kNotInitialized;
+    if (needs == Needs::kInitialized) return cuda::kSuccess;
+    const auto& contexts = this_thread().contexts;
+    if (contexts.empty()) return cuda::kInvalidContext;
+    return streams.device_of(contexts.back(), caller.device);
+}
+
+void Driver::fail_next(std::string_view symbol, cuda::Result code, int skip) {
+    failures_[std::string(symbol)].push_back({.code = code, .skip = skip});
+}
+
+void Driver::reset() {
+    std::unique_lock lock(mutex_);
+    scheduler.stop(lock);
+    scheduler.set({});
+    streams.reset();
+    memory = {};
+    counts = {};
+    hidden.clear();
+    failures_.clear();
+    for (auto& [symbol, count] : calls_) count = 0;
+    devices = kDevices;
+    initialized = false;
+    poison = cuda::kSuccess;
+    ++epoch_;
+}
+
+cuda::Result Driver::synchronize_all(Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return scheduler.wait_all_until(lock, deadline) ? poison : cuda::kNotReady;
+}
+
+void Driver::end() {
+    if (!is_of_this_process()) return;
+    std::unique_lock lock(mutex_);
+    poison = cuda::kDeinitialized;
+    scheduler.stop(lock);
+}
+
+cuda::Result Driver::check_copy(int device, const DeviceCopy& copy,
+                                std::shared_ptr<Registration>& pinned) const {
+    const auto to = addresses_of(copy.bytes.to, copy.bytes.nbytes);
+    const auto from = addresses_of(copy.bytes.from, copy.bytes.nbytes);
+    if (!memory.is_of_device(device, copy.to_host ? from : to)) return cuda::kInvalidValue;
+    return memory.find_pinned(device, copy.to_host ? to : from, pinned);
+}
+
+cuda::Result Driver::enqueue_copies(Caller& caller, Handle handle,
+                                    std::span<const DeviceCopy> copies, std::size_t& failed) {
+    Stream* const stream = streams.stream(caller.device, handle);
+    if (stream == nullptr) return cuda::kInvalidHandle;
+    if (stream->device != caller.device) return cuda::kInvalidContext;
+    auto work = std::make_shared<Work>();
+    std::vector<std::shared_ptr<Registration>> used;
+    Counts counted = counts;
+    bool pageable = false;
+    for (std::size_t n = 0; n < copies.size(); ++n) {
+        const DeviceCopy& copy = copies[n];
+        std::shared_ptr<Registration> pinned;
+        if (const cuda::Result refused = check_copy(caller.device, copy, pinned)) {
+            failed = n;
+            ++counts.violations;
+            return refused;
+        }
+        (copy.to_host ? counted.bytes_to_host : counted.bytes_to_device) += copy.bytes.nbytes;
+        ++counted.copies;
+        if (pinned) {
+            used.push_back(pinned);
+        } else {
+            ++counted.pageable_copies;
+            pageable = true;
+        }
+        work->copies.push_back(copy.bytes);
+    }
+    for (const auto& registration : used) ++registration->uses;
+    work->when_finished = [used] {
+        for (const auto& registration : used) --registration->uses;
+    };
+    if (const cuda::Result refused = streams.enqueue(*stream, work)) return refused;
+    if (work->number == 0) return cuda::kSuccess;  // captured
+    counts = counted;
+    if (!pageable) return cuda::kSuccess;
+    // As with a real one: memory that may be paged out is copied while the caller waits.
+    const bool done =
+        scheduler.wait_until(caller.lock, work, Clock::now() + std::chrono::hours(24));
+    return done ? poison : cuda::kDeinitialized;
+}
+
+}  // namespace datastates::fake_cuda

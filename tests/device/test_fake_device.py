@@ -1,0 +1,444 @@
+"""The device path, on the fake driver: what is saved is what the device's stream had made of it at the call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.fake_cuda import FakeCuda, installed
+
+import dcp_datastates
+from dcp_datastates import DataStatesReader, DataStatesWriter, capture, devices
+from dcp_datastates.errors import ConfigurationError, DeviceError
+from dcp_datastates.snapshot import Snapshot
+
+CACHE = 64 << 20
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with installed() as fake:
+        yield fake
+
+
+class Stepper(torch.optim.Optimizer):
+    """Its step is a kernel for each tensor: every value grows by one."""
+
+    def __init__(
+        self, cuda: FakeCuda, parameters: dict[str, torch.Tensor], device: int = 0
+    ) -> None:
+        super().__init__(list(parameters.values()), {})
+        self.cuda = cuda
+        self.device = device
+        self.named = parameters
+        self.values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        for parameter in parameters.values():
+            cuda.adopt(parameter, device)
+        dcp_datastates.track(self)
+
+    def step(self, closure: Any = None) -> None:
+        for name, parameter in self.named.items():
+            self.values[name] = self.values[name] + 1
+            self.cuda.write(parameter, self.values[name], self.device)
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """What the stream will have made of the parameters, when all that it was given has run."""
+        return {name: values.clone() for name, values in self.values.items()}
+
+
+def model(count: int = 3, rows: int = 257, columns: int = 1024) -> dict[str, torch.Tensor]:
+    return {
+        f"layer.{index}": torch.nn.Parameter(torch.randn(rows, columns)) for index in range(count)
+    }
+
+
+def load(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {name: torch.full_like(value, -1) for name, value in like.items()}
+    dcp.load(found, storage_reader=DataStatesReader(path))
+    return found
+
+
+def differing(path: Path, expected: dict[str, torch.Tensor]) -> list[str]:
+    found = load(path, expected)
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+def writer(path: Path, **options: Any) -> DataStatesWriter:
+    return DataStatesWriter(
+        path, **{"host_cache_size": CACHE, "read_window": "immediate", **options}
+    )
+
+
+def save(path: Path, state: dict[str, Any], **options: Any) -> Any:
+    return dcp.async_save(state, storage_writer=writer(path, **options))
+
+
+# ---- consistency under overlap ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_right_behind_every_save(cuda: FakeCuda, tmp_path: Path, seed: int) -> None:
+    """Kernels are enqueued for the very tensors that are being saved, as fast as the gate lets them."""
+    cuda.configure(seed=seed)
+    stepper = Stepper(cuda, model())
+    kept = DataStatesWriter(host_cache_size=CACHE, read_window="immediate")
+    futures = []
+    for index in range(12):
+        path = tmp_path / f"{index}"
+        expected = stepper.now()
+        future = dcp_datastates.async_save(stepper.named, path, writer=kept).upload_completion
+        futures.append((path, expected, future))
+        stepper.step()
+        stepper.step()
+    for path, expected, future in futures:
+        future.result()
+        assert differing(path, expected) == []
+    assert cuda.count("violations") == 0
+
+
+def test_what_the_stream_was_given_before_the_call_is_in_it(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.configure(seed=1, max_delay_us=20000)
+    stepper = Stepper(cuda, model())
+    for index in range(5):
+        for _ in range(3):
+            stepper.step()
+        expected = stepper.now()
+        save(tmp_path / f"{index}", stepper.named).result()
+        assert differing(tmp_path / f"{index}", expected) == []
+
+
+@pytest.mark.parametrize("cache", [32 << 20, 64 << 20])
+def test_a_state_larger_than_the_cache(cuda: FakeCuda, tmp_path: Path, cache: int) -> None:
+    cuda.configure(seed=3, max_delay_us=200)
+    stepper = Stepper(cuda, model(6, 4097, 1024))
+    expected = stepper.now()
+    future = save(tmp_path / "a", stepper.named, host_cache_size=cache)
+    stepper.step()
+    future.result()
+    assert differing(tmp_path / "a", expected) == []
+
+
+def test_optimizer_on_a_side_stream(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.configure(seed=4)
+    stepper = Stepper(cuda, model())
+    side = cuda.new_stream()
+    for index in range(5):
+        cuda.synchronize()
+        expected = stepper.now()
+        future = save(tmp_path / f"{index}", stepper.named)
+        with cuda.current(side):
+            stepper.step()
+        future.result()
+        assert differing(tmp_path / f"{index}", expected) == []
+
+
+def test_two_devices_and_the_host_in_one_state(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.configure(seed=5)
+    first = Stepper(cuda, model(2), device=0)
+    second = Stepper(cuda, model(2), device=1)
+    on_host = torch.randn(300, 1024)
+    for index in range(4):
+        state = {
+            **{f"first.{name}": value for name, value in first.named.items()},
+            **{f"second.{name}": value for name, value in second.named.items()},
+            "host": on_host,
+        }
+        expected = {
+            **{f"first.{name}": value for name, value in first.now().items()},
+            **{f"second.{name}": value for name, value in second.now().items()},
+            "host": on_host.clone(),
+        }
+        future = save(tmp_path / f"{index}", state)
+        second.step()
+        first.step()
+        on_host.add_(1)
+        future.result()
+        assert differing(tmp_path / f"{index}", expected) == []
+
+
+def test_only_the_device_in_use_gets_a_context(cuda: FakeCuda, tmp_path: Path) -> None:
+    stepper = Stepper(cuda, model(1), device=1)
+    save(tmp_path / "a", stepper.named).result()
+    assert cuda.contexts(1) == 1
+    assert cuda.contexts(0) == 0
+
+
+# ---- what nobody owns is copied on the caller's stream ------------------------------------------------
+
+
+def test_buffers_are_as_they_were_in_the_stream(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.configure(seed=6, max_delay_us=5000)
+    running = cuda.adopt(torch.zeros(300, 1000))
+    strided = cuda.adopt(torch.arange(12.0).reshape(3, 4)).t()
+    empty = cuda.adopt(torch.empty(0, 3))
+    for index in range(5):
+        cuda.write(running, torch.full((300, 1000), float(index)))
+        future = save(
+            tmp_path / f"{index}", {"running": running, "strided": strided, "empty": empty}
+        )
+        cuda.write(running, torch.full((300, 1000), -7.0))
+        future.result()
+        expected = {
+            "running": torch.full((300, 1000), float(index)),
+            "strided": strided.clone(),
+            "empty": torch.empty(0, 3),
+        }
+        assert differing(tmp_path / f"{index}", expected) == []
+
+
+@pytest.mark.parametrize("defer", ["none", "all"])
+def test_defer(cuda: FakeCuda, tmp_path: Path, defer: str) -> None:
+    cuda.configure(seed=7)
+    stepper = Stepper(cuda, model())
+    expected = stepper.now()
+    future = save(tmp_path / "a", stepper.named, defer=defer)
+    stepper.step()
+    future.result()
+    assert differing(tmp_path / "a", expected) == []
+
+
+def test_thousands_of_small_tensors_are_few_calls(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.configure(seed=8, max_delay_us=100)
+    stepper = Stepper(
+        cuda,
+        {f"p{index}": torch.nn.Parameter(torch.randn(1 + index % 700)) for index in range(3000)},
+    )
+    cuda.await_pinned(CACHE)
+    expected = stepper.now()
+    calls = cuda.count("cuMemcpyBatchAsync") + cuda.count("cuMemcpyDtoHAsync_v2")
+    future = save(tmp_path / "a", stepper.named)
+    stepper.step()
+    future.result()
+    assert differing(tmp_path / "a", expected) == []
+    calls = cuda.count("cuMemcpyBatchAsync") + cuda.count("cuMemcpyDtoHAsync_v2") - calls
+    assert calls <= 4
+
+
+def test_a_buffer_larger_than_what_is_pinned_in_one_call(cuda: FakeCuda, tmp_path: Path) -> None:
+    cache = 256 << 20
+    buffer = cuda.adopt(torch.randn(40 << 20))
+    cuda.await_pinned(cache)
+    expected = {"buffer": buffer.clone()}
+    future = save(tmp_path / "a", {"buffer": buffer}, host_cache_size=cache)
+    cuda.write(buffer, torch.zeros_like(buffer))
+    future.result()
+    assert differing(tmp_path / "a", expected) == []
+    assert cuda.count("pageable_copies") == cuda.count("violations") == 0
+
+
+def test_synchronous_save(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.configure(seed=9, max_delay_us=20000)
+    stepper = Stepper(cuda, model())
+    stepper.step()
+    dcp.save(stepper.named, storage_writer=writer(tmp_path / "a"))
+    assert differing(tmp_path / "a", stepper.now()) == []
+
+
+def test_everything_goes_through_pinned_memory(cuda: FakeCuda, tmp_path: Path) -> None:
+    stepper = Stepper(cuda, model())
+    buffer = cuda.adopt(torch.ones(5))
+    cuda.await_pinned(CACHE)
+    save(tmp_path / "a", {**stepper.named, "buffer": buffer}).result()
+    state = {name: cuda.adopt(torch.zeros_like(value)) for name, value in stepper.now().items()}
+    dcp.load(state, storage_reader=DataStatesReader(tmp_path / "a"))
+    assert cuda.count("pageable_copies") == 0
+
+
+# ---- the tests can fail: without each of the measures, wrong bytes --------------------------------------
+
+
+def torn(cuda: FakeCuda, directory: Path, **options: Any) -> bool:
+    """Whether saves with steps before and behind them are wrong, in any of a few tries."""
+    stepper = Stepper(cuda, model(4))
+    cuda.await_pinned(CACHE)
+    side = cuda.new_stream()
+    for index in range(8):
+        cuda.configure(seed=index, max_delay_us=20000, piece=16384)
+        stepper.step()
+        expected = stepper.now()
+        if options.get("side"):
+            cuda.synchronize()
+        future = save(directory / f"{index}", stepper.named)
+        with cuda.current(side if options.get("side") else cuda.main_stream(0)):
+            stepper.step()
+        future.result()
+        cuda.synchronize()
+        if differing(directory / f"{index}", expected):
+            return True
+    return False
+
+
+def test_torn_without_an_event_at_the_capture(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capture, "fences", lambda engine, devices: [])
+    assert torn(cuda, tmp_path)
+
+
+def test_torn_without_a_gate(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Snapshot, "_hold_device", lambda self, portion, on_host: None)
+    assert torn(cuda, tmp_path)
+
+
+def test_torn_with_the_gate_on_another_stream(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dcp_datastates.snapshot.stream", cuda.main_stream)
+    assert torn(cuda, tmp_path, side=True)
+
+
+@pytest.mark.parametrize("side", [False, True])
+def test_whole_with_all_of_them(cuda: FakeCuda, tmp_path: Path, side: bool) -> None:
+    assert not torn(cuda, tmp_path, side=side)
+
+
+# ---- restoring --------------------------------------------------------------------------------------------
+
+
+def test_restored_to_the_device(cuda: FakeCuda, tmp_path: Path) -> None:
+    """After what the stream was given before, and before what it is given after."""
+    values = {name: torch.randn(513, 2000) for name in ("a", "b", "c")}
+    dcp.save(values, storage_writer=writer(tmp_path / "x"))
+    for seed in range(4):
+        cuda.configure(seed=seed, max_delay_us=20000)
+        state = {name: cuda.adopt(torch.zeros(513, 2000)) for name in values}
+        for tensor in state.values():
+            cuda.write(tensor, torch.full((513, 2000), 9.0))  # an initialization
+        dcp.load(state, storage_reader=DataStatesReader(tmp_path / "x"))
+        for name, tensor in state.items():
+            assert torch.equal(tensor, values[name])
+    assert cuda.count("bytes_to_device") >= 4 * 3 * 513 * 2000 * 4
+
+
+def test_restored_into_parts_of_memory(cuda: FakeCuda, tmp_path: Path) -> None:
+    values = {"wide": torch.randn(64, 8192), "narrow": torch.randn(4096, 8)}
+    dcp.save(values, storage_writer=writer(tmp_path / "x"))
+    memory = {"wide": cuda.adopt(torch.zeros(64, 9000)), "narrow": cuda.adopt(torch.zeros(4096, 9))}
+    state = {"wide": memory["wide"][:, :8192], "narrow": memory["narrow"][:, :8]}
+    dcp.load(state, storage_reader=DataStatesReader(tmp_path / "x"))
+    for name, value in values.items():
+        assert torch.equal(state[name], value)
+    assert memory["wide"][:, 8192:].count_nonzero() == 0
+
+
+# ---- faults -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("symbol", ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyDtoHAsync_v2"])
+def test_a_driver_that_refuses(cuda: FakeCuda, tmp_path: Path, symbol: str) -> None:
+    """The save fails with the driver's words, training goes on, and the next save works."""
+    stepper = Stepper(cuda, {"only": torch.nn.Parameter(torch.randn(1000, 100))})
+    save(tmp_path / "before", stepper.named).result()
+    cuda.fail_next(symbol, 1)
+    with pytest.raises(BaseException, match=symbol) as raised:
+        save(tmp_path / "refused", stepper.named).result()
+    causes = getattr(raised.value, "failures", {0: raised.value})
+    assert any(isinstance(_cause(each), DeviceError) for each in causes.values())
+    assert not (tmp_path / "refused" / ".metadata").exists()
+    stepper.step()
+    expected = stepper.now()
+    save(tmp_path / "after", stepper.named).result()
+    assert differing(tmp_path / "after", expected) == []
+
+
+def _cause(failure: Any) -> BaseException:
+    return failure[0] if isinstance(failure, tuple) else failure
+
+
+def test_a_gate_that_the_driver_refuses(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the save fails, and the step goes on when nothing is read any more."""
+    stepper = Stepper(cuda, {"only": torch.nn.Parameter(torch.randn(1000, 100))})
+    save(tmp_path / "before", stepper.named).result()
+    fail = Snapshot.fail
+
+    def go_on(snapshot: Snapshot, error: BaseException) -> None:
+        cuda.lib.fake_cuda_stall(0)
+        fail(snapshot, error)
+
+    monkeypatch.setattr(Snapshot, "fail", go_on)
+    future = save(tmp_path / "refused", stepper.named, read_window="backward")
+    cuda.lib.fake_cuda_stall(1)  # the reads are not done when the gate comes
+    cuda.fail_next("cuStreamWaitEvent", 1, 1)  # the first is that of the copies
+    stepper.step()
+    with pytest.raises(BaseException, match="cuStreamWaitEvent"):
+        future.result()
+
+
+def test_a_device_without_a_driver_goes_through_torch(
+    cuda: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("DCP_DATASTATES_CUDA_LIBRARY", str(tmp_path / "no-such-library.so"))
+    stepper = Stepper(cuda, model(1))
+    with caplog.at_level(logging.WARNING, logger="dcp_datastates"):
+        save(tmp_path / "a", stepper.named).result()
+        save(tmp_path / "b", stepper.named).result()
+    assert differing(tmp_path / "a", stepper.now()) == []
+    told = [record for record in caplog.records if "no-such-library.so" in record.getMessage()]
+    assert len(told) == 1
+
+
+def test_what_saves_take_from_the_driver_is_given_back(cuda: FakeCuda, tmp_path: Path) -> None:
+    stepper = Stepper(cuda, model())
+    kept = DataStatesWriter(host_cache_size=CACHE, read_window="immediate")
+    cuda.await_pinned(CACHE)
+    counts = []
+    for index in range(6):
+        future = dcp.async_save(
+            stepper.named, checkpoint_id=tmp_path / f"{index}", storage_writer=kept
+        )
+        stepper.step()
+        future.result()
+        names = ("live_streams", "live_events", "live_registrations")
+        counts.append([cuda.count(name) for name in names])
+    assert counts[1:] == [counts[1]] * 5
+    assert cuda.count("early_unregistrations") == 0
+
+
+# ---- graphs -------------------------------------------------------------------------------------------------
+
+
+def test_no_save_while_a_graph_is_captured(cuda: FakeCuda, tmp_path: Path) -> None:
+    stepper = Stepper(cuda, model(1))
+    cuda.in_capture = True
+    with pytest.raises(ConfigurationError, match="captured"):
+        save(tmp_path / "a", stepper.named)
+
+
+def test_an_optimizer_whose_step_was_captured_is_never_deferred_again(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    """Its replays call no hook: what it owns is copied on the stream, at the call."""
+    cuda.configure(seed=11)
+    stepper = Stepper(cuda, model())
+    expected = stepper.now()
+    future = save(tmp_path / "before", stepper.named)
+    cuda.in_capture = True
+    waits = cuda.count("cuStreamWaitEvent")
+    torch.optim.Optimizer.profile_hook_step(lambda optimizer: None)(
+        stepper
+    )  # a capture runs nothing
+    cuda.in_capture = False
+    assert (
+        cuda.count("cuStreamWaitEvent") - waits <= 1
+    )  # the copies', and none on the captured stream
+    future.result()
+    assert differing(tmp_path / "before", expected) == []
+    expected = stepper.now()
+    future = save(tmp_path / "after", stepper.named)
+    for name, parameter in stepper.named.items():  # a replay
+        cuda.write(parameter, stepper.values[name] + 5)
+    future.result()
+    assert differing(tmp_path / "after", expected) == []
+    assert devices.capturing() is False

@@ -1,0 +1,306 @@
+"""The device path on a real GPU: ``make gpu-test``. Without one, the fake driver's tests carry it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.utils.checkpoint import checkpoint
+
+import dcp_datastates
+from dcp_datastates import DataStatesReader, DataStatesWriter, engine
+from dcp_datastates.errors import ConfigurationError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+CACHE = 512 << 20
+WIDTH = 1024
+
+
+@pytest.fixture
+def writer() -> Iterator[DataStatesWriter]:
+    made = DataStatesWriter(host_cache_size=CACHE)
+    yield made
+    made.close()
+
+
+class Net(torch.nn.Module):
+    """Large matrices, small vectors, and a BatchNorm, whose buffers nobody owns."""
+
+    def __init__(self, recompute: bool = False) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.norm = torch.nn.BatchNorm1d(WIDTH)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            x = torch.relu(x)
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            found[f"{prefix}{name}"] = value
+        elif isinstance(value, dict):
+            found.update(flat(value, f"{prefix}{name}."))
+    return found
+
+
+def state_of(net: torch.nn.Module, optimizers: Any) -> dict[str, Any]:
+    model, optimizer = get_state_dict(net, optimizers)
+    return {"model": model, "optimizer": optimizer}
+
+
+def copied(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """In stream order, and so without slowing down what is tested."""
+    return {name: value.detach().clone() for name, value in flat(state).items()}
+
+
+def differing(path: Path, expected: dict[str, torch.Tensor]) -> list[str]:
+    found = {name: torch.empty_like(value, device="cpu") for name, value in expected.items()}
+    dcp.load(found, storage_reader=DataStatesReader(path))
+    return [name for name, value in expected.items() if not torch.equal(found[name], value.cpu())]
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(256, WIDTH, device="cuda")
+
+
+@pytest.mark.parametrize("optimizer", ["fused", "foreach", "plain"])
+@pytest.mark.parametrize("window", ["backward", "immediate"])
+def test_hundreds_of_saves_while_training(
+    tmp_path: Path, writer: DataStatesWriter, optimizer: str, window: str
+) -> None:
+    net = Net().cuda()
+    options = {"fused": {"fused": True}, "foreach": {"foreach": True}, "plain": {"foreach": False}}
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-3, **options[optimizer])
+    dcp_datastates.track(adamw)
+    kept = DataStatesWriter(host_cache_size=CACHE, read_window=window)  # type: ignore[arg-type]
+    saves = []
+    for index in range(120):
+        net(batch()).square().mean().backward()
+        adamw.step()
+        adamw.zero_grad()
+        state = state_of(net, adamw)
+        expected = copied(state)
+        path = tmp_path / f"{index % 3}"
+        saves.append((path, expected, dcp_datastates.async_save(state, path, writer=kept)))
+        if len(saves) == 3:
+            for at, wanted, response in saves:
+                response.upload_completion.result()
+                assert differing(at, wanted) == []
+            saves = []
+    kept.close()
+
+
+def train_plain(net: Net) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-3)
+
+    def step() -> None:
+        net(batch()).square().mean().backward()
+        adamw.step()
+        adamw.zero_grad()
+
+    return [adamw], step
+
+
+def train_side_stream(net: Net) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    side = torch.cuda.Stream()
+
+    def step() -> None:
+        net(batch()).square().mean().backward()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            adamw.step()
+        torch.cuda.current_stream().wait_stream(side)
+        adamw.zero_grad()
+
+    return [adamw], step
+
+
+def train_two(net: Net) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
+    parameters = list(net.parameters())
+    first = torch.optim.SGD(parameters[::2], lr=1e-3, momentum=0.9)
+    second = torch.optim.AdamW(parameters[1::2], lr=1e-3)
+
+    def step() -> None:
+        net(batch()).square().mean().backward()
+        second.step()
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+
+    return [first, second], step
+
+
+def train_in_backward(net: Net) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
+    owners = {
+        parameter: torch.optim.SGD([parameter], lr=1e-3, momentum=0.9)
+        for parameter in net.parameters()
+    }
+
+    def hook(parameter: torch.Tensor) -> None:
+        owners[parameter].step()  # type: ignore[index]
+        owners[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in owners:
+        parameter.register_post_accumulate_grad_hook(hook)
+    return list(owners.values()), lambda: net(batch()).square().mean().backward()
+
+
+def train_accumulating(net: Net) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)
+
+    def step() -> None:
+        for _ in range(4):
+            net(batch()).square().mean().backward()
+        adamw.step()
+        adamw.zero_grad()
+
+    return [adamw], step
+
+
+def train_compiled(net: Net) -> tuple[list[torch.optim.Optimizer], Callable[[], None]]:
+    adamw = torch.optim.AdamW(net.parameters(), lr=1e-3, foreach=True)
+    inner = torch.compile(adamw.step)
+
+    def step() -> None:
+        net(batch()).square().mean().backward()
+        inner()
+        adamw.zero_grad()
+
+    return [adamw], step
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *(train_plain, train_side_stream, train_two),
+        *(train_in_backward, train_accumulating, train_compiled),
+    ],
+)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ways_to_train(
+    tmp_path: Path, writer: DataStatesWriter, loop: Any, recompute: bool
+) -> None:
+    net = Net(recompute).cuda()
+    optimizers, step = loop(net)
+    step()
+    for index in range(10):
+        state = {
+            "model": net.state_dict(),
+            "optimizers": {
+                f"{number}": {
+                    f"{position}.{name}": value
+                    for position, slots in each.state_dict()["state"].items()
+                    for name, value in slots.items()
+                }
+                for number, each in enumerate(optimizers)
+            },
+        }
+        expected = copied(state)
+        future = dcp_datastates.async_save(state, tmp_path / f"{index}", writer=writer)
+        step()
+        step()
+        future.upload_completion.result()
+        assert differing(tmp_path / f"{index}", expected) == []
+
+
+def test_equal_to_a_synchronous_stock_save(tmp_path: Path, writer: DataStatesWriter) -> None:
+    net = Net().cuda()
+    (adamw,), step = train_plain(net)
+    step()
+    state = state_of(net, adamw)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "stock"))
+    future = dcp_datastates.async_save(state, tmp_path / "ours", writer=writer)
+    step()
+    future.upload_completion.result()
+    found = [
+        {name: torch.empty_like(value, device="cpu") for name, value in flat(state).items()}
+        for _ in range(2)
+    ]
+    dcp.load(found[0], storage_reader=dcp.FileSystemReader(tmp_path / "stock"))
+    dcp.load(found[1], storage_reader=DataStatesReader(tmp_path / "ours"))
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+def test_restored_behind_what_the_stream_was_given(
+    tmp_path: Path, writer: DataStatesWriter
+) -> None:
+    values = {"long": torch.randn(4096, 2048), "wide": torch.randn(64, 8192), "odd": torch.randn(7)}
+    dcp.save(values, storage_writer=DataStatesWriter(tmp_path / "x", host_cache_size=CACHE))
+    for _ in range(10):
+        state = {name: torch.zeros_like(value, device="cuda") for name, value in values.items()}
+        state["wide"] = torch.zeros(64, 9000, device="cuda")[:, :8192]
+        torch.cuda._sleep(50_000_000)
+        for tensor in state.values():
+            tensor.fill_(9)
+        dcp.load(state, storage_reader=DataStatesReader(tmp_path / "x"))
+        for name, value in values.items():
+            assert torch.equal(state[name].cpu(), value), name
+
+
+def test_the_host_cache_is_pinned(writer: DataStatesWriter) -> None:
+    native = engine.engine(CACHE)
+    native.open_device(0)
+    for _ in itertools.count():
+        if native.pinned_bytes >= native.host_cache_bytes:
+            break
+        assert native.pin_fault is None, native.pin_fault
+        torch.cuda._sleep(1_000_000)
+        torch.cuda.synchronize()
+
+
+def test_a_captured_step(tmp_path: Path, writer: DataStatesWriter) -> None:
+    """No hook is called when it is replayed: what it changes is copied at the call."""
+    parameter = torch.nn.Parameter(torch.zeros(1 << 20, device="cuda"))
+    adamw = torch.optim.AdamW([parameter], lr=0.1, capturable=True)
+    parameter.grad = torch.ones_like(parameter)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            adamw.step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        adamw.step()
+        with pytest.raises(ConfigurationError, match="captured"):
+            dcp_datastates.async_save({"p": parameter}, tmp_path / "no", writer=writer)
+    for index in range(20):
+        expected = {"p": parameter.detach().clone()}
+        future = dcp_datastates.async_save({"p": parameter}, tmp_path / f"{index}", writer=writer)
+        graph.replay()
+        graph.replay()
+        future.upload_completion.result()
+        assert differing(tmp_path / f"{index}", expected) == []
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")
+def test_only_the_device_in_use_gets_a_context(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    script = f"""
+import torch, torch.distributed.checkpoint as dcp
+from dcp_datastates import DataStatesWriter
+torch.cuda.set_device(1)
+before = torch.cuda.device_memory_used(0)
+state = {{"w": torch.randn(1 << 20, device="cuda:1")}}
+dcp.async_save(state, storage_writer=DataStatesWriter({str(tmp_path / "x")!r})).result()
+assert torch.cuda.device_memory_used(0) - before < 64 << 20
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,215 @@
+"""A device for machines without one: CPU tensors that the fake CUDA driver takes for memory of a device.
+
+What is done to them goes through the driver's streams (:meth:`FakeCuda.write`), and happens when the fake driver
+pleases, in no other order than CUDA promises. ``native/tests/fake_cuda/fake_cuda.h`` has the rules.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_datastates import devices, engine
+from dcp_datastates.ownership import local_tensor
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "build" / "fake-cuda"
+LIBRARY = BUILD / "libfake_cuda.so"
+PATIENCE = 120.0
+
+
+def build() -> Path:
+    """The library, made if it is not there or older than its sources."""
+    sources = [
+        *(ROOT / "native" / "tests" / "fake_cuda").iterdir(),
+        ROOT / "native" / "CMakeLists.txt",
+    ]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with open(BUILD / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # workers of one run
+        newest = max(source.stat().st_mtime for source in sources)
+        if not LIBRARY.exists() or LIBRARY.stat().st_mtime < newest:
+            path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+            options = ("CMAKE_BUILD_TYPE=RelWithDebInfo", "DATASTATES_BUILD_FAKE_CUDA=ON")
+            options += ("DATASTATES_BUILD_MODULE=OFF", "DATASTATES_BUILD_TESTS=OFF")
+            for command in (
+                ["cmake", "-S", str(ROOT / "native"), "-B", str(BUILD), "-G", "Ninja"]
+                + [f"-D{option}" for option in options],
+                ["cmake", "--build", str(BUILD), "--target", "fake_cuda"],
+            ):
+                subprocess.run(
+                    command, check=True, env={**os.environ, "PATH": path}, stdout=sys.stderr
+                )
+            found = next(BUILD.rglob("libfake_cuda.so"))
+            if found != LIBRARY:
+                LIBRARY.unlink(missing_ok=True)
+                LIBRARY.symlink_to(found)
+            os.utime(found)
+    return LIBRARY
+
+
+class FakeCuda:
+    """The driver's controls, and the ``Accelerator`` of the tensors that are its memory."""
+
+    def __init__(self, library: Path) -> None:
+        self.lib = ctypes.CDLL(str(library))
+        self.lib.fake_cuda_count.restype = ctypes.c_uint64
+        self.lib.fake_cuda_contexts_created.restype = ctypes.c_uint64
+        self._adopted: dict[int, tuple[int, torch.Tensor]] = {}
+        self._here = threading.local()
+        self.in_capture = False
+
+    # ---- devices.Accelerator -----------------------------------------------------------------
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [
+            self._adopted.get(tensor.untyped_storage().data_ptr(), (devices.HOST, None))[0]
+            for tensor in tensors
+        ]
+
+    def stream(self, device: int) -> int:
+        return int(getattr(self._here, "streams", {}).get(device, 0)) or self.main_stream(device)
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_contiguous():
+            return tensor
+        self.synchronize()
+        device, _ = self._adopted[tensor.untyped_storage().data_ptr()]
+        return self.adopt(tensor.contiguous(), device)
+
+    def capturing(self) -> bool:
+        return self.in_capture
+
+    # ---- what tests do -------------------------------------------------------------------------
+
+    def configure(self, *, seed: int, max_delay_us: int = 2000, piece: int = 65536) -> None:
+        self.lib.fake_cuda_configure(
+            0, ctypes.c_uint64(seed), ctypes.c_uint32(max_delay_us), ctypes.c_uint64(piece)
+        )
+
+    def adopt(self, tensor: torch.Tensor, device: int = 0) -> torch.Tensor:
+        """From now on ``tensor`` and all that shares its storage are on ``device``."""
+        storage = local_tensor(tensor.detach()).untyped_storage()
+        if storage.nbytes():
+            _check(
+                self.lib.fake_cuda_adopt(
+                    device, ctypes.c_void_p(storage.data_ptr()), ctypes.c_uint64(storage.nbytes())
+                )
+            )
+            self._adopted[storage.data_ptr()] = (device, tensor)
+        return tensor
+
+    def main_stream(self, device: int) -> int:
+        """The stream that the training thread uses where it says nothing else."""
+        streams = self.__dict__.setdefault("_main", {})
+        if device not in streams:
+            streams[device] = self.new_stream(device)
+        return int(streams[device])
+
+    def new_stream(self, device: int = 0) -> int:
+        handle = ctypes.c_size_t()
+        _check(self.lib.fake_cuda_create_stream(device, 0, ctypes.byref(handle)))
+        return handle.value
+
+    @contextmanager
+    def current(self, stream: int, device: int = 0) -> Iterator[None]:
+        """``stream`` is this thread's current stream on ``device``."""
+        streams = self._here.__dict__.setdefault("streams", {})
+        before = streams.get(device, 0)
+        streams[device] = stream
+        try:
+            yield
+        finally:
+            streams[device] = before
+
+    def write(self, tensor: torch.Tensor, values: torch.Tensor, device: int = 0) -> None:
+        """A kernel on the current stream that sets ``tensor``, which is dense, to ``values`` as they are now."""
+        values = values.detach().to(tensor.dtype).contiguous()
+        local = local_tensor(tensor.detach())
+        assert local.is_contiguous()
+        assert local.shape == values.shape
+        if local.numel():
+            _check(
+                self.lib.fake_cuda_write(
+                    device,
+                    ctypes.c_size_t(self.stream(device)),
+                    ctypes.c_void_p(local.data_ptr()),
+                    ctypes.c_void_p(values.data_ptr()),
+                    ctypes.c_uint64(local.nbytes),
+                )
+            )
+
+    def synchronize(self) -> None:
+        _check(self.lib.fake_cuda_synchronize_all(ctypes.c_double(PATIENCE)))
+
+    def count(self, what: str) -> int:
+        return int(self.lib.fake_cuda_count(what.encode()))
+
+    def fail_next(self, symbol: str, code: int, skip: int = 0) -> None:
+        self.lib.fake_cuda_fail_next(symbol.encode(), code, skip)
+
+    def contexts(self, device: int) -> int:
+        return int(self.lib.fake_cuda_contexts_created(device))
+
+    def await_pinned(self, nbytes: int) -> None:
+        """Until the engine's whole cache is pinned: copies wait for nothing then."""
+        native = engine.engine(nbytes)
+        native.open_device(0)
+        deadline = threading.Event()
+        for _ in range(int(PATIENCE * 100)):
+            if native.pinned_bytes >= native.host_cache_bytes:
+                return
+            deadline.wait(0.01)
+        raise AssertionError(f"not pinned: {native.pin_fault}")
+
+    # ---- life ------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        self._adopted.clear()
+        self.__dict__.pop("_main", None)
+        self.in_capture = False
+        self.lib.fake_cuda_reset()
+
+
+def _check(code: int) -> None:
+    if code:
+        raise AssertionError(f"the fake driver returned {code}")
+
+
+@contextmanager
+def installed() -> Iterator[FakeCuda]:
+    """An engine of its own that uses the fake driver, until the end."""
+    library = build()
+    fake = FakeCuda(library)
+    engine._shut_down()
+    fake.reset()
+    before: dict[str, Any] = {
+        "accelerator": devices.accelerator,
+        "library": os.environ.get("DCP_DATASTATES_CUDA_LIBRARY"),
+    }
+    os.environ["DCP_DATASTATES_CUDA_LIBRARY"] = str(library)
+    devices.accelerator = fake
+    devices._refused.clear()
+    try:
+        yield fake
+    finally:
+        devices.accelerator = before["accelerator"]
+        if before["library"] is None:
+            del os.environ["DCP_DATASTATES_CUDA_LIBRARY"]
+        else:
+            os.environ["DCP_DATASTATES_CUDA_LIBRARY"] = before["library"]
+        fake.lib.fake_cuda_stall(0)
+        engine._shut_down()
+        gc.collect()  # what still has streams and events
+        fake.reset()
