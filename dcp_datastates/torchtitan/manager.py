@@ -34,6 +34,7 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.find import Verification, check_verification
 from dcp_datastates.reader import DataStatesReader
+from dcp_datastates.step_gate import open_windows
 from dcp_datastates.storage import local
 from dcp_datastates.torchtitan.purge import Purge
 from dcp_datastates.torchtitan.steps import Format, format_of, newest_step
@@ -198,6 +199,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         staging, self.staging_future = self.staging_future, None
         if staging is None:
             return
+        open_windows()  # no backward pass comes while the trainer waits here
         try:
             staging.result()
         except Exception as error:
@@ -206,6 +208,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     def _wait_for_saving(self) -> None:
         future, self.save_future = self.save_future, None
         if future is not None:
+            open_windows()
             future.result()
 
     # ---- loading -------------------------------------------------------------------------------
