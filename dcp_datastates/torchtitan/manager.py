@@ -129,6 +129,9 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         local.local_path(self.folder)  # refuses URLs
         self._options = config.writer_options()
         self._verify = config.verify
+        if self.async_mode != AsyncMode.DISABLED:
+            # torchtitan makes a stager of its own where there is none, and closes the one that there is.
+            self._behind = self.stager = DataStatesWriter(**self._options)
 
     # ---- saving --------------------------------------------------------------------------------
 
@@ -166,20 +169,20 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         return result
 
     def _save_behind(self, state_dict: dict[str, Any], checkpoint_id: str) -> AsyncSaveResponse:
-        if self._behind is None:
-            self._behind = DataStatesWriter(**self._options)
+        writer = self._behind
+        if writer is None:
+            raise ConfigurationError(
+                "an asynchronous save, and async_mode='disabled': choose another mode for the job"
+            )
         if dist.is_initialized():
-            return async_save(state_dict, checkpoint_id, writer=self._behind)
+            return async_save(state_dict, checkpoint_id, writer=writer)
         # Without ranks there is nobody to agree with, and DCP's own call does.
         response = dcp.async_save(  # type: ignore[attr-defined]
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_writer=self._behind,
-            async_stager=self._behind,
+            state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, async_stager=writer
         )
         if isinstance(response, AsyncSaveResponse):
             return response
-        return AsyncSaveResponse(self._behind.captured, response)
+        return AsyncSaveResponse(writer.captured, response)
 
     def _save_at_once(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
         if self._at_once is None:

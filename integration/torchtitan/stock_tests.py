@@ -2,8 +2,8 @@
 
     python stock_tests.py CHECKOUT
 
-runs ``tests/unit_tests/test_checkpoint.py`` of a checkout of torchtitan's repository (its wheel and its sdist have none)
-against the torchtitan in the checkout if it is whole, else against the one that is installed. Exit status 0: what
+runs ``tests/unit_tests/test_checkpoint.py`` of a checkout of torchtitan's repository (its wheel and its sdist have
+none) against the torchtitan in the checkout if it is whole, else against the one that is installed. Exit status 0: what
 fails is what :data:`EXCEPTIONS` names, each with its reason, and nothing else.
 """
 
@@ -60,7 +60,9 @@ def run(checkout: Path) -> dict[str, str]:
         paths.insert(0, str(checkout))
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        ),
     }
     with TemporaryDirectory() as directory:
         report = Path(directory, "report.xml")
@@ -102,7 +104,14 @@ def unexpected(outcomes: dict[str, str]) -> list[str]:
 def main() -> int:
     if sys.argv[1] == "--run":
         _, _, tests, report = sys.argv
-        options = ["-q", "-p", "no:cacheprovider", f"--rootdir={Path(tests).parent}", "-c", os.devnull]
+        options = [
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--rootdir={Path(tests).parent}",
+            "-c",
+            os.devnull,
+        ]
         return int(pytest.main([*options, f"--junitxml={report}", tests], plugins=[Swap()]))
     outcomes = run(Path(sys.argv[1]).resolve())
     for name, outcome in outcomes.items():
