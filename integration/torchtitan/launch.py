@@ -25,6 +25,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+
 from cpu import use_cpu, use_dense_attention, use_plain_staging
 
 __all__ = ["Job"]

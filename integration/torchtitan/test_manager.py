@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from compare import tensors_of
 from torch import nn
 
+from compare import tensors_of
 from dcp_datastates import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

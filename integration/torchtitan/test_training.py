@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare import assert_same
-from jobs import Launcher, Mesh, Trial
 
+from compare import assert_same
 from dcp_datastates import verify
+from jobs import Launcher, Mesh, Trial
 
 STEPS = 3
 MODES = ("async", "async_with_pinned_mem")
