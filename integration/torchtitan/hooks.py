@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["kill_after", "no_collective_on_default_group", "read_late"]
+__all__ = ["kill_after", "no_collective_on_default_group", "read_late", "time_saves"]
 
 
 def kill_after(step: int, rank: int) -> None:
@@ -75,3 +78,42 @@ def no_collective_on_default_group() -> None:
             saving = False
 
     DataStatesCheckpointManager.dcp_save = dcp_save  # type: ignore[method-assign]
+
+
+def time_saves(folder: str) -> None:
+    """Write to ``folder/N.json``, for rank N, what saves took from the training: seconds by kind, for each step."""
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.trainer import Trainer
+
+    from dcp_datastates.snapshot import Snapshot
+
+    steps: list[dict[str, float]] = []
+
+    def timed(owner: Any, name: str, kind: str) -> None:
+        original = getattr(owner, name)
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                steps[-1][kind] += time.perf_counter() - began
+
+        setattr(owner, name, call)
+
+    timed(CheckpointManager, "save", "save")
+    timed(CheckpointManager, "maybe_wait_for_saving", "previous")
+    timed(CheckpointManager, "maybe_wait_for_staging", "staging")
+    timed(Snapshot, "release_for", "gate")
+    timed(Trainer, "train_step", "step")
+    train_step, close = Trainer.train_step, Trainer.close
+
+    def new_step(self: Any, *args: Any) -> Any:
+        steps.append(dict.fromkeys(("save", "previous", "staging", "gate", "step"), 0.0))
+        return train_step(self, *args)
+
+    def write(self: Any) -> None:
+        Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(steps))
+        close(self)
+
+    Trainer.train_step, Trainer.close = new_step, write

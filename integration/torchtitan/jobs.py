@@ -83,6 +83,11 @@ class Trial:
     options: dict[str, Any] = field(default_factory=dict)
     """Of the override."""
     flags: Sequence[str] = ()
+    """More of torchtitan's."""
+    tokens: int = 32
+    """In a sequence; there is one for each rank."""
+    interval: int = 1
+    """Steps from one checkpoint to the next."""
     config: tuple[str, str] = ("llama3", "llama3_debugmodel")
     environment: dict[str, str] = field(default_factory=dict)
     hook: str = ""
@@ -101,7 +106,7 @@ class Trial:
             f"--hf_assets_path={tokenizer}",
             "--dataloader.dataset=c4_test",
             f"--dataloader.dataset_path={text}",
-            "--training.seq_len=32",
+            f"--training.seq_len={self.tokens}",
             "--training.local_batch_size=1",
             "--training.mixed_precision_param=float32",
             f"--training.steps={self.steps}",
@@ -109,7 +114,7 @@ class Trial:
             f"--dump_folder={self.folder}",
             "--checkpoint.enable",
             f"--checkpoint.async_mode={self.mode}",
-            "--checkpoint.interval=1",
+            f"--checkpoint.interval={self.interval}",
             "--checkpoint.keep_latest_k=0",
             "--debug.no-enable-structured-logging",
             *self.flags,
