@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """Pytest's, emptied after the test: checkpoints are large."""
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_dcp() -> None:
+    """DCP logs each of its functions at DEBUG, which would bury every report of a failure."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.endswith("dcp_logger"):
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 @pytest.fixture(scope="session")
