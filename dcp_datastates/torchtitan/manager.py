@@ -118,6 +118,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     _purge: Purge | None = None
     _behind: DataStatesWriter | None = None
     _at_once: DataStatesWriter | None = None
+    _closed = False
 
     def __init__(self, config: Config, **components: Any) -> None:
         without_purge = copy.copy(config)
@@ -276,6 +277,9 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
         Raises what a save failed with that nobody has asked about; while another error is on its way, logs it.
         """
+        if self._closed:  # torchtitan's __del__ closes again, in whichever thread collects garbage
+            return
+        self._closed = True
         failure: BaseException | None = None
         self._maybe_wait_for_staging()
         try:

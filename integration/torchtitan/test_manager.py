@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -292,6 +293,28 @@ def test_close_raises_a_failure_that_nobody_asked_about(
     with pytest.raises(StorageError, match="full"):
         one.manager.close()
     one.manager.save_future = None
+
+
+def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alone(
+    job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that garbage collection closes: it may run in DCP's thread."""
+    import dcp_datastates.writer as module
+
+    other, check, closed = DataStatesWriter(tmp_path / "other"), module.check_overwrite, []
+
+    def close_other(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            other.close()
+            closed.append(True)
+        check(*args)
+
+    monkeypatch.setattr(module, "check_overwrite", close_other)
+    one = job(async_mode="disabled")
+    one.step()
+    one.manager.save(1)
+    assert closed
+    assert (one.folder / "step-1" / ".metadata").exists()
 
 
 def test_half_built_managers_close() -> None:
