@@ -131,7 +131,7 @@ $(VENV)/tools: $(VENV)/torch pyproject.toml
 # Editable: Python files run from the tree; the native module lies in the venv, and is rebuilt when
 # its sources change.
 $(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
-	$(INSTALL) --no-build-isolation --editable '.[test,lint]'
+	$(INSTALL) --no-build-isolation --editable '.[test,lint,torchtitan]'
 	@touch $@
 
 clean:

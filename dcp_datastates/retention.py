@@ -11,7 +11,8 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,7 +25,7 @@ from dcp_datastates.find import Verification, check_verification, flaw
 from dcp_datastates.listing import Found, checkpoints, directories, newest_first, open_found
 from dcp_datastates.storage import local, lock, operations
 
-__all__ = ["retain"]
+__all__ = ["Retained", "retain", "retain_here"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,34 +63,70 @@ def retain(
         NoAnswerError: the first rank did not answer in ``timeout`` seconds.
     """
     directory = local.local_path(root)
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ConfigurationError(
-            f"keep={keep!r} must be a whole number, 1 or more: the last checkpoint is never deleted"
-        )
-    check_verification(verify)
+    _check(keep, verify)
     return from_first_rank(
-        lambda: _retain(directory, keep, verify),
+        lambda: retain_here(directory, keep=keep, verify=verify).deleted,
         "which checkpoints were deleted",
         process_group,
         timeout,
     )
 
 
-def _retain(root: Path, keep: int, verify: Verification) -> list[Path]:
+@dataclass(frozen=True)
+class Retained:
+    """What became of the checkpoints in a directory. Newest first."""
+
+    kept: list[Path] = field(default_factory=list)
+    """The good ones that count."""
+    deleted: list[Path] = field(default_factory=list)
+
+
+def retain_here(
+    root: str | os.PathLike[str],
+    *,
+    keep: int,
+    verify: Verification = "structure",
+    among: Callable[[Path], bool] | None = None,
+) -> Retained:
+    """What :func:`retain` has its first rank do, by this process alone; any thread.
+
+    Args:
+        root: as there.
+        keep: as there.
+        verify: as there.
+        among: which directories in ``root`` count and may be deleted; None: all.
+    """
+    _check(keep, verify)
+    root = local.local_path(root)
     good: list[Attempt] = []
-    deleted: list[Path] = []
-    for found in newest_first(path for path in checkpoints(root) if not path.is_symlink()):
+    retained = Retained()
+    for found in newest_first(
+        path
+        for path in checkpoints(root)
+        if not path.is_symlink() and (among is None or among(path))
+    ):
         if len(good) == keep:
             if _delete(found):
-                deleted.append(found.path)
+                retained.deleted.append(found.path)
         elif problem := flaw(found, verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             good.append(found.attempt)
+            retained.kept.append(found.path)
     if len(good) == keep:
-        rest = [path for path in directories(root) if path not in deleted]
-        deleted += [path for path in rest if _finish_deleting(path, good[-1])]
-    return deleted
+        for path in directories(root):
+            mine = path not in retained.deleted and (among is None or among(path))
+            if mine and _finish_deleting(path, good[-1]):
+                retained.deleted.append(path)
+    return retained
+
+
+def _check(keep: int, verify: str) -> None:
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ConfigurationError(
+            f"keep={keep!r} must be a whole number, 1 or more: the last checkpoint is never deleted"
+        )
+    check_verification(verify)
 
 
 def _delete(victim: Found) -> bool:

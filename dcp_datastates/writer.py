@@ -198,7 +198,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         With ``commit="background"``, raises what a save failed with whose outcome nobody has asked for.
         """
         step_gate.open_windows()
-        self._end_mine()
+        if (
+            not _in_dcp_thread()
+        ):  # there, this is garbage collection, in the middle of another's save
+            self._end_mine()
         with self._lock:
             saves = list(self._saves)
         for save in saves:
@@ -552,7 +555,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def _over_unless_dcp_thread(self, save: Save) -> None:
         # DCP's own thread ends with its save, and that ends the save here. In a thread of somebody
         # else's, which may live on, nothing tells of the end.
-        if not threading.current_thread().name.startswith("AsyncCheckpointExecutor"):
+        if not _in_dcp_thread():
             save.ended()
             if save.turn is None:
                 end_here()
@@ -572,6 +575,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             "a DataStatesWriter cannot be sent to another process: AsyncCheckpointerType.PROCESS is not "
             "supported, use AsyncCheckpointerType.THREAD (the default)"
         )
+
+
+def _in_dcp_thread() -> bool:
+    return threading.current_thread().name.startswith("AsyncCheckpointExecutor")
 
 
 def _planner_of(writer: DataStatesWriter, call: FrameType | None) -> DataStatesSavePlanner | None:

@@ -1,0 +1,40 @@
+"""torchtitan saves through this package, and its source stays as it is.
+
+From the command line of any job::
+
+    --override.imports 'dcp_datastates.torchtitan.datastates={"host_cache_size": "16GiB"}'
+
+or by a config function, for jobs that apply overrides to their model only::
+
+    --module dcp_datastates.torchtitan --config llama3.llama3_debugmodel
+
+Importing this needs torchtitan (0.3.0 or newer); the rest of the package does not.
+"""
+
+from __future__ import annotations
+
+try:
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.config.override import override
+except ImportError as error:
+    raise ImportError(
+        f"dcp_datastates.torchtitan needs torchtitan 0.3.0 or newer ({error}): "
+        f"pip install 'dcp_datastates[torchtitan]'"
+    ) from error
+
+from dcp_datastates.torchtitan.choose import derived, with_datastates
+from dcp_datastates.torchtitan.manager import DataStatesCheckpointManager
+
+__all__ = ["DataStatesCheckpointManager", "datastates", "with_datastates"]
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=CheckpointManager.Config,
+    exact=True,
+    description="Save and load through dcp_datastates",
+)
+def datastates(
+    config: CheckpointManager.Config, **options: object
+) -> DataStatesCheckpointManager.Config:
+    """The override for ``--override.imports``; ``options`` as in :func:`with_datastates`."""
+    return derived(config, options)

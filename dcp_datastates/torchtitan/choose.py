@@ -1,0 +1,60 @@
+"""Putting this package's checkpoint manager into the configuration of a torchtitan job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from torchtitan.components.checkpointer import AsyncMode, CheckpointManager
+from torchtitan.config.override import derive
+
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.torchtitan.manager import DataStatesCheckpointManager
+
+__all__ = ["derived", "with_datastates"]
+
+
+def with_datastates(trainer_config: Any, **options: object) -> Any:
+    """``trainer_config`` with this package's manager in the place of torchtitan's own; changed in place.
+
+    Args:
+        trainer_config: what a config function returns: anything with a ``checkpoint``.
+        options: fields of :class:`DataStatesCheckpointManager.Config`, such as ``host_cache_size``.
+
+    Raises:
+        ConfigurationError: an option does not exist or cannot work, or the job has another manager than
+            torchtitan's ``CheckpointManager``.
+    """
+    trainer_config.checkpoint = derived(trainer_config.checkpoint, options)
+    return trainer_config
+
+
+def derived(
+    config: CheckpointManager.Config, options: Mapping[str, object]
+) -> DataStatesCheckpointManager.Config:
+    """``config``'s fields in a config of this package's manager, with ``options`` on top.
+
+    ``async_mode="disabled"``, which is torchtitan's default, becomes ``"async_with_pinned_mem"``: to have every save
+    wait for its commit, name it among the options.
+
+    Raises as :func:`with_datastates`.
+    """
+    if isinstance(config, DataStatesCheckpointManager.Config):
+        base: Any = type(config)
+    elif type(config) is CheckpointManager.Config:
+        base = DataStatesCheckpointManager.Config
+    else:
+        raise ConfigurationError(
+            f"the job's checkpoint manager is configured by {type(config).__qualname__}, and not by "
+            f"CheckpointManager.Config: derive its manager from DataStatesCheckpointManager instead"
+        )
+    known = [field.name for field in fields(base)]
+    if unknown := [name for name in options if name not in known]:
+        raise ConfigurationError(
+            f"{unknown[0]}={options[unknown[0]]!r} is no option of the checkpoint manager; it has {', '.join(known)}"
+        )
+    chosen = dict(options)
+    if base is not type(config) and config.async_mode == AsyncMode.DISABLED.value:
+        chosen.setdefault("async_mode", AsyncMode.ASYNC_WITH_PINNED_MEM.value)
+    return derive(config, base, **chosen)  # type: ignore[no-any-return]

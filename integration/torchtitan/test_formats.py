@@ -1,0 +1,104 @@
+"""Other formats: torchtitan's own saves and loads go on working, in both directions."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+from compare import assert_same, tensors_of
+from dcp_datastates import DataStatesReader
+from jobs import Launcher, Mesh, Trial
+from stock_tests import run, unexpected
+from test_training import FSDP, step
+
+CONFIG = ("dcp_datastates.torchtitan", "llama3.llama3_debugmodel")
+
+
+def test_a_job_moves_from_stock_checkpoints_to_these_and_back(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """Two steps of one save by torchtitan, two by this package, two by torchtitan again."""
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    expected = launcher.run(Trial(stock, FSDP, 4, "disabled", stock=True)).check().losses
+    (ours / "checkpoint").mkdir(parents=True)
+    shutil.copytree(step(stock, 1), step(ours, 1))
+    keep = ("--checkpoint.keep_latest_k=2",)
+    guard = "hooks:no_collective_on_default_group"
+    found = launcher.run(Trial(ours, FSDP, 4, config=CONFIG, flags=keep, hook=guard)).check()
+    assert found.losses == {number: expected[number] for number in (2, 3, 4)}
+    for number in (3, 4):
+        assert_same(step(stock, number), step(ours, number))
+    # At the call that saved step 3, step 2 alone was committed: the stock one had to stay.
+    assert (step(ours, 1) / ".metadata").exists()
+
+    from dcp_datastates.torchtitan.convert import to_stock
+
+    back = tmp_path / "back"
+    to_stock(step(ours, 3), step(back, 3))
+    assert_same_stock(step(stock, 3), step(back, 3))
+    again = launcher.run(Trial(back, FSDP, 4, "disabled", stock=True)).check().losses
+    assert again == {4: expected[4]}
+    assert_same_stock(step(stock, 4), step(back, 4))
+
+
+def assert_same_stock(one: Path, other: Path) -> None:
+    expected, found = (tensors_of(FileSystemReader(str(path))) for path in (one, other))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_last_save_may_be_the_model_alone_or_in_hugging_face_format(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """And both are what a job can begin with."""
+    last = ("--checkpoint.last_save_model_only", "--checkpoint.export_dtype=bfloat16")
+    one = tmp_path / "one"
+    launcher.run(Trial(one, FSDP, 2, "async_with_pinned_mem", flags=last)).check()
+    whole = tensors_of(DataStatesReader(step(one, 1)))
+    model = tensors_of(DataStatesReader(step(one, 2)))
+    assert model.keys() == {name for name in whole if not name.startswith("optimizer")}
+    assert {tensor.dtype for tensor in model.values()} == {torch.bfloat16}
+
+    two = tmp_path / "two"
+    hf = (*last, "--checkpoint.last_save_in_hf", f"--checkpoint.initial_load_path={step(one, 2)}")
+    launcher.run(Trial(two, Mesh(), 1, "async", flags=hf)).check()
+    written = load_file(next(step(two, 1).glob("*.safetensors")))
+    assert written["model.embed_tokens.weight"].dtype == torch.bfloat16
+
+    begin = (f"--checkpoint.initial_load_path={step(two, 1)}", "--checkpoint.initial_load_in_hf")
+    three = launcher.run(Trial(tmp_path / "three", FSDP, 1, "async", flags=begin)).check()
+    stock = launcher.run(
+        Trial(tmp_path / "four", FSDP, 1, "async", stock=True, flags=begin)
+    ).check()
+    assert three.losses == stock.losses
+
+
+def test_converting_takes_objects_along_and_refuses_what_is_there(tmp_path: Path) -> None:
+    from dcp_datastates import DataStatesWriter
+    from dcp_datastates.torchtitan.convert import to_stock
+
+    state = {"tensor": torch.arange(6.0), "deep": {"number": 7, "list": [1, "two"]}}
+    dcp.save(state, storage_writer=DataStatesWriter(tmp_path / "ours"), no_dist=True)
+    to_stock(tmp_path / "ours", tmp_path / "stock")
+    found = {"tensor": torch.zeros(6), "deep": {"number": 0, "list": [0, ""]}}
+    dcp.load(found, checkpoint_id=str(tmp_path / "stock"), no_dist=True)
+    assert torch.equal(found["tensor"], state["tensor"])  # type: ignore[arg-type]
+    assert found["deep"] == state["deep"]
+    with pytest.raises(FileExistsError, match="choose another"):
+        to_stock(tmp_path / "ours", tmp_path / "stock")
+
+
+def test_torchtitans_own_tests_of_its_manager_pass_with_this_one() -> None:
+    checkout = os.environ.get("TORCHTITAN_CHECKOUT")
+    if checkout is None:
+        pytest.skip(
+            "TORCHTITAN_CHECKOUT names no checkout of torchtitan's repository; its releases have no unit tests"
+        )
+    assert unexpected(run(Path(checkout))) == []

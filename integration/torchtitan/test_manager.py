@@ -1,0 +1,440 @@
+"""The manager by itself, in this process: futures, staging, purging, recognising formats, closing."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from compare import tensors_of
+from dcp_datastates import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    DataStatesReader,
+    DataStatesWriter,
+    StorageError,
+)
+
+pytest.importorskip("torchtitan", reason="pip install 'dcp_datastates[torchtitan]'")
+
+WIDTH = 256  # 256 KiB in float32: large enough to be deferred
+
+
+class Fused(nn.Module):
+    """Keeps one weight, and saves it in two: tensors that no optimizer owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.fused = nn.Parameter(torch.randn(WIDTH, 2, WIDTH))
+        self.register_state_dict_post_hook(self._split)
+
+    @staticmethod
+    def _split(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        fused = state.pop(f"{prefix}fused")
+        state[f"{prefix}first"] = fused[:, 0].contiguous()
+        state[f"{prefix}second"] = fused[:, 1].contiguous()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x @ self.plain) @ self.fused.sum(1)).square().mean()
+
+
+class Optimizers:
+    """What the trainer's container is to the manager."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            f"{number}.{name}": value
+            for number, state in self.optimizer.state_dict()["state"].items()
+            for name, value in state.items()
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Job:
+    """A model, its optimizer and a manager."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        from dcp_datastates.torchtitan import DataStatesCheckpointManager
+
+        torch.manual_seed(0)
+        self.model = Fused()
+        self.optimizers = Optimizers(self.model)
+        options = {
+            "enable": True,
+            "folder": "checkpoint",
+            "interval": 1,
+            "keep_latest_k": 0,
+            "last_save_model_only": False,
+            "host_cache_size": "64MiB",
+            **options,
+        }
+        self.manager = DataStatesCheckpointManager.Config(**options).build(
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=None,
+            base_folder=str(folder),
+        )
+        del self.manager.states["dataloader"], self.manager.states["lr_scheduler"]
+        self.folder = folder / "checkpoint"
+
+    def step(self) -> None:
+        self.model(torch.randn(4, WIDTH)).backward()
+        self.manager.maybe_wait_for_staging()
+        self.optimizers.optimizer.step()
+        self.optimizers.optimizer.zero_grad()
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        state = {**self.model.state_dict()}
+        state.update((f"optimizer.{k}", v) for k, v in self.optimizers.state_dict().items())
+        return {name: value.detach().clone() for name, value in state.items()}
+
+    def steps(self) -> list[str]:
+        return sorted(path.name for path in self.folder.glob("step-*"))
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes jobs, in a process group of one, as a trainer on one device has it."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    jobs: list[Job] = []
+
+    def make(**options: Any) -> Job:
+        jobs.append(Job(tmp_path, **options))
+        return jobs[-1]
+
+    yield make
+    for one in jobs:
+        one.manager.close()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_saves_hold_the_state_of_their_step_split_weights_too(
+    job: Callable[..., Job], mode: str
+) -> None:
+    one = job(async_mode=mode)
+    expected = {}
+    for number in range(1, 5):
+        one.step()
+        expected[number] = one.expected()
+        one.manager.save(number, last_step=number == 4)
+    for number, state in expected.items():
+        found = tensors_of(DataStatesReader(one.folder / f"step-{number}"))
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+def test_async_mode_gets_a_plain_future_and_pinned_mode_captured(job: Callable[..., Job]) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+    from torchtitan.components.checkpointer import AsyncMode
+
+    one = job()
+    assert one.manager.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
+    one.step()
+    one.manager.save(1)
+    response = one.manager.dcp_save(
+        {"x": torch.ones(4)}, str(one.folder / "x"), AsyncMode.ASYNC_WITH_PINNED_MEM
+    )
+    assert isinstance(response, AsyncSaveResponse)
+    response.staging_completion.result()
+    response.upload_completion.result()
+    future = one.manager.dcp_save({"x": torch.ones(4)}, str(one.folder / "y"), AsyncMode.ASYNC)
+    assert not isinstance(future, AsyncSaveResponse)
+    assert future.result() is None
+
+
+def test_the_last_save_may_be_the_first(job: Callable[..., Job]) -> None:
+    one = job(last_save_model_only=True, export_dtype="bfloat16")
+    one.step()
+    one.manager.save(1, last_step=True)
+    found = tensors_of(DataStatesReader(one.folder / "step-1"))
+    assert found.keys() == {"plain", "first", "second"}
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+def test_a_failed_save_raises_from_the_next_one_and_evicts_nothing(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = job(keep_latest_k=2)
+    for number in (1, 2):
+        one.step()
+        one.manager.save(number)
+    one.step()
+    one.manager.save(3)
+    one.manager.maybe_wait_for_saving()
+    monkeypatch.setattr(
+        "dcp_datastates.writer.write_plan", _raise(StorageError(28, "no space", "there"))
+    )
+    for number in (4, 5):
+        one.step()
+        one.manager.save(number)
+        one.step()  # goes on: the failure is the next save's to tell
+        with pytest.raises(StorageError, match="no space"):
+            one.manager.maybe_wait_for_saving()
+    monkeypatch.undo()
+    one.manager._purge.close()
+    assert {"step-2", "step-3"} <= set(one.steps())
+    assert one.manager._find_load_step() == 3
+    one.step()
+    one.manager.save(6)
+    one.manager.close()
+    assert one.manager._find_load_step() == 6
+
+
+def _raise(error: Exception) -> Callable[..., Any]:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_purging_keeps_good_commits_and_what_is_not_a_step(job: Callable[..., Job]) -> None:
+    one = job(async_mode="disabled", keep_latest_k=2)
+    one.step()
+    dcp.save({"x": torch.ones(4)}, checkpoint_id=str(one.folder / "step-1"))  # stock's
+    DataStatesWriter(one.folder / "best").close()
+    dcp.save({"x": torch.ones(4)}, storage_writer=DataStatesWriter(one.folder / "best"))
+    (one.folder / "old-step-2").mkdir()
+    (one.folder / "step-9").mkdir()  # of a save that failed: torchtitan would count it
+    one.manager.save(2)
+    one.manager._purge.close()
+    assert one.steps() == ["step-1", "step-2", "step-9"]
+    for number in (3, 4):
+        one.manager.save(number)
+        one.manager._purge.close()
+    assert one.steps() == ["step-3", "step-4", "step-9"]
+    assert (one.folder / "best" / ".metadata").exists()
+    assert (one.folder / "old-step-2").exists()
+
+
+def test_it_resumes_from_the_newest_whole_checkpoint(job: Callable[..., Job]) -> None:
+    one = job(async_mode="disabled")
+    one.step()
+    for number in (1, 2, 3):
+        one.manager.save(number)
+    (data,) = (one.folder / "step-3").glob("*/*.safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+    (one.folder / "step-7").mkdir()
+    assert one.manager._find_load_step() == 2
+
+
+def test_a_format_is_recognised(tmp_path: Path) -> None:
+    from dcp_datastates.torchtitan.steps import Format, format_of
+
+    state = {"x": torch.ones(4)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "stock"), no_dist=True)
+    dcp.save(state, storage_writer=DataStatesWriter(tmp_path / "ours"), no_dist=True)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / ".metadata").touch()
+    names = {"stock": Format.STOCK, "ours": Format.DATASTATES, "hf": Format.HUGGING_FACE}
+    names.update(odd=Format.UNKNOWN, absent=Format.NONE)
+    assert {name: format_of(tmp_path / name) for name in names} == names
+    metadata = tmp_path / "ours" / ".metadata"
+    whole = metadata.read_bytes()
+    metadata.write_bytes(whole[:-3])
+    with pytest.raises(CheckpointCorruptError):
+        format_of(tmp_path / "ours")
+    metadata.unlink()
+    with pytest.raises(CheckpointNotFoundError, match="not committed"):
+        format_of(tmp_path / "ours")
+
+
+def test_stock_checkpoints_load_and_ours_cast(job: Callable[..., Job], tmp_path: Path) -> None:
+    one = job()
+    half = {name: value.bfloat16() for name, value in one.model.state_dict().items()}
+    dcp.save(half, checkpoint_id=str(tmp_path / "stock"))
+    dcp.save(half, storage_writer=DataStatesWriter(tmp_path / "ours"))
+    for name in ("stock", "ours"):
+        state = {key: torch.zeros_like(value) for key, value in one.model.state_dict().items()}
+        one.manager.states.pop("model", None)
+        one.manager.dcp_load(state, str(tmp_path / name), from_hf=False, from_quantized=False)
+        assert all(torch.equal(state[key], half[key].float()) for key in half)
+
+
+def test_close_drains_what_is_in_flight_and_may_be_called_again(job: Callable[..., Job]) -> None:
+    one = job(async_mode="async", read_deadline=600.0)
+    one.step()
+    one.manager.save(1)
+    one.manager.close()
+    assert (one.folder / "step-1" / ".metadata").exists()
+    one.manager.close()
+
+
+def test_close_raises_a_failure_that_nobody_asked_about(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = job(async_mode="async")
+    one.step()
+    monkeypatch.setattr("dcp_datastates.writer.write_plan", _raise(StorageError(28, "full", "x")))
+    one.manager.save(1)
+    with pytest.raises(StorageError, match="full"):
+        one.manager.close()
+    one.manager.save_future = None
+
+
+def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alone(
+    job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manager that garbage collection closes: it may run in DCP's thread."""
+    import dcp_datastates.writer as module
+
+    other, check, closed = DataStatesWriter(tmp_path / "other"), module.check_overwrite, []
+
+    def close_other(*args: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            other.close()
+            closed.append(True)
+        check(*args)
+
+    monkeypatch.setattr(module, "check_overwrite", close_other)
+    one = job(async_mode="disabled")
+    one.step()
+    one.manager.save(1)
+    assert closed
+    assert (one.folder / "step-1" / ".metadata").exists()
+
+
+def test_half_built_managers_close() -> None:
+    from dcp_datastates.torchtitan import DataStatesCheckpointManager
+
+    bare = DataStatesCheckpointManager.__new__(DataStatesCheckpointManager)
+    bare.close()
+    bare.enable = True  # the constructor raised after this
+    bare.close()
+    off = DataStatesCheckpointManager.Config(enable=False).build(
+        dataloader=None,
+        model_parts=[],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=None,
+    )
+    assert off.save(1) is False
+    off.close()
+
+
+class Fresh:
+    """A part of the state that is made anew at every call, and remembers, weakly, what it made."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[torch.Tensor]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        tensor = torch.ones(WIDTH, WIDTH)
+        self.made.append(weakref.ref(tensor))
+        return {"tensor": tensor}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_no_tensor_of_a_save_stays_without_garbage_collection(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    from dcp_datastates.snapshot import Snapshot
+
+    one = job(async_mode=mode)
+    one.manager.states["fresh"] = fresh = Fresh()
+    one.step()
+    monkeypatch.setattr("torchtitan.tools.utils.GarbageCollection.collect", lambda *_: None)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(1, 6):
+            one.step()
+            one.manager.save(number)
+        one.manager.maybe_wait_for_saving()
+        one.manager._behind.wait()  # DCP's thread has ended, too
+        assert len(fresh.made) == 5
+        assert [reference() for reference in fresh.made] == [None] * 5
+        for snapshot in [each for each in gc.get_objects() if type(each) is Snapshot]:
+            assert snapshot._capture is None
+            assert snapshot._slab is None
+            assert snapshot._keep == []
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"host_cache_size": "1MiB"}, "host_cache_size='1MiB' is below"),
+        ({"read_window": "sometimes"}, "read_window='sometimes'"),
+        ({"verify": "trust"}, "verify='trust'"),
+        ({"folder": "gs://bucket/run"}, "is a URL"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_early(options: dict[str, Any], said: str) -> None:
+    from dcp_datastates.torchtitan import DataStatesCheckpointManager
+
+    with pytest.raises(ConfigurationError, match=said):
+        DataStatesCheckpointManager.Config(**options)
+
+
+def test_the_override_keeps_torchtitans_fields() -> None:
+    from torchtitan.components.checkpointer import CheckpointManager
+
+    from dcp_datastates.torchtitan import DataStatesCheckpointManager, datastates
+
+    stock = CheckpointManager.Config(enable=True, interval=3, folder="there")
+    chosen = datastates(stock, host_cache_size="16GiB")
+    assert isinstance(chosen, DataStatesCheckpointManager.Config)
+    assert (chosen.interval, chosen.folder, chosen.host_cache_size) == (3, "there", "16GiB")
+    assert chosen.async_mode == "async_with_pinned_mem"
+    assert datastates(stock, async_mode="disabled").async_mode == "disabled"
+    stock.async_mode = "async"
+    assert datastates(stock).async_mode == "async"
+    with pytest.raises(ConfigurationError, match="host_cash=1 is no option"):
+        datastates(stock, host_cash=1)
+
+
+def test_config_functions_of_torchtitan_get_the_manager() -> None:
+    from torchtitan.config import ConfigManager
+
+    from dcp_datastates.torchtitan import DataStatesCheckpointManager
+
+    chosen = ConfigManager().parse_args(
+        [
+            *("--module", "dcp_datastates.torchtitan", "--config", "llama3.llama3_debugmodel"),
+            *("--checkpoint.host_cache_size", "1GiB"),
+        ]
+    )
+    assert isinstance(chosen.checkpoint, DataStatesCheckpointManager.Config)
+    assert chosen.checkpoint.host_cache_size == "1GiB"
+    with pytest.raises(ConfigurationError, match="no config function 'nothing'"):
+        ConfigManager().parse_args(
+            ["--module", "dcp_datastates.torchtitan", "--config", "llama3.nothing"]
+        )
+    with pytest.raises(ConfigurationError, match="no module 'lama'"):
+        ConfigManager().parse_args(
+            ["--module", "dcp_datastates.torchtitan", "--config", "lama.nothing"]
+        )
+
+
+def test_the_package_does_not_import_torchtitan() -> None:
+    code = "import sys, dcp_datastates; sys.exit('torchtitan' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
