@@ -368,21 +368,29 @@ void a_stream_that_is_captured_is_known() {
     check(!capturing);
 }
 
+void copy_something(DeviceApi& api) {
+    Entered entered(api, 0);
+    const Scattered all(api);
+    const StreamHandle stream = entered.stream();
+    const EventHandle event = entered.event();
+    check_ok(api.copy(Direction::kGather, std::span(all.gather).first(1), stream));
+    check_ok(api.record(event, stream));
+    entered.wait(event);
+    api.destroy_event(event);
+    api.destroy_stream(stream);
+}
+
 void a_relaxed_thread_breaks_no_capture() {
     const FakeDriver driver;
     const StreamHandle captured = training_stream(0);
     check_equal(fake_cuda_begin_capture(0, captured, 0), 0);
     std::jthread([&] {
-        check_ok(driver.api->relax_capture());
-        Entered entered(*driver.api, 0);
-        const Scattered all(*driver.api);
-        const StreamHandle stream = entered.stream();
-        const EventHandle event = entered.event();
-        check_ok(driver.api->copy(Direction::kGather, std::span(all.gather).first(1), stream));
-        check_ok(driver.api->record(event, stream));
-        entered.wait(event);
-        driver.api->destroy_event(event);
-        driver.api->destroy_stream(stream);
+        CaptureMode mode = kRelaxedCapture;
+        check_ok(driver.api->exchange_capture(mode));
+        check_equal(mode, 0);
+        copy_something(*driver.api);
+        check_ok(driver.api->exchange_capture(mode));
+        check_equal(mode, kRelaxedCapture);
     }).join();
     check_equal(fake_cuda_capture_invalidated(0, captured), 0);
     check_equal(fake_cuda_end_capture(0, captured), 0);
