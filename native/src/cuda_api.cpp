@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -53,7 +54,7 @@ class CudaApi final : public DeviceApi {
     void release(int device) override;
     MaybeFault enter(int device) override;
     void leave() override;
-    MaybeFault relax_capture() override;
+    MaybeFault exchange_capture(CaptureMode& mode) override;
     MaybeFault is_capturing(StreamHandle stream, bool& capturing) override;
     MaybeFault create_stream(StreamHandle& stream) override;
     void destroy_stream(StreamHandle stream) override;
@@ -162,8 +163,9 @@ void CudaApi::leave() {
     static_cast<void>(table_.context_pop.function(&popped));
 }
 
-MaybeFault CudaApi::relax_capture() {
-    cuda::CaptureMode mode = cuda::kCaptureRelaxed;
+MaybeFault CudaApi::exchange_capture(CaptureMode& mode) {
+    static_assert(std::is_same_v<CaptureMode, cuda::CaptureMode> &&
+                  kRelaxedCapture == cuda::kCaptureRelaxed);
     return run(table_.exchange_capture_mode, &mode);
 }
 

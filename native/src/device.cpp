@@ -2,10 +2,24 @@
 
 #include <algorithm>
 #include <chrono>
+#include <new>
 #include <thread>
 #include <utility>
 
 namespace datastates {
+namespace {
+
+/// For calls before or after which copies are under way, that somebody must wait for.
+template <typename Call>
+MaybeFault caught(const Call& call) noexcept {
+    try {
+        return call();
+    } catch (const std::bad_alloc&) {
+        return out_of_memory("copy");
+    }
+}
+
+}  // namespace
 
 namespace {
 
@@ -50,6 +64,8 @@ MaybeFault Device::open(std::shared_ptr<DeviceApi> api, int number,
                      .detail = "there are " + std::to_string(count) + " devices"};
     }
     std::shared_ptr<Device> opened(new Device(std::move(api), number));
+    const RelaxedCapture relaxed(*opened->api_);
+    if (relaxed.fault()) return relaxed.fault();
     if (auto fault = opened->api_->retain(number)) return fault;
     opened->retained_ = true;
     const DeviceScope scope(*opened->api_, number);
@@ -62,6 +78,7 @@ MaybeFault Device::open(std::shared_ptr<DeviceApi> api, int number,
 
 Device::~Device() {
     if (!retained_) return;
+    const RelaxedCapture relaxed(*api_);
     {
         const DeviceScope scope(*api_, number_);
         for (const StreamHandle stream : {save_stream_, restore_stream_}) {
@@ -74,10 +91,16 @@ Device::~Device() {
 MaybeFault Device::record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event) {
     const DeviceScope scope(*api_, number_);
     if (scope.fault()) return scope.fault();
-    EventHandle handle = 0;
-    if (auto fault = api_->create_event(handle)) return fault;
-    auto made = std::make_shared<DeviceEvent>(shared_from_this(), handle);
-    if (auto fault = api_->record(handle, stream)) return fault;
+    std::shared_ptr<DeviceEvent> made;
+    if (auto fault = create_event(made)) return fault;
+    if (auto fault = api_->record(made->handle(), stream)) return fault;
+    event = std::move(made);
+    return std::nullopt;
+}
+
+MaybeFault Device::create_event(std::shared_ptr<DeviceEvent>& event) {
+    auto made = std::make_shared<DeviceEvent>(shared_from_this());
+    if (auto fault = api_->create_event(made->handle_)) return fault;
     event = std::move(made);
     return std::nullopt;
 }
@@ -91,11 +114,23 @@ MaybeFault Device::copy(Direction direction, std::span<const DeviceCopy> copies,
         if (fence->device().get() != this) continue;
         if (auto fault = api_->stream_wait(stream, fence->handle())) return fault;
     }
-    const std::vector<DeviceCopy> pieces = cut(direction, copies);
-    auto fault = api_->copy(direction, pieces.empty() ? copies : pieces, stream);
+    std::shared_ptr<DeviceEvent> event;  // first: without one, nobody would know when to stop
+    if (auto fault = create_event(event)) return fault;
+    auto fault = caught([&] {
+        const std::vector<DeviceCopy> pieces = cut(direction, copies);
+        return api_->copy(direction, pieces.empty() ? copies : pieces, stream);
+    });
     // Recorded after a fault, too: some of the copies may be under way.
-    auto unrecorded = record(stream, done);
-    return fault ? std::move(fault) : std::move(unrecorded);
+    for (const bool again : {false, true}) {
+        auto unrecorded = caught([&] { return api_->record(event->handle(), stream); });
+        if (!unrecorded) {
+            done = std::move(event);
+            break;
+        }
+        // What is refused twice will always be: as of a device that runs nothing any more.
+        if (!again && !fault) fault = std::move(unrecorded);
+    }
+    return fault;
 }
 
 MaybeFault Device::hold(StreamHandle stream, const DeviceEvent& event) {
@@ -111,6 +146,7 @@ MaybeFault Device::is_capturing(StreamHandle stream, bool& capturing) {
 }
 
 DeviceEvent::~DeviceEvent() {
+    if (handle_ == 0) return;
     DeviceApi& api = device_->api();
     const DeviceScope scope(api, device_->number());
     if (!scope.fault()) api.destroy_event(handle_);
@@ -131,10 +167,18 @@ MaybeFault DeviceEvent::wait(const std::function<bool()>& give_up, bool& done) c
     const DeviceScope scope(api, device_->number());
     if (scope.fault()) return scope.fault();
     for (auto pause = kFirst;; pause = std::min(2 * pause, kLast)) {
-        if (auto fault = api.is_done(handle_, done)) return fault;
+        if (auto fault = caught([&] { return api.is_done(handle_, done); })) return fault;
         if (done || give_up()) return std::nullopt;
         std::this_thread::sleep_for(pause);
     }
+}
+
+MaybeFault DeviceEvent::wait_idle(const std::function<bool()>& give_up, bool& idle) const {
+    auto fault = wait(give_up, idle);
+    // The copies may be under way whatever the driver would not say just now. An error that stays
+    // is another thing: with it, nothing runs any more.
+    if (fault) idle = wait(give_up, idle).has_value() || idle;
+    return fault;
 }
 
 MaybeFault PinnedMemory::pin(std::shared_ptr<Device> device, std::span<std::byte> memory,
@@ -142,12 +186,16 @@ MaybeFault PinnedMemory::pin(std::shared_ptr<Device> device, std::span<std::byte
     DeviceApi& api = device->api();
     const DeviceScope scope(api, device->number());
     if (scope.fault()) return scope.fault();
+    // Made first: what is registered will be unregistered.
+    std::unique_ptr<PinnedMemory> made(new PinnedMemory(std::move(device), nullptr));
     if (auto fault = api.register_host(memory.data(), memory.size())) return fault;
-    pinned.reset(new PinnedMemory(std::move(device), memory.data()));
+    made->data_ = memory.data();
+    pinned = std::move(made);
     return std::nullopt;
 }
 
 PinnedMemory::~PinnedMemory() {
+    if (data_ == nullptr) return;
     DeviceApi& api = device_->api();
     const DeviceScope scope(api, device_->number());
     if (!scope.fault()) api.unregister_host(data_);

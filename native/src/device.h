@@ -19,10 +19,34 @@ class DeviceEvent;
 /// Events that copies come after.
 using Fences = std::vector<std::shared_ptr<DeviceEvent>>;
 
-/// Binds the calling thread to a device's context, as long as it lives.
+/// As long as it lives, calls of this thread break no graph that is being captured, by whichever
+/// thread. (Queries of events do, for one; and so does whatever may allocate.)
+class RelaxedCapture {
+  public:
+    explicit RelaxedCapture(DeviceApi& api) : api_(api), fault_(api.exchange_capture(mode_)) {}
+    RelaxedCapture(const RelaxedCapture&) = delete;
+    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+    RelaxedCapture(RelaxedCapture&&) = delete;
+    RelaxedCapture& operator=(RelaxedCapture&&) = delete;
+    ~RelaxedCapture() {
+        if (!fault_) static_cast<void>(api_.exchange_capture(mode_));
+    }
+
+    [[nodiscard]] const MaybeFault& fault() const { return fault_; }
+
+  private:
+    DeviceApi& api_;
+    CaptureMode mode_ = kRelaxedCapture;  // then the thread's own, to restore
+    MaybeFault fault_;
+};
+
+/// Binds the calling thread to a device's context, as long as it lives; and relaxes its captures.
 class DeviceScope {
   public:
-    DeviceScope(DeviceApi& api, int device) : api_(api), fault_(api.enter(device)) {}
+    DeviceScope(DeviceApi& api, int device)
+        : api_(api),
+          relaxed_(api),
+          fault_(relaxed_.fault() ? relaxed_.fault() : api.enter(device)) {}
     DeviceScope(const DeviceScope&) = delete;
     DeviceScope& operator=(const DeviceScope&) = delete;
     DeviceScope(DeviceScope&&) = delete;
@@ -36,6 +60,7 @@ class DeviceScope {
 
   private:
     DeviceApi& api_;
+    RelaxedCapture relaxed_;  // until after `leave`
     MaybeFault fault_;
 };
 
@@ -67,7 +92,8 @@ class Device : public std::enable_shared_from_this<Device> {
     MaybeFault record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event);
 
     /// Enqueues `copies` on `stream`, after those of `fences` that are of this device; `done` comes
-    /// after them.
+    /// after them. After a fault there is a `done` if some of them may be under way. Throws
+    /// std::bad_alloc, and has then enqueued nothing.
     MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
                     const Fences& fences, std::shared_ptr<DeviceEvent>& done);
 
@@ -79,6 +105,8 @@ class Device : public std::enable_shared_from_this<Device> {
   private:
     explicit Device(std::shared_ptr<DeviceApi> api, int number);
 
+    MaybeFault create_event(std::shared_ptr<DeviceEvent>& event);
+
     const std::shared_ptr<DeviceApi> api_;
     const int number_;
     bool retained_ = false;
@@ -88,8 +116,7 @@ class Device : public std::enable_shared_from_this<Device> {
 
 class DeviceEvent {
   public:
-    DeviceEvent(std::shared_ptr<Device> device, EventHandle handle)
-        : device_(std::move(device)), handle_(handle) {}
+    explicit DeviceEvent(std::shared_ptr<Device> device) : device_(std::move(device)) {}
     DeviceEvent(const DeviceEvent&) = delete;
     DeviceEvent& operator=(const DeviceEvent&) = delete;
     DeviceEvent(DeviceEvent&&) = delete;
@@ -106,9 +133,15 @@ class DeviceEvent {
     /// has no way out, should the device hang.
     MaybeFault wait(const std::function<bool()>& give_up, bool& done) const;
 
+    /// Polls until the device has nothing to do any more with what came before the event (then
+    /// `idle`), or `give_up` is true: a fault alone does not say so. Returns the first fault.
+    MaybeFault wait_idle(const std::function<bool()>& give_up, bool& idle) const;
+
   private:
+    friend class Device;  // which makes them
+
     std::shared_ptr<Device> device_;
-    EventHandle handle_;
+    EventHandle handle_ = 0;  // none: never created
 };
 
 /// Host memory that is pinned for all devices, as long as this lives: no longer than the memory.

@@ -1,11 +1,11 @@
 // What the engine asks of an accelerator's driver: a table of calls, as an interface. CudaApi is
 // one implementation; another driver is another one. Nothing here knows files, segments or jobs.
 //
-// Every call but `device_count`, `retain` and `release` is made by a thread that `enter` has bound
-// to the device's context. A call that fails returns a fault of kind kDevice, whose `error` is the
-// driver's code, `operation` the driver's name for the call, and `detail` the driver's name and
-// words for the code. No call waits for the device, but for copies from or to memory that is not
-// registered.
+// Every call but `device_count`, `retain`, `release` and `exchange_capture` is made by a thread
+// that `enter` has bound to the device's context. A call that fails returns a fault of kind
+// kDevice, whose `error` is the driver's code, `operation` the driver's name for the call, and
+// `detail` the driver's name and words for the code. No call waits for the device, but for copies
+// from or to memory that is not registered.
 
 #pragma once
 
@@ -21,6 +21,11 @@ namespace datastates {
 /// The driver's handles. Zero is the legacy default stream, and no event.
 using StreamHandle = std::uintptr_t;
 using EventHandle = std::uintptr_t;
+
+/// How calls of a thread bear on graphs that are being captured, in the driver's numbers.
+using CaptureMode = int;
+/// They break none.
+inline constexpr CaptureMode kRelaxedCapture = 2;
 
 /// One contiguous copy; which side is the device's follows from the direction.
 struct DeviceCopy {
@@ -50,8 +55,8 @@ class DeviceApi {
     virtual MaybeFault enter(int device) = 0;
     virtual void leave() = 0;
 
-    /// From here on, calls of this thread do not break a graph that another thread is capturing.
-    virtual MaybeFault relax_capture() = 0;
+    /// Gives the calling thread another mode, and `mode` the one that it had. Needs no context.
+    virtual MaybeFault exchange_capture(CaptureMode& mode) = 0;
 
     /// True while `stream` is being captured into a graph.
     virtual MaybeFault is_capturing(StreamHandle stream, bool& capturing) = 0;

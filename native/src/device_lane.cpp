@@ -1,6 +1,6 @@
 #include "device_lane.h"
 
-#include <chrono>
+#include <new>
 #include <string>
 #include <utility>
 
@@ -8,9 +8,6 @@
 
 namespace datastates {
 namespace {
-
-/// How long a shutdown waits for a device that may hang.
-constexpr std::chrono::seconds kPatience(10);
 
 Fault shut_down() {
     return {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
@@ -20,46 +17,49 @@ Fault shut_down() {
 
 void DeviceLane::read(std::span<const DeviceCopy> copies, const Fences& fences,
                       const Queued& queued, Done done) {
-    Reading reading{.event = {}, .fault = {}, .done = std::move(done)};
+    std::list<Reading> made;  // before anything is enqueued: there is no way back from that
+    Reading& reading = made.emplace_back();
     {
         const std::scoped_lock order(order_);
-        const std::scoped_lock lock(mutex_);
-        if (stopping_) {
-            reading.fault = shut_down();
-        } else {
-            if (!thread_.joinable()) {
-                thread_ = start_thread("ds-device-" + std::to_string(device_->number()),
-                                       [this] { loop(); });
-            }
-            readings_.emplace_back();  // so that what follows cannot fail for want of memory
+        if (start()) {
             reading.fault = device_->copy(Direction::kGather, copies, device_->save_stream(),
                                           fences, reading.event);
-            queued(reading.event);
-            if (reading.event) {
-                readings_.back() = std::move(reading);
-                changed_.notify_one();
-                return;
+            try {
+                queued(reading.event);
+            } catch (const std::bad_alloc&) {
+                if (!reading.fault) reading.fault = out_of_memory("copy");
             }
-            readings_.pop_back();
+        } else {
+            reading.fault = shut_down();
+        }
+        reading.done = std::move(done);
+        if (reading.event) {
+            const std::scoped_lock lock(mutex_);
+            readings_.splice(readings_.end(), made);
+            changed_.notify_one();
+            return;
         }
     }
     reading.done({.fault = std::move(reading.fault), .finished = true});
 }
 
-void DeviceLane::shutdown() {
-    std::jthread thread;
-    {
-        const std::scoped_lock lock(mutex_);
-        if (!stopping_) gives_up_at_ = Clock::now() + kPatience;
-        stopping_ = true;
-        thread.swap(thread_);
-        changed_.notify_all();
+bool DeviceLane::start() {
+    const std::scoped_lock lock(mutex_);
+    if (stopping_) return false;
+    if (!thread_.joinable()) {
+        thread_ =
+            start_thread("ds-device-" + std::to_string(device_->number()), [this] { loop(); });
     }
+    return true;
 }
 
-bool DeviceLane::gives_up() {
+void DeviceLane::shutdown() {
+    std::jthread thread;
+    const std::scoped_lock order(order_);
     const std::scoped_lock lock(mutex_);
-    return Clock::now() >= gives_up_at_;
+    stopping_ = true;
+    thread.swap(thread_);
+    changed_.notify_all();
 }
 
 void DeviceLane::loop() {
@@ -73,9 +73,7 @@ void DeviceLane::loop() {
             readings_.pop_front();
         }
         bool finished = false;
-        auto fault = reading.event->wait([this] { return gives_up(); }, finished);
-        // A driver that reports a fault runs nothing any more.
-        if (fault) finished = true;
+        auto fault = reading.event->wait_idle([this] { return patience_.is_over(); }, finished);
         if (reading.fault) fault = std::move(reading.fault);
         if (!finished && !fault) fault = shut_down();
         reading.event.reset();

@@ -3,15 +3,15 @@
 #pragma once
 
 #include <condition_variable>
-#include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <thread>
 
 #include "device.h"
-#include "window.h"
+#include "patience.h"
 
 namespace datastates {
 
@@ -25,7 +25,9 @@ class DeviceLane {
     using Queued = std::function<void(const std::shared_ptr<DeviceEvent>&)>;
     using Done = std::function<void(Outcome)>;
 
-    explicit DeviceLane(std::shared_ptr<Device> device) : device_(std::move(device)) {}
+    /// Waits for what is under way, as long as `patience` lasts.
+    DeviceLane(std::shared_ptr<Device> device, const Patience& patience)
+        : device_(std::move(device)), patience_(patience) {}
     DeviceLane(const DeviceLane&) = delete;
     DeviceLane& operator=(const DeviceLane&) = delete;
     DeviceLane(DeviceLane&&) = delete;
@@ -36,11 +38,12 @@ class DeviceLane {
 
     /// Enqueues `copies` after `fences`. `queued` is told the event after them (null after a fault
     /// that left none), in the calling thread, in the order of the stream; `done` is called once,
-    /// in the lane's thread or, if nothing could be enqueued, in this one.
+    /// in the lane's thread or, if nothing could be enqueued, in this one. Throws std::bad_alloc or
+    /// std::system_error, and then has enqueued nothing and calls neither.
     void read(std::span<const DeviceCopy> copies, const Fences& fences, const Queued& queued,
               Done done);
 
-    /// Waits for what is under way, for a while: a device may hang. Joins the thread.
+    /// Waits for what is under way, until patience is over: a device may hang. Joins the thread.
     void shutdown();
 
   private:
@@ -50,17 +53,17 @@ class DeviceLane {
         Done done;
     };
 
+    bool start();  // false when stopping
     void loop();
-    [[nodiscard]] bool gives_up();
 
     const std::shared_ptr<Device> device_;
+    const Patience& patience_;
     std::mutex order_;  // held while a read is enqueued and told of: `queued` comes in stream order
 
     std::mutex mutex_;                 // guards what follows; taken after order_
     std::condition_variable changed_;  // readings_, stopping_
-    std::deque<Reading> readings_;
-    bool stopping_ = false;
-    Clock::time_point gives_up_at_ = Clock::time_point::max();
+    std::list<Reading> readings_;      // a list, to which a node is added without fail
+    bool stopping_ = false;            // set with order_ held, too
     std::jthread thread_;  // ends when stopping_ and nothing is left; joined by `shutdown`
 };
 

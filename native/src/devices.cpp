@@ -1,6 +1,7 @@
 #include "devices.h"
 
 #include <algorithm>
+#include <new>
 #include <span>
 #include <utility>
 #include <vector>
@@ -21,10 +22,10 @@ MaybeFault Devices::open(int device) {
     }
     std::shared_ptr<Device> opened;
     if (auto fault = Device::open(api_, device, opened)) return fault;
-    lanes_.emplace(device, std::make_unique<DeviceLane>(std::move(opened)));
     if (!pin_thread_.joinable()) {
         pin_thread_ = start_thread("ds-pin", [this] { pin_loop(); });
     }
+    lanes_.emplace(device, std::make_unique<DeviceLane>(std::move(opened), patience_));
     pin_ = true;
     pin_wanted_.notify_one();
     return std::nullopt;
@@ -57,33 +58,44 @@ void Devices::pin_loop() {
         std::shared_ptr<Device> device;
         {
             std::unique_lock lock(mutex_);
-            pin_wanted_.wait(lock, [&] { return pin_ || stopping_; });
+            pin_wanted_.wait(lock, [&] { return (pin_ && !lanes_.empty()) || stopping_; });
             if (stopping_) return;
             pin_ = false;
             device = lanes_.begin()->second->device();
         }
-        for (const HostCache::Memory& arena : cache_->unpinned()) {
-            std::vector<std::unique_ptr<PinnedMemory>> pins;
-            MaybeFault fault;
-            for (auto left = arena.bytes; !left.empty();) {
-                const std::uint64_t begin = reinterpret_cast<std::uintptr_t>(left.data());
-                const auto part =
-                    left.first(std::min<std::uint64_t>(left.size(), kPinBytes - begin % kPinBytes));
-                left = left.subspan(part.size());
-                std::unique_ptr<PinnedMemory> pinned;
-                fault = PinnedMemory::pin(device, part, pinned);
-                if (fault) break;
-                pins.push_back(std::move(pinned));
-                pinned_bytes_ += part.size();
-                const std::scoped_lock lock(mutex_);
-                if (stopping_) break;
+        try {
+            for (const HostCache::Memory& arena : cache_->unpinned()) {
+                if (!pin_arena(device, arena)) return;
             }
-            cache_->keep_pinned(arena.index, std::move(pins));
+        } catch (const std::bad_alloc&) {
             const std::scoped_lock lock(mutex_);
-            if (fault) pin_fault_ = std::move(fault);
-            if (stopping_) return;
+            pin_fault_ = out_of_memory("pin");
         }
     }
+}
+
+/// False if the devices are shut down meanwhile.
+bool Devices::pin_arena(const std::shared_ptr<Device>& device, const HostCache::Memory& arena) {
+    // What is pinned stays so, whatever fails: copies may use it already.
+    auto& pins = cache_->pins_of(arena.index, divide_up(arena.bytes.size(), kPinBytes) + 1);
+    for (auto left = arena.bytes; !left.empty();) {
+        const std::uint64_t begin = reinterpret_cast<std::uintptr_t>(left.data());
+        const auto part =
+            left.first(std::min<std::uint64_t>(left.size(), kPinBytes - begin % kPinBytes));
+        left = left.subspan(part.size());
+        std::unique_ptr<PinnedMemory> pinned;
+        auto fault = PinnedMemory::pin(device, part, pinned);
+        if (pinned) {
+            pins.push_back(std::move(pinned));
+            pinned_bytes_ += part.size();
+        }
+        const std::scoped_lock lock(mutex_);
+        if (stopping_) return false;
+        if (!fault) continue;
+        pin_fault_ = std::move(fault);
+        return true;
+    }
+    return true;
 }
 
 void Devices::shutdown() {
@@ -91,6 +103,7 @@ void Devices::shutdown() {
     {
         const std::scoped_lock lock(mutex_);
         stopping_ = true;
+        patience_.begin();
         pinning.swap(pin_thread_);
         pin_wanted_.notify_all();
     }

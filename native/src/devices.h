@@ -13,14 +13,16 @@
 #include "device.h"
 #include "device_lane.h"
 #include "host_cache.h"
+#include "patience.h"
 
 namespace datastates {
 
 class Devices {
   public:
     /// Without an `api`, CUDA's is opened when the first device is.
-    Devices(std::shared_ptr<HostCache> cache, std::shared_ptr<DeviceApi> api)
-        : cache_(std::move(cache)), api_(std::move(api)) {}
+    Devices(std::shared_ptr<HostCache> cache, std::shared_ptr<DeviceApi> api,
+            Clock::duration patience)
+        : cache_(std::move(cache)), patience_(patience), api_(std::move(api)) {}
     Devices(const Devices&) = delete;
     Devices& operator=(const Devices&) = delete;
     Devices(Devices&&) = delete;
@@ -42,13 +44,20 @@ class Devices {
     [[nodiscard]] std::uint64_t pinned_bytes() const { return pinned_bytes_; }
     [[nodiscard]] MaybeFault pin_fault() const;
 
+    /// Who waits for a device of these gives up when this is over.
+    [[nodiscard]] const Patience& patience() const { return patience_; }
+    /// From now on, patience is limited.
+    void begin_shutdown() { patience_.begin(); }
+
     /// Waits for copies under way, for a while. What is pinned stays so, until the cache goes.
     void shutdown();
 
   private:
     void pin_loop();
+    bool pin_arena(const std::shared_ptr<Device>& device, const HostCache::Memory& arena);
 
     const std::shared_ptr<HostCache> cache_;
+    Patience patience_;
 
     mutable std::mutex mutex_;  // guards what follows; taken before the cache's
     std::shared_ptr<DeviceApi> api_;

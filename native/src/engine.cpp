@@ -62,10 +62,10 @@ void RestoreHandle::cancel() {
 }
 
 Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops,
-               std::shared_ptr<DeviceApi> api)
+               std::shared_ptr<DeviceApi> api, Clock::duration patience)
     : ops_(std::move(ops)),
       cache_(make_cache(host_cache_bytes, threads)),
-      devices_(std::make_shared<Devices>(cache_, std::move(api))),
+      devices_(std::make_shared<Devices>(cache_, std::move(api), patience)),
       saves_(std::make_shared<SavePipeline>(cache_, devices_, threads.copy, threads.flush)),
       restores_(std::make_shared<RestorePipeline>(cache_, threads.restore)) {}
 
@@ -139,6 +139,7 @@ void Engine::shutdown() {
     const std::scoped_lock lock(shutdown_mutex_);
     if (!alive_.exchange(false)) return;
     cache_->close();
+    devices_->begin_shutdown();
     saves_->shutdown();
     restores_->shutdown();
     devices_->shutdown();  // last: what it still hears of goes to the saves

@@ -71,10 +71,12 @@ struct ThreadCounts {
 class Engine {
   public:
     /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
-    /// Devices are CUDA's where no other `api` is given.
+    /// Devices are CUDA's where no other `api` is given; a shutdown waits `patience` for those that
+    /// hang, and abandons the memory that they may still use.
     explicit Engine(std::uint64_t host_cache_bytes, ThreadCounts threads = {},
                     std::shared_ptr<FileOps> ops = posix_file_ops(),
-                    std::shared_ptr<DeviceApi> api = nullptr);
+                    std::shared_ptr<DeviceApi> api = nullptr,
+                    Clock::duration patience = Patience::kDefault);
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
     Engine(Engine&&) = delete;

@@ -1,6 +1,7 @@
 #include "fault.h"
 
 #include <array>
+#include <cerrno>
 #include <cstring>
 
 namespace datastates {
@@ -14,6 +15,15 @@ std::string system_words(int error) {
 }
 
 }  // namespace
+
+Fault out_of_memory(const char* operation) {
+    return {.kind = FaultKind::kIo,
+            .error = ENOMEM,
+            .path = {},
+            .offset = 0,
+            .operation = operation,
+            .detail = {}};
+}
 
 std::string_view kind_name(FaultKind kind) {
     switch (kind) {

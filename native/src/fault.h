@@ -29,6 +29,9 @@ struct Fault {
 /// The outcome of a step that has nothing to return but its failure.
 using MaybeFault = std::optional<Fault>;
 
+/// What a thread makes of std::bad_alloc. Allocates nothing if `operation` is a short word.
+Fault out_of_memory(const char* operation);
+
 std::string_view kind_name(FaultKind kind);
 
 /// All of it in a sentence.

@@ -40,6 +40,22 @@ void Lease::release() {
     std::exchange(cache_, nullptr)->release(first_);
 }
 
+void Lease::abandon() {
+    if (data_ == nullptr) return;
+    data_ = nullptr;
+    HostCache& cache = *cache_;
+    cache.keep_for_good(std::move(cache_));
+}
+
+void HostCache::keep_for_good(std::shared_ptr<HostCache> self) {
+    static std::mutex mutex;           // guards kept
+    static HostCache* kept = nullptr;  // all of them: reached from here, they are no leak
+    const std::scoped_lock both(mutex, mutex_);
+    if (self_) return;
+    self_ = std::move(self);
+    next_kept_ = std::exchange(kept, this);
+}
+
 HostCache::HostCache(std::uint64_t nbytes) {
     const std::uint64_t segments = nbytes / kSegmentBytes;
     add_arena(Arena(segments * kSegmentBytes), segments);
@@ -93,9 +109,12 @@ std::vector<HostCache::Memory> HostCache::unpinned() const {
     return memory;
 }
 
-void HostCache::keep_pinned(std::size_t index, std::vector<std::unique_ptr<PinnedMemory>> pins) {
+std::vector<std::unique_ptr<PinnedMemory>>& HostCache::pins_of(std::size_t index,
+                                                               std::size_t count) {
+    std::vector<std::unique_ptr<PinnedMemory>> pins;
+    pins.reserve(count);
     const std::scoped_lock lock(mutex_);
-    pins_[index] = std::move(pins);
+    return pins_.try_emplace(index, std::move(pins)).first->second;
 }
 
 std::uint64_t HostCache::epoch() const {

@@ -45,6 +45,9 @@ class Lease {
     ~Lease() { release(); }
 
     void release();
+    /// For memory that a hanging device may still use: it is never given back, so never used again
+    /// nor unmapped, and what pins it stays. Cannot fail.
+    void abandon();
     [[nodiscard]] std::byte* data() const { return data_; }
     explicit operator bool() const { return data_ != nullptr; }
 
@@ -95,10 +98,11 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
         std::size_t index = 0;
         std::span<std::byte> bytes;
     };
-    /// What `keep_pinned` was not called for.
+    /// What `pins_of` was not called for.
     [[nodiscard]] std::vector<Memory> unpinned() const;
-    /// Keeps `pins` until just before that memory is unmapped.
-    void keep_pinned(std::size_t index, std::vector<std::unique_ptr<PinnedMemory>> pins);
+    /// Where to keep up to `count` pins, without fail, until just before that memory is unmapped.
+    /// For one thread.
+    std::vector<std::unique_ptr<PinnedMemory>>& pins_of(std::size_t index, std::size_t count);
 
     class SlabRequest;
 
@@ -147,6 +151,7 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     std::vector<std::uint32_t>& free_list(Share share);
 
     void release(std::uint32_t first);
+    void keep_for_good(std::shared_ptr<HostCache> self);
 
     mutable std::mutex mutex_;   // guards all that follows
     std::vector<Arena> arenas_;  // unmapped with the cache, which leases keep alive
@@ -161,6 +166,8 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     std::uint64_t arrivals_ = 0;
     std::uint64_t epoch_ = 0;
     bool closed_ = false;
+    std::shared_ptr<HostCache> self_;  // once a lease was abandoned
+    HostCache* next_kept_ = nullptr;   // of the caches that have such
 };
 
 /// A request for contiguous segments that keeps its place in the queue while its caller does

@@ -59,8 +59,9 @@ class RestoreJob {
     /// The steps to begin with: one per file.
     [[nodiscard]] std::vector<RestoreStep> first_steps() const;
 
-    /// Takes a step, with a segment at `memory`. Steps that follow from it go to `more`.
-    MaybeFault run(const RestoreStep& step, std::byte* memory, std::vector<RestoreStep>& more);
+    /// Takes a step, with a segment of `memory`, which it abandons if a device hangs. Steps that
+    /// follow from it go to `more`.
+    MaybeFault run(const RestoreStep& step, Lease& memory, std::vector<RestoreStep>& more);
 
     [[nodiscard]] bool failed() const { return failed_; }
 
@@ -82,8 +83,8 @@ class RestoreJob {
     };
 
     MaybeFault read_table(File& file, std::byte* memory);
-    MaybeFault scatter(File& file, Range blocks, std::byte* memory);
-    MaybeFault scatter_to_devices(const std::map<int, DeviceWork>& work);
+    MaybeFault scatter(File& file, Range blocks, Lease& memory);
+    MaybeFault scatter_to_devices(const std::map<int, DeviceWork>& work, Lease& memory);
     static void plan_reads(std::size_t index, const File& file, std::vector<RestoreStep>& steps);
     void unpin();
 

@@ -88,10 +88,10 @@ std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
 }
 
 void RestorePipeline::run(const Task& task) {
-    const Lease memory = acquire_segment();
+    Lease memory = acquire_segment();
     if (!memory || task.job->failed()) return;
     std::vector<RestoreStep> more;
-    auto fault = task.job->run(task.step, memory.data(), more);
+    auto fault = task.job->run(task.step, memory, more);
     if (fault) fail(task.job.job(), std::move(*fault));
     if (more.empty()) return;
     {

@@ -1,7 +1,6 @@
 #include "save_pipeline.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <exception>
 #include <iterator>
 #include <new>
@@ -11,19 +10,6 @@
 #include "threads.h"
 
 namespace datastates {
-namespace {
-
-/// What a thread makes of an exception: only memory can have run out.
-Fault out_of_memory(const char* operation) {
-    return {.kind = FaultKind::kIo,
-            .error = ENOMEM,
-            .path = {},
-            .offset = 0,
-            .operation = operation,
-            .detail = {}};
-}
-
-}  // namespace
 
 SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                            std::size_t copy_threads, std::size_t flush_threads)
@@ -199,18 +185,27 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
         throw;
     }
     reading->unread = std::move(read);
-    reading->left = reading->unread.work.size() + 1;  // one of them this thread, which reads the list
-    for (const auto& entry : reading->unread.work) {
-        const int device = entry.first;
-        const DeviceWork& work = entry.second;
-        devices_->lane(device)->read(
-            work.copies, job->fences(),
-            [&](const auto& event) { job->queued(device, work.groups, event); },
-            [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
-                self->device_done(reading, std::move(outcome));
-            });
+    reading->left =
+        reading->unread.work.size() + 1;  // one of them this thread, which reads the list
+    for (const auto& [device, work] : reading->unread.work) {
+        try {
+            read_on_device(reading, device, work);
+        } catch (const std::exception&) {  // nothing was enqueued
+            device_done(reading, {.fault = out_of_memory("copy"), .finished = true});
+        }
     }
     device_done(reading, {});
+}
+
+void SavePipeline::read_on_device(const std::shared_ptr<DevicesReading>& reading, int device,
+                                  const DeviceWork& work) {
+    SaveJob& job = *reading->job.job();
+    devices_->lane(device)->read(
+        work.copies, job.fences(),
+        [&](const auto& event) { job.queued(device, work.groups, event); },
+        [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
+            self->device_done(reading, std::move(outcome));
+        });
 }
 
 void SavePipeline::device_done(const std::shared_ptr<DevicesReading>& reading,
@@ -224,8 +219,7 @@ void SavePipeline::device_done(const std::shared_ptr<DevicesReading>& reading,
         if (--reading->left > 0) return;
         failed = reading->failed;
     }
-    // What a hanging device may still write to is never used again.
-    if (!reading->finished) new Lease(std::move(reading->unread.read.memory));
+    if (!reading->finished) reading->unread.read.memory.abandon();
     const SaveJob::Pin job = std::move(reading->job);
     try {
         proceed(job, job->end_read(std::move(reading->unread), failed));

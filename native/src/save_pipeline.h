@@ -90,6 +90,8 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     void proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered);
     struct DevicesReading;
     void read_on_devices(const SaveJob::Pin& job, DeviceRead read);
+    void read_on_device(const std::shared_ptr<DevicesReading>& reading, int device,
+                        const DeviceWork& work);
     void device_done(const std::shared_ptr<DevicesReading>& reading, DeviceLane::Outcome outcome);
 
     void flush_loop();

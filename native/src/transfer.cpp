@@ -234,7 +234,7 @@ void StreamContent::list(Direction direction, Range part, std::byte* stream,
                          std::map<int, DeviceWork>& work) const {
     if (devices_.empty()) return;
     for (const Region& region : near(part)) {
-        if (region.device == kHost) continue;
+        if (region.device == kHost || !region.touches(part)) continue;  // a box may have gaps
         DeviceWork& mine = work[region.device];
         count(mine.groups, region.group, region.list(direction, part, stream, mine.copies));
     }

@@ -374,21 +374,29 @@ void in_another_thread(const Body& body) {
     std::async(std::launch::async, body).get();
 }
 
+void copy_something(DeviceApi& api) {
+    Entered entered(api, 0);
+    const Scattered all(api);
+    const StreamHandle stream = entered.stream();
+    const EventHandle event = entered.event();
+    check_ok(api.copy(Direction::kGather, std::span(all.gather).first(1), stream));
+    check_ok(api.record(event, stream));
+    entered.wait(event);
+    api.destroy_event(event);
+    api.destroy_stream(stream);
+}
+
 void a_relaxed_thread_breaks_no_capture() {
     const FakeDriver driver;
     const StreamHandle captured = training_stream(0);
     check_equal(fake_cuda_begin_capture(0, captured, 0), 0);
     in_another_thread([&] {
-        check_ok(driver.api->relax_capture());
-        Entered entered(*driver.api, 0);
-        const Scattered all(*driver.api);
-        const StreamHandle stream = entered.stream();
-        const EventHandle event = entered.event();
-        check_ok(driver.api->copy(Direction::kGather, std::span(all.gather).first(1), stream));
-        check_ok(driver.api->record(event, stream));
-        entered.wait(event);
-        driver.api->destroy_event(event);
-        driver.api->destroy_stream(stream);
+        CaptureMode mode = kRelaxedCapture;
+        check_ok(driver.api->exchange_capture(mode));
+        check_equal(mode, 0);
+        copy_something(*driver.api);
+        check_ok(driver.api->exchange_capture(mode));
+        check_equal(mode, kRelaxedCapture);
     });
     check_equal(fake_cuda_capture_invalidated(0, captured), 0);
     check_equal(fake_cuda_end_capture(0, captured), 0);

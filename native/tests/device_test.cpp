@@ -1,0 +1,304 @@
+// Saves and restores of what devices have: which bytes, in which order with the training process.
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "device_stream.h"
+#include "hooked_device_api.h"
+
+namespace datastates::testing {
+namespace {
+
+constexpr std::uint64_t kCache = kMinSegments * kSegmentBytes;
+
+/// How a training step and a save meet.
+struct Meeting {
+    int devices = 1;
+    std::uint64_t size = 3 * kMiB / 2 + 12;
+    std::uint64_t max_piece = kMiB / 8;
+    bool fenced = true;
+    bool gated = true;
+    bool right_stream = true;
+    bool unplaced = false;
+    bool lying = false;
+};
+
+/// Saves what kernels of before have written, while kernels of after overwrite it. True if the file
+/// has what it should.
+bool saves_what_was_at_the_fence(std::uint64_t seed, const Meeting& how) {
+    const TemporaryDirectory directory;
+    const FakeDriver driver(seed);
+    const Layout layout(how.size, how.devices, how.max_piece, seed);
+    const Tensors tensors(layout);
+    const Training training(how.devices);
+    const Training elsewhere(how.devices);
+    const Image before = random_image(layout, seed);
+    const Image after = random_image(layout, seed + 1000);
+    const auto api = std::make_shared<HookedDeviceApi>(driver.api);
+    Engine engine(kCache, {}, posix_file_ops(), api);
+    open_devices(engine, how.devices);
+    if (how.lying) api->lie();
+
+    tensors.write_host(before);
+    training.write(tensors, before);
+    auto fences = training.fences(engine);
+    if (!how.fenced) fences.clear();
+    const std::vector<SaveFile> files{tensors.save_file(directory.file("f"))};
+    const auto save = how.unplaced
+                          ? engine.save_unplaced(files, 0, open_window(), std::move(fences))
+                          : engine.save(files, {}, 0, open_window(), std::move(fences));
+    for (Group group = 0; group < kGroups; ++group) {
+        check((*save)->wait_queued(group, in(60)), "the copies are enqueued");
+        if (how.gated) (how.right_stream ? training : elsewhere).hold(*save, group);
+    }
+    tensors.write_host(after);
+    training.write(tensors, after);
+    if (how.unplaced) save->place({.paths = {directory.file("f")}, .sync_directories = {}});
+    check_durable(*save);
+    check((*save)->wait_read(kEveryGroup, in(0)));
+    check_equal(fake_cuda_synchronize_all(60), 0);
+    check_equal(fake_cuda_count("pageable_copies"), 0U);
+    check(tensors.image() == after, "nobody else has changed the tensors");
+    return read_file(directory.file("f")) == reference_file(stream_of(layout, before));
+}
+
+void check_saves(std::uint64_t seeds, const Meeting& how) {
+    for (std::uint64_t seed = 1; seed <= seeds; ++seed) {
+        check(saves_what_was_at_the_fence(seed, how), "seed " + std::to_string(seed));
+    }
+}
+
+void a_save_has_the_bytes_at_its_fence() {
+    check_saves(15, {});
+}
+
+void a_save_of_two_devices_has_the_bytes_at_its_fences() {
+    check_saves(15, {.devices = 2});
+}
+
+void an_unplaced_save_has_the_bytes_at_its_fence() {
+    check_saves(8, {.devices = 2, .unplaced = true});
+}
+
+void a_save_larger_than_the_cache_has_the_bytes_at_its_fence() {
+    check_saves(2, {.devices = 2, .size = 5 * kSegmentBytes - 12, .max_piece = 3 * kMiB});
+}
+
+/// The tests above can fail.
+void check_goes_wrong(const Meeting& how) {
+    constexpr std::uint64_t kSeeds = 100;
+    for (std::uint64_t seed = 1; seed <= kSeeds; ++seed) {
+        if (!saves_what_was_at_the_fence(seed, how)) return;
+    }
+    check(false, "it went well every time");
+}
+
+void without_the_fence_bytes_are_wrong() {
+    check_goes_wrong({.fenced = false});
+}
+
+void without_the_gate_bytes_are_wrong() {
+    check_goes_wrong({.gated = false});
+}
+
+void with_the_gate_on_another_stream_bytes_are_wrong() {
+    check_goes_wrong({.right_stream = false});
+}
+
+void memory_used_before_a_copy_is_done_has_wrong_bytes() {
+    check_goes_wrong({.lying = true});
+}
+
+/// A box whose runs lie in the first and the last segment: none for a device to copy in between.
+void a_box_may_pass_over_segments() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, 1);
+    const auto memory = device_memory(0, 2 * kMiB);
+    std::ranges::copy(random_bytes(memory.size(), 1), memory.begin());
+    constexpr std::uint64_t kStride = 3 * kSegmentBytes;
+    Transfer transfer;
+    transfer.add_strided(
+        0, kMiB,
+        std::vector<Axis>{
+            {.size = 2, .stream_stride = kStride, .memory_stride = std::int64_t{kMiB}}},
+        memory.data(), 0, 0);
+    const SaveFile file(directory.file("f"), kStride + kMiB, transfer);
+    check_durable(*engine.save({file}, {}, 0, open_window()));
+    Bytes stream(kStride + kMiB);
+    std::ranges::copy(memory.first(kMiB), stream.begin());
+    std::ranges::copy(memory.last(kMiB), stream.begin() + kStride);
+    check(read_file(directory.file("f")) == reference_file(stream));
+    check_equal(fake_cuda_count("copies"), 2U);
+    std::map<int, DeviceWork> work;
+    file.content->list(Direction::kGather, {.begin = kSegmentBytes, .end = 2 * kSegmentBytes},
+                       nullptr, work);
+    check(work.empty(), "devices have nothing to do for a gap");
+}
+
+/// Restores over what kernels of before write.
+void restore_in_order(std::uint64_t seed, int devices, std::uint64_t size,
+                      std::uint64_t max_piece) {
+    const TemporaryDirectory directory;
+    const FakeDriver driver(seed);
+    const Layout layout(size, devices, max_piece, seed);
+    const Tensors tensors(layout);
+    const Training training(devices);
+    const Image saved = random_image(layout, seed);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, devices);
+    write_file(directory.file("f"), reference_file(stream_of(layout, saved)));
+    training.write(tensors, random_image(layout, seed + 1000));
+    const auto restore =
+        engine.restore({tensors.restore_file(directory.file("f"))}, training.fences(engine));
+    check_restored(*restore);
+    check(stream_of(layout, tensors.image()) == stream_of(layout, saved),
+          "seed " + std::to_string(seed));
+    check_equal(fake_cuda_count("pageable_copies"), 0U);
+}
+
+void a_restore_comes_after_kernels_before_its_fence() {
+    for (std::uint64_t seed = 1; seed <= 15; ++seed) {
+        restore_in_order(seed, seed % 2 == 0 ? 2 : 1, 2 * kMiB + 12, kMiB / 8);
+    }
+    restore_in_order(16, 2, 4 * kSegmentBytes, 2 * kMiB);
+}
+
+void a_corrupt_file_is_a_fault_of_its_restore() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    const Layout layout(2 * kSegmentBytes, 2, kMiB, 1);
+    const Tensors tensors(layout);
+    {
+        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        open_devices(engine, 2);
+        Bytes file = reference_file(stream_of(layout, random_image(layout, 1)));
+        file[layout.size - kMiB / 2] ^= std::byte{1};
+        write_file(directory.file("f"), file);
+        const auto restore = engine.restore({tensors.restore_file(directory.file("f"))});
+        check((*restore)->wait(in(60)));
+        check((*restore)->fault()->kind == FaultKind::kCorrupt);
+        check_all_free(engine.cache());
+    }
+    check_nothing_left();
+}
+
+void a_cancelled_restore_ends_when_devices_are_done_with_its_memory() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    const Layout layout(2 * kSegmentBytes, 2, kMiB, 1);
+    const Tensors tensors(layout);
+    {
+        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        open_devices(engine, 2);
+        write_file(directory.file("f"), reference_file(stream_of(layout, random_image(layout, 1))));
+        fake_cuda_stall(1);
+        const auto restore = engine.restore({tensors.restore_file(directory.file("f"))});
+        while (fake_cuda_count("pending") == 0) std::this_thread::yield();
+        restore->cancel();
+        check(!(*restore)->wait(in(0.05)), "devices still write to the tensors");
+        fake_cuda_stall(0);
+        check((*restore)->wait(in(60)));
+        check((*restore)->fault()->kind == FaultKind::kCancelled);
+        check_all_free(engine.cache());
+    }
+    check_nothing_left();
+}
+
+void all_of_the_cache_is_pinned_until_it_is_unmapped() {
+    const FakeDriver driver;
+    const auto arenas_pinned = [](const Engine& engine) {
+        return engine.cache().unpinned().empty() && fake_cuda_count("live_registrations") > 0;
+    };
+    {
+        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        const auto memory = engine.cache().unpinned();
+        check_equal(memory.size(), 1U);
+        open_devices(engine, 1);
+        check(arenas_pinned(engine));
+        check_equal(fake_cuda_is_registered(memory[0].bytes.data(), memory[0].bytes.size()), 1);
+        engine.grow(2 * kCache);
+        wait_until_pinned(engine);
+        check_equal(fake_cuda_count("live_registrations"), 2U);
+        check_equal(fake_cuda_context_references(0), 1);
+        check_equal(fake_cuda_contexts_created(1), 0U);
+        auto slab = std::make_unique<HostCache::SlabRequest>(engine.shared_cache(), 8, 0);
+        check(slab->wait_until(in(60)) == HostCache::SlabRequest::State::kGranted);
+        const Lease lease = slab->take();
+        engine.shutdown();
+        check_equal(fake_cuda_is_registered(lease.data(), kSegmentBytes), 1);
+    }
+    check_nothing_left();
+    check_equal(fake_cuda_context_references(0), 0);
+    check_equal(fake_cuda_count("pageable_copies"), 0U);
+}
+
+void nothing_of_the_engine_breaks_a_capture() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    const Layout layout(kSegmentBytes + 4, 2, kMiB / 2, 1);
+    const Tensors tensors(layout);
+    const StreamHandle captured = training_stream(0);
+    const StreamHandle stream = training_stream(0);
+    {
+        check_equal(fake_cuda_begin_capture(0, captured, 0), 0);  // by this thread, global
+        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        const auto work = [&](const std::string& path) {
+            open_devices(engine, 2);  // creates a context, too
+            std::shared_ptr<DeviceEvent> fence;
+            check_ok(engine.devices().find(0)->record(stream, fence));
+            const auto save = engine.save({tensors.save_file(path)}, {}, 0, open_window(), {fence});
+            check_durable(*save);
+            check_restored(*engine.restore({tensors.restore_file(path)}, {fence}));
+            bool done = false;
+            check_ok(fence->is_done(done));
+        };
+        std::jthread(work, directory.file("a")).join();
+        check_equal(fake_cuda_capture_invalidated(0, captured), 0);
+        work(directory.file("b"));  // the capturing thread's own calls
+        check_equal(fake_cuda_capture_invalidated(0, captured), 0);
+        CaptureMode mode = kRelaxedCapture;
+        check_ok(driver.api->exchange_capture(mode));
+        check_equal(mode, 0);  // this thread's is what it was
+        mode = 0;
+        check_ok(driver.api->exchange_capture(mode));
+    }
+    check_equal(fake_cuda_end_capture(0, captured), 0);
+    check_nothing_left();
+}
+
+}  // namespace
+}  // namespace datastates::testing
+
+int main() {
+    using namespace datastates::testing;
+    return run_cases({
+        {"a_save_has_the_bytes_at_its_fence", a_save_has_the_bytes_at_its_fence},
+        {"a_save_of_two_devices_has_the_bytes_at_its_fences",
+         a_save_of_two_devices_has_the_bytes_at_its_fences},
+        {"an_unplaced_save_has_the_bytes_at_its_fence",
+         an_unplaced_save_has_the_bytes_at_its_fence},
+        {"a_save_larger_than_the_cache_has_the_bytes_at_its_fence",
+         a_save_larger_than_the_cache_has_the_bytes_at_its_fence},
+        {"without_the_fence_bytes_are_wrong", without_the_fence_bytes_are_wrong},
+        {"without_the_gate_bytes_are_wrong", without_the_gate_bytes_are_wrong},
+        {"with_the_gate_on_another_stream_bytes_are_wrong",
+         with_the_gate_on_another_stream_bytes_are_wrong},
+        {"memory_used_before_a_copy_is_done_has_wrong_bytes",
+         memory_used_before_a_copy_is_done_has_wrong_bytes},
+        {"a_box_may_pass_over_segments", a_box_may_pass_over_segments},
+        {"a_restore_comes_after_kernels_before_its_fence",
+         a_restore_comes_after_kernels_before_its_fence},
+        {"a_corrupt_file_is_a_fault_of_its_restore", a_corrupt_file_is_a_fault_of_its_restore},
+        {"a_cancelled_restore_ends_when_devices_are_done_with_its_memory",
+         a_cancelled_restore_ends_when_devices_are_done_with_its_memory},
+        {"all_of_the_cache_is_pinned_until_it_is_unmapped",
+         all_of_the_cache_is_pinned_until_it_is_unmapped},
+        {"nothing_of_the_engine_breaks_a_capture", nothing_of_the_engine_breaks_a_capture},
+    });
+}

@@ -1,0 +1,81 @@
+// A driver that a test may make fail, throw or lie.
+
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include "device_api.h"
+
+namespace datastates::testing {
+
+class HookedDeviceApi final : public DeviceApi {
+  public:
+    /// Called after the driver's call of this name has been made; what it returns or throws is what
+    /// the caller sees, if it is not nothing.
+    using Hook = std::function<MaybeFault(std::string_view)>;
+
+    explicit HookedDeviceApi(std::shared_ptr<DeviceApi> driver, Hook hook = nullptr)
+        : driver_(std::move(driver)), hook_(std::move(hook)) {}
+
+    /// From now on, whatever is asked for is said to be done.
+    void lie() { lies_ = true; }
+
+    MaybeFault device_count(int& count) override { return driver_->device_count(count); }
+    MaybeFault retain(int device) override { return driver_->retain(device); }
+    void release(int device) override { driver_->release(device); }
+    MaybeFault enter(int device) override { return driver_->enter(device); }
+    void leave() override { driver_->leave(); }
+    MaybeFault exchange_capture(CaptureMode& mode) override {
+        return driver_->exchange_capture(mode);
+    }
+    MaybeFault is_capturing(StreamHandle stream, bool& capturing) override {
+        return driver_->is_capturing(stream, capturing);
+    }
+    MaybeFault create_stream(StreamHandle& stream) override {
+        return driver_->create_stream(stream);
+    }
+    void destroy_stream(StreamHandle stream) override { driver_->destroy_stream(stream); }
+    MaybeFault create_event(EventHandle& event) override {
+        return then("create_event", driver_->create_event(event));
+    }
+    void destroy_event(EventHandle event) override { driver_->destroy_event(event); }
+    MaybeFault record(EventHandle event, StreamHandle stream) override {
+        return then("record", driver_->record(event, stream));
+    }
+    MaybeFault is_done(EventHandle event, bool& done) override {
+        auto fault = then("is_done", driver_->is_done(event, done));
+        done = done || lies_;
+        return fault;
+    }
+    MaybeFault stream_wait(StreamHandle stream, EventHandle event) override {
+        return then("stream_wait", driver_->stream_wait(stream, event));
+    }
+    MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
+                    StreamHandle stream) override {
+        return then("copy", driver_->copy(direction, copies, stream));
+    }
+    MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override {
+        return driver_->register_host(data, nbytes);
+    }
+    void unregister_host(std::byte* data) override { driver_->unregister_host(data); }
+    [[nodiscard]] bool is_gone(const Fault& fault) const override {
+        return driver_->is_gone(fault);
+    }
+
+  private:
+    MaybeFault then(std::string_view call, MaybeFault fault) {
+        if (fault || !hook_) return fault;
+        return hook_(call);
+    }
+
+    const std::shared_ptr<DeviceApi> driver_;
+    const Hook hook_;  // called by any thread
+    std::atomic<bool> lies_ = false;
+};
+
+}  // namespace datastates::testing
