@@ -163,10 +163,11 @@ void faults_of_the_driver_fail_a_restore() {
 void check_frees_nothing_in_use(const FaultyCall& call) {
     Scene scene(call.batches);
     {
-        fake_cuda_stall(1);
+        std::shared_ptr<SaveHandle> save;
+        const Stall stall;
         auto fences = scene.training->fences(*scene.engine);
         check_equal(fake_cuda_fail_next(call.symbol, 2, call.skip), 0);
-        const auto save = scene.save(std::move(fences));
+        save = scene.save(std::move(fences));
         wait_for_calls("cuEventQuery", 20);
         check(!(*save)->wait(in(0.05)), "it ends before the copies do");
         check(!(*save)->wait_read(kEveryGroup, in(0)));
@@ -221,9 +222,10 @@ void memory_runs_out_in(std::string_view call) {
         check(fault && fault->kind == FaultKind::kIo && fault->error == ENOMEM, call);
     };
     auto fences = scene.training->fences(*scene.engine);
-    fake_cuda_stall(1);
+    std::shared_ptr<SaveHandle> save;
+    const Stall stall;
     armed = true;
-    const auto save = scene.save(std::move(fences));
+    save = scene.save(std::move(fences));
     wait_until("memory runs out", [&] { return !armed; });
     wait_for_calls("cuEventQuery", 20);
     check(!(*save)->wait(in(0.02)), "copies are under way, of the other device at least");
@@ -251,7 +253,12 @@ void an_error_that_stays_ends_all_jobs() {
         if (stalled) fake_cuda_stall(1);
         const auto save = scene.save();
         const auto restore = scene.restore();
-        if (stalled) wait_for_calls("cuEventQuery", 4);
+        if (stalled) {
+            wait_until("both are copied", [] {
+                return fake_cuda_count("bytes_to_host") > 0 &&
+                       fake_cuda_count("bytes_to_device") > 0;
+            });
+        }
         fake_cuda_poison(700);
         check((*save)->wait(in(60)));
         check((*restore)->wait(in(60)));
@@ -270,9 +277,11 @@ void an_error_that_stays_ends_all_jobs() {
 
 void a_driver_that_is_gone_does_not_keep_a_shutdown() {
     Scene scene;
-    fake_cuda_stall(1);
-    const auto save = scene.save();
-    const auto restore = scene.restore();
+    std::shared_ptr<SaveHandle> save;
+    std::shared_ptr<RestoreHandle> restore;
+    const Stall stall;
+    save = scene.save();
+    restore = scene.restore();
     wait_for_calls("cuEventQuery", 4);
     fake_cuda_poison(4);
     fake_cuda_stall(0);
@@ -287,10 +296,14 @@ void a_driver_that_is_gone_does_not_keep_a_shutdown() {
 
 void a_hanging_device_does_not_keep_a_shutdown() {
     auto scene = std::make_unique<Scene>();
-    fake_cuda_stall(1);
-    auto save = scene->save();
-    auto restore = scene->restore();
-    wait_for_calls("cuEventQuery", 8);
+    std::shared_ptr<SaveHandle> save;
+    std::shared_ptr<RestoreHandle> restore;
+    const Stall stall;
+    save = scene->save();
+    restore = scene->restore();
+    wait_until("both are copied", [] {
+        return fake_cuda_count("bytes_to_host") > 0 && fake_cuda_count("bytes_to_device") > 0;
+    });
     save->cancel();
     restore->cancel();
     check(!(*save)->wait(in(0.05)), "the device may still write to the cache");
