@@ -85,6 +85,17 @@ class Training {
     std::map<int, StreamHandle> streams_;
 };
 
+/// Devices hang, as long as this lives: to be declared after the handles that will wait for them.
+class Stall {
+  public:
+    Stall() { fake_cuda_stall(1); }
+    Stall(const Stall&) = delete;
+    Stall& operator=(const Stall&) = delete;
+    Stall(Stall&&) = delete;
+    Stall& operator=(Stall&&) = delete;
+    ~Stall() { fake_cuda_stall(0); }
+};
+
 /// Opens devices, and waits until the cache is pinned.
 void open_devices(const Engine& engine, int devices);
 void wait_until_pinned(const Engine& engine);

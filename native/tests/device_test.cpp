@@ -197,8 +197,9 @@ void a_cancelled_restore_ends_when_devices_are_done_with_its_memory() {
         Engine engine(kCache, {}, posix_file_ops(), driver.api);
         open_devices(engine, 2);
         write_file(directory.file("f"), reference_file(stream_of(layout, random_image(layout, 1))));
-        fake_cuda_stall(1);
-        const auto restore = engine.restore({tensors.restore_file(directory.file("f"))});
+        std::shared_ptr<RestoreHandle> restore;
+        const Stall stall;
+        restore = engine.restore({tensors.restore_file(directory.file("f"))});
         while (fake_cuda_count("pending") == 0) std::this_thread::yield();
         restore->cancel();
         check(!(*restore)->wait(in(0.05)), "devices still write to the tensors");
