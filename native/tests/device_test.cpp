@@ -222,10 +222,12 @@ void all_of_the_cache_is_pinned_until_it_is_unmapped() {
         check_equal(memory.size(), 1U);
         open_devices(engine, 1);
         check(arenas_pinned(engine));
-        check_equal(fake_cuda_is_registered(memory[0].bytes.data(), memory[0].bytes.size()), 1);
+        for (std::uint64_t at = 0; at < kCache; at += kMiB) {  // it may be pinned in two pieces
+            check_equal(fake_cuda_is_registered(memory[0].bytes.data() + at, kMiB), 1);
+        }
         engine.grow(2 * kCache);
         wait_until_pinned(engine);
-        check_equal(fake_cuda_count("live_registrations"), 2U);
+        check(fake_cuda_count("live_registrations") >= 2, "what was gained is pinned, too");
         check_equal(fake_cuda_context_references(0), 1);
         check_equal(fake_cuda_contexts_created(1), 0U);
         auto slab = std::make_unique<HostCache::SlabRequest>(engine.shared_cache(), 8, 0);
