@@ -27,11 +27,18 @@ struct Meeting {
     bool lying = false;
 };
 
+/// A kernel that takes so many milliseconds.
+void spend(void* milliseconds) {
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(*static_cast<std::uint64_t*>(milliseconds)));
+}
+
 /// Saves what kernels of before have written, while kernels of after overwrite it. True if the file
 /// has what it should.
 bool saves_what_was_at_the_fence(std::uint64_t seed, const Meeting& how) {
     const TemporaryDirectory directory;
-    const FakeDriver driver(seed);
+    const FakeDriver driver(seed, how.lying ? 5000 : 200);
+    std::uint64_t late = 4 * (seed % 8);
     const Layout layout(how.size, how.devices, how.max_piece, seed);
     const Tensors tensors(layout);
     const Training training(how.devices);
@@ -44,6 +51,9 @@ bool saves_what_was_at_the_fence(std::uint64_t seed, const Meeting& how) {
     if (how.lying) api->lie();
 
     tensors.write_host(before);
+    for (int device = 0; device < how.devices; ++device) {
+        check_equal(fake_cuda_launch(device, training.stream(device), &spend, &late), 0);
+    }
     training.write(tensors, before);
     auto fences = training.fences(engine);
     if (!how.fenced) fences.clear();
