@@ -44,6 +44,7 @@ from dcp_datastates.metadata_check import (
 )
 from dcp_datastates.planning.catalog import Catalog, Placement
 from dcp_datastates.planning.emit import NOTE, emit
+from dcp_datastates.planning.pickling import metadata_pickler
 
 __all__ = ["FileRecord", "Note", "decode", "encode", "encode_columns", "read_note"]
 
@@ -108,7 +109,9 @@ def encode(metadata: Metadata, note: Note) -> bytes:
     objects, say): a checkpoint that cannot be opened must not be committed.
     """
     vars(metadata)[NOTE] = _noted(note)
-    data = pickle.dumps(metadata)
+    written = io.BytesIO()
+    metadata_pickler(written).dump(metadata)
+    data = written.getvalue()
     try:
         _open(data)
     except MetadataError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 import struct
 import subprocess
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates import CheckpointCorruptError, ConfigurationError
 from dcp_datastates._native import scan_pickle
 from dcp_datastates.metadata import decode
+from dcp_datastates.planning.pickling import metadata_pickler
 
 STATE = {
     "w": filled((300, 20), torch.float32, 1),
@@ -451,7 +453,9 @@ def test_every_protocol_and_both_forms_of_state_open(protocol, flatten, tmp_path
         "an object": {"a": [1, "b"]},
     }
     save(state, tmp_path, planner=DefaultSavePlanner(flatten_state_dict=flatten))
-    body = pickle.dumps(pickle.loads(body_of(tmp_path)), protocol=protocol)
+    written = io.BytesIO()
+    metadata_pickler(written, protocol).dump(pickle.loads(body_of(tmp_path)))
+    body = written.getvalue()
     assert scan_pickle(body) is None
     (tmp_path / ".metadata").write_bytes(with_trailer(body))
     if flatten:

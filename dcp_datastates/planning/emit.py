@@ -43,6 +43,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates._native import metadata_pickle
 from dcp_datastates.planning.catalog import Catalog, Ints, Placement
+from dcp_datastates.planning.pickling import metadata_pickler
 
 __all__ = ["NOTE", "emit"]
 
@@ -122,7 +123,7 @@ def _attribute(name: str, value: bytes) -> bytes:
 def _pickled(value: object) -> bytes:
     """Opcodes that put nothing in the memo: what goes there is for :class:`_Start` and :func:`_listed` to say."""
     written = io.BytesIO()
-    pickler = pickle.Pickler(written, _PROTOCOL)
+    pickler = metadata_pickler(written, _PROTOCOL)
     pickler.fast = True
     pickler.dump(value)
     return _without_ends(written)
@@ -161,7 +162,7 @@ class _Start:
     def of(catalog: Catalog) -> _Start:
         _check(catalog)
         written = io.BytesIO()
-        pickler = pickle.Pickler(written, _PROTOCOL)
+        pickler = metadata_pickler(written, _PROTOCOL)
         opcodes = b""
 
         def put(value: object) -> None:

@@ -227,7 +227,11 @@ void play(Engine& engine, const std::string& directory, std::uint64_t seed, Tall
     check(failure.empty(), failure);
 }
 
-void one_engine(std::uint64_t seed, double duration, bool shut_down, Tally& tally) {
+/// However slow the machine is, a run goes on until it has seen what it is for; within reason.
+constexpr double kLongest = 120;
+
+void one_engine(std::uint64_t seed, double duration, bool shut_down, Tally& tally,
+                const std::function<bool()>& enough) {
     const FakeDriver driver(seed, 100);
     fake_cuda_configure(0, 0, 0, kMiB / 4);
     {
@@ -238,7 +242,10 @@ void one_engine(std::uint64_t seed, double duration, bool shut_down, Tally& tall
         }
         play(engine, directory.path(), seed, tally, [&] {
             const auto end = in(duration);
-            while (Clock::now() < end) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            const auto last = in(kLongest);
+            while (Clock::now() < end || (!enough() && Clock::now() < last)) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(5));
+            }
             if (shut_down) {
                 engine.shutdown();
             } else {
@@ -254,14 +261,16 @@ void one_engine(std::uint64_t seed, double duration, bool shut_down, Tally& tall
 void callers_at_random() {
     const auto seed = run_seed();
     Tally tally;
-    one_engine(seed, seconds(), false, tally);
+    const auto enough = [&] {
+        return tally.saved > 0 && tally.restored > 0 && tally.cancelled > 0 && tally.failed > 0;
+    };
+    one_engine(seed, seconds(), false, tally, enough);
     std::printf("      saved %llu, restored %llu, cancelled %llu, failed %llu\n",
                 static_cast<unsigned long long>(tally.saved),
                 static_cast<unsigned long long>(tally.restored),
                 static_cast<unsigned long long>(tally.cancelled),
                 static_cast<unsigned long long>(tally.failed));
-    check(tally.saved > 0 && tally.restored > 0 && tally.cancelled > 0 && tally.failed > 0,
-          "much has happened");
+    check(enough(), "much has happened");
 }
 
 void shutdown_at_any_moment() {
@@ -269,8 +278,11 @@ void shutdown_at_any_moment() {
     Tally tally;
     Random random(seed);
     const auto end = in(seconds());
-    for (std::uint64_t n = 0; Clock::now() < end; ++n) {
-        one_engine(seed + n, static_cast<double>(random_below(random, 200)) / 1000, true, tally);
+    const auto last = in(kLongest);
+    for (std::uint64_t n = 0; Clock::now() < end || (tally.shut_down == 0 && Clock::now() < last);
+         ++n) {
+        const double duration = static_cast<double>(random_below(random, 200)) / 1000;
+        one_engine(seed + n, duration, true, tally, [] { return true; });
     }
     check(tally.shut_down > 0, "much has happened");
 }

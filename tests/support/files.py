@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import struct
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dcp_datastates.planning.pickling import metadata_pickler
 
 __all__ = [
     "DataFile",
@@ -104,7 +107,9 @@ def reseal_metadata(path: Path, change: Callable[[Any], None]) -> None:
     """Change the Metadata object in a ``.metadata`` file, whose checksum fits again."""
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
-    body = pickle.dumps(metadata)
+    written = io.BytesIO()
+    metadata_pickler(written).dump(metadata)
+    body = written.getvalue()
     path.write_bytes(body + metadata_trailer(body))
 
 

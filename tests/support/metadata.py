@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 from dcp_datastates._native import (
     crc32c,
 )  # compared with support.files.crc32c in test_native_contract
+from dcp_datastates.planning.pickling import metadata_pickler
 
 __all__ = ["body_of", "rewritten", "with_trailer"]
 
@@ -30,5 +32,7 @@ def rewritten(path: Path, change: Callable[[Any], Any]) -> None:
     """Have ``change`` alter a checkpoint's Metadata object, and write the file again, checksums and all."""
     metadata = pickle.loads(body_of(path))
     replaced = change(metadata)
-    body = pickle.dumps(metadata if replaced is None else replaced)
+    written = io.BytesIO()
+    metadata_pickler(written).dump(metadata if replaced is None else replaced)
+    body = written.getvalue()
     Path(path, ".metadata").write_bytes(with_trailer(body))
