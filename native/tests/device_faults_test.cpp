@@ -44,7 +44,7 @@ struct Scene {
     }
     std::shared_ptr<SaveHandle> save() { return save(training->fences(*engine)); }
     [[nodiscard]] std::shared_ptr<RestoreHandle> restore(Fences fences) const {
-        return engine->restore({tensors.restore_file(directory.file("saved"))}, std::move(fences));
+        return engine->restore({restored.restore_file(directory.file("saved"))}, std::move(fences));
     }
     [[nodiscard]] std::shared_ptr<RestoreHandle> restore() const {
         return restore(training->fences(*engine));
@@ -54,7 +54,7 @@ struct Scene {
         check(read_file(directory.file(std::to_string(files))) ==
               reference_file(stream_of(layout, tensors.image())));
         check_restored(*restore());
-        check(stream_of(layout, tensors.image()) == stream_of(layout, random_image(layout, 1)));
+        check(stream_of(layout, restored.image()) == stream_of(layout, random_image(layout, 1)));
         check_all_free(engine->cache());
     }
 
@@ -67,7 +67,8 @@ struct Scene {
     TemporaryDirectory directory;
     FakeDriver driver;
     Layout layout;
-    Tensors tensors{layout};
+    Tensors tensors{layout};   // saved
+    Tensors restored{layout};  // others: both may go on at once
     std::unique_ptr<Engine> engine;
     std::unique_ptr<Training> training;
     int files = 0;
