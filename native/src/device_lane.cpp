@@ -55,8 +55,7 @@ bool DeviceLane::start() {
 
 void DeviceLane::shutdown() {
     std::jthread thread;
-    const std::scoped_lock order(order_);
-    const std::scoped_lock lock(mutex_);
+    const std::scoped_lock both(order_, mutex_);
     stopping_ = true;
     thread.swap(thread_);
     changed_.notify_all();

@@ -286,15 +286,15 @@ void SaveJob::queued(int device, const std::vector<GroupBytes>& groups,
     changed_.notify_all();
 }
 
-SaveJob::Gathered SaveJob::end_read(DeviceRead read, bool failed) {
+std::optional<ReadUnit> SaveJob::end_read(DeviceRead read, bool failed) {
     const std::scoped_lock lock(mutex_);
     --reading_;
     if (!failed) {
         for (const auto& [device, work] : read.work) count_read(work.groups);
     }
     changed_.notify_all();
-    if (failed || fault_) return {};
-    return {.writable = hand_out(std::move(read.read)), .unread = {}, .fault = {}};
+    if (failed || fault_) return std::nullopt;
+    return hand_out(std::move(read.read));
 }
 
 std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {

@@ -82,7 +82,8 @@ class SaveJob {
     /// Until all regions of `group` have been read, or will have been before what `events` say; or
     /// the job has failed and reads no more.
     bool wait_queued(Group group, Clock::time_point deadline);
-    /// After `wait_queued`: what streams that change the group have to wait for; nothing if all is read.
+    /// After `wait_queued`: what streams that change the group have to wait for; nothing if all is
+    /// read.
     [[nodiscard]] Fences events(Group group) const;
     /// Until durable, or failed and no thread is at work on it any more.
     bool wait(Clock::time_point deadline);
@@ -133,8 +134,9 @@ class SaveJob {
     /// Reports that a device will have read these when `event` comes (null: it will not).
     void queued(int device, const std::vector<GroupBytes>& groups,
                 const std::shared_ptr<DeviceEvent>& event);
-    /// Reports that devices have read their part, or `failed`. The rest is as in `read`.
-    Gathered end_read(DeviceRead read, bool failed);
+    /// Reports that devices have read their part, or `failed`. Returns what may be written now, as
+    /// `read` does.
+    std::optional<ReadUnit> end_read(DeviceRead read, bool failed);
 
     MaybeFault open_file(std::size_t file) { return files_[file]->output.ensure_open(); }
 
@@ -187,7 +189,7 @@ class SaveJob {
     const std::uint64_t order_;
     const std::shared_ptr<Window> window_;
     const std::shared_ptr<FileOps> ops_;
-    Fences fences_;  // until all is read
+    Fences fences_;                         // until all is read
     std::vector<std::string> directories_;  // like all paths: once placed, never changed
     std::vector<std::unique_ptr<File>> files_;
     const Clock::time_point submitted_;

@@ -158,11 +158,12 @@ void SavePipeline::copy_loop() {
 void SavePipeline::proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered) {
     if (gathered.fault) fail(job.job(), std::move(*gathered.fault));
     if (gathered.unread) read_on_devices(job, std::move(*gathered.unread));
-    if (gathered.writable) {
-        enqueue({.job = SaveJob::Pin(job.job()),
-                 .open = std::nullopt,
-                 .write = std::move(gathered.writable)});
-    }
+    write_later(job, std::move(gathered.writable));
+}
+
+void SavePipeline::write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read) {
+    if (!read) return;
+    enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)});
 }
 
 /// A unit that devices read. The last of them to be done ends the reading.
@@ -222,7 +223,7 @@ void SavePipeline::device_done(const std::shared_ptr<DevicesReading>& reading,
     if (!reading->finished) reading->unread.read.memory.abandon();
     const SaveJob::Pin job = std::move(reading->job);
     try {
-        proceed(job, job->end_read(std::move(reading->unread), failed));
+        write_later(job, job->end_read(std::move(reading->unread), failed));
     } catch (const std::exception&) {
         fail(job.job(), out_of_memory("copy"));
     }

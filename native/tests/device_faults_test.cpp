@@ -43,16 +43,18 @@ struct Scene {
                             open_window(), std::move(fences));
     }
     std::shared_ptr<SaveHandle> save() { return save(training->fences(*engine)); }
-    std::shared_ptr<RestoreHandle> restore(Fences fences) {
-        return engine->restore({tensors.restore_file(directory.file("saved"))}, std::move(fences));
+    [[nodiscard]] std::shared_ptr<RestoreHandle> restore(Fences fences) const {
+        return engine->restore({restored.restore_file(directory.file("saved"))}, std::move(fences));
     }
-    std::shared_ptr<RestoreHandle> restore() { return restore(training->fences(*engine)); }
+    [[nodiscard]] std::shared_ptr<RestoreHandle> restore() const {
+        return restore(training->fences(*engine));
+    }
     void check_works() {
         check_durable(*save());
         check(read_file(directory.file(std::to_string(files))) ==
               reference_file(stream_of(layout, tensors.image())));
         check_restored(*restore());
-        check(stream_of(layout, tensors.image()) == stream_of(layout, random_image(layout, 1)));
+        check(stream_of(layout, restored.image()) == stream_of(layout, random_image(layout, 1)));
         check_all_free(engine->cache());
     }
 
@@ -65,7 +67,8 @@ struct Scene {
     TemporaryDirectory directory;
     FakeDriver driver;
     Layout layout;
-    Tensors tensors{layout};
+    Tensors tensors{layout};   // saved
+    Tensors restored{layout};  // others: both may go on at once
     std::unique_ptr<Engine> engine;
     std::unique_ptr<Training> training;
     int files = 0;
@@ -92,7 +95,7 @@ void check_fault_of(const MaybeFault& fault, const std::string& symbol) {
 }
 
 struct FaultyCall {
-    const char* symbol;
+    const char* symbol = "";  ///< none: whichever has batches
     int skip = 0;
     bool batches = true;
 };
@@ -103,8 +106,13 @@ const char* batch_symbol() {
     return fake_cuda_count(recent) > 0 ? recent : "cuMemcpyBatchAsync";
 }
 
+/// One segment, but for calls that only a second one makes.
+Layout layout_for(const FaultyCall& call) {
+    return {call.skip < 2 || !call.batches ? 2 * kMiB : kSegmentBytes + kMiB, 2, kMiB / 4, 1};
+}
+
 void fails_a_save(const FaultyCall& call) {
-    Scene scene(call.batches);
+    Scene scene(call.batches, nullptr, layout_for(call));
     scene.check_works();
     const std::string symbol = *call.symbol != '\0' ? call.symbol : batch_symbol();
     {
@@ -137,7 +145,7 @@ void faults_of_the_driver_fail_a_save() {
 }
 
 void fails_a_restore(const FaultyCall& call) {
-    Scene scene(call.batches);
+    Scene scene(call.batches, nullptr, layout_for(call));
     scene.check_works();
     const std::string symbol = *call.symbol != '\0' ? call.symbol : batch_symbol();
     {

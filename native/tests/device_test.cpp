@@ -37,7 +37,9 @@ void spend(void* milliseconds) {
 /// has what it should.
 bool saves_what_was_at_the_fence(std::uint64_t seed, const Meeting& how) {
     const TemporaryDirectory directory;
-    const FakeDriver driver(seed, how.lying ? 5000 : 200);
+    const bool goes_wrong = how.lying || !how.fenced || !how.gated || !how.right_stream;
+    const FakeDriver driver(seed, goes_wrong ? 5000 : 200);
+    if (goes_wrong) fake_cuda_configure(0, 0, 0, kMiB / 64);
     std::uint64_t late = 4 * (seed % 8);
     const Layout layout(how.size, how.devices, how.max_piece, seed);
     const Tensors tensors(layout);
@@ -65,8 +67,8 @@ bool saves_what_was_at_the_fence(std::uint64_t seed, const Meeting& how) {
         check((*save)->wait_queued(group, in(60)), "the copies are enqueued");
         if (how.gated) (how.right_stream ? training : elsewhere).hold(*save, group);
     }
-    tensors.write_host(after);
     training.write(tensors, after);
+    tensors.write_host(after);
     if (how.unplaced) save->place({.paths = {directory.file("f")}, .sync_directories = {}});
     check_durable(*save);
     check((*save)->wait_read(kEveryGroup, in(0)));
