@@ -174,10 +174,18 @@ MaybeFault DeviceEvent::wait(const std::function<bool()>& give_up, bool& done) c
 }
 
 MaybeFault DeviceEvent::wait_idle(const std::function<bool()>& give_up, bool& idle) const {
-    auto fault = wait(give_up, idle);
-    // The copies may be under way whatever the driver would not say just now. An error that stays
-    // is another thing: with it, nothing runs any more.
-    if (fault) idle = wait(give_up, idle).has_value() || idle;
+    // The copies may be under way whatever the driver would not say just now, and their memory must
+    // not be anybody else's then. An error that stays is another thing: with it, nothing runs any
+    // more.
+    constexpr int kStays = 8;
+    auto pause = std::chrono::milliseconds(1);
+    const auto fault = wait(give_up, idle);
+    auto again = fault;
+    for (int asked = 1; again && asked < kStays; ++asked, pause *= 2) {
+        std::this_thread::sleep_for(pause);
+        again = wait(give_up, idle);
+    }
+    if (again) idle = true;
     return fault;
 }
 
