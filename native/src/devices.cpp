@@ -79,7 +79,7 @@ bool Devices::pin_arena(const std::shared_ptr<Device>& device, const HostCache::
     // What is pinned stays so, whatever fails: copies may use it already.
     auto& pins = cache_->pins_of(arena.index, divide_up(arena.bytes.size(), kPinBytes) + 1);
     for (auto left = arena.bytes; !left.empty();) {
-        const std::uint64_t begin = reinterpret_cast<std::uintptr_t>(left.data());
+        const auto begin = reinterpret_cast<std::uintptr_t>(left.data());
         const auto part =
             left.first(std::min<std::uint64_t>(left.size(), kPinBytes - begin % kPinBytes));
         left = left.subspan(part.size());
