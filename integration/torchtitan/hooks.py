@@ -38,7 +38,7 @@ def read_late(gate: bool) -> None:
     assert manager.open_windows is step_gate.open_windows
     step_gate.open_windows = lambda: None
     if not gate:
-        Snapshot.release_for = lambda self, optimizer: None  # type: ignore[method-assign]
+        Snapshot.release_for = lambda self, optimizer, on_host: None  # type: ignore[method-assign]
 
 
 def no_collective_on_default_group() -> None:
