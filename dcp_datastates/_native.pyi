@@ -362,8 +362,6 @@ class Engine:
 
         Raises RuntimeError in the driver's words, ValueError for a device that was not opened.
         """
-    def is_capturing(self, device: int, stream: int) -> bool:
-        """Whether ``stream`` is being captured into a graph."""
     def copy_to_host(
         self, content: Transfer, address: int, nbytes: int, device: int, stream: int
     ) -> DeviceEvent:

@@ -62,6 +62,8 @@ class Cuda:
     """CUDA as torch sees it. Torch numbers devices as the driver does."""
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        if all(map(_IS_CPU, tensors)):  # in the training thread, at every save
+            return [HOST] * len(tensors)
         devices = list(map(_DEVICE, tensors))
         number = {device: self._number(device) for device in set(devices)}
         return [number[device] for device in devices]
@@ -91,8 +93,6 @@ _refused: set[int] = set()
 
 def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int] | None:
     """Where each (local) tensor is; None if all are on the host. Opens devices that are new to ``engine``."""
-    if accelerator.__class__ is Cuda and all(map(_IS_CPU, tensors)):
-        return None
     found = accelerator.numbers(tensors)
     known = set(found)
     if known <= {HOST}:

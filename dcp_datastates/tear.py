@@ -38,13 +38,15 @@ class Portion:
 
     def __post_init__(self) -> None:
         locals_ = self.deferred.columns.locals
-        self.on_device = any(device != HOST for device in self.deferred.devices)
+        self.on_device = set(self.deferred.devices) != {HOST}
         """Whether the gate holds streams, and not only the host."""
         # A word of a device's memory cannot be had without waiting for it.
-        self._sizes = [
-            size if device == HOST else 0
-            for size, device in zip(self.deferred.sizes, self.deferred.devices, strict=True)
-        ]
+        self._sizes = self.deferred.sizes
+        if self.on_device:
+            self._sizes = [
+                size if device == HOST else 0
+                for size, device in zip(self.deferred.sizes, self.deferred.devices, strict=True)
+            ]
         try:
             self._versions = [tensor._version for tensor in locals_]
         except RuntimeError:  # an inference tensor among them

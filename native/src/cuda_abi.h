@@ -47,12 +47,6 @@ inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostRegisterPortable = 1;
 
-/// Of a stream: 0 not being captured, 1 being captured, 2 likewise, but the capture has failed.
-using CaptureStatus = int;
-inline constexpr CaptureStatus kCaptureNone = 0;
-inline constexpr CaptureStatus kCaptureActive = 1;
-inline constexpr CaptureStatus kCaptureBroken = 2;
-
 /// What calls of a thread may do while there is a capture.
 using CaptureMode = int;
 inline constexpr CaptureMode kCaptureGlobal = 0;

@@ -55,7 +55,6 @@ class CudaApi final : public DeviceApi {
     MaybeFault enter(int device) override;
     void leave() override;
     MaybeFault exchange_capture(CaptureMode& mode) override;
-    MaybeFault is_capturing(StreamHandle stream, bool& capturing) override;
     MaybeFault create_stream(StreamHandle& stream) override;
     void destroy_stream(StreamHandle stream) override;
     MaybeFault create_event(EventHandle& event) override;
@@ -67,7 +66,6 @@ class CudaApi final : public DeviceApi {
                     StreamHandle stream) override;
     MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override;
     void unregister_host(std::byte* data) override;
-    [[nodiscard]] bool is_gone(const Fault& fault) const override;
 
   private:
     struct Retained {
@@ -169,16 +167,6 @@ MaybeFault CudaApi::exchange_capture(CaptureMode& mode) {
     return run(table_.exchange_capture_mode, &mode);
 }
 
-MaybeFault CudaApi::is_capturing(StreamHandle stream, bool& capturing) {
-    capturing = true;
-    cuda::CaptureStatus status = cuda::kCaptureNone;
-    const cuda::Result result = table_.stream_is_capturing.function(stream, &status);
-    // Asked of the legacy stream: there is a capture that work on it would become part of.
-    if (result == cuda::kCaptureImplicit) return std::nullopt;
-    capturing = status != cuda::kCaptureNone;
-    return outcome(table_.stream_is_capturing.name, result);
-}
-
 MaybeFault CudaApi::create_stream(StreamHandle& stream) {
     int least = 0;
     int greatest = 0;
@@ -263,11 +251,6 @@ MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
 
 void CudaApi::unregister_host(std::byte* data) {
     static_cast<void>(table_.host_unregister.function(data));
-}
-
-bool CudaApi::is_gone(const Fault& fault) const {
-    return fault.kind == FaultKind::kDevice &&
-           (fault.error == cuda::kDeinitialized || fault.error == cuda::kContextIsDestroyed);
 }
 
 }  // namespace

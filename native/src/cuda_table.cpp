@@ -89,7 +89,6 @@ MaybeFault load(const std::string& library, Table& table) {
     finder.find(table.stream_create);
     finder.find(table.stream_destroy);
     finder.find(table.stream_wait);
-    finder.find(table.stream_is_capturing);
     finder.find(table.exchange_capture_mode);
     finder.find(table.event_create);
     finder.find(table.event_destroy);

@@ -38,7 +38,6 @@ struct Table {
     Call<Stream*, unsigned, int> stream_create{"cuStreamCreateWithPriority", 5050};
     Call<Stream> stream_destroy{"cuStreamDestroy_v2", 4000};
     Call<Stream, Event, unsigned> stream_wait{"cuStreamWaitEvent", 3020};
-    Call<Stream, CaptureStatus*> stream_is_capturing{"cuStreamIsCapturing", 10000};
     Call<CaptureMode*> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode", 10010};
 
     Call<Event*, unsigned> event_create{"cuEventCreate", 2000};

@@ -139,12 +139,6 @@ MaybeFault Device::hold(StreamHandle stream, const DeviceEvent& event) {
     return api_->stream_wait(stream, event.handle());
 }
 
-MaybeFault Device::is_capturing(StreamHandle stream, bool& capturing) {
-    const DeviceScope scope(*api_, number_);
-    if (scope.fault()) return scope.fault();
-    return api_->is_capturing(stream, capturing);
-}
-
 DeviceEvent::~DeviceEvent() {
     if (handle_ == 0) return;
     DeviceApi& api = device_->api();

@@ -100,8 +100,6 @@ class Device : public std::enable_shared_from_this<Device> {
     /// Makes `stream` of this device wait for `event`, which may be another device's.
     MaybeFault hold(StreamHandle stream, const DeviceEvent& event);
 
-    MaybeFault is_capturing(StreamHandle stream, bool& capturing);
-
   private:
     explicit Device(std::shared_ptr<DeviceApi> api, int number);
 

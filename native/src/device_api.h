@@ -58,9 +58,6 @@ class DeviceApi {
     /// Gives the calling thread another mode, and `mode` the one that it had. Needs no context.
     virtual MaybeFault exchange_capture(CaptureMode& mode) = 0;
 
-    /// True while `stream` is being captured into a graph.
-    virtual MaybeFault is_capturing(StreamHandle stream, bool& capturing) = 0;
-
     /// A stream that does not wait for the legacy default stream, of the lowest priority.
     virtual MaybeFault create_stream(StreamHandle& stream) = 0;
     virtual void destroy_stream(StreamHandle stream) = 0;
@@ -81,9 +78,6 @@ class DeviceApi {
     /// Pins host memory, for all devices.
     virtual MaybeFault register_host(std::byte* data, std::uint64_t nbytes) = 0;
     virtual void unregister_host(std::byte* data) = 0;
-
-    /// True for faults of a driver that is shutting down, as at the end of the process.
-    [[nodiscard]] virtual bool is_gone(const Fault& fault) const = 0;
 };
 
 }  // namespace datastates

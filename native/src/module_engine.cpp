@@ -159,12 +159,6 @@ std::unique_ptr<PyDeviceEvent> record_event(const PyEngine& self, int device, St
     return std::make_unique<PyDeviceEvent>(std::move(event));
 }
 
-bool is_capturing(const PyEngine& self, int device, StreamHandle stream) {
-    bool capturing = false;
-    raise(device_of(*usable(self), device)->is_capturing(stream, capturing));
-    return capturing;
-}
-
 std::unique_ptr<PyDeviceEvent> copy_to_host(const PyEngine& self, const Transfer& transfer,
                                             std::uint64_t address, std::int64_t nbytes, int device,
                                             StreamHandle stream) {
@@ -220,7 +214,6 @@ void bind_engine(const py::module_& module) {
              py::arg("fences") = PyFences())
         .def("open_device", &open_device, py::arg("device"))
         .def("record_event", &record_event, py::arg("device"), py::arg("stream"))
-        .def("is_capturing", &is_capturing, py::arg("device"), py::arg("stream"))
         .def("copy_to_host", &copy_to_host, py::arg("content"), py::arg("address"),
              py::arg("nbytes"), py::arg("device"), py::arg("stream"))
         .def_property_readonly("pinned_bytes",

@@ -33,9 +33,6 @@ class HookedDeviceApi final : public DeviceApi {
     MaybeFault exchange_capture(CaptureMode& mode) override {
         return driver_->exchange_capture(mode);
     }
-    MaybeFault is_capturing(StreamHandle stream, bool& capturing) override {
-        return driver_->is_capturing(stream, capturing);
-    }
     MaybeFault create_stream(StreamHandle& stream) override {
         return driver_->create_stream(stream);
     }
@@ -63,9 +60,6 @@ class HookedDeviceApi final : public DeviceApi {
         return driver_->register_host(data, nbytes);
     }
     void unregister_host(std::byte* data) override { driver_->unregister_host(data); }
-    [[nodiscard]] bool is_gone(const Fault& fault) const override {
-        return driver_->is_gone(fault);
-    }
 
   private:
     MaybeFault then(std::string_view call, MaybeFault fault) {

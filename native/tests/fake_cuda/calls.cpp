@@ -200,15 +200,6 @@ Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags) {
     });
 }
 
-Result cuStreamIsCapturing(Stream stream, CaptureStatus* status) {
-    return call("cuStreamIsCapturing", Needs::kContext, [&](Driver& driver, Caller& caller) {
-        const fake_cuda::Stream* const asked = driver.streams.stream(caller.device, stream);
-        if (asked == nullptr) return kInvalidHandle;
-        if (asked->device != caller.device) return kInvalidContext;
-        return driver.streams.capture_status(*asked, *status);
-    });
-}
-
 Result cuThreadExchangeStreamCaptureMode(CaptureMode* mode) {
     return call("cuThreadExchangeStreamCaptureMode", Needs::kInitialized,
                 [&](Driver& driver, Caller&) {

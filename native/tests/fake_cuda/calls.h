@@ -28,7 +28,6 @@ Result cuCtxGetStreamPriorityRange(int* least, int* greatest);
 Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority);
 Result cuStreamDestroy_v2(Stream stream);
 Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags);
-Result cuStreamIsCapturing(Stream stream, CaptureStatus* status);
 Result cuThreadExchangeStreamCaptureMode(CaptureMode* mode);
 
 Result cuEventCreate(Event* event, unsigned flags);

@@ -92,7 +92,6 @@ const auto& functions() {
         {"cuStreamCreateWithPriority", 5050, address_of(cuStreamCreateWithPriority)},
         {"cuStreamDestroy", 4000, address_of(cuStreamDestroy_v2)},
         {"cuStreamWaitEvent", 3020, address_of(cuStreamWaitEvent)},
-        {"cuStreamIsCapturing", 10000, address_of(cuStreamIsCapturing)},
         {"cuThreadExchangeStreamCaptureMode", 10010, address_of(cuThreadExchangeStreamCaptureMode)},
         {"cuEventCreate", 2000, address_of(cuEventCreate)},
         {"cuEventDestroy", 4000, address_of(cuEventDestroy_v2)},

@@ -28,7 +28,6 @@ constexpr std::array<std::string_view, 28> kSymbols{
     "cuStreamCreateWithPriority",
     "cuStreamDestroy_v2",
     "cuStreamWaitEvent",
-    "cuStreamIsCapturing",
     "cuThreadExchangeStreamCaptureMode",
     "cuEventCreate",
     "cuEventDestroy_v2",

@@ -171,17 +171,6 @@ cuda::Result Streams::end_capture(Stream& stream) {
     return capture->unjoined.empty() ? cuda::kSuccess : cuda::kCaptureUnjoined;
 }
 
-cuda::Result Streams::capture_status(const Stream& stream, cuda::CaptureStatus& status) const {
-    if (is_legacy(stream) && !captures_beside_legacy(stream.device).empty()) {
-        return cuda::kCaptureImplicit;
-    }
-    status = cuda::kCaptureNone;
-    if (stream.capture) {
-        status = stream.capture->invalidated ? cuda::kCaptureBroken : cuda::kCaptureActive;
-    }
-    return cuda::kSuccess;
-}
-
 cuda::Result Streams::check_unsafe(cuda::CaptureMode mode) {
     if (mode == cuda::kCaptureRelaxed) return cuda::kSuccess;
     cuda::Result result = cuda::kSuccess;

@@ -88,7 +88,6 @@ class Streams {
     // Captures.
     void begin_capture(Stream& stream, cuda::CaptureMode mode);
     cuda::Result end_capture(Stream& stream);
-    cuda::Result capture_status(const Stream& stream, cuda::CaptureStatus& status) const;
     /// Of a call that captures do not see: refused, and the captures that it might break
     /// invalidated, unless the calling thread's mode allows it.
     cuda::Result check_unsafe(cuda::CaptureMode mode);
