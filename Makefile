@@ -24,14 +24,15 @@ export OMP_NUM_THREADS ?= 1
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test python-test native-test native-plain native-tsan native-asan soak bench lint format clean \
+.PHONY: help install demo test python-test native-test native-plain native-tsan native-asan ptx soak bench lint format clean \
     gpu-install gpu-test gpu-bench
 
 help:
 	@echo "make demo         train, checkpoint every iteration, kill, resume on fewer ranks"
 	@echo "make test         all tests (native ones also under sanitizers)"
 	@echo "make python-test  the Python tests only (PYTEST_ARGS=... are passed on)"
-	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
+	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan; and ptx"
+	@echo "make ptx          assemble the CUDA kernel for all architectures of today"
 	@echo "make soak         $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
 	@echo "make bench        the stall benchmark (BENCH_ARGS=... are passed on)"
 	@echo "make gpu-test     the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
@@ -75,7 +76,7 @@ gpu-bench: gpu-install
 
 # --- native tests: executables without Python, each build in a directory of its own ----------------
 
-native-test: native-plain native-tsan native-asan
+native-test: native-plain native-tsan native-asan ptx
 
 native-plain: SANITIZE :=
 native-tsan: SANITIZE := thread
@@ -89,6 +90,19 @@ native-plain native-tsan native-asan: native-%: $(VENV)/tools
 	    || { cat build/native-$*.log; exit 1; }
 	cmake --build build/native-$* --parallel $(JOBS)
 	ctest --test-dir build/native-$* --output-on-failure --no-tests=error --timeout 300
+
+# NVIDIA's assembler, which no part of the package needs: drivers have one of their own.
+PTXAS_PACKAGE := nvidia-cuda-nvcc==13.5.37
+ARCHITECTURES := 75 80 86 87 88 89 90 100 103 110 120 121
+
+ptx: native-plain
+	test -x build/ptxas/nvidia/cu13/bin/ptxas || \
+	    $(PIP) install --quiet --no-deps --target build/ptxas $(PIP_ARGS) $(PTXAS_PACKAGE)
+	build/native-plain/tests/copy_kernel_test --ptx >build/copy_kernel.ptx
+	for each in $(ARCHITECTURES); do \
+	    build/ptxas/nvidia/cu13/bin/ptxas --warning-as-error --gpu-name sm_$$each \
+	        --output-file build/copy_kernel.cubin build/copy_kernel.ptx || exit 1; \
+	done
 
 # --- static checks ----------------------------------------------------------------------------
 

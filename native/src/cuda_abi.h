@@ -15,6 +15,8 @@ using DevicePointer = unsigned long long;
 using Context = std::uintptr_t;
 using Stream = std::uintptr_t;
 using Event = std::uintptr_t;
+using Module = std::uintptr_t;
+using Function = std::uintptr_t;
 static_assert(sizeof(std::uintptr_t) == sizeof(void*));
 
 inline constexpr Result kSuccess = 0;
@@ -25,6 +27,7 @@ inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kNoDevice = 100;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kInvalidContext = 201;
+inline constexpr Result kInvalidPtx = 218;
 inline constexpr Result kInvalidHandle = 400;
 inline constexpr Result kNotFound = 500;
 inline constexpr Result kNotReady = 600;
@@ -46,6 +49,7 @@ inline constexpr Result kUnknown = 999;
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostRegisterPortable = 1;
+inline constexpr unsigned kHostRegisterMapped = 2;
 
 /// What calls of a thread may do while there is a capture.
 using CaptureMode = int;

@@ -1,8 +1,11 @@
 #include "cuda_api.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
+#include <iterator>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -11,7 +14,9 @@
 #include <utility>
 #include <vector>
 
+#include "cuda_kernel.h"
 #include "cuda_table.h"
+#include "sizes.h"
 
 namespace datastates {
 namespace {
@@ -64,6 +69,10 @@ class CudaApi final : public DeviceApi {
     MaybeFault stream_wait(StreamHandle stream, EventHandle event) override;
     MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
                     StreamHandle stream) override;
+    MaybeFault load_kernel(KernelHandle& kernel) override;
+    MaybeFault copy_by_kernel(KernelHandle kernel, std::span<const DeviceCopy> copies,
+                              StreamHandle stream) override;
+    [[nodiscard]] std::span<std::byte> mapped(const std::byte* data) const override;
     MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override;
     void unregister_host(std::byte* data) override;
 
@@ -83,12 +92,16 @@ class CudaApi final : public DeviceApi {
     [[nodiscard]] std::string words_of(cuda::Result result) const;
     [[nodiscard]] MaybeFault copy_one(Direction direction, const DeviceCopy& copy,
                                       StreamHandle stream) const;
-    [[nodiscard]] MaybeFault copy_batch(Batch& batch, StreamHandle stream) const;
+    [[nodiscard]] bool are_mapped(Direction direction, std::span<const DeviceCopy> copies) const;
+    [[nodiscard]] MaybeFault copy_batches(std::span<const DeviceCopy> copies,
+                                          StreamHandle stream) const;
 
     const cuda::Table table_;
     std::atomic<bool> batches_;  // the driver has a call for them, and has not refused it
     std::mutex mutex_;           // guards what follows
     std::map<int, Retained> retained_;
+    mutable std::mutex mapped_mutex_;                          // guards what follows
+    std::map<const std::byte*, std::span<std::byte>> mapped_;  // by where they begin
 };
 
 std::string CudaApi::words_of(cuda::Result result) const {
@@ -203,12 +216,11 @@ MaybeFault CudaApi::stream_wait(StreamHandle stream, EventHandle event) {
 
 MaybeFault CudaApi::copy(Direction direction, std::span<const DeviceCopy> copies,
                          StreamHandle stream) {
-    if (copies.size() > 1 && batches_ && !is_legacy(stream)) {
-        Batch batch(copies);
-        if (batch.nbytes.empty()) return std::nullopt;
-        auto fault = copy_batch(batch, stream);
-        if (!fault || fault->error != cuda::kNotSupported) return fault;
-        batches_ = false;  // known by the library, and not by what is beneath it
+    if (copies.size() > 1 && batches_ && !is_legacy(stream) && are_mapped(direction, copies)) {
+        if (!copy_batches(copies, stream)) return std::nullopt;
+        // There are drivers that know the call and refuse it, some by the platform or the memory.
+        // What it has enqueued is enqueued again, and makes the same bytes.
+        batches_ = false;
     }
     for (const DeviceCopy& each : copies) {
         if (each.nbytes == 0) continue;
@@ -227,29 +239,109 @@ MaybeFault CudaApi::copy_one(Direction direction, const DeviceCopy& copy,
                static_cast<std::size_t>(copy.nbytes), stream);
 }
 
-MaybeFault CudaApi::copy_batch(Batch& batch, StreamHandle stream) const {
-    cuda::CopyAttributes attributes;
-    attributes.source_access_order = cuda::kSourceInStreamOrder;
-    std::size_t first = 0;  // of the copies with these attributes
-    std::size_t failed = SIZE_MAX;
-    auto fault = run(table_.copy_batch, batch.to.data(), batch.from.data(), batch.nbytes.data(),
-                     batch.nbytes.size(), &attributes, &first, std::size_t{1}, &failed, stream);
-    if (fault && failed < batch.nbytes.size()) {
-        fault->detail += "; copy " + std::to_string(failed) + " of a batch of " +
-                         std::to_string(batch.nbytes.size()) + ", of " +
-                         std::to_string(batch.nbytes[failed]) + " bytes";
+/// Of other memory, some drivers refuse batches, or fail while they copy them.
+bool CudaApi::are_mapped(Direction direction, std::span<const DeviceCopy> copies) const {
+    std::span<const std::byte> range;  // that the last one was in
+    return std::ranges::all_of(copies, [&](const DeviceCopy& copy) {
+        const std::byte* const host = direction == Direction::kGather ? copy.to : copy.from;
+        if (!lies_in(range, host, copy.nbytes)) range = mapped(host);
+        return copy.nbytes == 0 || lies_in(range, host, copy.nbytes);
+    });
+}
+
+MaybeFault CudaApi::copy_batches(std::span<const DeviceCopy> copies, StreamHandle stream) const {
+    constexpr std::size_t kMost = 1024;  // drivers have had trouble with tens of thousands
+    while (!copies.empty()) {
+        Batch batch(copies.first(std::min(copies.size(), kMost)));
+        copies = copies.subspan(std::min(copies.size(), kMost));
+        if (batch.nbytes.empty()) continue;
+        cuda::CopyAttributes attributes;
+        attributes.source_access_order = cuda::kSourceInStreamOrder;
+        std::size_t first = 0;  // of the copies with these attributes
+        std::size_t failed = SIZE_MAX;
+        if (auto fault =
+                run(table_.copy_batch, batch.to.data(), batch.from.data(), batch.nbytes.data(),
+                    batch.nbytes.size(), &attributes, &first, std::size_t{1}, &failed, stream)) {
+            return fault;
+        }
     }
-    return fault;
+    return std::nullopt;
+}
+
+MaybeFault CudaApi::load_kernel(KernelHandle& kernel) {
+    if (table_.launch.function == nullptr || table_.module_load.function == nullptr ||
+        table_.module_function.function == nullptr) {
+        return outcome(table_.launch.name, cuda::kNotSupported);
+    }
+    cuda::Module module = 0;
+    if (auto fault = run(table_.module_load, &module, static_cast<const void*>(cuda::kKernelPtx))) {
+        return fault;
+    }
+    return run(table_.module_function, &kernel, module, cuda::kKernelName);
+}
+
+MaybeFault CudaApi::copy_by_kernel(KernelHandle kernel, std::span<const DeviceCopy> copies,
+                                   StreamHandle stream) {
+    // More threads than these would only wait for the link.
+    constexpr std::uint64_t kMostSlices = 8;
+    constexpr std::uint64_t kSlice = std::uint64_t{cuda::kThreadsPerBlock} * cuda::kWidest;
+    while (!copies.empty()) {
+        const auto listed = copies.first(std::min(copies.size(), cuda::kListed));
+        copies = copies.subspan(listed.size());
+        cuda::PieceList pieces;
+        std::uint64_t largest = 1;
+        for (std::size_t n = 0; n < listed.size(); ++n) {
+            pieces.to.at(n) = address_of(listed[n].to);
+            pieces.from.at(n) = address_of(listed[n].from);
+            pieces.nbytes.at(n) = static_cast<std::uint32_t>(listed[n].nbytes);
+            largest = std::max(largest, listed[n].nbytes);
+        }
+        const auto slices =
+            static_cast<unsigned>(std::min(divide_up(largest, kSlice), kMostSlices));
+        void* parameter = &pieces;
+        void** const none = nullptr;
+        if (auto fault = run(table_.launch, kernel, static_cast<unsigned>(listed.size()), slices,
+                             1U, cuda::kThreadsPerBlock, 1U, 1U, 0U, stream, &parameter, none)) {
+            return fault;
+        }
+    }
+    return std::nullopt;
 }
 
 MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
-    const cuda::Result result = table_.host_register.function(
-        data, static_cast<std::size_t>(nbytes), cuda::kHostRegisterPortable);
+    {
+        const std::scoped_lock lock(mapped_mutex_);
+        mapped_.try_emplace(data);  // now, as it may throw; of no size yet
+    }
+    const cuda::Result result =
+        table_.host_register.function(data, static_cast<std::size_t>(nbytes),
+                                      cuda::kHostRegisterPortable | cuda::kHostRegisterMapped);
     if (result == cuda::kHostMemoryAlreadyRegistered) return std::nullopt;
-    return outcome(table_.host_register.name, result);
+    if (auto fault = outcome(table_.host_register.name, result)) return fault;
+    // Devices with unified addressing all find it at one address: the host's, or none does.
+    cuda::DevicePointer seen = 0;
+    if (table_.host_device_pointer.function != nullptr &&
+        table_.host_device_pointer.function(&seen, data, 0U) == cuda::kSuccess &&
+        seen == address_of(data)) {
+        const std::scoped_lock lock(mapped_mutex_);
+        mapped_[data] = std::span(data, nbytes);
+    }
+    return std::nullopt;
+}
+
+std::span<std::byte> CudaApi::mapped(const std::byte* data) const {
+    const std::scoped_lock lock(mapped_mutex_);
+    const auto after = mapped_.upper_bound(data);
+    if (after == mapped_.begin()) return {};
+    const std::span<std::byte> before = std::prev(after)->second;
+    return std::less<>()(data, before.data() + before.size()) ? before : std::span<std::byte>();
 }
 
 void CudaApi::unregister_host(std::byte* data) {
+    {
+        const std::scoped_lock lock(mapped_mutex_);
+        mapped_.erase(data);
+    }
     static_cast<void>(table_.host_unregister.function(data));
 }
 

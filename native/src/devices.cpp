@@ -1,8 +1,10 @@
 #include "devices.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <new>
 #include <span>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -10,6 +12,15 @@
 #include "threads.h"
 
 namespace datastates {
+namespace {
+
+/// For whoever has a device that does not get along with the kernel.
+bool kernel_wanted() {
+    const char* const wanted = std::getenv("DCP_DATASTATES_COPY_KERNEL");
+    return wanted == nullptr || std::string_view(wanted) != "0";
+}
+
+}  // namespace
 
 MaybeFault Devices::open(int device) {
     const std::scoped_lock lock(mutex_);
@@ -48,6 +59,16 @@ void Devices::pin() {
     pin_wanted_.notify_one();
 }
 
+bool Devices::prepared() const {
+    const std::scoped_lock lock(mutex_);
+    return !pin_ && !preparing_;
+}
+
+MaybeFault Devices::kernel_fault() const {
+    const std::scoped_lock lock(mutex_);
+    return kernel_fault_;
+}
+
 MaybeFault Devices::pin_fault() const {
     const std::scoped_lock lock(mutex_);
     return pin_fault_;
@@ -58,19 +79,42 @@ void Devices::pin_loop() {
         std::shared_ptr<Device> device;
         {
             std::unique_lock lock(mutex_);
+            preparing_ = false;
             pin_wanted_.wait(lock, [&] { return (pin_ && !lanes_.empty()) || stopping_; });
             if (stopping_) return;
             pin_ = false;
+            preparing_ = true;
             device = lanes_.begin()->second->device();
         }
         try {
             for (const HostCache::Memory& arena : cache_->unpinned()) {
                 if (!pin_arena(device, arena)) return;
             }
+            load_kernels();
         } catch (const std::bad_alloc&) {
             const std::scoped_lock lock(mutex_);
             pin_fault_ = out_of_memory("pin");
         }
+    }
+}
+
+/// Those that are new.
+void Devices::load_kernels() {
+    if (!kernel_wanted()) return;
+    while (true) {
+        std::shared_ptr<Device> device;
+        {
+            const std::scoped_lock lock(mutex_);
+            for (const auto& [number, lane] : lanes_) {
+                if (!prepared_.contains(number)) device = lane->device();
+            }
+            if (stopping_ || !device) return;
+        }
+        prepared_.insert(device->number());
+        auto fault = device->load_kernel([this] { return patience_.is_over(); });
+        if (!fault) continue;
+        const std::scoped_lock lock(mutex_);
+        kernel_fault_ = std::move(fault);
     }
 }
 

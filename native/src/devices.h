@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 
 #include "device.h"
@@ -29,7 +30,8 @@ class Devices {
     Devices& operator=(Devices&&) = delete;
     ~Devices() { shutdown(); }
 
-    /// Makes `device` usable; begins to pin the cache, in a thread. Idempotent.
+    /// Makes `device` usable; begins to pin the cache and to load the kernel, in a thread.
+    /// Idempotent.
     MaybeFault open(int device);
 
     /// Null if it was not opened.
@@ -39,10 +41,16 @@ class Devices {
     /// Has memory pinned that the cache has gained, if a device is open. Returns at once.
     void pin();
 
+    /// False while what `open` and `pin` have begun goes on.
+    [[nodiscard]] bool prepared() const;
+
     /// Bytes of the cache that are pinned. Copies to and from others are slower, and not
     /// overlapped.
     [[nodiscard]] std::uint64_t pinned_bytes() const { return pinned_bytes_; }
     [[nodiscard]] MaybeFault pin_fault() const;
+
+    /// Why many small copies are no faster than one by one, on a device that was prepared last.
+    [[nodiscard]] MaybeFault kernel_fault() const;
 
     /// Who waits for a device of these gives up when this is over.
     [[nodiscard]] const Patience& patience() const { return patience_; }
@@ -54,6 +62,7 @@ class Devices {
 
   private:
     void pin_loop();
+    void load_kernels();
     bool pin_arena(const std::shared_ptr<Device>& device, const HostCache::Memory& arena);
 
     const std::shared_ptr<HostCache> cache_;
@@ -64,10 +73,13 @@ class Devices {
     std::map<int, std::unique_ptr<DeviceLane>> lanes_;  // only ever added to
     std::condition_variable pin_wanted_;                // pin_, stopping_
     bool pin_ = false;
+    bool preparing_ = false;
     bool stopping_ = false;
     MaybeFault pin_fault_;
+    MaybeFault kernel_fault_;
     std::jthread pin_thread_;  // ends when stopping_; joined by `shutdown`
     std::atomic<std::uint64_t> pinned_bytes_ = 0;
+    std::set<int> prepared_;  // devices that loaded their kernel or will not; of the thread's alone
 };
 
 }  // namespace datastates

@@ -216,6 +216,10 @@ void bind_engine(const py::module_& module) {
         .def("record_event", &record_event, py::arg("device"), py::arg("stream"))
         .def("copy_to_host", &copy_to_host, py::arg("content"), py::arg("address"),
              py::arg("nbytes"), py::arg("device"), py::arg("stream"))
+        .def_property_readonly("devices_prepared",
+                               [](const PyEngine& self) {
+                                   return required(self.engine, "engine")->devices().prepared();
+                               })
         .def_property_readonly("pinned_bytes",
                                [](const PyEngine& self) {
                                    return required(self.engine, "engine")->devices().pinned_bytes();
@@ -223,6 +227,16 @@ void bind_engine(const py::module_& module) {
         .def_property_readonly("pin_fault",
                                [](const PyEngine& self) {
                                    return required(self.engine, "engine")->devices().pin_fault();
+                               })
+        .def(
+            "has_copy_kernel",
+            [](const PyEngine& self, int device) {
+                return device_of(*required(self.engine, "engine"), device)->has_kernel();
+            },
+            py::arg("device"))
+        .def_property_readonly("kernel_fault",
+                               [](const PyEngine& self) {
+                                   return required(self.engine, "engine")->devices().kernel_fault();
                                })
         .def("shutdown",
              [](const PyEngine& self) {

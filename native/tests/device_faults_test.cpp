@@ -95,26 +95,22 @@ void check_fault_of(const MaybeFault& fault, const std::string& symbol) {
 }
 
 struct FaultyCall {
-    const char* symbol = "";  ///< none: whichever has batches
+    const char* symbol = "";
     int skip = 0;
     bool batches = true;
+    std::uint64_t max_piece = kMiB / 4;
 };
-
-/// The first of the two by which the driver's batches are called.
-const char* batch_symbol() {
-    const char* const recent = "cuMemcpyBatchAsync_v2";
-    return fake_cuda_count(recent) > 0 ? recent : "cuMemcpyBatchAsync";
-}
 
 /// One segment, but for calls that only a second one makes.
 Layout layout_for(const FaultyCall& call) {
-    return {call.skip < 2 || !call.batches ? 2 * kMiB : kSegmentBytes + kMiB, 2, kMiB / 4, 1};
+    const std::uint64_t second = call.skip < 2 || !call.batches ? 0 : kSegmentBytes;
+    return {second + 2 * kMiB, 2, call.max_piece, 1};
 }
 
 void fails_a_save(const FaultyCall& call) {
     Scene scene(call.batches, nullptr, layout_for(call));
     scene.check_works();
-    const std::string symbol = *call.symbol != '\0' ? call.symbol : batch_symbol();
+    const std::string symbol = call.symbol;
     {
         auto fences = scene.training->fences(*scene.engine);
         check_equal(fake_cuda_fail_next(symbol.c_str(), 2, call.skip), 0);
@@ -137,7 +133,7 @@ void faults_of_the_driver_fail_a_save() {
         fails_a_save({.symbol = "cuEventRecord", .skip = skip});
         fails_a_save({.symbol = "cuStreamWaitEvent", .skip = skip});
         fails_a_save({.symbol = "cuEventQuery", .skip = skip});
-        fails_a_save({.symbol = "", .skip = skip});
+        fails_a_save({.symbol = "cuLaunchKernel", .skip = skip, .max_piece = kMiB / 64});
     }
     for (const int skip : {0, 1, 5}) {
         fails_a_save({.symbol = "cuMemcpyDtoHAsync_v2", .skip = skip, .batches = false});
@@ -147,7 +143,7 @@ void faults_of_the_driver_fail_a_save() {
 void fails_a_restore(const FaultyCall& call) {
     Scene scene(call.batches, nullptr, layout_for(call));
     scene.check_works();
-    const std::string symbol = *call.symbol != '\0' ? call.symbol : batch_symbol();
+    const std::string symbol = call.symbol;
     {
         auto fences = scene.training->fences(*scene.engine);
         check_equal(fake_cuda_fail_next(symbol.c_str(), 2, call.skip), 0);
@@ -165,7 +161,6 @@ void faults_of_the_driver_fail_a_restore() {
         fails_a_restore({.symbol = "cuEventRecord", .skip = skip});
         fails_a_restore({.symbol = "cuStreamWaitEvent", .skip = skip});
         fails_a_restore({.symbol = "cuEventQuery", .skip = skip});
-        fails_a_restore({.symbol = "", .skip = skip});
         fails_a_restore({.symbol = "cuMemcpyHtoDAsync_v2", .skip = 3 * skip, .batches = false});
     }
 }

@@ -98,7 +98,7 @@ class Stall {
 
 /// Opens devices, and waits until the cache is pinned.
 void open_devices(const Engine& engine, int devices);
-void wait_until_pinned(const Engine& engine);
+void wait_until_prepared(const Engine& engine);
 
 void check_durable(const SaveHandle& save);
 void check_restored(const RestoreHandle& restore);

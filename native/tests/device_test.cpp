@@ -238,7 +238,7 @@ void all_of_the_cache_is_pinned_until_it_is_unmapped() {
             check_equal(fake_cuda_is_registered(memory[0].bytes.data() + at, kMiB), 1);
         }
         engine.grow(2 * kCache);
-        wait_until_pinned(engine);
+        wait_until_prepared(engine);
         check(fake_cuda_count("live_registrations") >= 2, "what was gained is pinned, too");
         check_equal(fake_cuda_context_references(0), 1);
         check_equal(fake_cuda_contexts_created(1), 0U);

@@ -168,7 +168,7 @@ class FakeCuda:
         native.open_device(0)
         deadline = threading.Event()
         for _ in range(int(PATIENCE * 100)):
-            if native.pinned_bytes >= native.host_cache_bytes:
+            if native.devices_prepared and native.pinned_bytes >= native.host_cache_bytes:
                 return
             deadline.wait(0.01)
         raise AssertionError(f"not pinned: {native.pin_fault}")

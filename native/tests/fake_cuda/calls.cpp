@@ -25,7 +25,7 @@ struct ErrorText {
     const char* words;
 };
 
-constexpr std::array<ErrorText, 25> kErrors{{
+constexpr std::array<ErrorText, 26> kErrors{{
     {kSuccess, "CUDA_SUCCESS", "no error"},
     {kInvalidValue, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
@@ -33,6 +33,7 @@ constexpr std::array<ErrorText, 25> kErrors{{
     {kDeinitialized, "CUDA_ERROR_DEINITIALIZED", "driver shutting down"},
     {kNoDevice, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+    {kInvalidPtx, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
     {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {kNotFound, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
@@ -137,7 +138,10 @@ Result cuDevicePrimaryCtxRelease_v2(Device device) {
         if (device < 0 || device >= driver.devices) return kInvalidDevice;
         bool ended = false;
         const Result result = driver.streams.release(device, ended);
-        if (ended) driver.memory.unregister_all(device);
+        if (ended) {
+            driver.memory.unregister_all(device);
+            driver.modules.unload_all(device);
+        }
         return result;
     });
 }

@@ -63,7 +63,7 @@ Result enqueue_batch(Driver& driver, Caller& caller, const Batch& batch, std::si
     return result;
 }
 
-struct Function {
+struct Entry {
     std::string_view symbol;  ///< without the suffix of its ABI
     int version;              ///< of CUDA, that has this ABI first
     void* address;
@@ -75,7 +75,7 @@ void* address_of(Signature* function) {
 }
 
 const auto& functions() {
-    static const std::array<Function, 28> kFunctions{{
+    static const std::array<Entry, 31> kFunctions{{
         {"cuInit", 2000, address_of(cuInit)},
         {"cuGetErrorName", 6000, address_of(cuGetErrorName)},
         {"cuGetErrorString", 6000, address_of(cuGetErrorString)},
@@ -101,6 +101,10 @@ const auto& functions() {
         {"cuMemHostUnregister", 4000, address_of(cuMemHostUnregister)},
         {"cuMemcpyDtoHAsync", 3020, address_of(cuMemcpyDtoHAsync_v2)},
         {"cuMemcpyHtoDAsync", 3020, address_of(cuMemcpyHtoDAsync_v2)},
+        {"cuModuleLoadData", 2000, address_of(cuModuleLoadData)},
+        {"cuModuleGetFunction", 2000, address_of(cuModuleGetFunction)},
+        {"cuMemHostGetDevicePointer", 3020, address_of(cuMemHostGetDevicePointer_v2)},
+        {"cuLaunchKernel", 4000, address_of(cuLaunchKernel)},
         {"cuMemcpyBatchAsync", 12080, address_of(cuMemcpyBatchAsync)},
         {"cuMemcpyBatchAsync", 13000, address_of(cuMemcpyBatchAsync_v2)},
     }};
@@ -111,7 +115,7 @@ const auto& functions() {
 Result find(const Driver& driver, std::string_view symbol, int version, void** function) {
     *function = nullptr;
     if (driver.hidden.contains(symbol)) return kNotFound;
-    for (const Function& each : functions()) {
+    for (const Entry& each : functions()) {
         if (each.symbol == symbol && each.version <= version) *function = each.address;
     }
     return *function != nullptr ? kSuccess : kNotFound;

@@ -11,7 +11,7 @@ namespace datastates::fake_cuda {
 namespace {
 
 /// All that are exported and counted.
-constexpr std::array<std::string_view, 28> kSymbols{
+constexpr std::array<std::string_view, 31> kSymbols{
     "cuInit",
     "cuGetErrorName",
     "cuGetErrorString",
@@ -37,6 +37,10 @@ constexpr std::array<std::string_view, 28> kSymbols{
     "cuMemHostUnregister",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuMemHostGetDevicePointer_v2",
+    "cuLaunchKernel",
     "cuMemcpyBatchAsync",
     "cuMemcpyBatchAsync_v2",
 };
@@ -104,6 +108,8 @@ void Driver::reset() {
     scheduler.set({});
     streams.reset();
     memory = {};
+    modules = {};
+    spoil_kernels = false;
     counts = {};
     hidden.clear();
     failures_.clear();
