@@ -155,6 +155,8 @@ class Slab:
     def nbytes(self) -> int: ...
     def release(self) -> None:
         """Give the segments back. Idempotent. The memory must not be used afterwards."""
+    def abandon(self) -> None:
+        """Never give them back: a device that hangs may still write there. Idempotent, as ``release`` is."""
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 @final
@@ -166,7 +168,10 @@ class DeviceEvent:
     def hold(self, stream: int) -> None:
         """Have ``stream`` of the same device wait for it; returns at once. RuntimeError in the driver's words."""
     def wait(self, timeout: float) -> bool:
-        """Wait until it has come; False on timeout. RuntimeError in the driver's words."""
+        """Wait until the device has nothing to do any more with what came before; False on timeout.
+
+        RuntimeError in the driver's words, then: for a fault alone does not say that nothing is under way.
+        """
 
 @final
 class SaveFile:
@@ -364,12 +369,15 @@ class Engine:
         """
     def copy_to_host(
         self, content: Transfer, address: int, nbytes: int, device: int, stream: int
-    ) -> DeviceEvent:
+    ) -> tuple[DeviceEvent | None, Fault | None]:
         """Have ``stream`` copy the regions of ``content``, all on ``device``, to ``address`` (stream offset 0 of the
-        content), which is ``nbytes`` long. Returns what comes after them: at once, if the memory is the cache's.
+        content), which is ``nbytes`` long. Returns at once, if the memory is the cache's.
 
-        Raises RuntimeError in the driver's words; some copies may be under way then.
+        Returns what comes after them, and the fault of a driver that refused: then some may be under way, too, if
+        there is an event.
         """
+    def limit_patience(self) -> None:
+        """The process is about to end: whoever waits for a device that hangs gives up in time from now on."""
     @property
     def devices_prepared(self) -> bool:
         """Whether all that ``open_device`` and ``grow`` have begun in a thread is done, or has failed."""

@@ -8,6 +8,7 @@ Python loop.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import DeviceEvent, Engine, Transfer
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
-from dcp_datastates.devices import HOST, THROUGH_TORCH, dense, fences, numbers, stream
+from dcp_datastates.device_copies import DeviceCopies
+from dcp_datastates.devices import HOST, THROUGH_TORCH, dense, fences, mark, numbers, report, stream
 from dcp_datastates.errors import DeviceError
 from dcp_datastates.ownership import STABLE, UNOWNED, Ownership
 from dcp_datastates.planning.catalog import Ints
@@ -38,8 +40,6 @@ __all__ = ["Capture", "DeferredTensors", "capture", "look"]
 
 _SLOT: Final = 64
 """Eager copies are aligned to this many bytes in their buffer."""
-
-_POLL_SECONDS: Final = 0.1
 
 _DTYPE: Final = operator.attrgetter("dtype")
 _IS_NESTED: Final = operator.attrgetter("is_nested")
@@ -93,8 +93,10 @@ class Capture:
     staged: Staged
     fences: list[DeviceEvent] = field(default_factory=list)
     """One for each device: what its streams had been given at the call, eager copies included."""
-    copying: list[DeviceEvent] = field(default_factory=list)
-    """When these have come, the eager copies are all there."""
+    moment: list[Any] = field(default_factory=list)
+    """The call, for work that another thread gives to devices."""
+    copying: DeviceCopies = field(default_factory=DeviceCopies)
+    """The eager copies that devices make."""
 
     def fingerprint(self) -> Fingerprint | None:
         """What the state looks like; None if it is not :attr:`regular`."""
@@ -102,16 +104,6 @@ class Capture:
         if not self.regular or not _are_plain(self.staged.structure, columns):
             return None
         return fingerprint(self.staged.structure, columns.tensors, columns.locals)
-
-    def await_copies(self) -> None:
-        """Wait until the eager copies may be read. Raises :class:`DeviceError`."""
-        copying, self.copying = self.copying, []
-        try:
-            for event in copying:
-                while not event.wait(_POLL_SECONDS):
-                    pass
-        except RuntimeError as error:
-            raise DeviceError(str(error)) from error
 
     def bases(self) -> tuple[Ints, Ints, Ints | None]:
         """Address of the first byte, group and device (None: all on the host) of all tensors in the order of the
@@ -182,33 +174,40 @@ def capture(
         on_devices = set(compress(eager_devices or (), sizes)) - {HOST}
         made.buffer = allocate(max(nbytes, 1), bool(on_devices))
         engine.gather(
-            _regions(eager, offsets, sizes, eager_devices, HOST), made.buffer.data_ptr(), nbytes
+            _regions(eager, offsets, sizes, eager_devices, HOST)[0], made.buffer.data_ptr(), nbytes
         )
         try:
             for device in on_devices:
-                made.copying.append(_copy_from(engine, device, made, sizes, eager_devices))
+                _copy_from(engine, device, made, sizes, eager_devices)
         except BaseException:
-            made.await_copies()  # the buffer is about to be somebody else's
+            with contextlib.suppress(DeviceError):
+                made.copying.wait()  # the buffer is about to be somebody else's
             raise
     if devices is not None:
         made.fences = fences(engine, devices)
+        report(engine)
+    made.moment = mark(set(devices or ()))
     return made
 
 
 def _copy_from(
     engine: Engine, device: int, capture: Capture, sizes: list[int], devices: list[int] | None
-) -> DeviceEvent:
+) -> None:
     """Has the current stream copy the eager tensors of ``device``: after what it was given before, and before the
     rest. So the training thread need not wait.
     """
     assert capture.buffer is not None
-    content = _regions(capture.eager, capture.offsets, sizes, devices, device)
+    content, _dense = _regions(capture.eager, capture.offsets, sizes, devices, device)
     try:
-        return engine.copy_to_host(
+        event, fault = engine.copy_to_host(
             content, capture.buffer.data_ptr(), capture.eager_bytes, device, stream(device)
         )
     except RuntimeError as error:
         raise DeviceError(str(error)) from error
+    if event is not None:
+        capture.copying.add(event)
+    if fault is not None:
+        raise DeviceError(fault.message)
 
 
 def look(state_dict: Mapping[str, Any]) -> Capture:
@@ -334,8 +333,10 @@ def _late_on_devices(
 
 def _regions(
     eager: Columns, offsets: list[int], sizes: list[int], devices: list[int] | None, device: int
-) -> Transfer:
-    """The eager tensors of one device, or of the host."""
+) -> tuple[Transfer, list[torch.Tensor]]:
+    """The eager tensors of one device, or of the host; and those whose memory is listed, some of them made here: to be
+    kept until somebody was told to copy them.
+    """
     content = Transfer()
     locals_ = eager.locals
     if devices is not None and set(devices) != {device}:
@@ -353,4 +354,4 @@ def _regions(
         for local, offset, nbytes in zip(locals_, offsets, sizes, strict=True):
             if nbytes:
                 add_region(content, offset, local, nbytes, STABLE, device)
-    return content
+    return content, locals_

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -21,9 +21,12 @@ __all__ = [
     "capturing",
     "dense",
     "fences",
+    "follow",
+    "mark",
     "numbers",
     "place",
     "record",
+    "report",
     "stream",
 ]
 
@@ -54,6 +57,12 @@ class Accelerator(Protocol):
         Whoever gets the copy's memory next gets it in the order of that stream.
         """
 
+    def mark(self, devices: Iterable[int]) -> list[Any]:
+        """The moment on the calling thread's current streams: of ``devices``, and of the one that is current."""
+
+    def follow(self, moment: list[Any]) -> None:
+        """What the calling thread's current streams are given from now on comes after ``moment``."""
+
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""
 
@@ -81,6 +90,19 @@ class Cuda:
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.contiguous()
 
+    def mark(self, devices: Iterable[int]) -> list[Any]:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return []
+        used = {torch.cuda.current_device(), *devices}
+        streams = [torch.cuda.current_stream(device) for device in used]
+        return [(each, each.record_event()) for each in streams]
+
+    def follow(self, moment: list[Any]) -> None:
+        for before, event in moment:
+            now = torch.cuda.current_stream(before.device)
+            if now != before:
+                now.wait_event(event)
+
     def capturing(self) -> bool:
         return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
 
@@ -89,6 +111,7 @@ accelerator: Accelerator = Cuda()
 """Tests put another one here."""
 
 _refused: set[int] = set()
+_reported: set[str] = set()
 
 
 def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int] | None:
@@ -124,6 +147,20 @@ def _opened(engine: Engine, device: int) -> bool:
     return True
 
 
+def report(engine: Engine) -> None:
+    """Log, once, what could not be prepared in the background."""
+    pinning, kernel = engine.pin_fault, engine.kernel_fault
+    if pinning is not None and pinning.message not in _reported:
+        logger.warning(
+            "the host cache cannot be pinned (%s): copies from devices are slow, and wait for them",
+            pinning.message,
+        )
+        _reported.add(pinning.message)
+    if kernel is not None and kernel.message not in _reported:
+        logger.warning("small tensors are copied from devices one by one: %s", kernel.message)
+        _reported.add(kernel.message)
+
+
 def stream(device: int) -> int:
     """Handle of the calling thread's current stream on ``device``."""
     return accelerator.stream(device)
@@ -148,6 +185,16 @@ def record(engine: Engine, device: int) -> DeviceEvent:
 def fences(engine: Engine, devices: Iterable[int]) -> list[DeviceEvent]:
     """One :func:`record` for each that is a device."""
     return [record(engine, device) for device in sorted(set(devices)) if device >= 0]
+
+
+def mark(devices: Iterable[int]) -> list[Any]:
+    """The moment on the calling thread's current streams, for :func:`follow` in another thread."""
+    return accelerator.mark(device for device in devices if device >= 0)
+
+
+def follow(moment: list[Any]) -> None:
+    """What the calling thread gives torch to do on devices comes after ``moment``."""
+    accelerator.follow(moment)
 
 
 def capturing() -> bool:

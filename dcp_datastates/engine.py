@@ -14,6 +14,7 @@ import threading
 from typing import Final
 
 from dcp_datastates._native import CacheStats, Engine
+from dcp_datastates.ending import at_end
 from dcp_datastates.errors import ConfigurationError
 
 __all__ = ["engine", "next_order", "stats"]
@@ -69,6 +70,12 @@ def next_order() -> int:
     return next(_orders)
 
 
+def _limit_patience() -> None:
+    with _lock:
+        if _engine is not None:
+            _engine.limit_patience()
+
+
 def _shut_down() -> None:
     global _engine
     with _lock:
@@ -85,4 +92,5 @@ def _forget_in_child() -> None:
 
 
 atexit.register(_shut_down)
+at_end(_limit_patience)
 os.register_at_fork(after_in_child=_forget_in_child)

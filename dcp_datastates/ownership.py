@@ -6,9 +6,11 @@ waits. Optimizers are learnt when they first step, or named with :func:`track`.
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Iterable
+from itertools import compress
 from typing import Any, Final
 
 import torch
@@ -23,9 +25,9 @@ __all__ = [
     "UNOWNED",
     "Ownership",
     "known_optimizers",
-    "learn",
     "local_tensor",
     "never_defer",
+    "stepped",
     "track",
 ]
 
@@ -38,24 +40,36 @@ UNOWNED: Final = 1
 _FIRST_OWNED: Final = 2
 _PLAIN_TYPES: Final = frozenset({torch.nn.Parameter, torch.Tensor})
 
-_lock = threading.Lock()  # guards _known
+_lock = threading.Lock()  # guards what follows
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-_captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # guarded by _lock
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def never_defer(optimizer: Optimizer) -> None:
-    """A step of ``optimizer`` was captured into a graph, whose replays nothing announces."""
+    """A step of ``optimizer`` is captured into a graph, whose replays nothing announces."""
     with _lock:
+        _known.add(optimizer)
         _captured.add(optimizer)
 
 
-def learn(optimizer: Optimizer) -> None:
-    """Remember an optimizer (weakly)."""
-    if optimizer not in _known:
+def stepped(optimizer: Optimizer) -> None:
+    """``optimizer`` steps, and not into a graph. Remembers it (weakly)."""
+    if optimizer not in _stepped:
         with _lock:
             _known.add(optimizer)
+            _stepped.add(optimizer)
+
+
+def _is_announced(optimizer: Optimizer) -> bool:
+    """Whether a hook is called before whatever steps ``optimizer``."""
+    if optimizer in _captured:
+        return False
+    # One that is made to be captured may have been, before anybody looked: unless it steps by itself.
+    # (torch.compile sets ``capturable``, and calls the hooks.)
+    return optimizer in _stepped or not any(
+        group.get("capturable") for group in optimizer.param_groups
+    )
 
 
 def track(optimizer: Optimizer) -> None:
@@ -69,7 +83,8 @@ def track(optimizer: Optimizer) -> None:
             f"track() takes a torch.optim.Optimizer, not a {type(optimizer).__name__}; what another "
             f"object updates cannot be deferred, because nothing announces its step"
         )
-    learn(optimizer)
+    with _lock:
+        _known.add(optimizer)
 
 
 def known_optimizers() -> list[Optimizer]:
@@ -138,12 +153,12 @@ class Ownership:
         self._owners: dict[int, frozenset[int]] = {}
         self._optimizers = list(optimizers)  # strong: their ids stay theirs while this lives
         group_of_owners: dict[frozenset[int], int] = {}
-        for optimizer in self._optimizers:
-            if optimizer in _captured or any(
-                group.get("capturable") for group in optimizer.param_groups
-            ):
-                continue  # a replayed graph steps without a hook: never defer
+        announced = list(map(_is_announced, self._optimizers))
+        for optimizer in compress(self._optimizers, announced):
             self._add(optimizer, group_of_owners)
+        for optimizer in compress(self._optimizers, map(operator.not_, announced)):
+            for storage in _storages(_owned(optimizer)):  # whoever else owns it
+                self._group_of_storage.pop(storage, None)
 
     def _add(self, optimizer: Optimizer, group_of_owners: dict[frozenset[int], int]) -> None:
         groups = self._group_of_storage

@@ -12,11 +12,12 @@ in whichever thread steps an optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from dcp_datastates import step_gate
 from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
 from dcp_datastates.awaited import awaited_here
 from dcp_datastates.capture import Capture, DeferredTensors
-from dcp_datastates.devices import stream
+from dcp_datastates.devices import follow, stream
 from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError
 from dcp_datastates.ownership import STABLE, Ownership
 from dcp_datastates.stats import SaveStats
@@ -92,6 +93,7 @@ class Snapshot:
         self._capture: Capture | None = None
         self._slab: Slab | None = None
         self._fences: list[DeviceEvent] = []
+        self._readers: list[DeviceEvent] = []
         self._keep: list[Any] = []
         self._portions: list[Portion] = []
         self._deferred: DeferredTensors | None = None
@@ -99,7 +101,7 @@ class Snapshot:
         self._thread: threading.Thread | None = None
         self._awaited: Callable[[], bool] | None = None
         self._created = time.monotonic()
-        self._lock = threading.Lock()  # guards _job, _failure, _settled
+        self._lock = threading.Lock()  # guards _job, _failure, _settled, _capture, _slab
         self._job: SaveJob | None = None
         self._foreseen: SaveJob | None = None
         self._failure: BaseException | None = None
@@ -160,7 +162,8 @@ class Snapshot:
             self._handed_over.set()
         for job in jobs:
             _stop(job)
-        self._end_copies()
+        with contextlib.suppress(DeviceError):  # one failure is enough
+            self._await_copies()
         self._let_go()
         self._resolve_captured(self._failure)
 
@@ -180,22 +183,17 @@ class Snapshot:
         self._foreseen = None
         self._portions = []
         self._ownership = Ownership(())
-        self._capture = None
         self._deferred = None
         self._keep = []
         self._fences = []
-        slab, self._slab = self._slab, None
-        if slab is not None:
+        self._readers = []
+        with self._lock:
+            capture, self._capture = self._capture, None
+            slab, self._slab = self._slab, None
+        if slab is not None and capture is not None and capture.copying.abandoned:
+            slab.abandon()
+        elif slab is not None:
             slab.release()
-
-    def _end_copies(self) -> None:
-        """No device writes to the eager copies' memory any more."""
-        capture = self._capture
-        if capture is not None:
-            try:
-                capture.await_copies()
-            except DataStatesError:  # a driver that refuses this writes nothing
-                logger.debug("the driver failed while a save was given up", exc_info=True)
 
     # ---- the thread that steps an optimizer ----------------------------------------------------
 
@@ -218,9 +216,10 @@ class Snapshot:
         self._await_hand_over()
         try:
             for portion in portions:
-                self._settle(portion)
                 if portion.on_device:
-                    self._hold_device(portion, on_host)
+                    self._let_pass(portion, on_host)
+                else:
+                    self._settle(portion)
         except DataStatesError as error:
             self.fail(error)
         self._stats.gate_seconds += time.perf_counter() - began
@@ -237,33 +236,41 @@ class Snapshot:
     def _settle(self, portion: Portion) -> None:
         """Wait for the group's reads, then check that it is whole. Raises :class:`SnapshotTornError`."""
         with portion.lock:
-            if portion.settled:
-                return
             job = self._job
-            if job is None or self._failure is not None:
-                return  # failed: nothing will be read, so there is nothing to wait for
-            wait = job.wait_queued if portion.on_device else job.wait_read
-            while not wait(portion.group, _POLL_SECONDS):
+            # If the save has failed nothing will be read, so there is nothing to wait for.
+            if job is None or self._failure is not None or portion.settled:
+                return
+            while not job.wait_read(portion.group, _POLL_SECONDS):
                 pass
             if job.fault is not None:
                 return  # the writer reports the fault
             portion.check()
             portion.settled = True
 
-    def _hold_device(self, portion: Portion, on_host: bool) -> None:
-        """Whatever the calling thread's current streams are given from now on comes after the reads of ``portion``.
+    def _let_pass(self, portion: Portion, on_host: bool) -> None:
+        """Of a group on devices: what the calling thread's current streams are given from now on comes after its
+        reads, which the host need not have seen the end of. Until then it must be whole.
 
-        Raises :class:`DeviceError` if the driver refuses; then nothing is read any more.
+        Raises :class:`SnapshotTornError`, and :class:`DeviceError` if the driver refuses.
         """
-        job = self._job
-        if job is None or self._failure is not None:
-            return
-        if on_host:
-            while not job.wait_read(portion.group, _POLL_SECONDS):
+        with portion.lock:
+            job = self._job
+            if job is None or self._failure is not None:
+                return
+            wait = job.wait_read if on_host else job.wait_queued
+            while not wait(portion.group, _POLL_SECONDS):
                 pass
-            return
+            if job.fault is not None:
+                return
+            if not portion.settled:
+                portion.check()
+            if not on_host:
+                self._hold(job, portion.group)
+            portion.settled = True
+
+    def _hold(self, job: SaveJob, group: int) -> None:
         try:
-            for event in job.events(portion.group):
+            for event in (*job.events(group), *self._readers):
                 event.hold(stream(event.device))
         except RuntimeError as error:
             raise DeviceError(str(error)) from error
@@ -277,7 +284,10 @@ class Snapshot:
         # DCP's planning would hold the GIL for a whole switch interval (5 ms) as soon as this thread
         # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
         self._wanted.wait(_YIELD_SECONDS)
-        self._deferred = self.capture.deferred
+        capture = self.capture
+        self._deferred = capture.deferred
+        # Streams are a thread's own: what a planner makes of tensors on devices is made in this one's.
+        follow(capture.moment)
 
     @property
     def capture(self) -> Capture:
@@ -291,15 +301,18 @@ class Snapshot:
         """The state at the call, with all tensors in it. Once."""
         capture = self.capture
         self._regions = Regions(capture.deferred)
-        capture.await_copies()
+        capture.copying.wait()
         return capture.materialize()
 
     def group_of(self, address: int, nbytes: int) -> int:
         """The group whose gate covers these bytes; ``STABLE`` for copies that nobody changes."""
         return self._regions.group_of(address, nbytes) if self._regions is not None else STABLE
 
-    def hand_over(self, start: Callable[[Window], SaveJob]) -> SaveJob:
-        """Start the native job with this snapshot's window.
+    def hand_over(
+        self, start: Callable[[Window], SaveJob], readers: Sequence[DeviceEvent] = ()
+    ) -> SaveJob:
+        """Start the native job with this snapshot's window. Gates let go behind ``readers``, too: what this thread
+        had devices make of deferred tensors.
 
         Raises what :meth:`fail` was told, or :class:`SnapshotTornError` if a deferred tensor has other
         memory now than at the capture.
@@ -307,6 +320,7 @@ class Snapshot:
         if self._deferred is not None:
             self._keep = check_memory(self._deferred)
         self._await_copies()
+        self._readers = list(readers)
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -337,7 +351,7 @@ class Snapshot:
     def _await_copies(self) -> None:
         capture = self._capture
         if capture is not None:
-            capture.await_copies()
+            capture.copying.wait()
 
     @property
     def fences(self) -> list[DeviceEvent]:
@@ -372,10 +386,14 @@ class Snapshot:
         while not (self._window.is_open or job.wait_read(-1, _AWAITED_SECONDS)):
             if self._awaited is not None and self._awaited():
                 self.open_window()
-        for portion in self._portions:
-            self._settle(portion)
+        portions = self._portions
+        for portion in portions:
+            if not portion.on_device:
+                self._settle(portion)
         while not job.wait_read(-1, _POLL_SECONDS):
             pass
+        for portion in portions:  # now: a gate may want the lock while devices read
+            self._settle(portion)
         with self._lock:
             if job.fault is not None or self._failure is not None:
                 return

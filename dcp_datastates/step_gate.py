@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dcp_datastates.devices import capturing
-from dcp_datastates.ownership import known_optimizers, learn, never_defer
+from dcp_datastates.ending import at_end
+from dcp_datastates.ownership import known_optimizers, never_defer, stepped
 
 __all__ = ["Gated", "arm_backward", "gate", "open_windows", "ungate"]
 
@@ -64,11 +65,12 @@ def open_windows() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    learn(optimizer)
     captured = capturing()
     if captured:
         # Nothing can be inserted here, and no hook is called when this is replayed.
         never_defer(optimizer)
+    else:
+        stepped(optimizer)
     for snapshot in _gated:
         snapshot.release_for(optimizer, captured)
 
@@ -146,7 +148,5 @@ def _forget_in_child() -> None:
 register_optimizer_step_pre_hook(_before_step)
 os.register_at_fork(after_in_child=_forget_in_child)
 # At exit the interpreter waits for DCP's threads, and they for reads whose window may never open by
-# itself in time. (Private, but what concurrent.futures itself uses, and the only hook before that wait.)
-_at_thread_exit = getattr(threading, "_register_atexit", None)
-if _at_thread_exit is not None:
-    _at_thread_exit(open_windows)
+# itself in time.
+at_end(open_windows)

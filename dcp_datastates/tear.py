@@ -32,7 +32,7 @@ class Portion:
     """Of this group only."""
     seed: int
     settled: bool = False
-    """All is read, or (of memory on a device) will have been before what the gate lets go; and was whole."""
+    """Was whole when all was read; or (on a device) when the first gate let go, behind whose streams all is read."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Guards ``settled``: the first to need the group's reads (DCP's thread or a gate) checks them."""
 

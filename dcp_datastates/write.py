@@ -112,6 +112,8 @@ class _Content:
     fences: list[DeviceEvent]
     """What copies by devices come after."""
     report: Report | None = None
+    readers: list[DeviceEvent] = field(default_factory=list)
+    """What this thread had devices make of tensors on the way."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,7 +200,8 @@ def write_plan(
                 progress.follow(job)
                 return job
 
-            job = start(Window(0.0)) if snapshot is None else snapshot.hand_over(start)
+            readers = content.readers
+            job = start(Window(0.0)) if snapshot is None else snapshot.hand_over(start, readers)
         if snapshot is None:
             while not job.wait_read(-1, _POLL_SECONDS):
                 pass
@@ -245,7 +248,9 @@ def _content(
     if prepared is None:
         sources = _Sources(engine, planner, snapshot, keep, progress)
         files, sealed = _files(plan.items, sources, layouts, paths)
-        return _Content(files, sealed, layouts, sources.fences())
+        readers = fences(engine, sources.devices)
+        after = [*(snapshot.fences if snapshot is not None else ()), *readers]
+        return _Content(files, sealed, layouts, after, readers=readers)
     assert session is not None
     assert session.capture is not None
     files, sealed, report = prepared.files(
@@ -329,11 +334,6 @@ class _Sources:
     progress: Progress
     devices: set[int] = field(default_factory=set)
     """Those with tensors that are not part of a snapshot: what made these may still be under way."""
-
-    def fences(self) -> list[DeviceEvent]:
-        """What copies by devices come after. Call it when all is resolved, in the thread that did."""
-        before = [] if self.snapshot is None else self.snapshot.fences
-        return [*before, *fences(self.engine, self.devices)]
 
 
 def _files(

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <new>
 #include <span>
 #include <string_view>
@@ -59,6 +60,23 @@ void Devices::pin() {
     pin_wanted_.notify_one();
 }
 
+void Devices::await_pinned(const std::byte* data, std::uint64_t nbytes) const {
+    if (!cache_->has(data)) return;
+    std::unique_lock lock(mutex_);
+    pin_changed_.wait(lock, [&] {
+        if (stopping_ || pin_fault_ || !(pin_ || preparing_)) return true;
+        const std::byte* at = data;  // up to here it is pinned
+        while (at < data + nbytes) {
+            const auto after = pinned_.upper_bound(at);
+            if (after == pinned_.begin()) return false;
+            const auto& [begin, size] = *std::prev(after);
+            if (at >= begin + size) return false;
+            at = begin + size;
+        }
+        return true;
+    });
+}
+
 bool Devices::prepared() const {
     const std::scoped_lock lock(mutex_);
     return !pin_ && !preparing_;
@@ -80,6 +98,7 @@ void Devices::pin_loop() {
         {
             std::unique_lock lock(mutex_);
             preparing_ = false;
+            pin_changed_.notify_all();
             pin_wanted_.wait(lock, [&] { return (pin_ && !lanes_.empty()) || stopping_; });
             if (stopping_) return;
             pin_ = false;
@@ -111,7 +130,8 @@ void Devices::load_kernels() {
             if (stopping_ || !device) return;
         }
         prepared_.insert(device->number());
-        auto fault = device->load_kernel([this] { return patience_.is_over(); });
+        auto fault =
+            device->load_kernel([this, since = Clock::now()] { return patience_.is_over(since); });
         if (!fault) continue;
         const std::scoped_lock lock(mutex_);
         kernel_fault_ = std::move(fault);
@@ -134,6 +154,8 @@ bool Devices::pin_arena(const std::shared_ptr<Device>& device, const HostCache::
             pinned_bytes_ += part.size();
         }
         const std::scoped_lock lock(mutex_);
+        if (!fault) pinned_.emplace(part.data(), part.size());
+        pin_changed_.notify_all();
         if (stopping_) return false;
         if (!fault) continue;
         pin_fault_ = std::move(fault);
@@ -150,6 +172,7 @@ void Devices::shutdown() {
         patience_.begin();
         pinning.swap(pin_thread_);
         pin_wanted_.notify_all();
+        pin_changed_.notify_all();
     }
     if (pinning.joinable()) pinning.join();
     for (const auto& [number, lane] : lanes_) lane->shutdown();  // stopping_: no more are added

@@ -54,8 +54,12 @@ class Devices {
 
     /// Who waits for a device of these gives up when this is over.
     [[nodiscard]] const Patience& patience() const { return patience_; }
-    /// From now on, patience is limited.
     void begin_shutdown() { patience_.begin(); }
+    void limit_patience() { patience_.limit(); }
+
+    /// Waits until this memory is pinned, if it is the cache's and is going to be. Copies of memory
+    /// that is not pinned wait for the device in the driver, with no way out.
+    void await_pinned(const std::byte* data, std::uint64_t nbytes) const;
 
     /// Waits for copies under way, for a while. What is pinned stays so, until the cache goes.
     void shutdown();
@@ -72,6 +76,8 @@ class Devices {
     std::shared_ptr<DeviceApi> api_;
     std::map<int, std::unique_ptr<DeviceLane>> lanes_;  // only ever added to
     std::condition_variable pin_wanted_;                // pin_, stopping_
+    mutable std::condition_variable pin_changed_;  // pinned_, pin_fault_, preparing_, stopping_
+    std::map<const std::byte*, std::uint64_t> pinned_;  // pieces, by where they begin
     bool pin_ = false;
     bool preparing_ = false;
     bool stopping_ = false;

@@ -98,6 +98,13 @@ void HostCache::add_arena(Arena arena, std::uint64_t segments) {
     save_segments_ += for_saves;
 }
 
+bool HostCache::has(const std::byte* data) const {
+    const std::scoped_lock lock(mutex_);
+    return std::ranges::any_of(arenas_, [data](const Arena& arena) {
+        return lies_in({arena.data(), arena.nbytes()}, data, 1);
+    });
+}
+
 std::vector<HostCache::Memory> HostCache::unpinned() const {
     const std::scoped_lock lock(mutex_);
     std::vector<Memory> memory;

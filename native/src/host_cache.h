@@ -98,6 +98,9 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
         std::size_t index = 0;
         std::span<std::byte> bytes;
     };
+    /// Whether this is memory of the cache.
+    [[nodiscard]] bool has(const std::byte* data) const;
+
     /// What `pins_of` was not called for.
     [[nodiscard]] std::vector<Memory> unpinned() const;
     /// Where to keep up to `count` pins, without fail, until just before that memory is unmapped.

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
+#include <utility>
 
 #include "device.h"
 #include "fault.h"
@@ -20,6 +21,33 @@ Fences to_fences(const PyFences& events) {
     return fences;
 }
 
+namespace {
+
+/// Remembers a fault of the driver until the device has nothing to do any more.
+bool wait_idle(PyDeviceEvent& self, double timeout) {
+    const auto event = required(self.event, "event");
+    MaybeFault fault;
+    bool idle = false;
+    const auto remember = [&] {
+        if (fault && !self.fault) self.fault = std::move(fault);
+    };
+    try {
+        wait_in_slices(timeout, [&](auto deadline) {
+            auto failed = event->wait_idle([&] { return Clock::now() >= deadline; }, idle);
+            if (failed && !fault) fault = std::move(failed);
+            return idle;
+        });
+    } catch (...) {  // a signal's handler raised
+        remember();
+        throw;
+    }
+    remember();
+    if (idle && self.fault) throw std::runtime_error(describe(*self.fault));
+    return idle;
+}
+
+}  // namespace
+
 void bind_devices(const py::module_& module) {
     py::class_<PyDeviceEvent>(module, "DeviceEvent", py::is_final())
         .def_readonly("device", &PyDeviceEvent::device)
@@ -32,20 +60,7 @@ void bind_devices(const py::module_& module) {
                 }
             },
             py::arg("stream"))
-        .def(
-            "wait",
-            [](const PyDeviceEvent& self, double timeout) {
-                const auto event = required(self.event, "event");
-                MaybeFault fault;
-                const bool came = wait_in_slices(timeout, [&](auto deadline) {
-                    bool done = false;
-                    fault = event->wait([&] { return Clock::now() >= deadline; }, done);
-                    return done || fault;
-                });
-                if (fault) throw std::runtime_error(describe(*fault));
-                return came;
-            },
-            py::arg("timeout"));
+        .def("wait", &wait_idle, py::arg("timeout"));
 }
 
 }  // namespace datastates

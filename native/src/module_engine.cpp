@@ -6,6 +6,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -159,9 +160,12 @@ std::unique_ptr<PyDeviceEvent> record_event(const PyEngine& self, int device, St
     return std::make_unique<PyDeviceEvent>(std::move(event));
 }
 
-std::unique_ptr<PyDeviceEvent> copy_to_host(const PyEngine& self, const Transfer& transfer,
-                                            std::uint64_t address, std::int64_t nbytes, int device,
-                                            StreamHandle stream) {
+/// What comes after the copies, if any may be under way; and why not all of them are.
+std::tuple<std::unique_ptr<PyDeviceEvent>, MaybeFault> copy_to_host(const PyEngine& self,
+                                                                    const Transfer& transfer,
+                                                                    std::uint64_t address,
+                                                                    std::int64_t nbytes, int device,
+                                                                    StreamHandle stream) {
     const auto engine = usable(self);
     const StreamContent content(transfer);
     if (content.end() > to_size(nbytes, "nbytes")) {
@@ -170,11 +174,12 @@ std::unique_ptr<PyDeviceEvent> copy_to_host(const PyEngine& self, const Transfer
     }
     if (address == 0) throw py::value_error("address is null");
     std::shared_ptr<DeviceEvent> done;
+    MaybeFault fault;
     {
         const py::gil_scoped_release release;  // into memory that is not pinned, copies wait
-        raise(engine->copy_to_host(content, to_address(address), device, stream, done));
+        fault = engine->copy_to_host(content, to_address(address), device, stream, done);
     }
-    return std::make_unique<PyDeviceEvent>(std::move(done));
+    return {done ? std::make_unique<PyDeviceEvent>(std::move(done)) : nullptr, std::move(fault)};
 }
 
 }  // namespace
@@ -213,6 +218,10 @@ void bind_engine(const py::module_& module) {
         .def("restore", &restore, py::arg("plan"), py::arg("keepalive"),
              py::arg("fences") = PyFences())
         .def("open_device", &open_device, py::arg("device"))
+        .def("limit_patience",
+             [](const PyEngine& self) {
+                 required(self.engine, "engine")->devices().limit_patience();
+             })
         .def("record_event", &record_event, py::arg("device"), py::arg("stream"))
         .def("copy_to_host", &copy_to_host, py::arg("content"), py::arg("address"),
              py::arg("nbytes"), py::arg("device"), py::arg("stream"))

@@ -94,6 +94,11 @@ void bind_slab(const py::module_& module) {
             [](const PySlab& slab) { return reinterpret_cast<std::uintptr_t>(slab.data); })
         .def_readonly("nbytes", &PySlab::nbytes)
         .def("release", [](PySlab& slab) { slab.lease.reset(); })
+        .def("abandon",
+             [](PySlab& slab) {
+                 if (const auto lease = slab.lease.get()) lease->abandon();
+                 slab.lease.reset();
+             })
         .def_buffer([](PySlab& slab) {
             if (!slab.lease.get()) throw py::buffer_error("the slab was released");
             return py::buffer_info(reinterpret_cast<unsigned char*>(slab.data),

@@ -38,6 +38,7 @@ struct PyDeviceEvent {
 
     int device;
     ProcessBound<DeviceEvent> event;
+    MaybeFault fault;  ///< the first of its waits; with the GIL
 };
 
 using PyFences = std::vector<const PyDeviceEvent*>;

@@ -164,7 +164,8 @@ MaybeFault RestoreJob::scatter_to_devices(const std::map<int, DeviceWork>& work,
     // as many segments as there are threads are read, verified and copied at a time.
     for (const auto& event : copied) {
         bool idle = false;
-        auto failed = event->wait_idle([&] { return devices_->patience().is_over(); }, idle);
+        auto failed = event->wait_idle(
+            [&, since = Clock::now()] { return devices_->patience().is_over(since); }, idle);
         if (!idle) memory.abandon();
         if (failed && !fault) fault = std::move(failed);
         if (!idle && !fault) {

@@ -177,6 +177,7 @@ struct SavePipeline::DevicesReading {
 };
 
 void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
+    devices_->await_pinned(read.read.memory.data(), kSegmentBytes);
     std::shared_ptr<DevicesReading> reading;
     try {
         reading = std::make_shared<DevicesReading>();

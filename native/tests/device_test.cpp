@@ -253,6 +253,41 @@ void all_of_the_cache_is_pinned_until_it_is_unmapped() {
     check_equal(fake_cuda_count("pageable_copies"), 0U);
 }
 
+void copies_wait_for_their_memory_to_be_pinned() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    const auto api = std::make_shared<HookedDeviceApi>(driver.api);
+    api->pin_slowly(std::chrono::milliseconds(100));
+    const Layout layout(2 * kSegmentBytes, 1, kMiB, 1);
+    const Tensors tensors(layout);
+    Engine engine(kCache, {}, posix_file_ops(), api);
+    check_ok(engine.devices().open(0));
+    check_durable(*engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window()));
+    Bytes other(kMiB);  // nobody pins that
+    const auto device = device_memory(0, kMiB);
+    Transfer transfer;
+    transfer.add(0, kMiB, device.data(), 0, Access::kReadWrite, 0);
+    engine.grow(2 * kCache);
+    check_equal(fake_cuda_count("pageable_copies"), 0U);
+    std::shared_ptr<DeviceEvent> done;
+    check_ok(engine.copy_to_host(StreamContent(transfer), other.data(), 0, 0, done));
+    check_equal(fake_cuda_count("pageable_copies"), 1U);
+    check_equal(fake_cuda_synchronize_all(60), 0);
+}
+
+void where_pinning_fails_copies_go_on() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    const Layout layout(kMiB, 1, kMiB / 16, 1);
+    const Tensors tensors(layout);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    for (int n = 0; n < 8; ++n) fake_cuda_fail_next("cuMemHostRegister_v2", 2, 0);
+    check_ok(engine.devices().open(0));
+    check_durable(*engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window()));
+    check(fake_cuda_count("pageable_copies") > 0);
+    check(engine.devices().pin_fault()->operation == "cuMemHostRegister_v2");
+}
+
 void nothing_of_the_engine_breaks_a_capture() {
     const TemporaryDirectory directory;
     const FakeDriver driver;
@@ -314,6 +349,8 @@ int main() {
          a_cancelled_restore_ends_when_devices_are_done_with_its_memory},
         {"all_of_the_cache_is_pinned_until_it_is_unmapped",
          all_of_the_cache_is_pinned_until_it_is_unmapped},
+        {"copies_wait_for_their_memory_to_be_pinned", copies_wait_for_their_memory_to_be_pinned},
+        {"where_pinning_fails_copies_go_on", where_pinning_fails_copies_go_on},
         {"nothing_of_the_engine_breaks_a_capture", nothing_of_the_engine_breaks_a_capture},
     });
 }

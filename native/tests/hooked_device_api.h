@@ -3,10 +3,12 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "device_api.h"
@@ -24,6 +26,8 @@ class HookedDeviceApi final : public DeviceApi {
 
     /// From now on, whatever is asked for is said to be done.
     void lie() { lies_ = true; }
+    /// To be called before it is used.
+    void pin_slowly(std::chrono::milliseconds each) { before_pinning_ = each; }
 
     MaybeFault device_count(int& count) override { return driver_->device_count(count); }
     MaybeFault retain(int device) override { return driver_->retain(device); }
@@ -66,6 +70,7 @@ class HookedDeviceApi final : public DeviceApi {
         return driver_->mapped(data);
     }
     MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override {
+        std::this_thread::sleep_for(before_pinning_);
         return driver_->register_host(data, nbytes);
     }
     void unregister_host(std::byte* data) override { driver_->unregister_host(data); }
@@ -79,6 +84,7 @@ class HookedDeviceApi final : public DeviceApi {
     const std::shared_ptr<DeviceApi> driver_;
     const Hook hook_;  // called by any thread
     std::atomic<bool> lies_ = false;
+    std::chrono::milliseconds before_pinning_{0};
 };
 
 }  // namespace datastates::testing

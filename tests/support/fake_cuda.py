@@ -6,6 +6,7 @@ pleases, in no other order than CUDA promises. ``native/tests/fake_cuda/fake_cud
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -13,7 +14,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,21 @@ class FakeCuda:
         self.synchronize()
         device, _ = self._adopted[tensor.untyped_storage().data_ptr()]
         return self.adopt(tensor.contiguous(), device)
+
+    def mark(self, devices_: Iterable[int]) -> list[Any]:
+        native = engine.engine()
+        moment = []
+        for device in {device for device, _ in self._adopted.values()} | set(devices_):
+            with contextlib.suppress(RuntimeError):  # without a driver
+                native.open_device(device)
+                stream = self.stream(device)
+                moment.append((stream, native.record_event(device, stream)))
+        return moment
+
+    def follow(self, moment: list[Any]) -> None:
+        for before, event in moment:
+            if self.stream(event.device) != before:
+                event.hold(self.stream(event.device))
 
     def capturing(self) -> bool:
         return self.in_capture
@@ -201,6 +217,7 @@ def installed() -> Iterator[FakeCuda]:
     os.environ["DCP_DATASTATES_CUDA_LIBRARY"] = str(library)
     devices.accelerator = fake
     devices._refused.clear()
+    devices._reported.clear()
     try:
         yield fake
     finally:

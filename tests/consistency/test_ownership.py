@@ -1,0 +1,67 @@
+"""Which tensors are deferred: those whose every change a hook announces."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import Optimizer
+
+from dcp_datastates.ownership import Ownership, never_defer, track
+
+
+def owned_by(*optimizers: Optimizer) -> list[int | None]:
+    """Groups of the parameters of the first."""
+    parameters = optimizers[0].param_groups[0]["params"]
+    return Ownership(optimizers).groups([parameter.detach() for parameter in parameters])
+
+
+def optimizer(*parameters: torch.Tensor, capturable: bool = False) -> Optimizer:
+    return torch.optim.AdamW(list(parameters), lr=0.1, capturable=capturable)
+
+
+def step(stepping: Optimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, where ``capturable`` is allowed."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    for parameter in stepping.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    stepping.step()
+
+
+@pytest.fixture
+def parameter() -> torch.Tensor:
+    return torch.nn.Parameter(torch.zeros(8))
+
+
+def test_what_a_graph_may_step_is_not_deferred(parameter: torch.Tensor) -> None:
+    """It may have been captured before anybody looked."""
+    capturable = optimizer(parameter, capturable=True)
+    track(capturable)
+    assert owned_by(capturable) == [None]
+
+
+def test_what_steps_by_itself_is_deferred(
+    parameter: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile makes optimizers capturable, and calls the hooks at each step."""
+    compiled = optimizer(parameter, capturable=True)
+    step(compiled, monkeypatch)
+    assert owned_by(compiled) != [None]
+    never_defer(compiled)
+    assert owned_by(compiled) == [None]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_what_a_graph_may_step_as_well_is_not_deferred(
+    parameter: torch.Tensor, first: bool
+) -> None:
+    plain, capturable = optimizer(parameter), optimizer(parameter, capturable=True)
+    optimizers = [capturable, plain] if first else [plain, capturable]
+    assert owned_by(*optimizers) == [None]
+
+
+def test_what_several_own_is_in_a_group_of_its_own(parameter: torch.Tensor) -> None:
+    own = torch.nn.Parameter(torch.zeros(8))
+    first, second = optimizer(parameter, own), optimizer(parameter)
+    shared, alone = owned_by(first, second)
+    assert shared != alone
+    assert None not in (shared, alone)

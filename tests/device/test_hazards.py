@@ -1,0 +1,343 @@
+"""What can go wrong between a device, its driver and the threads of a save, on the fake driver."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.fake_cuda import FakeCuda
+from support.fake_training import CACHE, Stepper, differing, model, save
+from torch.distributed._shard import sharded_tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from dcp_datastates import DataStatesReader, DataStatesWriter, capture, engine, walk
+from dcp_datastates.snapshot import Snapshot
+
+SECONDS = 30.0
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
+    """Those of all saves, as they are captured."""
+    made: list[Snapshot] = []
+    hold = Snapshot.hold
+
+    def held(self: Snapshot, *args: Any) -> None:
+        hold(self, *args)
+        made.append(self)
+
+    monkeypatch.setattr(Snapshot, "hold", held)
+    return made
+
+
+@contextmanager
+def stalled(cuda: FakeCuda) -> Iterator[None]:
+    cuda.lib.fake_cuda_stall(1)
+    try:
+        yield
+    finally:
+        cuda.lib.fake_cuda_stall(0)
+
+
+# ---- writes that no step announces ---------------------------------------------------------------
+
+
+def test_a_write_behind_the_queue_and_before_the_reads_tears(
+    cuda: FakeCuda, tmp_path: Path, snapshots: list[Snapshot]
+) -> None:
+    """All reads have been given to the driver, which has not done them: nobody has let the write pass."""
+    stepper = Stepper(cuda, model(4))
+    cuda.await_pinned(CACHE)
+    torn = 0
+    for index in range(6):
+        cuda.configure(seed=index, max_delay_us=20000, piece=16384)
+        stepper.step()
+        expected = stepper.now()
+        future = save(tmp_path / f"{index}", stepper.named)
+        wait_until(_is_queued(snapshots[-1]))
+        for name, parameter in stepper.named.items():  # p.mul_(0)
+            cuda.write(parameter, torch.zeros_like(parameter))
+            torch.autograd.graph.increment_version(parameter)
+            stepper.values[name] = torch.zeros_like(stepper.values[name])
+        error = future.exception()
+        cuda.synchronize()
+        if error is None:
+            assert differing(tmp_path / f"{index}", expected) == []
+        else:
+            assert "changed before" in repr(error)
+            torn += 1
+    assert torn
+
+
+def _is_queued(snapshot: Snapshot) -> Callable[[], bool]:
+    def holds() -> bool:
+        job = snapshot._job or snapshot._foreseen
+        return job is not None and all(
+            job.wait_queued(portion.group, 0.0) for portion in snapshot._portions
+        )
+
+    return holds
+
+
+def test_a_step_behind_the_gate_tears_nothing(cuda: FakeCuda, tmp_path: Path) -> None:
+    """It moves the counters, too, and the reads may be done much later."""
+    stepper = Stepper(cuda, model(4))
+    cuda.await_pinned(CACHE)
+    for index in range(6):
+        cuda.configure(seed=index, max_delay_us=20000, piece=16384)
+        expected = stepper.now()
+        future = save(tmp_path / f"{index}", stepper.named)
+        stepper.step()
+        for parameter in stepper.named.values():
+            torch.autograd.graph.increment_version(parameter)
+        future.result()
+        assert differing(tmp_path / f"{index}", expected) == []
+
+
+# ---- memory that a device still writes to ------------------------------------------------------------
+
+
+def test_who_gives_up_waits_for_eager_copies(
+    cuda: FakeCuda, tmp_path: Path, snapshots: list[Snapshot]
+) -> None:
+    """Also while DCP's thread waits for the same."""
+    running = cuda.adopt(torch.ones(1 << 20))  # nobody owns it
+    cuda.await_pinned(CACHE)
+    native = engine.engine(CACHE)
+    with stalled(cuda):
+        future = save(tmp_path / "a", {"running": running})
+        wait_until(lambda: snapshots[0]._capture.copying._lock.locked())  # type: ignore[union-attr]
+        given_up = threading.Thread(
+            target=snapshots[0].fail, args=(RuntimeError("a rank is lost"),)
+        )
+        given_up.start()
+        given_up.join(0.5)
+        assert given_up.is_alive()
+        assert native.stats().slab_segments
+    given_up.join(SECONDS)
+    with pytest.raises(BaseException, match="a rank is lost"):
+        future.result()
+    assert not native.stats().slab_segments
+
+
+def test_a_fault_of_one_device_frees_nothing_that_another_writes_to(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    first, second = (cuda.adopt(torch.ones(1 << 20), device) for device in range(2))
+    native = engine.engine(CACHE)
+    native.open_device(1)
+    cuda.await_pinned(CACHE)
+    with stalled(cuda):
+        cuda.fail_next("cuEventQuery", 1)
+        future = save(tmp_path / "a", {"first": first, "second": second})
+        time.sleep(1)
+        assert native.stats().slab_segments
+    with pytest.raises(BaseException, match="cuEventQuery"):
+        future.result()
+    assert not native.stats().slab_segments
+
+
+def test_a_copy_refused_half_way_frees_nothing_that_others_write_to(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    cuda.lib.fake_cuda_hide(b"cuMemcpyBatchAsync")  # as on the legacy stream: copies one by one
+    first, second = (cuda.adopt(torch.ones(1 << 18)) for _ in range(2))
+    cuda.await_pinned(CACHE)
+    native = engine.engine(CACHE)
+    held: list[int] = []
+
+    def look() -> None:
+        time.sleep(0.5)
+        held.append(native.stats().slab_segments)
+        cuda.lib.fake_cuda_stall(0)
+
+    with stalled(cuda):
+        cuda.fail_next("cuMemcpyDtoHAsync_v2", 2, 1)
+        looking = threading.Thread(target=look)
+        looking.start()
+        with pytest.raises(BaseException, match="cuMemcpyDtoHAsync"):
+            save(tmp_path / "a", {"first": first, "second": second})
+        looking.join()
+    assert held[0]
+    assert not native.stats().slab_segments
+
+
+def test_dense_copies_live_until_the_device_was_told_to_read_them(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else another thread on the same stream is given their memory, and its kernel comes first."""
+    native = engine.engine(CACHE)
+    strided = cuda.adopt(torch.randn(300, 1000)).t()
+    made: list[weakref.ref[torch.Tensor]] = []
+    memory = []
+    alive = []
+
+    def dense(tensor: torch.Tensor) -> torch.Tensor:
+        memory.append(cuda.adopt(tensor.contiguous()))  # a fake device's, which nobody reuses
+        copied = memory[-1].view(memory[-1].shape)
+        made.append(weakref.ref(copied))
+        return copied
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(native, name)
+
+        def copy_to_host(self, *args: Any) -> Any:
+            alive.extend(reference() is not None for reference in made)
+            return native.copy_to_host(*args)
+
+    copy_from = capture._copy_from
+    monkeypatch.setattr(capture, "dense", dense)
+    monkeypatch.setattr(capture, "_copy_from", lambda _, *args: copy_from(Watched(), *args))  # type: ignore[arg-type]
+    save(tmp_path / "a", {"strided": strided}).result()
+    assert alive == [True]
+
+
+# ---- DCP's thread has other current streams than the caller -----------------------------------------
+
+
+def test_what_a_planner_makes_comes_after_the_callers_stream(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    made = cuda.adopt(torch.zeros(300, 1000))
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            return made
+
+    side = cuda.new_stream()
+    for index in range(8):
+        cuda.synchronize()
+        cuda.configure(seed=index, max_delay_us=20000, piece=16384)
+        values = torch.full((300, 1000), float(index + 1))
+        with cuda.current(side):
+            cuda.write(made, values)
+            future = dcp.async_save(
+                {"x": torch.zeros(300, 1000)},  # nothing on a device, as far as the capture sees
+                storage_writer=DataStatesWriter(tmp_path / f"{index}", host_cache_size=CACHE),
+                planner=Planner(),
+            )
+        future.result()
+        assert differing(tmp_path / f"{index}", {"x": values}) == []
+
+
+def test_copies_of_sharded_tensors_come_after_the_callers_stream(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sharded() -> Any:
+        meta = sharded_tensor.ShardMetadata([0, 0], [300, 1000], "rank:0/cpu")
+        shard = sharded_tensor.Shard(torch.zeros(300, 1000), meta)
+        return sharded_tensor.init_from_local_shards([shard], 300, 1000)
+
+    copy_sharded = walk.copy_sharded
+    values = torch.zeros(300, 1000)
+
+    def on_device(tensor: Any, name: str) -> Any:
+        copied = copy_sharded(tensor, name)
+        local = cuda.adopt(copied.local_shards()[0].tensor)
+        cuda.write(local, values)  # what ``clone()`` is on a device: a kernel of the current stream
+        return copied
+
+    monkeypatch.setattr(walk, "copy_sharded", on_device)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        source, side = sharded(), cuda.new_stream()
+        for index in range(8):
+            cuda.synchronize()
+            cuda.configure(seed=index, max_delay_us=20000, piece=16384)
+            values = torch.full((300, 1000), float(index + 1))
+            with cuda.current(side):
+                future = save(tmp_path / f"{index}", {"x": source})
+            future.result()
+            found = sharded()
+            dcp.load({"x": found}, storage_reader=DataStatesReader(tmp_path / f"{index}"))
+            assert torch.equal(found.local_shards()[0].tensor, values)
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- what is done in the background, and cannot be --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("symbol", "words"),
+    [("cuMemHostRegister_v2", "cannot be pinned"), ("cuModuleLoadData", "one by one")],
+)
+def test_what_cannot_be_prepared_is_told_once(
+    cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture, symbol: str, words: str
+) -> None:
+    stepper = Stepper(cuda, model(1))
+    native = engine.engine(CACHE)
+    for _ in range(8):
+        cuda.fail_next(symbol, 2)
+    native.open_device(0)
+    wait_until(lambda: native.devices_prepared)
+    for name in ("a", "b"):
+        save(tmp_path / name, stepper.named).result()
+        assert differing(tmp_path / name, stepper.now()) == []
+    told = [each.getMessage() for each in caplog.records if words in each.getMessage()]
+    assert len(told) == 1
+    assert symbol in told[0]
+
+
+# ---- the end --------------------------------------------------------------------------------------------
+
+HANGS = """
+import sys, tempfile, time
+sys.path[:0] = {paths!r}
+import torch
+import torch.distributed.checkpoint as dcp
+from support.fake_cuda import installed
+from support.fake_training import CACHE, Stepper, model
+from dcp_datastates import DataStatesWriter
+context = installed()
+cuda = context.__enter__()
+stepper = Stepper(cuda, model(3))
+state = dict(stepper.named)
+if {eager}:
+    state["running"] = cuda.adopt(torch.ones(1 << 20))
+if {pinned}:
+    cuda.await_pinned(CACHE)
+cuda.lib.fake_cuda_stall(1)  # a collective waits for a rank that is gone
+writer = DataStatesWriter(tempfile.mkdtemp(), host_cache_size=CACHE, read_window="immediate")
+dcp.async_save(state, storage_writer=writer)
+time.sleep(0.5)
+raise SystemExit("training gave up")
+"""
+
+
+@pytest.mark.parametrize(
+    ("eager", "pinned"), [(False, True), (True, True), (False, False), (True, False)]
+)
+def test_a_process_ends_though_its_device_hangs(eager: bool, pinned: bool) -> None:
+    tests = Path(__file__).parents[1]
+    script = HANGS.format(paths=[str(tests), str(tests.parent)], eager=eager, pinned=pinned)
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        _, words = process.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        pytest.fail("still there after 90 s")
+    assert process.returncode == 1, words
+    assert "training gave up" in words
