@@ -89,11 +89,11 @@ gpu-test: gpu-install
 
 # With as many threads as torch wants.
 gpu-bench: gpu-install
-	for each in small_tensors training; do \
+	failed=0; for each in small_tensors training; do \
 	    env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_$$each.py \
 	        --json $(GPU_RESULTS)/gpu-$$each-$$(date +%F).json \
-	        --png $(GPU_RESULTS)/gpu-$$each-$$(date +%F).png $(GPU_BENCH_ARGS) || exit 1; \
-	done
+	        --png $(GPU_RESULTS)/gpu-$$each-$$(date +%F).png $(GPU_BENCH_ARGS) || failed=1; \
+	done; exit $$failed
 
 # --- native tests: executables without Python, each build in a directory of its own ----------------
 
