@@ -8,8 +8,15 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_SAVES ?= 1000
 GPU_PYTHON ?= python3
+GPU_TEST_SECONDS ?= 540
 GPU_BENCH_ARGS ?=
+GPU_RESULTS ?= benchmarks/results
 SANITIZER ?=
+
+# What has a GPU runs in the machine's own Python: found before .venv comes first in PATH, and
+# absolute, because the tests run from elsewhere.
+MACHINE_PATH := $(PATH)
+override GPU_PYTHON := $(abspath $(shell command -v $(GPU_PYTHON)))
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,7 +32,7 @@ export OMP_NUM_THREADS ?= 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help install demo test python-test native-test native-plain native-tsan native-asan ptx soak bench lint format clean \
-    gpu-install gpu-test gpu-bench
+    gpu-check gpu-install gpu-test gpu-bench
 
 help:
 	@echo "make demo         train, checkpoint every iteration, kill, resume on fewer ranks"
@@ -36,7 +43,7 @@ help:
 	@echo "make soak         $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
 	@echo "make bench        the stall benchmark (BENCH_ARGS=... are passed on)"
 	@echo "make gpu-test     the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
-	@echo "make gpu-bench    the GPU benchmark (GPU_BENCH_ARGS=... are passed on)"
+	@echo "make gpu-bench    the GPU benchmarks, in GPU_PYTHON (GPU_BENCH_ARGS=... are passed on to both)"
 	@echo "make lint         formatting, static analysis, types"
 	@echo "make format       rewrite the sources in the house format"
 	@echo "make clean        remove .venv and build/"
@@ -59,20 +66,34 @@ bench: $(VENV)/installed
 
 # --- on a machine with a GPU: with the Python and the torch that it has, and without a network -----
 
-gpu-install:
-	$(GPU_PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation .
+gpu-check gpu-install gpu-test gpu-bench: export PATH := $(MACHINE_PATH)
+
+gpu-check:
+	@test -x "$(GPU_PYTHON)" || { echo "GPU_PYTHON is no program: say which Python has torch" >&2; exit 1; }
+	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or \
+	    sys.exit(f"{sys.executable}: torch {torch.__version__} finds no GPU; GPU_PYTHON=... is the Python to use")'
+
+gpu-install: gpu-check
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(GPU_PYTHON) -m pip --disable-pip-version-check install --quiet \
+	    --no-index --no-deps --no-build-isolation $(PIP_ARGS) .
 
 # From elsewhere than the sources, so that what is installed is what is tested. The options of
-# pyproject.toml want plugins that may not be there.
+# pyproject.toml want plugins that may not be there: the time for one test is pytest's own to keep
+# (the second option came with pytest 9), and that for all of them timeout's.
 gpu-test: gpu-install
 	mkdir -p build
-	cd build && $(SANITIZER) $(GPU_PYTHON) -m pytest -c /dev/null --rootdir $(CURDIR)/tests \
-	    --import-mode=importlib -p no:cacheprovider $(CURDIR)/tests/device/test_gpu.py $(PYTEST_ARGS)
+	cd build && timeout --kill-after=20 $(GPU_TEST_SECONDS) $(SANITIZER) $(GPU_PYTHON) -m pytest -v -rs \
+	    -c /dev/null --rootdir $(CURDIR)/tests --import-mode=importlib -p no:cacheprovider \
+	    -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true \
+	    $(CURDIR)/tests/device/test_gpu.py $(PYTEST_ARGS)
 
+# With as many threads as torch wants.
 gpu-bench: gpu-install
-	$(GPU_PYTHON) benchmarks/gpu_training.py \
-	    --json benchmarks/results/gpu-training-$$(date +%F).json \
-	    --png benchmarks/results/gpu-training-$$(date +%F).png $(GPU_BENCH_ARGS)
+	failed=0; for each in small_tensors training; do \
+	    env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_$$each.py \
+	        --json $(GPU_RESULTS)/gpu-$$each-$$(date +%F).json \
+	        --png $(GPU_RESULTS)/gpu-$$each-$$(date +%F).png $(GPU_BENCH_ARGS) || failed=1; \
+	done; exit $$failed
 
 # --- native tests: executables without Python, each build in a directory of its own ----------------
 
