@@ -16,7 +16,7 @@ SANITIZER ?=
 # What has a GPU runs in the machine's own Python: found before .venv comes first in PATH, and
 # absolute, because the tests run from elsewhere.
 MACHINE_PATH := $(PATH)
-override GPU_PYTHON := $(abspath $(shell command -v $(GPU_PYTHON)))
+override GPU_PYTHON := $(abspath $(shell command -v $(GPU_PYTHON) 2>/dev/null))
 
 VENV := .venv
 BIN := $(VENV)/bin

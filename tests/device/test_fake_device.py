@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,34 @@ def test_steps_right_behind_every_save(cuda: FakeCuda, tmp_path: Path, seed: int
     for path, expected, future in futures:
         future.result()
         assert differing(path, expected) == []
+    assert cuda.count("violations") == 0
+
+
+def test_hundreds_of_saves_equal_synchronous_stock_ones(cuda: FakeCuda, tmp_path: Path) -> None:
+    """A save at each of 250 steps, with the next step right behind the call; tensors of many sizes."""
+    sizes = (1, 3, 17, 255, 1000, 4099, 16385, 70001)
+    cuda.await_pinned(CACHE)
+    stepper = Stepper(
+        cuda,
+        {f"{index}": torch.nn.Parameter(torch.randn(sizes[index % 8])) for index in range(48)},
+    )
+    kept = DataStatesWriter(host_cache_size=CACHE, read_window="immediate")
+    kernels = cuda.count("kernels")
+    for index in range(250):
+        cuda.configure(seed=index + 1, max_delay_us=500)
+        path, stock = tmp_path / f"{index}", tmp_path / f"stock-{index}"
+        now = stepper.now()
+        future = dcp_datastates.async_save(stepper.named, path, writer=kept).upload_completion
+        stepper.step()
+        dcp.save(now, storage_writer=dcp.FileSystemWriter(stock))
+        found = {name: torch.zeros_like(value) for name, value in now.items()}
+        dcp.load(found, storage_reader=dcp.FileSystemReader(stock))
+        future.result()
+        assert differing(path, found) == []
+        shutil.rmtree(path)
+        shutil.rmtree(stock)
+    assert cuda.count("kernels") > kernels, "small tensors are gathered by a kernel"
+    assert cuda.count("copies"), "others are not"
     assert cuda.count("violations") == 0
 
 
