@@ -228,15 +228,18 @@ void all_of_the_cache_is_pinned_until_it_is_unmapped() {
     const auto arenas_pinned = [](const Engine& engine) {
         return engine.cache().unpinned().empty() && fake_cuda_count("live_registrations") > 0;
     };
+    const auto check_pinned = [](const std::byte* data, std::uint64_t nbytes) {
+        for (std::uint64_t at = 0; at < nbytes; at += kMiB) {  // it may be pinned in two pieces
+            check_equal(fake_cuda_is_registered(data + at, kMiB), 1);
+        }
+    };
     {
         Engine engine(kCache, {}, posix_file_ops(), driver.api);
         const auto memory = engine.cache().unpinned();
         check_equal(memory.size(), 1U);
         open_devices(engine, 1);
         check(arenas_pinned(engine));
-        for (std::uint64_t at = 0; at < kCache; at += kMiB) {  // it may be pinned in two pieces
-            check_equal(fake_cuda_is_registered(memory[0].bytes.data() + at, kMiB), 1);
-        }
+        check_pinned(memory[0].bytes.data(), kCache);
         engine.grow(2 * kCache);
         wait_until_prepared(engine);
         check(fake_cuda_count("live_registrations") >= 2, "what was gained is pinned, too");
@@ -246,7 +249,7 @@ void all_of_the_cache_is_pinned_until_it_is_unmapped() {
         check(slab->wait_until(in(60)) == HostCache::SlabRequest::State::kGranted);
         const Lease lease = slab->take();
         engine.shutdown();
-        check_equal(fake_cuda_is_registered(lease.data(), kSegmentBytes), 1);
+        check_pinned(lease.data(), kSegmentBytes);
     }
     check_nothing_left();
     check_equal(fake_cuda_context_references(0), 0);
