@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import Any, Final
 
@@ -182,6 +182,14 @@ class Ownership:
         By columns: a call per tensor and attribute from C costs half of what it costs in a loop.
         """
         return list(map(self._group_of_storage.get, map(torch.Tensor.untyped_storage, tensors)))
+
+    def may_change(self, optimizer: Optimizer, group: int, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a step of ``optimizer`` may rightly change the (local) ``tensors``, which are of ``group``."""
+        if group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset()):
+            return True
+        if any(optimizer is known for known in self._optimizers):
+            return False
+        return not set(_storages(_owned(optimizer))).isdisjoint(_storages(list(tensors)))
 
     def is_gated_by(self, group: int, optimizer: Any) -> bool:
         """Whether ``optimizer`` may change tensors of ``group`` when it steps.

@@ -324,7 +324,11 @@ class Save:
             self.error = error
             self.fail(error)
             if self.snapshot is not None:
-                self.snapshot.fail(error)
+                # In a thread of its own, as it waits for reads, behind which a device may have the very
+                # collective that hangs: a heart that waits is a lost one.
+                threading.Thread(
+                    target=self.snapshot.fail, args=(error,), name="dcp_datastates-give-up"
+                ).start()
 
     def _group_of(self, world: int, *, checked: bool = True) -> CommitGroup:
         if world == 1:

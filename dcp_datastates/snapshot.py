@@ -217,7 +217,7 @@ class Snapshot:
         try:
             for portion in portions:
                 if portion.on_device:
-                    self._let_pass(portion, on_host)
+                    self._let_pass(portion, optimizer, on_host)
                 else:
                     self._settle(portion)
         except DataStatesError as error:
@@ -247,9 +247,9 @@ class Snapshot:
             portion.check()
             portion.settled = True
 
-    def _let_pass(self, portion: Portion, on_host: bool) -> None:
+    def _let_pass(self, portion: Portion, optimizer: Optimizer, on_host: bool) -> None:
         """Of a group on devices: what the calling thread's current streams are given from now on comes after its
-        reads, which the host need not have seen the end of. Until then it must be whole.
+        reads, which the host need not have seen the end of. Until the first who may change it passes, it must be whole.
 
         Raises :class:`SnapshotTornError`, and :class:`DeviceError` if the driver refuses.
         """
@@ -266,7 +266,9 @@ class Snapshot:
                 portion.check()
             if not on_host:
                 self._hold(job, portion.group)
-            portion.settled = True
+            portion.settled = portion.settled or self._ownership.may_change(
+                optimizer, portion.group, portion.deferred.columns.locals
+            )
 
     def _hold(self, job: SaveJob, group: int) -> None:
         try:

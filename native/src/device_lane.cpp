@@ -72,8 +72,8 @@ void DeviceLane::loop() {
             readings_.pop_front();
         }
         bool finished = false;
-        auto fault = reading.event->wait_idle(
-            [this, since = Clock::now()] { return patience_.is_over(since); }, finished);
+        auto fault =
+            reading.event->wait_idle([&] { return patience_.is_over(reading.since); }, finished);
         if (reading.fault) fault = std::move(reading.fault);
         if (!finished && !fault) fault = shut_down();
         reading.event.reset();

@@ -51,6 +51,7 @@ class DeviceLane {
         std::shared_ptr<DeviceEvent> event;
         MaybeFault fault;
         Done done;
+        Clock::time_point since = Clock::now();  ///< what hangs is waited for from here on
     };
 
     bool start();  // false when stopping

@@ -1,6 +1,7 @@
 #include "devices.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <iterator>
 #include <new>
@@ -15,6 +16,10 @@
 namespace datastates {
 namespace {
 
+Fault shut_down() {
+    return {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
+}
+
 /// For whoever has a device that does not get along with the kernel.
 bool kernel_wanted() {
     const char* const wanted = std::getenv("DCP_DATASTATES_COPY_KERNEL");
@@ -25,9 +30,7 @@ bool kernel_wanted() {
 
 MaybeFault Devices::open(int device) {
     const std::scoped_lock lock(mutex_);
-    if (stopping_) {
-        return Fault{.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
-    }
+    if (stopping_) return shut_down();
     if (lanes_.contains(device)) return std::nullopt;
     if (!api_) {
         if (auto fault = open_cuda(cuda_library(), api_)) return fault;
@@ -60,21 +63,30 @@ void Devices::pin() {
     pin_wanted_.notify_one();
 }
 
-void Devices::await_pinned(const std::byte* data, std::uint64_t nbytes) const {
-    if (!cache_->has(data)) return;
+MaybeFault Devices::await_pinned(const std::byte* data, std::uint64_t nbytes) const {
+    constexpr std::chrono::milliseconds kPoll(50);
+    if (!cache_->has(data)) return std::nullopt;
+    const auto since = Clock::now();
     std::unique_lock lock(mutex_);
-    pin_changed_.wait(lock, [&] {
-        if (stopping_ || pin_fault_ || !(pin_ || preparing_)) return true;
-        const std::byte* at = data;  // up to here it is pinned
-        while (at < data + nbytes) {
-            const auto after = pinned_.upper_bound(at);
-            if (after == pinned_.begin()) return false;
-            const auto& [begin, size] = *std::prev(after);
-            if (at >= begin + size) return false;
-            at = begin + size;
-        }
-        return true;
-    });
+    const auto settled = [&] {
+        return pin_fault_ || !(pin_ || preparing_) || is_pinned(data, nbytes);
+    };
+    while (!pin_changed_.wait_for(lock, kPoll, settled)) {
+        if (patience_.is_over(since)) return shut_down();
+    }
+    return std::nullopt;
+}
+
+bool Devices::is_pinned(const std::byte* data, std::uint64_t nbytes) const {
+    const std::byte* at = data;  // up to here it is
+    while (at < data + nbytes) {
+        const auto after = pinned_.upper_bound(at);
+        if (after == pinned_.begin()) return false;
+        const auto& [begin, size] = *std::prev(after);
+        if (at >= begin + size) return false;
+        at = begin + size;
+    }
+    return true;
 }
 
 bool Devices::prepared() const {

@@ -58,13 +58,15 @@ class Devices {
     void limit_patience() { patience_.limit(); }
 
     /// Waits until this memory is pinned, if it is the cache's and is going to be. Copies of memory
-    /// that is not pinned wait for the device in the driver, with no way out.
-    void await_pinned(const std::byte* data, std::uint64_t nbytes) const;
+    /// that is not pinned wait for the device in the driver, with no way out. A fault: patience is
+    /// over, and the memory is not to be copied to or from.
+    MaybeFault await_pinned(const std::byte* data, std::uint64_t nbytes) const;
 
     /// Waits for copies under way, for a while. What is pinned stays so, until the cache goes.
     void shutdown();
 
   private:
+    [[nodiscard]] bool is_pinned(const std::byte* data, std::uint64_t nbytes) const;
     void pin_loop();
     void load_kernels();
     bool pin_arena(const std::shared_ptr<Device>& device, const HostCache::Memory& arena);

@@ -94,7 +94,7 @@ MaybeFault Engine::copy_to_host(const StreamContent& content, std::byte* out, in
     if (listed != content.nbytes() || work.size() != 1 || !work.contains(device)) {
         throw std::invalid_argument("not all regions are on device " + std::to_string(device));
     }
-    devices_->await_pinned(out, content.end());
+    if (auto fault = devices_->await_pinned(out, content.end())) return fault;
     return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream, {}, done);
 }
 

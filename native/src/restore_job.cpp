@@ -145,7 +145,9 @@ MaybeFault RestoreJob::scatter(File& file, Range blocks, Lease& memory) {
 }
 
 MaybeFault RestoreJob::scatter_to_devices(const std::map<int, DeviceWork>& work, Lease& memory) {
-    MaybeFault fault;
+    if (work.empty()) return std::nullopt;
+    auto fault = devices_->await_pinned(memory.data(), kSegmentBytes);
+    if (fault) return fault;
     Fences copied;
     copied.reserve(work.size());
     for (const auto& [number, each] : work) {

@@ -177,7 +177,11 @@ struct SavePipeline::DevicesReading {
 };
 
 void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
-    devices_->await_pinned(read.read.memory.data(), kSegmentBytes);
+    if (auto fault = devices_->await_pinned(read.read.memory.data(), kSegmentBytes)) {
+        fail(job.job(), std::move(*fault));
+        job->end_read(std::move(read), true);
+        return;
+    }
     std::shared_ptr<DevicesReading> reading;
     try {
         reading = std::make_shared<DevicesReading>();

@@ -291,6 +291,63 @@ void where_pinning_fails_copies_go_on() {
     check(engine.devices().pin_fault()->operation == "cuMemHostRegister_v2");
 }
 
+void restores_wait_for_their_memory_to_be_pinned() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    const Layout layout(2 * kSegmentBytes, 1, kMiB, 1);
+    const Tensors tensors(layout);
+    {
+        Engine engine(kCache, {}, posix_file_ops(), driver.api);
+        check_ok(engine.devices().open(0));
+        check_durable(*engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window()));
+    }
+    const auto before = fake_cuda_count("pageable_copies");
+    const auto api = std::make_shared<HookedDeviceApi>(driver.api);
+    api->pin_slowly(std::chrono::milliseconds(300));
+    Engine engine(kCache, {}, posix_file_ops(), api);
+    check_ok(engine.devices().open(0));
+    const auto restore = engine.restore({tensors.restore_file(directory.file("f"))});
+    check_restored(*restore);
+    check_equal(fake_cuda_count("pageable_copies"), before);
+}
+
+/// In a driver that pins slowly, or not at all because a device hangs.
+void reads_end_though_their_memory_is_never_pinned() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    const auto api = std::make_shared<HookedDeviceApi>(driver.api);
+    api->pin_slowly(std::chrono::seconds(3));
+    const Layout layout(2 * kSegmentBytes, 1, kMiB, 1);
+    const Tensors tensors(layout);
+    Engine engine(kCache, {}, posix_file_ops(), api, std::chrono::milliseconds(100));
+    check_ok(engine.devices().open(0));
+    const auto save = engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window());
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    engine.devices().limit_patience();
+    check((*save)->wait_read(kEveryGroup, in(2)), "it waits for the memory");
+    check((*save)->fault()->kind == FaultKind::kShutdown);
+}
+
+void many_reads_that_hang_are_given_up_together() {
+    const TemporaryDirectory directory;
+    const FakeDriver driver;
+    const Layout layout(6 * kSegmentBytes, 1, kMiB, 1);
+    const Tensors tensors(layout);
+    Engine engine(16 * kSegmentBytes, {}, posix_file_ops(), driver.api, std::chrono::seconds(1));
+    check_ok(engine.devices().open(0));
+    while (!engine.devices().prepared()) std::this_thread::yield();
+    const Stall stall;
+    const auto save = engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window());
+    while (!(*save)->wait_queued(0, in(1))) {
+    }
+    const auto start = Clock::now();
+    engine.devices().limit_patience();
+    while (!(*save)->wait_read(kEveryGroup, in(1))) {
+    }
+    const auto took = std::chrono::duration<double>(Clock::now() - start).count();
+    check(took < 2.5, "it took " + std::to_string(took) + " s");
+}
+
 void nothing_of_the_engine_breaks_a_capture() {
     const TemporaryDirectory directory;
     const FakeDriver driver;
@@ -354,6 +411,11 @@ int main() {
          all_of_the_cache_is_pinned_until_it_is_unmapped},
         {"copies_wait_for_their_memory_to_be_pinned", copies_wait_for_their_memory_to_be_pinned},
         {"where_pinning_fails_copies_go_on", where_pinning_fails_copies_go_on},
+        {"restores_wait_for_their_memory_to_be_pinned",
+         restores_wait_for_their_memory_to_be_pinned},
+        {"reads_end_though_their_memory_is_never_pinned",
+         reads_end_though_their_memory_is_never_pinned},
+        {"many_reads_that_hang_are_given_up_together", many_reads_that_hang_are_given_up_together},
         {"nothing_of_the_engine_breaks_a_capture", nothing_of_the_engine_breaks_a_capture},
     });
 }

@@ -35,6 +35,13 @@ class Stepper(torch.optim.Optimizer):
             self.values[name] = self.values[name] + 1
             self.cuda.write(parameter, self.values[name], self.device)
 
+    def write_all(self, amount: float) -> None:
+        """As ``p.add_(amount)`` of all, without a step: the version counters move."""
+        for name, parameter in self.named.items():
+            self.values[name] = self.values[name] + amount
+            self.cuda.write(parameter, self.values[name], self.device)
+            torch.autograd.graph.increment_version(parameter)
+
     def now(self) -> dict[str, torch.Tensor]:
         """What the stream will have made of the parameters, when all that it was given has run."""
         return {name: values.clone() for name, values in self.values.items()}
