@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -65,6 +66,22 @@ class Trial {
     std::vector<DeviceCopy> copies_;
 };
 
+void keep_for_good(std::unique_ptr<Trial> trial, std::unique_ptr<PinnedMemory> pinned) {
+    struct Kept {
+        std::unique_ptr<Trial> trial;
+        std::unique_ptr<PinnedMemory> pinned;
+        Kept* next = nullptr;
+    };
+    static std::mutex mutex;      // guards kept
+    static Kept* kept = nullptr;  // all of them: reached from here, they are no leak
+    auto made = std::make_unique<Kept>();
+    made->trial = std::move(trial);
+    made->pinned = std::move(pinned);
+    const std::scoped_lock lock(mutex);
+    made->next = kept;
+    kept = made.release();
+}
+
 Fault unusable(std::string why) {
     return {.kind = FaultKind::kDevice,
             .path = {},
@@ -108,8 +125,7 @@ MaybeFault SmallCopies::load(const std::shared_ptr<Device>& device,
     bool idle = true;
     auto fault = try_on(*trial, *device, kernel, give_up, idle);
     if (!idle) {  // a device that hangs may go on one day: the memory must be there then
-        [[maybe_unused]] const auto* const pin = pinned.release();
-        [[maybe_unused]] const auto* const memory = trial.release();
+        keep_for_good(std::move(trial), std::move(pinned));
     }
     if (!fault) kernel_ = kernel;
     return fault;
