@@ -187,8 +187,6 @@ class Ownership:
         """Whether a step of ``optimizer`` may rightly change the (local) ``tensors``, which are of ``group``."""
         if group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset()):
             return True
-        if any(optimizer is known for known in self._optimizers):
-            return False
         return not set(_storages(_owned(optimizer))).isdisjoint(_storages(list(tensors)))
 
     def is_gated_by(self, group: int, optimizer: Any) -> bool:
