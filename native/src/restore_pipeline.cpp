@@ -10,6 +10,13 @@
 #include "threads.h"
 
 namespace datastates {
+namespace {
+
+Fault shut_down() {
+    return {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
+}
+
+}  // namespace
 
 RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache, std::size_t threads)
     : cache_(std::move(cache)), thread_count_(threads) {}
@@ -57,9 +64,7 @@ void RestorePipeline::shutdown() {
         jobs_.clear();
         changed_.notify_all();
     }
-    for (const auto& job : jobs) {
-        fail(job, {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}});
-    }
+    for (const auto& job : jobs) fail(job, shut_down());
     cache_->interrupt();
     threads.clear();  // joins
 }
@@ -89,14 +94,17 @@ std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
 
 void RestorePipeline::run(const Task& task) {
     Lease memory = acquire_segment();
-    if (!memory || task.job->failed()) return;
+    // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
+    if (!memory) fail(task.job.job(), shut_down());
+    if (task.job->failed()) return;
     std::vector<RestoreStep> more;
     auto fault = task.job->run(task.step, memory, more);
     if (fault) fail(task.job.job(), std::move(*fault));
     if (more.empty()) return;
     {
         const std::scoped_lock lock(mutex_);
-        if (stopping_ || task.job->failed()) return;  // `fail` has passed here, or will find them
+        if (task.job->failed()) return;
+        // When stopping, too: they keep the job from its end until `shutdown` has failed it.
         for (const RestoreStep& step : more) {
             tasks_.push_back({.job = RestoreJob::Pin(task.job.job()), .step = step});
         }

@@ -295,6 +295,9 @@ std::optional<SavePipeline::Task> SavePipeline::next_task() {
 void SavePipeline::enqueue(Task task) {
     {
         const std::scoped_lock lock(mutex_);
+        // Nobody would take it: lanes call this when the threads are gone, too. Dropped, it keeps
+        // no job from its end, and all have failed by now, or are about to.
+        if (stopping_) return;
         tasks_.push_back(std::move(task));
     }
     tasks_changed_.notify_one();

@@ -1,6 +1,8 @@
 // Drivers that fail, hang or go, and memory that runs out: jobs end, and nothing is reused or left.
 
 #include <atomic>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <new>
@@ -338,6 +340,32 @@ void a_hanging_device_does_not_keep_a_shutdown() {
     check_equal(fake_cuda_count("violations"), 0U);
 }
 
+/// On one core, these run on whenever nobody else wants to.
+void starve_lanes() {
+    for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
+        std::string name;
+        std::ifstream(thread.path() / "comm") >> name;
+        if (name.starts_with("ds-device-")) starve(std::stoi(thread.path().filename()));
+    }
+}
+
+void a_shutdown_as_a_read_ends_ends_the_save() {
+    const OneCore one_core;
+    for (int round = 0; round < 10; ++round) {
+        Scene scene(true, nullptr, {2 * kMiB, 1, kMiB / 4, 1});
+        scene.check_works();
+        starve_lanes();
+        const auto save = scene.save();
+        // The lane's thread says so, and has yet to pass on what it read when this one goes on.
+        check((*save)->wait_read(kEveryGroup, in(60)));
+        scene.engine->shutdown();
+        check((*save)->wait(in(20)), "the save ends");
+        const auto fault = (*save)->fault();
+        check(!fault || fault->kind == FaultKind::kShutdown);
+        check_all_free(scene.engine->cache());
+    }
+}
+
 }  // namespace
 }  // namespace datastates::testing
 
@@ -355,5 +383,6 @@ int main() {
         {"a_driver_that_is_gone_does_not_keep_a_shutdown",
          a_driver_that_is_gone_does_not_keep_a_shutdown},
         {"a_hanging_device_does_not_keep_a_shutdown", a_hanging_device_does_not_keep_a_shutdown},
+        {"a_shutdown_as_a_read_ends_ends_the_save", a_shutdown_as_a_read_ends_ends_the_save},
     });
 }

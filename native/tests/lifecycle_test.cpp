@@ -1,7 +1,11 @@
 // Windows, cancelling, dropping handles, shutting down: when each is allowed, which is always.
 
+#include <unistd.h>
+
 #include <atomic>
+#include <cerrno>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -150,7 +154,7 @@ void shutdown_at_any_time_ends_all_jobs() {
         transfer.add(0, kSize, out.data(), 0);
         const auto restore = engine.restore(
             {RestoreFile(directory.file("0-0"), file_bytes(kSize), kSize, transfer)});
-        std::this_thread::sleep_for(std::chrono::microseconds(random_below(random, 30'000)));
+        std::this_thread::sleep_for(std::chrono::microseconds(random_below(random, 5'000)));
         engine.shutdown();
         engine.shutdown();
         for (const auto& job : jobs) {
@@ -165,6 +169,52 @@ void shutdown_at_any_time_ends_all_jobs() {
             static_cast<void>(save(engine, directory, "late", source, 0, open_window()));
         });
         jobs[1]->cancel();
+    }
+}
+
+void restores_that_a_shutdown_cuts_off_do_not_succeed() {
+    const OneCore one_core;
+    const TemporaryDirectory directory;
+    const Source source(kSize, kMiB, 1);
+    std::atomic<Engine*> watched = nullptr;
+    const auto ops = std::make_shared<HookedFileOps>([&](const HookedFileOps::Event& event) {
+        // The engine stops when one restore is about to queue what it has to read, and the other to
+        // get the segment that the first has. Its threads learn of it before the jobs do.
+        while (event.call == HookedFileOps::Call::kRead && watched != nullptr) {
+            try {
+                static_cast<void>(watched.load()->restore({}));
+                std::this_thread::sleep_for(std::chrono::microseconds(20));
+            } catch (const std::runtime_error&) {
+                watched.exchange(nullptr)->cache().interrupt();
+                for (int i = 0; i < 10; ++i) std::this_thread::yield();
+            }
+        }
+        HookedFileOps::Instead instead;  // read from memory: the thread does not wait for a disk
+        if (event.call == HookedFileOps::Call::kSetDirect) instead.result = {.error = EINVAL};
+        return instead;
+    });
+    Engine engine(kCache, {}, ops);
+    check_equal(restore_share(engine.cache().stats().total_segments), 1U);
+    std::vector<std::shared_ptr<RestoreHandle>> older;  // it takes a while to fail them all
+    for (int i = 0; i < 5'000; ++i) older.push_back(engine.restore({}));
+    watched = &engine;
+    std::vector<Bytes> out(2, Bytes(kSize));
+    std::vector<std::shared_ptr<RestoreHandle>> restores;
+    for (std::size_t i = 0; i < out.size(); ++i) {
+        const auto path = directory.file(std::to_string(i));
+        write_file(path, reference_file(source.stream));
+        Transfer transfer;
+        transfer.add(0, kSize, out[i].data(), 0);
+        restores.push_back(engine.restore({RestoreFile(path, file_bytes(kSize), kSize, transfer)}));
+    }
+    std::jthread([&] {
+        starve(gettid());
+        engine.shutdown();
+    }).join();
+    for (const auto& restore : restores) {
+        check((*restore)->wait(in(60)));
+        const auto fault = (*restore)->fault();
+        check(fault && fault->kind == FaultKind::kShutdown, "it was not all read");
     }
 }
 
@@ -207,6 +257,8 @@ int main() {
          {"a_dropped_handle_never_reads_again", a_dropped_handle_never_reads_again},
          {"a_dropped_restore_never_writes_again", a_dropped_restore_never_writes_again},
          {"shutdown_at_any_time_ends_all_jobs", shutdown_at_any_time_ends_all_jobs},
+         {"restores_that_a_shutdown_cuts_off_do_not_succeed",
+          restores_that_a_shutdown_cuts_off_do_not_succeed},
          {"handles_may_outlive_the_engine", handles_may_outlive_the_engine},
          {"jobs_without_bytes_or_files_succeed", jobs_without_bytes_or_files_succeed}});
 }

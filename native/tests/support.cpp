@@ -63,6 +63,25 @@ Clock::time_point in(double seconds) {
            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
+OneCore::OneCore() : before_() {
+    sched_getaffinity(0, sizeof before_, &before_);
+    std::size_t core = 0;
+    while (!CPU_ISSET(core, &before_)) ++core;
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(core, &one);
+    sched_setaffinity(0, sizeof one, &one);
+}
+
+OneCore::~OneCore() {
+    sched_setaffinity(0, sizeof before_, &before_);
+}
+
+void starve(pid_t thread) {
+    const sched_param none{};
+    sched_setscheduler(thread, SCHED_IDLE, &none);
+}
+
 void check_all_free(const HostCache& cache) {
     const auto deadline = in(30);
     while (cache.stats().free_segments != cache.stats().total_segments) {

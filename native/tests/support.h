@@ -2,6 +2,9 @@
 
 #pragma once
 
+#include <sched.h>
+#include <sys/types.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -54,6 +57,24 @@ Bytes read_file(const std::string& path);
 void write_file(const std::string& path, std::span<const std::byte> bytes);
 
 Clock::time_point in(double seconds);
+
+/// All threads that are started from now on share one core, as long as this lives; of this thread.
+class OneCore {
+  public:
+    OneCore();
+    OneCore(const OneCore&) = delete;
+    OneCore& operator=(const OneCore&) = delete;
+    OneCore(OneCore&&) = delete;
+    OneCore& operator=(OneCore&&) = delete;
+    ~OneCore();
+
+  private:
+    cpu_set_t before_;
+};
+
+/// A thread runs only while none else on its core wants to: whoever it wakes goes on at once, and
+/// it does not. (Where the system refuses, what is tested so becomes a matter of chance.)
+void starve(pid_t thread);
 
 /// Waits until no segment is in use. (Soon after the last job: a copy thread may just have taken
 /// one for a unit that another thread got.) Fails the case if that does not happen.
