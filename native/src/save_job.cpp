@@ -233,10 +233,11 @@ SaveJob::Gathered SaveJob::read(const Unit& unit, Lease memory) {
         error = std::current_exception();  // out of memory: the count below must still be right
     }
     ReadUnit read{.unit = unit, .memory = std::move(memory)};
+    Passed passed;
     const std::scoped_lock lock(mutex_);
     if (!error) {
         for (const auto& [group, nbytes] : groups) unqueued_[group] -= nbytes;
-        count_read(groups);
+        count_read(groups, passed);
     }
     changed_.notify_all();
     if (!error && !fault && !fault_ && !work.empty()) {
@@ -249,7 +250,7 @@ SaveJob::Gathered SaveJob::read(const Unit& unit, Lease memory) {
     return {.writable = hand_out(std::move(read)), .unread = {}, .fault = {}};
 }
 
-void SaveJob::count_read(const std::vector<GroupBytes>& groups) {
+void SaveJob::count_read(const std::vector<GroupBytes>& groups, Passed& passed) {
     for (const auto& [group, nbytes] : groups) {
         unread_[group] -= nbytes;
         unread_total_ -= nbytes;
@@ -258,8 +259,8 @@ void SaveJob::count_read(const std::vector<GroupBytes>& groups) {
     if (unread_total_ > 0 || groups.empty()) return;
     read_at_ = Clock::now();
     // No stream has to wait any more. (Nobody enqueues, either: what is enqueued is not read yet.)
-    events_.clear();
-    fences_.clear();
+    passed.events.swap(events_);
+    passed.fences.swap(fences_);
 }
 
 std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {
@@ -277,20 +278,23 @@ std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {
 
 void SaveJob::queued(int device, const std::vector<GroupBytes>& groups,
                      const std::shared_ptr<DeviceEvent>& event) {
-    const std::scoped_lock lock(mutex_);
     if (!event) return;  // the job is about to fail
+    Fences passed;       // destroyed after the lock
+    passed.reserve(groups.size());
+    const std::scoped_lock lock(mutex_);
     for (const auto& [group, nbytes] : groups) {
         unqueued_[group] -= nbytes;
-        events_[{group, device}] = event;
+        passed.push_back(std::exchange(events_[{group, device}], event));
     }
     changed_.notify_all();
 }
 
 std::optional<ReadUnit> SaveJob::end_read(DeviceRead read, bool failed) {
+    Passed passed;
     const std::scoped_lock lock(mutex_);
     --reading_;
     if (!failed) {
-        for (const auto& [device, work] : read.work) count_read(work.groups);
+        for (const auto& [device, work] : read.work) count_read(work.groups, passed);
     }
     changed_.notify_all();
     if (failed || fault_) return std::nullopt;

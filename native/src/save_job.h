@@ -178,12 +178,21 @@ class SaveJob {
         Lease last;  // the last segment, read, while it waits for `unsummed`
     };
 
+    using Events = std::map<std::pair<Group, int>, std::shared_ptr<DeviceEvent>>;  // the last ones
+
+    /// What nobody waits for any more. To be destroyed without the lock: that calls the driver,
+    /// which may keep its callers waiting.
+    struct Passed {
+        Events events;
+        Fences fences;
+    };
+
     [[nodiscard]] bool is_last(const Unit& unit) const;
     MaybeFault gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
                       std::map<int, DeviceWork>& work);
     MaybeFault write_table(File& file, std::byte* memory);
-    std::optional<ReadUnit> hand_out(ReadUnit read);         // mutex_ held
-    void count_read(const std::vector<GroupBytes>& groups);  // mutex_ held
+    std::optional<ReadUnit> hand_out(ReadUnit read);                         // mutex_ held
+    void count_read(const std::vector<GroupBytes>& groups, Passed& passed);  // mutex_ held
     void unpin();
 
     const std::uint64_t order_;
@@ -205,7 +214,7 @@ class SaveJob {
     std::vector<ReadUnit> parked_;     // read, while the job is unplaced
     std::unordered_map<Group, std::uint64_t> unread_;    // bytes per group
     std::unordered_map<Group, std::uint64_t> unqueued_;  // bytes per group, neither read nor queued
-    std::map<std::pair<Group, int>, std::shared_ptr<DeviceEvent>> events_;  // the last per device
+    Events events_;
     std::uint64_t unread_total_ = 0;
     std::size_t reading_ = 0;  // units whose sources threads or devices read now
     std::size_t unfinished_files_ = 0;
