@@ -7,6 +7,9 @@ registers one hook before every ``Optimizer.step()``, which costs nothing while 
 from importlib.metadata import PackageNotFoundError, version
 
 from dcp_datastates.api import async_save
+from dcp_datastates.checkpoints.find import latest
+from dcp_datastates.checkpoints.retention import retain
+from dcp_datastates.checkpoints.verify import Damage, Report, verify
 from dcp_datastates.config import parse_size
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -30,14 +33,11 @@ from dcp_datastates.errors import (
     UnsafeObjectError,
     UnsupportedTensorError,
 )
-from dcp_datastates.find import latest
-from dcp_datastates.ownership import track
+from dcp_datastates.lazy.ownership import track
 from dcp_datastates.planner import DataStatesSavePlanner
 from dcp_datastates.prime import prime
 from dcp_datastates.reader import DataStatesReader
-from dcp_datastates.retention import retain
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.verify import Damage, Report, verify
 from dcp_datastates.writer import DataStatesWriter
 
 __all__ = [

@@ -20,16 +20,16 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_datastates.collectives import Collectives, collectives_of
-from dcp_datastates.commit import commit_group
-from dcp_datastates.decision import Decision, Outcome, Reason
+from dcp_datastates.commit.decision import Decision, Outcome, Reason
+from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.peers import ALONE
+from dcp_datastates.dcp.frames import release_frames
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
     SaveAbandonedError,
     SaveFailedError,
 )
-from dcp_datastates.frames import release_frames
-from dcp_datastates.peers import ALONE
 from dcp_datastates.prime import planner_of
 from dcp_datastates.save import OutcomeFuture, Save
 from dcp_datastates.writer import DataStatesWriter

@@ -58,10 +58,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
+from dcp_datastates.checkpoints.verify import Report, verify
 from dcp_datastates.damage import Damage, some_of
-from dcp_datastates.describe import Checkpoint, Directory, describe
 from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
-from dcp_datastates.verify import Report, verify
 
 __all__ = ["main"]
 

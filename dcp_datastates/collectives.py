@@ -16,13 +16,13 @@ import time
 from datetime import timedelta
 from typing import Final
 
-from dcp_datastates.commit import CommitGroup
+from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.commit.heart import Heart, Loss
+from dcp_datastates.commit.lane import meet
+from dcp_datastates.commit.peers import Connection, Peers, is_current
 from dcp_datastates.config import MAX_IN_FLIGHT
 from dcp_datastates.dcp_group import DcpGroup
 from dcp_datastates.errors import RankLostError, SaveFailedError
-from dcp_datastates.heart import Heart, Loss
-from dcp_datastates.lane import meet
-from dcp_datastates.peers import Connection, Peers, is_current
 
 __all__ = ["Collectives", "collectives_of"]
 
@@ -171,7 +171,7 @@ def collectives_of(group: CommitGroup) -> Collectives | None:
 
 
 def _forget_in_child() -> None:
-    # Nothing of it may be destroyed here: see commit.py.
+    # Nothing of it may be destroyed here: see ``commit/group.py``.
     global _lock
     _lock = threading.Lock()
     for collectives in _all.values():

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from dcp_datastates.lane import let_go, poll
-from dcp_datastates.peers import Peers
+from dcp_datastates.commit.lane import let_go, poll
+from dcp_datastates.commit.peers import Peers
 
 __all__ = ["DcpGroup"]
 

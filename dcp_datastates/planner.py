@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates.capture import Capture
 from dcp_datastates.errors import DataStatesError
+from dcp_datastates.lazy.capture import Capture
 from dcp_datastates.planning.assignment import assign
 from dcp_datastates.planning.catalog import Catalog, Ints
 from dcp_datastates.planning.columns import LocalPlan

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcp_datastates._native import BLOCK_BYTES, Engine, Fault, RestorePlan, Transfer
 from dcp_datastates.damage import Contents, some_of
-from dcp_datastates.devices import HOST, THROUGH_TORCH, fences, place
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -30,8 +29,9 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
     StorageError,
 )
+from dcp_datastates.lazy.devices import HOST, THROUGH_TORCH, fences, place
+from dcp_datastates.lazy.ownership import local_tensor
 from dcp_datastates.metadata import FileRecord, Note
-from dcp_datastates.ownership import local_tensor
 
 __all__ = ["restore"]
 

@@ -18,7 +18,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.attempt import Attempt, Ticket, next_attempt
-from dcp_datastates.commit import CommitGroup, commit_group
+from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.heart import Loss
+from dcp_datastates.commit.peers import ALONE
+from dcp_datastates.commit.progress import Progress
+from dcp_datastates.commit.round import Consolidated, FailedPart, Part, Round
+from dcp_datastates.dcp.turns import Turn
 from dcp_datastates.errors import (
     CheckpointSkipped,
     ConfigurationError,
@@ -27,17 +33,12 @@ from dcp_datastates.errors import (
     SaveAbandonedError,
     StorageError,
 )
-from dcp_datastates.heart import Loss
-from dcp_datastates.peers import ALONE
+from dcp_datastates.lazy.snapshot import Snapshot
 from dcp_datastates.planning.session import Session
 from dcp_datastates.planning.whole import PlannedMetadata
-from dcp_datastates.progress import Progress
-from dcp_datastates.round import Consolidated, FailedPart, Part, Round
-from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.lock import Hold
-from dcp_datastates.turns import Turn
 
 __all__ = ["OutcomeFuture", "Save"]
 
@@ -274,7 +275,7 @@ class Save:
             self.ended()  # or no thread ever came for it
         Future.exception(self.committed)
 
-    # ---- for behind.py ----------------------------------------------------------------------------
+    # ---- for commit/behind.py ----------------------------------------------------------------------------
 
     @property
     def begun(self) -> bool:

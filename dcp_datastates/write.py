@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Transfer, Window
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.devices import HOST, THROUGH_TORCH, dense, fences, place
+from dcp_datastates.commit.progress import Progress
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
@@ -31,17 +31,17 @@ from dcp_datastates.errors import (
     StorageError,
 )
 from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
+from dcp_datastates.lazy.devices import HOST, THROUGH_TORCH, dense, fences, place
+from dcp_datastates.lazy.ownership import STABLE, local_tensor
+from dcp_datastates.lazy.snapshot import Snapshot
+from dcp_datastates.lazy.tensors import add_region, check_storable
 from dcp_datastates.metadata import FileRecord
-from dcp_datastates.ownership import STABLE, local_tensor
 from dcp_datastates.planner import DataStatesSavePlanner, Share
 from dcp_datastates.planning.prepared import Prepared, report_of
 from dcp_datastates.planning.report import Report, Told
 from dcp_datastates.planning.session import Session
-from dcp_datastates.progress import Progress
-from dcp_datastates.snapshot import Snapshot
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
-from dcp_datastates.tensors import add_region, check_storable
 
 __all__ = ["Ahead", "WrittenPart", "read_ahead", "write_plan"]
 

@@ -30,33 +30,34 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from dcp_datastates import step_gate
 from dcp_datastates._native import Window
 from dcp_datastates.attempt import TicketCarrier, collect_ticket
-from dcp_datastates.behind import await_room, enter
-from dcp_datastates.buffers import EagerBuffers
-from dcp_datastates.capture import Capture, capture
-from dcp_datastates.commit import CommitGroup, commit_group
+from dcp_datastates.commit.behind import await_room, enter
+from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.peers import ALONE, Peers, peers_of
+from dcp_datastates.commit.publish import check_overwrite
+from dcp_datastates.commit.round import FailedPart
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.devices import capturing
+from dcp_datastates.dcp.frames import local_variable
+from dcp_datastates.dcp.shared_group import async_save_call, warn_if_shared
+from dcp_datastates.dcp.staged import StagedStateDict
+from dcp_datastates.dcp.turns import Turn, at_thread_end, await_all, end_here
 from dcp_datastates.engine import engine, next_order
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.failpoints import hit
-from dcp_datastates.frames import local_variable
-from dcp_datastates.ownership import Ownership, known_optimizers
-from dcp_datastates.peers import ALONE, Peers, peers_of
+from dcp_datastates.lazy import step_gate
+from dcp_datastates.lazy.buffers import EagerBuffers
+from dcp_datastates.lazy.capture import Capture, capture
+from dcp_datastates.lazy.devices import capturing
+from dcp_datastates.lazy.ownership import Ownership, known_optimizers
+from dcp_datastates.lazy.snapshot import Snapshot
 from dcp_datastates.planner import DataStatesSavePlanner, Share, is_unchanged
 from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.planning.whole import PlannedMetadata
-from dcp_datastates.publish import check_overwrite
-from dcp_datastates.round import FailedPart
 from dcp_datastates.save import OutcomeFuture, Save
-from dcp_datastates.shared_group import async_save_call, warn_if_shared
-from dcp_datastates.snapshot import Snapshot
-from dcp_datastates.staged import StagedStateDict
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
-from dcp_datastates.turns import Turn, at_thread_end, await_all, end_here
 from dcp_datastates.write import Ahead, read_ahead, write_plan
 
 __all__ = ["DataStatesWriter"]

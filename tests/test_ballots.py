@@ -17,8 +17,8 @@ from dcp_datastates import (
     StorageError,
 )
 from dcp_datastates.attempt import Attempt
-from dcp_datastates.ballot import Ballot, Count
-from dcp_datastates.decision import REASON_BYTES, Decision, Outcome, Reason
+from dcp_datastates.commit.ballot import Ballot, Count
+from dcp_datastates.commit.decision import REASON_BYTES, Decision, Outcome, Reason
 
 BALLOT = Ballot(True, 7, Attempt(2**60 + 3, 12), Path("/a/step-5"), 4)
 

@@ -19,12 +19,12 @@ from dcp_datastates import (
     NoAnswerError,
     StorageError,
     latest,
-    listing,
     retain,
     verify,
 )
-from dcp_datastates.answers import from_first_rank
-from dcp_datastates.listing import natural_order, step_of
+from dcp_datastates.checkpoints import listing
+from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.listing import natural_order, step_of
 from dcp_datastates.storage import lock, operations
 
 NEWER_ATTEMPT = "7fffffffffffffff-00000001"

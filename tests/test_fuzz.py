@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import dcp_datastates
 from dcp_datastates import CheckpointCorruptError, DataStatesError
 from dcp_datastates._native import scan_pickle
-from dcp_datastates.header import Header, read_header
+from dcp_datastates.checkpoints.header import Header, read_header
 from dcp_datastates.metadata import decode, read_note
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))

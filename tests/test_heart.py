@@ -8,9 +8,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates import heart as heart_module
-from dcp_datastates.heart import Beat, Heart, Loss
-from dcp_datastates.peers import Peers
+from dcp_datastates.commit import heart as heart_module
+from dcp_datastates.commit.heart import Beat, Heart, Loss
+from dcp_datastates.commit.peers import Peers
 
 
 @pytest.fixture(autouse=True)

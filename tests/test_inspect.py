@@ -16,7 +16,14 @@ from support.files import data_files, flip_bit
 from support.states import Opinion, filled
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, ForeignCheckpointError
-from dcp_datastates.describe import Checkpoint, Directory, DtypeTotal, Object, Tensor, describe
+from dcp_datastates.checkpoints.describe import (
+    Checkpoint,
+    Directory,
+    DtypeTotal,
+    Object,
+    Tensor,
+    describe,
+)
 from dcp_datastates.storage import lock
 
 ATTEMPT = "7fffffffffffffff-00000001"

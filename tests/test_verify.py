@@ -27,9 +27,9 @@ from dcp_datastates import (
     ConfigurationError,
     ForeignCheckpointError,
     StorageError,
-    examine,
     verify,
 )
+from dcp_datastates.checkpoints import examine
 
 MIB = 1 << 20
 STATE = {

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.capture import Capture
+from dcp_datastates.lazy.capture import Capture
 from dcp_datastates.planning.fingerprint import Fingerprint
 
 __all__ = ["Session", "SessionMeta"]

@@ -2,7 +2,7 @@
 
 They are ``flock(2)`` locks on directories, so they add no file to a checkpoint. Where a file system has none
 (NFS refuses a lock on a directory), nothing is locked and :func:`in_flight` answers None: then only
-the rules that need no lock hold (see ``publish.py`` for what remains possible there).
+the rules that need no lock hold (see ``commit/publish.py`` for what remains possible there).
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
-from dcp_datastates.answers import from_first_rank
 from dcp_datastates.api import async_save
+from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.find import Verification, check_verification
+from dcp_datastates.lazy.step_gate import open_windows
 from dcp_datastates.reader import DataStatesReader
-from dcp_datastates.step_gate import open_windows
 from dcp_datastates.storage import local
 from dcp_datastates.torchtitan.purge import Purge
 from dcp_datastates.torchtitan.steps import Format, format_of, newest_step

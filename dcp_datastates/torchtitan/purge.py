@@ -6,8 +6,8 @@ import logging
 import threading
 from pathlib import Path
 
+from dcp_datastates.checkpoints.find import Verification
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.find import Verification
 from dcp_datastates.torchtitan.steps import delete_old
 
 __all__ = ["Purge"]

@@ -355,7 +355,7 @@ class Fresh:
 def test_no_tensor_of_a_save_stays_without_garbage_collection(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    from dcp_datastates.snapshot import Snapshot
+    from dcp_datastates.lazy.snapshot import Snapshot
 
     one = job(async_mode=mode)
     one.manager.states["fresh"] = fresh = Fresh()

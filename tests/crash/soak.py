@@ -33,7 +33,8 @@ from support.planners import FailingPlanner
 from support.processes import run_ranks
 from support.saving import COMMIT_GROUP, number_at, part, report_of, save_over
 
-from dcp_datastates import commit, failpoints
+from dcp_datastates import failpoints
+from dcp_datastates.commit import group
 
 __all__ = ["WORLD", "Figures", "Outcome", "Usage", "soak"]
 
@@ -275,11 +276,11 @@ def _stalling(where: str) -> Iterator[None]:
         if name == where:
             time.sleep(_STALLED_SECONDS)
 
-    commit.hit = hit
+    group.hit = hit
     try:
         yield
     finally:
-        commit.hit = failpoints.hit
+        group.hit = failpoints.hit
 
 
 def _begin(path: str, number: int, elements: int, **options: Any) -> Future[Any]:

@@ -25,7 +25,8 @@ from support.processes import run_ranks
 from support.ranks import ranks
 from support.stopping import await_fired, go_on, stop
 
-from dcp_datastates import StorageError, publish
+from dcp_datastates import StorageError
+from dcp_datastates.commit import publish
 from dcp_datastates.storage import local
 
 IO_ERROR = "Input/output error"

@@ -14,9 +14,10 @@ from support.fake_cuda import FakeCuda
 from support.fake_training import CACHE, Stepper, differing, model, save, writer
 
 import dcp_datastates
-from dcp_datastates import DataStatesReader, DataStatesWriter, capture, devices
+from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, DeviceError
-from dcp_datastates.snapshot import Snapshot
+from dcp_datastates.lazy import capture, devices
+from dcp_datastates.lazy.snapshot import Snapshot
 
 # ---- consistency under overlap ---------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ def test_torn_without_a_gate(
 def test_torn_with_the_gate_on_another_stream(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_datastates.snapshot.stream", cuda.main_stream)
+    monkeypatch.setattr("dcp_datastates.lazy.snapshot.stream", cuda.main_stream)
     assert torn(cuda, tmp_path, side=True)
 
 

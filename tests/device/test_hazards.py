@@ -21,10 +21,12 @@ from support.fake_training import CACHE, Stepper, differing, model, save
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates import DataStatesReader, DataStatesWriter, capture, engine, heart, walk
-from dcp_datastates.peers import Peers
+from dcp_datastates import DataStatesReader, DataStatesWriter, engine
+from dcp_datastates.commit import heart
+from dcp_datastates.commit.peers import Peers
+from dcp_datastates.lazy import capture, walk
+from dcp_datastates.lazy.snapshot import Snapshot
 from dcp_datastates.save import Save
-from dcp_datastates.snapshot import Snapshot
 
 SECONDS = 30.0
 

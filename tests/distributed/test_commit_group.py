@@ -38,8 +38,8 @@ from dcp_datastates import (
     SaveFailedError,
     StorageError,
     UnsupportedTensorError,
-    shared_group,
 )
+from dcp_datastates.dcp import shared_group
 
 
 def _state(number):

@@ -18,17 +18,11 @@ from support.ranks import ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import (
-    CheckpointSupersededError,
-    RankLostError,
-    collectives,
-    commit,
-    heart,
-    publish,
-)
+from dcp_datastates import CheckpointSupersededError, RankLostError, collectives
 from dcp_datastates.attempt import next_attempt
+from dcp_datastates.commit import groups, heart, publish
+from dcp_datastates.commit.peers import peers_of
 from dcp_datastates.errors import StorageError
-from dcp_datastates.peers import peers_of
 from dcp_datastates.storage import local
 
 
@@ -43,13 +37,13 @@ def _save(number, path, **options):
 
 
 def _group():
-    return commit.commit_group(peers_of(None))
+    return groups.commit_group(peers_of(None))
 
 
 def _forget_groups():
     """As if the default group had been made anew over the same store."""
     dist.barrier()
-    commit._close_all()
+    groups._close_all()
     collectives._all.clear()
     dist.barrier()
 
@@ -92,7 +86,7 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
         if dist.get_rank() == 1:
             time.sleep(4)
         else:
-            group._store = group.heart._store = _Broken()
+            group._record._store = group.heart._store = _Broken()
         return share(*arguments)
 
     group._share = late

@@ -17,9 +17,9 @@ from support.ranks import ranks
 from support.residue import Residue, assert_nothing_left
 
 import dcp_datastates
-from dcp_datastates import lane
+from dcp_datastates.commit import lane
+from dcp_datastates.commit.peers import peers_of
 from dcp_datastates.dcp_group import DcpGroup
-from dcp_datastates.peers import peers_of
 
 
 def _group(name, check=lambda: None):

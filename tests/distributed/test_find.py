@@ -13,7 +13,7 @@ from support.ranks import ranks
 from torch.distributed import distributed_c10d
 
 from dcp_datastates import ConfigurationError, DataStatesError, NoAnswerError, latest, retain
-from dcp_datastates.answers import from_first_rank
+from dcp_datastates.checkpoints.answers import from_first_rank
 
 
 def _gathered(value):

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from dcp_datastates import DataStatesReader
 from dcp_datastates.attempt import next_attempt
+from dcp_datastates.commit.progress import Progress
+from dcp_datastates.commit.publish import publish
+from dcp_datastates.commit.round import Consolidated, Round
 from dcp_datastates.engine import engine, next_order
-from dcp_datastates.progress import Progress
-from dcp_datastates.publish import publish
-from dcp_datastates.round import Consolidated, Round
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.write import write_plan

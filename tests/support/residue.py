@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcp_datastates import engine, lane
+from dcp_datastates import engine
+from dcp_datastates.commit import lane
 
 __all__ = ["Residue", "assert_nothing_left", "entries"]
 
@@ -44,7 +45,7 @@ class Residue:
     def beyond(self, before: Residue) -> dict[str, object]:
         """What there is more of now than ``before``; any segment of the cache that is not free.
 
-        But for what gloo keeps by a defect of its own: see :func:`dcp_datastates.lane.abandoned`.
+        But for what gloo keeps by a defect of its own: see :func:`dcp_datastates.commit.lane.abandoned`.
         """
         stuck = lane.abandoned()
         more = {

@@ -1,6 +1,6 @@
 """Which tensors the native engine copies from and to a device by itself, and on which stream a device's work is now.
 
-What is on another kind of accelerator goes through torch, whole and at once (:mod:`dcp_datastates.tensors`).
+What is on another kind of accelerator goes through torch, whole and at once (:mod:`dcp_datastates.lazy.tensors`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.peers import Connection, Peers
+from dcp_datastates.commit.peers import Connection, Peers
 
 __all__ = ["SILENCE_SECONDS", "Beat", "Heart", "Loss"]
 

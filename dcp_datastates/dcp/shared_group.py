@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_datastates.frames import local_variable
+from dcp_datastates.dcp.frames import local_variable
 
 __all__ = ["async_save_call", "warn_if_shared"]
 

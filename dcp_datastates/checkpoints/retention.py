@@ -18,11 +18,17 @@ from typing import Final
 
 import torch.distributed as dist
 
-from dcp_datastates.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.attempt import Attempt
+from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
+from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
+from dcp_datastates.checkpoints.listing import (
+    Found,
+    checkpoints,
+    directories,
+    newest_first,
+    open_found,
+)
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.find import Verification, check_verification, flaw
-from dcp_datastates.listing import Found, checkpoints, directories, newest_first, open_found
 from dcp_datastates.storage import local, lock, operations
 
 __all__ = ["Retained", "retain", "retain_here"]

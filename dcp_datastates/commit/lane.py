@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.peers import Connection, Peers
+from dcp_datastates.commit.peers import Connection, Peers
 
 __all__ = ["Lane", "LaneBroken", "abandoned", "let_go", "meet", "poll"]
 

@@ -17,10 +17,16 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_datastates.attempt import Attempt
+from dcp_datastates.checkpoints.find import flaw
+from dcp_datastates.checkpoints.listing import (
+    Found,
+    directories,
+    natural_order,
+    newest_first,
+    step_of,
+)
 from dcp_datastates.committed import Committed, open_committed
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
-from dcp_datastates.find import flaw
-from dcp_datastates.listing import Found, directories, natural_order, newest_first, step_of
 from dcp_datastates.metadata import FileRecord
 from dcp_datastates.storage import local, lock
 

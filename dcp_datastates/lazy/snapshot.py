@@ -23,15 +23,15 @@ from typing import Any, Final
 
 from torch.optim import Optimizer
 
-from dcp_datastates import step_gate
 from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
-from dcp_datastates.awaited import awaited_here
-from dcp_datastates.capture import Capture, DeferredTensors
-from dcp_datastates.devices import follow, stream
+from dcp_datastates.dcp.awaited import awaited_here
 from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError
-from dcp_datastates.ownership import STABLE, Ownership
+from dcp_datastates.lazy import step_gate
+from dcp_datastates.lazy.capture import Capture, DeferredTensors
+from dcp_datastates.lazy.devices import follow, stream
+from dcp_datastates.lazy.ownership import STABLE, Ownership
+from dcp_datastates.lazy.tear import Portion, Regions, check_memory, portions
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.tear import Portion, Regions, check_memory, portions
 
 __all__ = ["Snapshot"]
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 
 from dcp_datastates._native import sample_words
-from dcp_datastates.capture import DeferredTensors
-from dcp_datastates.devices import HOST
 from dcp_datastates.errors import SnapshotTornError
-from dcp_datastates.ownership import STABLE, local_tensor
+from dcp_datastates.lazy.capture import DeferredTensors
+from dcp_datastates.lazy.devices import HOST
+from dcp_datastates.lazy.ownership import STABLE, local_tensor
 
 __all__ = ["Portion", "Regions", "check_memory", "portions"]
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from dcp_datastates.frames import local_variable
+from dcp_datastates.dcp.frames import local_variable
 
 __all__ = ["awaited_here"]
 

@@ -21,20 +21,29 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import DeviceEvent, Engine, Transfer
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
-from dcp_datastates.device_copies import DeviceCopies
-from dcp_datastates.devices import HOST, THROUGH_TORCH, dense, fences, mark, numbers, report, stream
 from dcp_datastates.errors import DeviceError
-from dcp_datastates.ownership import STABLE, UNOWNED, Ownership
-from dcp_datastates.planning.catalog import Ints
-from dcp_datastates.planning.fingerprint import Fingerprint, fingerprint
-from dcp_datastates.tensors import (
+from dcp_datastates.lazy.device_copies import DeviceCopies
+from dcp_datastates.lazy.devices import (
+    HOST,
+    THROUGH_TORCH,
+    dense,
+    fences,
+    mark,
+    numbers,
+    report,
+    stream,
+)
+from dcp_datastates.lazy.ownership import STABLE, UNOWNED, Ownership
+from dcp_datastates.lazy.tensors import (
     PLAIN_DTYPES,
     add_region,
     copy_unusual,
     is_unusual,
     tensor_over,
 )
-from dcp_datastates.walk import Columns, Staged, walk
+from dcp_datastates.lazy.walk import Columns, Staged, walk
+from dcp_datastates.planning.catalog import Ints
+from dcp_datastates.planning.fingerprint import Fingerprint, fingerprint
 
 __all__ = ["Capture", "DeferredTensors", "capture", "look"]
 

@@ -19,9 +19,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dcp_datastates.devices import capturing
 from dcp_datastates.ending import at_end
-from dcp_datastates.ownership import known_optimizers, never_defer, stepped
+from dcp_datastates.lazy.devices import capturing
+from dcp_datastates.lazy.ownership import known_optimizers, never_defer, stepped
 
 __all__ = ["Gated", "arm_backward", "gate", "open_windows", "ungate"]
 

@@ -1,7 +1,7 @@
 """One walk over a state dict: its staged copy, and columns over its tensors.
 
 What is not a tensor is copied here. Tensors are only listed; whether one is read later or copied now is
-:mod:`dcp_datastates.capture`'s business.
+:mod:`dcp_datastates.lazy.capture`'s business.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates.ownership import local_tensor
-from dcp_datastates.tensors import copy_sharded
+from dcp_datastates.lazy.ownership import local_tensor
+from dcp_datastates.lazy.tensors import copy_sharded
 
 __all__ = ["Columns", "Staged", "walk"]
 

@@ -11,7 +11,8 @@ from typing import Final
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dcp_datastates.agreement import Agreement
+from dcp_datastates.checkpoints.agreement import Agreement
+from dcp_datastates.checkpoints.examine import Examination, Progress
 from dcp_datastates.committed import Committed, open_committed
 from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import (
@@ -21,7 +22,6 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
 )
-from dcp_datastates.examine import Examination, Progress
 from dcp_datastates.storage import local
 
 __all__ = ["Damage", "Report", "verify"]

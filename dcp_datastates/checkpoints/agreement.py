@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates._native import BLOCK_BYTES
+from dcp_datastates.checkpoints.header import read_header
 from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import CheckpointCorruptError
-from dcp_datastates.header import read_header
 from dcp_datastates.layout import MAX_HEADER_BYTES, entry_key, is_bookkeeping, is_table, stored_form
 from dcp_datastates.metadata import FileRecord, Note
 from dcp_datastates.storage.local import METADATA_NAME

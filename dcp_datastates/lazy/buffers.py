@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from dcp_datastates import step_gate
 from dcp_datastates._native import Engine, Slab
+from dcp_datastates.lazy import step_gate
 
 __all__ = ["EagerBuffers"]
 

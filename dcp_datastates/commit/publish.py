@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.attempt import Attempt
+from dcp_datastates.commit.round import Consolidated, Round
 from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointSupersededError,
@@ -35,7 +36,6 @@ from dcp_datastates.errors import (
 from dcp_datastates.failpoints import hit
 from dcp_datastates.metadata import FileRecord, Note, decode, encode, encode_columns, read_note
 from dcp_datastates.planning.whole import PlannedMetadata
-from dcp_datastates.round import Consolidated, Round
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.lock import asking, exclusive
 

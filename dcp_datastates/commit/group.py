@@ -8,13 +8,12 @@ rounds, and a heart (``heart.py``) that tells who is lost. A round, on every ran
 3. if all are durable, the coordinator (rank 0) publishes ``.metadata`` (``publish.py``);
 4. the outcome goes to all ranks by another all-reduce; what is not referenced goes; futures resolve.
 
-Who cannot go on by gloo goes on by the store. Under ``decision/<round>`` the first to write decides: the
-coordinator, before it publishes; or whoever finds a rank lost and gives the round up. So a round that was
-given up is never published. A broken connection that nobody is to blame for fails no round: the
-ranks meet again in the next ``generation`` and vote again.
+Who cannot go on by gloo goes on by the store, where the first to write decides (``record.py``). A broken
+connection that nobody is to blame for fails no round: the ranks meet again in the next ``generation`` and
+vote again.
 
-A rank that voted yes and then loses the coordinator looks at the path: a ``.metadata`` of this attempt means
-committed. If the coordinator is certainly dead, any other means failed; else it raises
+A rank that voted yes and then loses the coordinator looks at the path (``cut_off.py``): a ``.metadata`` of this
+attempt means committed. If the coordinator is certainly dead, any other means failed; else it raises
 :class:`CommitOutcomeUnknown`. Alone, the group is trivial and the same code runs.
 
 Why a rank that votes again never votes for another save than the others: the coordinator writes its decision to
@@ -24,43 +23,37 @@ whoever has met the others in a new generation looks at the store before it vote
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import ctypes
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from dcp_datastates.ballot import Ballot, Count
-from dcp_datastates.behind import Policy
-from dcp_datastates.decision import REASON_BYTES, Decision, Outcome, Reason
+from dcp_datastates.commit.ballot import Ballot, Count
+from dcp_datastates.commit.behind import Policy
+from dcp_datastates.commit.cut_off import given_up, look, said
+from dcp_datastates.commit.decision import REASON_BYTES, Decision, Outcome, Reason
+from dcp_datastates.commit.heart import SILENCE_SECONDS, Beat, Heart, Loss
+from dcp_datastates.commit.lane import Lane, LaneBroken
+from dcp_datastates.commit.peers import Peers
+from dcp_datastates.commit.progress import Progress
+from dcp_datastates.commit.publish import (
+    publish,
+    tidy_after_commit,
+    tidy_after_failure,
+)
+from dcp_datastates.commit.record import Decided, Record
+from dcp_datastates.commit.round import Round
+from dcp_datastates.commit.worker import Worker
+from dcp_datastates.dcp.frames import release_frames
 from dcp_datastates.errors import (
-    CheckpointCorruptError,
     CommitOutcomeUnknown,
     RankLostError,
     SaveFailedError,
 )
 from dcp_datastates.failpoints import hit
-from dcp_datastates.frames import release_frames
-from dcp_datastates.heart import SILENCE_SECONDS, Beat, Heart, Loss
-from dcp_datastates.lane import Lane, LaneBroken
-from dcp_datastates.peers import ALONE, Connection, Peers, is_current
-from dcp_datastates.progress import Progress
-from dcp_datastates.publish import (
-    make_durable,
-    publish,
-    published_attempt,
-    tidy_after_commit,
-    tidy_after_failure,
-)
-from dcp_datastates.round import Round
-from dcp_datastates.turns import end_here
-from dcp_datastates.worker import Worker
 
-__all__ = ["CommitGroup", "commit_group"]
+__all__ = ["CommitGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,24 +68,10 @@ _PATIENCE_SECONDS: Final = 15.0
 _CANCEL_SECONDS: Final = 10.0
 """How long a failed save's own writes may take to end before its outcome is told all the same."""
 
-_KEPT_DECISIONS: Final = 16
-"""Decisions of so many rounds stay in the store, for ranks that were stopped meanwhile."""
-
-
-class _Decided(Exception):
-    """The round that this rank waits in was decided elsewhere."""
-
-    def __init__(self, decision: Decision) -> None:
-        super().__init__(decision)
-        self.decision = decision
-
-
-class _NextGeneration(Exception):
-    """Other ranks have given the gloo group up; the round goes on in the next."""
-
 
 class CommitGroup:
-    """The ranks that commit together. Made once per set of ranks, by :func:`commit_group`.
+    """The ranks that commit together. Made once per set of ranks, by
+    :func:`~dcp_datastates.commit.groups.commit_group`.
 
     Its thread, ``dcp_datastates-commit``, starts with the first round and ends with :meth:`close`, which
     runs at interpreter exit after what was submitted is decided.
@@ -115,11 +94,11 @@ class CommitGroup:
         self._tried = 0.0
         self._apart: float | None = None  # since when this rank has not met the others
         self._reading: Progress | None = None
-        self._store: Connection | None = None
         self.heart: Heart | None = None
+        self._record = Record()
         self._lane = Lane(peers, "vote")  # another one from the first round on
         if peers.world > 1:
-            self._store = peers.connect("commit")
+            self._record = Record(peers.connect("commit"))
             self.heart = Heart(peers, peers.connect("commit"), self._status)
 
     # ---- any thread --------------------------------------------------------------------------
@@ -180,7 +159,7 @@ class CommitGroup:
         if self.heart is None:
             return error
         losses = self.heart.await_loss()
-        return RankLostError(_said(losses)) if losses else error
+        return RankLostError(said(losses)) if losses else error
 
     def _status(self) -> Beat:
         round_, reading = self._current, self._reading
@@ -210,8 +189,10 @@ class CommitGroup:
             return error
         reasons = {self.peers.rank: Reason.of(error)}
         try:
-            standing = self._record(round_, Decision(Outcome.FAILED, reasons, given_up=True))
-        except _Decided as decided:
+            standing = self._record.decide(
+                round_.number, Decision(Outcome.FAILED, reasons, given_up=True)
+            )
+        except Decided as decided:
             standing = decided.decision
         except Exception as failed:
             standing = Decision(Outcome.UNKNOWN)
@@ -237,6 +218,8 @@ class CommitGroup:
             self._current = None
             if self.heart is not None:
                 self.heart.follow(None)
+            if self.is_coordinator:
+                self._record.forget_before(round_.number)
         try:
             self._tidy(round_, decision)
         except Exception:  # what is left over goes with the next commit; the outcome stands
@@ -279,14 +262,14 @@ class CommitGroup:
         while True:
             try:
                 return self._agree(round_)
-            except _Decided as decided:
+            except Decided as decided:
                 return decided.decision
             except LaneBroken as broken:
                 logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
                 self._lane.leave()
                 try:
                     self._after_break(round_, broken)
-                except _Decided as decided:
+                except Decided as decided:
                     return decided.decision
 
     def _after_break(self, round_: Round, broken: LaneBroken) -> None:
@@ -328,15 +311,15 @@ class CommitGroup:
         if not self._lane.join(lambda: self._check_others(round_, joining=True)):
             return
         self._apart = None
-        found = self._stored(round_)
+        found = self._record.find(round_.number)
         if found is None:
             return
         if found.final:
-            raise _Decided(found)
+            raise Decided(found)
         # The coordinator was publishing, and does not come here again for this round: the outcome
         # that it should have noted did not reach the store.
         if not self.is_coordinator:
-            raise _Decided(self._look(round_, [Loss(0, "could not note the outcome")]))
+            raise Decided(self._look(round_, [Loss(0, "could not note the outcome")]))
 
     def _reasons(self, round_: Round, count: Count) -> Decision:
         """Gather who failed and why; the coordinator notes it for ranks that gloo does not reach."""
@@ -368,10 +351,10 @@ class CommitGroup:
             if consolidated is None:
                 assert round_.abandoned is not None
                 raise round_.abandoned
-            self._record(round_, Decision(Outcome.PUBLISHING))
+            self._record.decide(round_.number, Decision(Outcome.PUBLISHING))
             self._say("publishing", round_)
             publish(round_, consolidated, self._tick)
-        except _Decided:
+        except Decided:
             raise
         except CommitOutcomeUnknown as error:
             round_.failure = error
@@ -383,6 +366,11 @@ class CommitGroup:
             decision = Decision(Outcome.COMMITTED)
         return self._settle(round_, decision)
 
+    def _settle(self, round_: Round, decision: Decision) -> Decision:
+        if self.is_coordinator:
+            self._record.settle(round_.number, decision)
+        return decision
+
     def _share(self, round_: Round, decision: Decision | None) -> Decision:
         """The coordinator's decision, on every rank."""
         if self.peers.world == 1:
@@ -393,7 +381,7 @@ class CommitGroup:
         try:
             self._say("waiting for the outcome", round_)
             (committed,) = self._lane.max([committed], lambda: self._check_others(round_))
-        except (LaneBroken, _Decided):
+        except (LaneBroken, Decided):
             # A coordinator has decided, and perhaps published: without the store it could only guess
             # here, and would remove the files of a committed checkpoint.
             if decision is None:
@@ -405,40 +393,11 @@ class CommitGroup:
             return decision
         if committed:
             return Decision(Outcome.COMMITTED)
-        found = self._stored(round_)
+        found = self._record.find(round_.number)
         assert found is not None, "the coordinator writes its decision down before it shares it"
         return found
 
-    # ---- by the store ----------------------------------------------------------------------------
-
-    def _stored(self, round_: Round) -> Decision | None:
-        """What the store says of the round now; None where there is no store."""
-        if self._store is None:
-            return None
-        key = f"decision/{round_.number}"
-        return Decision.decode(self._store.get(key)) if self._store.check([key]) else None
-
-    def _record(self, round_: Round, decision: Decision) -> Decision:
-        """Decide the round, unless somebody has, and return what stands; final ones of others raise
-        :class:`_Decided`.
-        """
-        if self._store is None:
-            return decision
-        if self.is_coordinator and round_.number - round_.first >= _KEPT_DECISIONS:
-            self._store.delete_key(f"decision/{round_.number - _KEPT_DECISIONS}")
-        wanted = decision.encode()
-        found = self._store.compare_set(f"decision/{round_.number}", "", wanted).decode()
-        standing = decision if found == wanted else Decision.decode(found.encode())
-        if standing is not decision and standing.final:
-            raise _Decided(standing)
-        return standing
-
-    def _settle(self, round_: Round, decision: Decision) -> Decision:
-        """Coordinator: note the decision where every rank finds it, whatever becomes of gloo."""
-        if self._store is not None and self.is_coordinator:
-            with contextlib.suppress(Exception):  # the store may be gone; gloo may reach them yet
-                self._store.set(f"decision/{round_.number}", decision.encode())
-        return decision
+    # ---- while waiting ---------------------------------------------------------------------------
 
     def _check_others(self, round_: Round, *, joining: bool = False) -> None:
         """:meth:`_check` while this rank has done its part: that it stands still is not its own fault."""
@@ -455,24 +414,22 @@ class CommitGroup:
             # Others come by gloo as well, which must not be left in the middle of an operation.
             if decision.given_up or (joining and decision.final):
                 self._lane.leave()
-                raise _Decided(decision)
+                raise Decided(decision)
         losses = heart.losses() or heart.stalled(round_.number, round_.timeout)
         if losses and time.monotonic() - self._tried > _GIVE_UP_SECONDS:
             self._tried = time.monotonic()
             self._give_up(round_, losses)
 
     def _give_up(self, round_: Round, losses: list[Loss]) -> None:
-        """Decide that the round has failed because of ranks that are lost; raises :class:`_Decided`.
+        """Decide that the round has failed because of ranks that are lost; raises :class:`Decided`.
 
         Returns if the coordinator is publishing: it will tell.
         """
-        decision = Decision(
-            Outcome.FAILED, {-1: Reason.of(RankLostError(_said(losses)))}, given_up=True
-        )
+        decision = given_up(losses)
         reached = True
         try:
-            standing = self._record(round_, decision)
-        except _Decided:
+            standing = self._record.decide(round_.number, decision)
+        except Decided:
             self._lane.leave()
             raise
         except Exception:  # the store is gone, and with it rank 0 or torchrun's agent
@@ -480,86 +437,10 @@ class CommitGroup:
             standing = decision if self.is_coordinator else Decision(Outcome.PUBLISHING)
         if standing.final:
             self._lane.leave()
-            raise _Decided(standing)
+            raise Decided(standing)
         if not reached or any(loss.rank == 0 for loss in losses):
             self._lane.leave()
-            raise _Decided(self._look(round_, losses))
+            raise Decided(self._look(round_, losses))
 
     def _look(self, round_: Round, losses: list[Loss]) -> Decision:
-        """The coordinator may have published before it was lost: see."""
-        lost = {-1: Reason.of(RankLostError(_said(losses)))}
-        if round_.directory is None or self._cast < round_.number:
-            return Decision(Outcome.FAILED, lost)  # not without this rank's vote
-        try:
-            if published_attempt(round_.directory) == round_.attempt:
-                make_durable(round_.directory)
-                return Decision(Outcome.COMMITTED)
-        except (FileNotFoundError, CheckpointCorruptError):
-            seen = True  # none, or another's
-        except OSError as failed:  # nothing is known: this rank's files must stay
-            seen = False
-            logger.warning("could not see what is committed at %s: %s", round_.directory, failed)
-        else:
-            seen = True
-        if seen and any(loss.certain for loss in losses if loss.rank == 0):
-            return Decision(Outcome.FAILED, lost)
-        error = CommitOutcomeUnknown(
-            f"{_said(losses)}; it may have been about to publish. Attempt "
-            f"{round_.attempt and round_.attempt.name} is committed if the path's .metadata names it: "
-            f"`python -m dcp_datastates inspect` tells, and dcp_datastates.latest() finds the newest"
-        )
-        return Decision(Outcome.UNKNOWN, {-1: Reason.of(error)})
-
-
-def _said(losses: list[Loss]) -> str:
-    more = f"; and {len(losses) - 3} more ranks" if len(losses) > 3 else ""
-    return "; ".join(str(loss) for loss in losses[:3]) + more
-
-
-_groups_lock = threading.Lock()  # guards _groups
-_groups: dict[tuple[int, ...], CommitGroup] = {}
-
-
-def commit_group(peers: Peers) -> CommitGroup:
-    """The process's commit group of these ranks. Groups over a store that is no more are closed.
-
-    Returns without waiting for the other ranks: they meet in the first round.
-    """
-    key = () if peers is ALONE else peers.ranks
-    with _groups_lock:
-        stale = [
-            ranks
-            for ranks, group in _groups.items()
-            if group.peers is not ALONE and not is_current(group.peers)
-        ]
-        closing = [_groups.pop(ranks) for ranks in stale]
-        found = _groups.get(key)
-        if found is None:
-            found = _groups[key] = CommitGroup(peers)
-    for group in closing:
-        group.close()
-    return found
-
-
-def _close_all() -> None:
-    end_here()  # a synchronous save that was interrupted would be waited for
-    with _groups_lock:
-        groups = list(_groups.values())
-        _groups.clear()
-    for group in groups:
-        group.close()
-
-
-def _forget_in_child() -> None:
-    # The parent's threads do not exist here and its lock may be held. Nor must a gloo group or a store
-    # be destroyed here, ever: the one's destructor joins threads of the parent's, the other's (a
-    # FileStore's) counts this process out of the parent's file.
-    global _groups_lock
-    _groups_lock = threading.Lock()
-    for group in _groups.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    _groups.clear()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_forget_in_child)
+        return look(round_, losses, voted=self._cast >= round_.number)

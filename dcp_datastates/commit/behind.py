@@ -14,13 +14,13 @@ import struct
 import threading
 from typing import Final, Protocol
 
-from dcp_datastates import step_gate
+from dcp_datastates.commit.heart import Heart
+from dcp_datastates.commit.lane import Lane, LaneBroken
+from dcp_datastates.commit.peers import Peers
+from dcp_datastates.commit.worker import Worker
 from dcp_datastates.config import WhenBehind
 from dcp_datastates.errors import CheckpointSkipped
-from dcp_datastates.heart import Heart
-from dcp_datastates.lane import Lane, LaneBroken
-from dcp_datastates.peers import Peers
-from dcp_datastates.worker import Worker
+from dcp_datastates.lazy import step_gate
 
 __all__ = ["Policy", "Waiting", "await_room", "enter", "in_flight"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
-from dcp_datastates.agreement import Agreement, impossible_size
+from dcp_datastates.checkpoints.agreement import Agreement, impossible_size
 from dcp_datastates.committed import wrong_size
 from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import StorageError

@@ -1,0 +1,1 @@
+"""Checkpoints as they lie on storage: finding, verifying, describing and deleting them."""

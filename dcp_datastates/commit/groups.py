@@ -1,0 +1,62 @@
+"""The process's commit groups: one per set of ranks, from its first save to the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import threading
+
+from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.commit.peers import ALONE, Peers, is_current
+from dcp_datastates.dcp.turns import end_here
+
+__all__ = ["commit_group"]
+
+_groups_lock = threading.Lock()  # guards _groups
+_groups: dict[tuple[int, ...], CommitGroup] = {}
+
+
+def commit_group(peers: Peers) -> CommitGroup:
+    """The process's commit group of these ranks. Groups over a store that is no more are closed.
+
+    Returns without waiting for the other ranks: they meet in the first round.
+    """
+    key = () if peers is ALONE else peers.ranks
+    with _groups_lock:
+        stale = [
+            ranks
+            for ranks, group in _groups.items()
+            if group.peers is not ALONE and not is_current(group.peers)
+        ]
+        closing = [_groups.pop(ranks) for ranks in stale]
+        found = _groups.get(key)
+        if found is None:
+            found = _groups[key] = CommitGroup(peers)
+    for group in closing:
+        group.close()
+    return found
+
+
+def _close_all() -> None:
+    end_here()  # a synchronous save that was interrupted would be waited for
+    with _groups_lock:
+        groups = list(_groups.values())
+        _groups.clear()
+    for group in groups:
+        group.close()
+
+
+def _forget_in_child() -> None:
+    # The parent's threads do not exist here and its lock may be held. Nor must a gloo group or a store
+    # be destroyed here, ever: the one's destructor joins threads of the parent's, the other's (a
+    # FileStore's) counts this process out of the parent's file.
+    global _groups_lock
+    _groups_lock = threading.Lock()
+    for group in _groups.values():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _groups.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_in_child)
