@@ -101,6 +101,7 @@ native-test: native-plain native-tsan native-asan ptx
 
 native-plain: SANITIZE :=
 native-tsan: SANITIZE := thread
+native-tsan: CTEST_ARGS := --label-exclude one_thread
 native-asan: SANITIZE := address,undefined
 
 native-plain native-tsan native-asan: native-%: $(VENV)/tools
@@ -110,7 +111,8 @@ native-plain native-tsan native-asan: native-%: $(VENV)/tools
 	    -DDATASTATES_BUILD_MODULE=OFF -DDATASTATES_SANITIZE="$(SANITIZE)" >build/native-$*.log \
 	    || { cat build/native-$*.log; exit 1; }
 	cmake --build build/native-$* --parallel $(JOBS)
-	ctest --test-dir build/native-$* --output-on-failure --no-tests=error --timeout 300
+	ctest --test-dir build/native-$* --output-on-failure --no-tests=error --timeout 300 \
+	    --parallel $(JOBS) $(CTEST_ARGS)
 
 # NVIDIA's assembler, which no part of the package needs: drivers have one of their own.
 PTXAS_PACKAGE := nvidia-cuda-nvcc==13.5.37

@@ -57,8 +57,11 @@ std::shared_ptr<Device> Devices::find(int device) const {
     return found == nullptr ? nullptr : found->device();
 }
 
-void Devices::pin() {
+void Devices::grow(std::uint64_t nbytes) {
+    // At once for whoever asks `await_pinned`: the cache gives new memory to those who wait for it.
     const std::scoped_lock lock(mutex_);
+    cache_->grow(nbytes);
+    if (lanes_.empty()) return;  // `open` will see to it
     pin_ = true;
     pin_wanted_.notify_one();
 }
@@ -91,7 +94,7 @@ bool Devices::is_pinned(const std::byte* data, std::uint64_t nbytes) const {
 
 bool Devices::prepared() const {
     const std::scoped_lock lock(mutex_);
-    return !pin_ && !preparing_;
+    return stopping_ || (!pin_ && !preparing_);
 }
 
 MaybeFault Devices::kernel_fault() const {

@@ -38,10 +38,10 @@ class Devices {
     [[nodiscard]] DeviceLane* lane(int device) const;
     [[nodiscard]] std::shared_ptr<Device> find(int device) const;
 
-    /// Has memory pinned that the cache has gained, if a device is open. Returns at once.
-    void pin();
+    /// Grows the cache, and has the new memory pinned if a device is open. Throws what that throws.
+    void grow(std::uint64_t nbytes);
 
-    /// False while what `open` and `pin` have begun goes on.
+    /// False while what `open` and `grow` have begun goes on.
     [[nodiscard]] bool prepared() const;
 
     /// Bytes of the cache that are pinned. Copies to and from others are slower, and not

@@ -70,8 +70,7 @@ Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared
       restores_(std::make_shared<RestorePipeline>(cache_, threads.restore)) {}
 
 void Engine::grow(std::uint64_t nbytes) {
-    cache_->grow(nbytes);
-    devices_->pin();
+    devices_->grow(nbytes);
 }
 
 void Engine::require_open(const StreamContent& content) const {
@@ -132,8 +131,9 @@ std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& f
                                                Fences fences) {
     for (const RestoreFile& file : files) require_open(*file.content);
     const auto job = std::make_shared<RestoreJob>(files, ops_, devices_, std::move(fences));
+    auto handle = std::make_shared<RestoreHandle>(restores_, job);  // before any thread has the job
     if (!restores_->submit(job)) throw std::runtime_error("the engine is shut down");
-    return std::make_shared<RestoreHandle>(restores_, job);
+    return handle;
 }
 
 void Engine::shutdown() {

@@ -25,6 +25,13 @@ Fault out_of_memory(const char* operation) {
             .detail = {}};
 }
 
+Fault cache_lost() {
+    return {.kind = FaultKind::kDevice,
+            .path = {},
+            .operation = "waiting for a device that hangs",
+            .detail = "all segments of the host cache that this could use are lost to it"};
+}
+
 std::string_view kind_name(FaultKind kind) {
     switch (kind) {
         case FaultKind::kIo:

@@ -32,6 +32,9 @@ using MaybeFault = std::optional<Fault>;
 /// What a thread makes of std::bad_alloc. Allocates nothing if `operation` is a short word.
 Fault out_of_memory(const char* operation);
 
+/// What is left to say when devices that hang have all memory that a job would need.
+Fault cache_lost();
+
 std::string_view kind_name(FaultKind kind);
 
 /// All of it in a sentence.

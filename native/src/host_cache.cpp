@@ -44,13 +44,20 @@ void Lease::abandon() {
     if (data_ == nullptr) return;
     data_ = nullptr;
     HostCache& cache = *cache_;
-    cache.keep_for_good(std::move(cache_));
+    cache.abandon(first_, std::move(cache_));
 }
 
-void HostCache::keep_for_good(std::shared_ptr<HostCache> self) {
+void HostCache::abandon(std::uint32_t first, std::shared_ptr<HostCache> self) {
     static std::mutex mutex;           // guards kept
     static HostCache* kept = nullptr;  // all of them: reached from here, they are no leak
     const std::scoped_lock both(mutex, mutex_);
+    const std::uint32_t count = slots_[first].count;
+    if (slots_[first].use == Use::kSlab) slab_segments_ -= count;
+    for (std::uint32_t i = first; i < first + count; ++i) slots_[i].use = Use::kLost;
+    (slots_[first].share == Share::kSave ? lost_for_saves_ : lost_for_restores_) += count;
+    // Who waits may do so in vain now.
+    ++epoch_;
+    for (Request* request : queue_) request->wake.notify_one();
     if (self_) return;
     self_ = std::move(self);
     next_kept_ = std::exchange(kept, this);
@@ -137,6 +144,12 @@ void HostCache::interrupt() {
     }
 }
 
+bool HostCache::is_lost(Share share) const {
+    const std::scoped_lock lock(mutex_);
+    return share == Share::kSave ? lost_for_saves_ == save_segments_
+                                 : lost_for_restores_ == slots_.size() - save_segments_;
+}
+
 Lease HostCache::acquire(Share share, std::uint64_t order, std::uint64_t epoch) {
     Request request;
     request.share = share;
@@ -212,12 +225,14 @@ HostCache::Verdict HostCache::try_grant(Request& request) {
         if (free.empty()) return Verdict::kWaits;
         request.granted = free.back();
     } else {
-        if (slab_segments_ + request.count + kStreamReserve > save_segments_) {
+        if (slab_segments_ + request.count + kStreamReserve > save_segments_ - lost_for_saves_) {
             return Verdict::kLetsOthersPass;
         }
-        request.granted = find_run(request.count, false);
+        request.granted = find_run(request.count, [](Use use) { return use == Use::kFree; });
         if (!request.granted) {
-            const bool drains = find_run(request.count, true).has_value();
+            const bool drains = find_run(request.count, [](Use use) {
+                                    return use == Use::kFree || use == Use::kStream;
+                                }).has_value();
             return drains ? Verdict::kWaits : Verdict::kLetsOthersPass;
         }
     }
@@ -225,14 +240,11 @@ HostCache::Verdict HostCache::try_grant(Request& request) {
     return Verdict::kGranted;
 }
 
-std::optional<std::uint32_t> HostCache::find_run(std::uint32_t count,
-                                                 bool even_if_streaming) const {
+std::optional<std::uint32_t> HostCache::find_run(std::uint32_t count, bool (*fits)(Use)) const {
     std::uint32_t length = 0;
     for (std::uint32_t i = 0; i < slots_.size(); ++i) {
         const Slot& slot = slots_[i];
-        const bool usable =
-            slot.share == Share::kSave &&
-            (slot.use == Use::kFree || (even_if_streaming && slot.use == Use::kStream));
+        const bool usable = slot.share == Share::kSave && fits(slot.use);
         const bool continues = i > 0 && slots_[i - 1].arena == slot.arena;
         if (!continues) length = 0;
         length = usable ? length + 1 : 0;
@@ -250,10 +262,8 @@ std::uint64_t HostCache::max_slab_bytes() const {
 }
 
 bool HostCache::can_ever_fit(std::uint32_t count) const {
-    if (count + kStreamReserve > save_segments_) return false;
-    std::vector<std::uint64_t> per_arena(arenas_.size(), 0);
-    for (const Slot& slot : slots_) per_arena[slot.arena] += slot.share == Share::kSave ? 1 : 0;
-    return std::ranges::any_of(per_arena, [&](std::uint64_t n) { return n >= count; });
+    return count + kStreamReserve <= save_segments_ - lost_for_saves_ &&
+           find_run(count, [](Use use) { return use != Use::kLost; });
 }
 
 void HostCache::mark(std::uint32_t first, std::uint32_t count, Use use) {
@@ -307,10 +317,13 @@ HostCache::SlabRequest::~SlabRequest() {
 }
 
 HostCache::SlabRequest::State HostCache::SlabRequest::wait_until(Clock::time_point deadline) {
-    if (!fits_) return State::kNeverFits;
     std::unique_lock lock(cache_->mutex_);
-    request_.wake.wait_until(lock, deadline, [&] { return request_.granted || cache_->closed_; });
+    request_.wake.wait_until(lock, deadline, [&] {
+        if (!request_.granted) fits_ = fits_ && cache_->can_ever_fit(request_.count);
+        return request_.granted || !fits_ || cache_->closed_;
+    });
     if (request_.granted) return State::kGranted;
+    if (!fits_) return State::kNeverFits;
     return cache_->closed_ ? State::kClosed : State::kWaiting;
 }
 

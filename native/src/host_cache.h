@@ -79,8 +79,12 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     /// Changes with each `interrupt`. Read it before looking at what `interrupt` announces.
     [[nodiscard]] std::uint64_t epoch() const;
 
-    /// Makes every `acquire` that was given an older epoch return: its caller looks around anew.
+    /// Makes every `acquire` that was given an older epoch return: its caller looks around anew. So
+    /// does a lease that is abandoned.
     void interrupt();
+
+    /// Whether all segments of a share were abandoned: `acquire` would wait for ever.
+    [[nodiscard]] bool is_lost(Share share) const;
 
     /// One segment; waits for its turn. Empty if interrupted.
     Lease acquire(Share share, std::uint64_t order, std::uint64_t epoch);
@@ -112,7 +116,7 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
   private:
     friend class Lease;
 
-    enum class Use : std::uint8_t { kFree, kStream, kSlab };
+    enum class Use : std::uint8_t { kFree, kStream, kSlab, kLost };
 
     struct Slot {
         std::byte* data = nullptr;
@@ -148,13 +152,13 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     void dequeue(Request& request);
     void serve();
     Verdict try_grant(Request& request);
-    std::optional<std::uint32_t> find_run(std::uint32_t count, bool even_if_streaming) const;
+    std::optional<std::uint32_t> find_run(std::uint32_t count, bool (*fits)(Use)) const;
     bool can_ever_fit(std::uint32_t count) const;
     void mark(std::uint32_t first, std::uint32_t count, Use use);
     std::vector<std::uint32_t>& free_list(Share share);
 
     void release(std::uint32_t first);
-    void keep_for_good(std::shared_ptr<HostCache> self);
+    void abandon(std::uint32_t first, std::shared_ptr<HostCache> self);
 
     mutable std::mutex mutex_;   // guards all that follows
     std::vector<Arena> arenas_;  // unmapped with the cache, which leases keep alive
@@ -164,6 +168,8 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     std::vector<std::uint32_t> free_for_restores_;  // small job touches little memory
     std::set<Request*, Turn> queue_;
     std::uint64_t save_segments_ = 0;
+    std::uint64_t lost_for_saves_ = 0;  // of those; abandoned
+    std::uint64_t lost_for_restores_ = 0;
     std::uint64_t slab_segments_ = 0;
     std::uint64_t peak_used_ = 0;
     std::uint64_t arrivals_ = 0;

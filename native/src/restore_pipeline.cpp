@@ -1,9 +1,7 @@
 #include "restore_pipeline.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <exception>
-#include <iterator>
 #include <string>
 #include <utility>
 
@@ -26,6 +24,7 @@ bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
     {
         const std::scoped_lock lock(mutex_);
         if (stopping_) return false;
+        threads_.reserve(thread_count_);  // what is started is kept
         while (threads_.size() < thread_count_) {
             threads_.push_back(
                 start_thread("ds-restore-" + std::to_string(threads_.size()), [this] { loop(); }));
@@ -40,31 +39,33 @@ bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
     return true;
 }
 
-void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) {
+void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept {
     const RestoreJob::Pin until_dropped(job);
     if (!job->fail(std::move(fault))) return;
-    std::vector<Task> dropped;  // destroyed after the lock
-    const std::scoped_lock lock(mutex_);
-    const auto keep = std::ranges::stable_partition(
-        tasks_, [&](const Task& task) { return task.job.job() != job; });
-    std::ranges::move(keep, std::back_inserter(dropped));
-    tasks_.erase(keep.begin(), keep.end());
+    std::list<Task> dropped;  // destroyed after the lock
+    {
+        const std::scoped_lock lock(mutex_);
+        for (auto next = tasks_.begin(); next != tasks_.end();) {
+            const auto task = next++;
+            if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
+        }
+    }
+    cache_->interrupt();  // threads that wait for a segment on its behalf
 }
 
 void RestorePipeline::shutdown() {
     std::vector<std::jthread> threads;
-    std::vector<std::shared_ptr<RestoreJob>> jobs;
+    std::vector<std::weak_ptr<RestoreJob>> jobs;
     {
         const std::scoped_lock lock(mutex_);
         stopping_ = true;
         threads.swap(threads_);
-        for (const auto& weak : jobs_) {
-            if (auto job = weak.lock()) jobs.push_back(std::move(job));
-        }
-        jobs_.clear();
+        jobs.swap(jobs_);
         changed_.notify_all();
     }
-    for (const auto& job : jobs) fail(job, shut_down());
+    for (const auto& weak : jobs) {
+        if (const auto job = weak.lock()) fail(job, shut_down());
+    }
     cache_->interrupt();
     threads.clear();  // joins
 }
@@ -93,12 +94,12 @@ std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
 }
 
 void RestorePipeline::run(const Task& task) {
-    Lease memory = acquire_segment();
-    // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
-    if (!memory) fail(task.job.job(), shut_down());
-    if (task.job->failed()) return;
+    Lease memory;
     std::vector<RestoreStep> more;
-    auto fault = task.job->run(task.step, memory, more);
+    // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
+    auto fault = acquire_segment(*task.job.job(), memory);
+    if (task.job->failed()) return;
+    if (!fault) fault = task.job->run(task.step, memory, more);
     if (fault) fail(task.job.job(), std::move(*fault));
     if (more.empty()) return;
     {
@@ -112,15 +113,18 @@ void RestorePipeline::run(const Task& task) {
     changed_.notify_all();
 }
 
-Lease RestorePipeline::acquire_segment() {
-    while (true) {
+MaybeFault RestorePipeline::acquire_segment(const RestoreJob& job, Lease& memory) {
+    while (!memory) {
         const std::uint64_t epoch = cache_->epoch();
         {
             const std::scoped_lock lock(mutex_);
-            if (stopping_) return {};
+            if (stopping_) return shut_down();
         }
-        if (auto memory = cache_->acquire(Share::kRestore, 0, epoch)) return memory;
+        if (job.failed()) return std::nullopt;
+        if (cache_->is_lost(Share::kRestore)) return cache_lost();
+        memory = cache_->acquire(Share::kRestore, 0, epoch);
     }
+    return std::nullopt;
 }
 
 }  // namespace datastates

@@ -4,7 +4,7 @@
 
 #include <condition_variable>
 #include <cstddef>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -29,7 +29,7 @@ class RestorePipeline {
     bool submit(const std::shared_ptr<RestoreJob>& job);
 
     /// Fails `job` and drops what is queued of it. Returns at once.
-    void fail(const std::shared_ptr<RestoreJob>& job, Fault fault);
+    void fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept;
 
     /// Fails all jobs with a shutdown fault and joins the threads. One call at a time.
     void shutdown();
@@ -43,14 +43,14 @@ class RestorePipeline {
     void loop();
     std::optional<Task> next_task();
     void run(const Task& task);
-    Lease acquire_segment();
+    MaybeFault acquire_segment(const RestoreJob& job, Lease& memory);
 
     const std::shared_ptr<HostCache> cache_;
     const std::size_t thread_count_;
 
     std::mutex mutex_;                 // guards what follows; taken before a job's
     std::condition_variable changed_;  // tasks_, stopping_
-    std::deque<Task> tasks_;           // bounded by what the plans read: one per segment
+    std::list<Task> tasks_;  // bounded by what the plans read; a list, which is cut without fail
     std::vector<std::weak_ptr<RestoreJob>> jobs_;  // all that may be in flight
     bool stopping_ = false;
     std::vector<std::jthread> threads_;  // end when stopping_; joined by `shutdown`

@@ -375,16 +375,13 @@ void SaveJob::succeed() {
 }
 
 bool SaveJob::fail(Fault fault) {
-    std::vector<ReadUnit> parked;  // given back after the lock, as are these:
-    std::vector<Lease> dropped;
+    std::vector<ReadUnit> parked;  // given back after the lock
     const std::scoped_lock lock(mutex_);
     if (fault_ || done_) return false;
     fault_ = std::move(fault);
     failed_ = true;
     parked.swap(parked_);
-    for (const auto& file : files_) {
-        if (file->last) dropped.push_back(std::move(file->last));
-    }
+    for (const auto& file : files_) file->last.release();
     changed_.notify_all();
     return true;
 }

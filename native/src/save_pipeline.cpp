@@ -2,14 +2,25 @@
 
 #include <algorithm>
 #include <exception>
-#include <iterator>
 #include <new>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "threads.h"
 
 namespace datastates {
+namespace {
+
+Fault no_thread(const std::system_error& error) {
+    return {.kind = FaultKind::kIo,
+            .error = error.code().value(),
+            .path = {},
+            .operation = "starting a thread",
+            .detail = {}};
+}
+
+}  // namespace
 
 SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                            std::size_t copy_threads, std::size_t flush_threads)
@@ -68,6 +79,7 @@ void SavePipeline::place(const std::shared_ptr<SaveJob>& job, Placement placemen
 }
 
 void SavePipeline::start_threads() {
+    threads_.reserve(copy_threads_ + flush_threads_);  // what is started is kept
     while (threads_.size() < copy_threads_ + flush_threads_) {
         const std::size_t i = threads_.size();
         if (i < copy_threads_) {
@@ -89,21 +101,24 @@ void SavePipeline::wake_copy_threads() {
     cache_->interrupt();
 }
 
-void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) {
-    SaveJob::Pin pin(job);
+void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept {
+    const SaveJob::Pin until_dropped(job);
     if (!job->fail(std::move(fault))) return;
-    std::vector<Task> dropped;  // destroyed after the lock
+    std::list<Task> end;  // by a flush thread: closing its files may take a while
+    try {
+        end.push_back({.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
+    } catch (const std::bad_alloc&) {  // then it ends here
+        end.clear();
+    }
+    std::list<Task> dropped;  // destroyed after the lock
     {
         const std::scoped_lock lock(mutex_);
         std::erase(unread_jobs_, job);
-        const auto keep = std::ranges::stable_partition(
-            tasks_, [&](const Task& task) { return task.job.job() != job; });
-        std::ranges::move(keep, std::back_inserter(dropped));
-        tasks_.erase(keep.begin(), keep.end());
-        // Ended by a flush thread: closing its files may take a while.
-        if (!stopping_) {
-            tasks_.push_front({.job = std::move(pin), .open = std::nullopt, .write = std::nullopt});
+        for (auto next = tasks_.begin(); next != tasks_.end();) {
+            const auto task = next++;
+            if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
         }
+        if (!stopping_) tasks_.splice(tasks_.begin(), end);
     }
     tasks_changed_.notify_all();
     wake_copy_threads();
@@ -111,23 +126,23 @@ void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) {
 
 void SavePipeline::shutdown() {
     std::vector<std::jthread> threads;
-    std::vector<std::shared_ptr<SaveJob>> jobs;
+    std::vector<std::weak_ptr<SaveJob>> jobs;
     {
         const std::scoped_lock lock(mutex_);
         stopping_ = true;
         threads.swap(threads_);
-        for (const auto& weak : jobs_) {
-            if (auto job = weak.lock()) jobs.push_back(std::move(job));
-        }
-        jobs_.clear();
+        jobs.swap(jobs_);
         jobs_changed_.notify_all();
         tasks_changed_.notify_all();
     }
-    for (const auto& job : jobs)
+    for (const auto& weak : jobs) {
+        const auto job = weak.lock();
+        if (!job) continue;
         fail(job, {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}});
+    }
     cache_->interrupt();
     threads.clear();  // joins
-    std::deque<Task> left;
+    std::list<Task> left;
     {
         const std::scoped_lock lock(mutex_);
         left.swap(tasks_);
@@ -139,9 +154,9 @@ void SavePipeline::shutdown() {
 void SavePipeline::copy_loop() {
     while (true) {
         const std::uint64_t epoch = cache_->epoch();
-        const auto order = wait_for_open_job();
-        if (!order) return;
-        Lease memory = cache_->acquire(Share::kSave, *order, epoch);
+        const auto next = wait_for_open_job();
+        if (!next) return;
+        Lease memory = acquire_segment(next, epoch);
         if (!memory) continue;  // something changed: an older job may have become readable
         auto reading = take_unit();
         if (!reading) continue;
@@ -152,6 +167,19 @@ void SavePipeline::copy_loop() {
         } catch (const std::exception&) {
             fail(job.job(), out_of_memory("copy"));
         }
+    }
+}
+
+Lease SavePipeline::acquire_segment(const std::shared_ptr<SaveJob>& job, std::uint64_t epoch) {
+    try {
+        if (cache_->is_lost(Share::kSave)) {
+            fail(job, cache_lost());
+            return {};
+        }
+        return cache_->acquire(Share::kSave, job->order(), epoch);
+    } catch (const std::bad_alloc&) {
+        fail(job, out_of_memory("copy"));
+        return {};
     }
 }
 
@@ -196,7 +224,9 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
     for (const auto& [device, work] : reading->unread.work) {
         try {
             read_on_device(reading, device, work);
-        } catch (const std::exception&) {  // nothing was enqueued
+        } catch (const std::system_error& error) {  // the lane's thread; nothing was enqueued
+            device_done(reading, {.fault = no_thread(error), .finished = true});
+        } catch (const std::exception&) {
             device_done(reading, {.fault = out_of_memory("copy"), .finished = true});
         }
     }
@@ -238,13 +268,13 @@ bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
     return job->placed() || job == unread_jobs_.front();
 }
 
-std::optional<std::uint64_t> SavePipeline::wait_for_open_job() {
+std::shared_ptr<SaveJob> SavePipeline::wait_for_open_job() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
         const auto open = std::ranges::find_if(unread_jobs_, [this](const auto& job) {
             return may_read(job) && job->window()->is_open();
         });
-        if (open != unread_jobs_.end()) return (*open)->order();
+        if (open != unread_jobs_.end()) return *open;
         if (unread_jobs_.empty()) {
             jobs_changed_.wait(lock);
         } else {
@@ -255,7 +285,7 @@ std::optional<std::uint64_t> SavePipeline::wait_for_open_job() {
             jobs_changed_.wait_until(lock, next);
         }
     }
-    return std::nullopt;
+    return nullptr;
 }
 
 std::optional<SavePipeline::Reading> SavePipeline::take_unit() {

@@ -26,7 +26,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -58,7 +58,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     void place(const std::shared_ptr<SaveJob>& job, Placement placement);
 
     /// Fails `job` and drops what is queued or parked of it. Returns at once.
-    void fail(const std::shared_ptr<SaveJob>& job, Fault fault);
+    void fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept;
 
     /// Fails all jobs with a shutdown fault and joins the threads. One call at a time.
     void shutdown();
@@ -85,7 +85,8 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
 
     void copy_loop();
     [[nodiscard]] bool may_read(const std::shared_ptr<SaveJob>& job) const;
-    std::optional<std::uint64_t> wait_for_open_job();
+    std::shared_ptr<SaveJob> wait_for_open_job();
+    Lease acquire_segment(const std::shared_ptr<SaveJob>& job, std::uint64_t epoch);
     std::optional<Reading> take_unit();
     void proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered);
     void write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read);
@@ -112,8 +113,8 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
         jobs_changed_;  // copy threads: unread_jobs_, windows, places, stopping_
     std::condition_variable tasks_changed_;              // flush threads: tasks_, stopping_
     std::vector<std::shared_ptr<SaveJob>> unread_jobs_;  // units left to take; by order, arrival
-    std::deque<Task> tasks_;
-    std::vector<std::weak_ptr<SaveJob>> jobs_;  // all that may be in flight
+    std::list<Task> tasks_;                              // a list, which is cut without fail
+    std::vector<std::weak_ptr<SaveJob>> jobs_;           // all that may be in flight
     bool stopping_ = false;
     std::vector<std::jthread> threads_;  // end when stopping_; joined by `shutdown`
 };

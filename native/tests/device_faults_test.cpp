@@ -1,5 +1,7 @@
 // Drivers that fail, hang or go, and memory that runs out: jobs end, and nothing is reused or left.
 
+#include <unistd.h>
+
 #include <atomic>
 #include <filesystem>
 #include <fstream>
@@ -366,6 +368,70 @@ void a_shutdown_as_a_read_ends_ends_the_save() {
     }
 }
 
+void a_restore_ends_whose_segments_a_hanging_device_has() {
+    Scene scene(true, nullptr, {6 * kSegmentBytes, 1, kMiB, 1});
+    std::shared_ptr<RestoreHandle> restore;
+    std::shared_ptr<RestoreHandle> next;
+    const Stall stall;
+    restore = scene.restore();
+    wait_until("it is copied", [] { return fake_cuda_count("bytes_to_device") > 0; });
+    scene.engine->devices().limit_patience();
+    check((*restore)->wait(in(20)), "threads wait for a segment that never comes back");
+    check((*restore)->fault().has_value());
+    next = scene.restore();
+    check((*next)->wait(in(20)), "it will never get a segment");
+    check((*next)->fault()->kind == FaultKind::kDevice);
+    fake_cuda_stall(0);
+    check_equal(fake_cuda_synchronize_all(60), 0);
+}
+
+void saves_and_slabs_end_whose_segments_a_hanging_device_has() {
+    using State = HostCache::SlabRequest::State;
+    Scene scene(true, nullptr, {6 * kSegmentBytes, 1, kMiB, 1});
+    const Source on_host(2 * kMiB, kMiB, 1);
+    std::shared_ptr<SaveHandle> hangs;
+    std::shared_ptr<SaveHandle> other;
+    const Stall stall;
+    hangs = scene.save();
+    wait_until("all segments are in use",
+               [&] { return scene.engine->cache().stats().free_segments == 1; });
+    HostCache::SlabRequest before(scene.engine->shared_cache(), kSegmentBytes, 1);
+    check(before.wait_until(Clock::now()) == State::kWaiting);
+    scene.engine->devices().limit_patience();
+    check((*hangs)->wait(in(20)));
+    check((*hangs)->fault().has_value());
+    other =
+        scene.engine->save({SaveFile(scene.directory.file("other"), 2 * kMiB, on_host.transfer)},
+                           {}, 1, open_window());
+    check((*other)->wait(in(20)), "it will never get a segment");
+    check((*other)->fault()->kind == FaultKind::kDevice);
+    HostCache::SlabRequest after(scene.engine->shared_cache(), kSegmentBytes, 2);
+    check(before.wait_until(in(20)) == State::kNeverFits);
+    check(after.wait_until(in(20)) == State::kNeverFits);
+    fake_cuda_stall(0);
+    check_equal(fake_cuda_synchronize_all(60), 0);
+}
+
+void memory_that_a_cache_gains_is_pinned_before_it_is_copied_to() {
+    const OneCore one_core;
+    for (int round = 0; round < 5; ++round) {
+        Scene scene(true, nullptr, {8 * kSegmentBytes, 1, kMiB, 1});
+        wait_until_prepared(*scene.engine);
+        const auto save =
+            scene.engine->save_unplaced({scene.tensors.save_file("unplaced")}, 0, open_window());
+        wait_until("it wants more", [&] {
+            const auto stats = scene.engine->cache().stats();
+            return stats.free_segments == 1 && stats.waiting > 0;
+        });
+        std::jthread([&] {
+            starve(gettid());  // who gets what it gains goes on before it does
+            scene.engine->grow(4 * kCache);
+        }).join();
+        check((*save)->wait_read(kEveryGroup, in(60)));
+        check_equal(fake_cuda_count("pageable_copies"), 0U);
+    }
+}
+
 }  // namespace
 }  // namespace datastates::testing
 
@@ -384,5 +450,11 @@ int main() {
          a_driver_that_is_gone_does_not_keep_a_shutdown},
         {"a_hanging_device_does_not_keep_a_shutdown", a_hanging_device_does_not_keep_a_shutdown},
         {"a_shutdown_as_a_read_ends_ends_the_save", a_shutdown_as_a_read_ends_ends_the_save},
+        {"a_restore_ends_whose_segments_a_hanging_device_has",
+         a_restore_ends_whose_segments_a_hanging_device_has},
+        {"saves_and_slabs_end_whose_segments_a_hanging_device_has",
+         saves_and_slabs_end_whose_segments_a_hanging_device_has},
+        {"memory_that_a_cache_gains_is_pinned_before_it_is_copied_to",
+         memory_that_a_cache_gains_is_pinned_before_it_is_copied_to},
     });
 }

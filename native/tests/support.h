@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -27,7 +28,15 @@
 
 namespace datastates::testing {
 
-using Bytes = std::vector<std::byte>;
+/// Bytes that compare as memory does: std::equal looks at each std::byte by itself, and so does
+/// ThreadSanitizer.
+struct Bytes : std::vector<std::byte> {
+    using std::vector<std::byte>::vector;
+    friend bool operator==(const Bytes& a, const Bytes& b) {
+        return a.size() == b.size() &&
+               (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
+    }
+};
 using Random = std::mt19937_64;
 
 inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20U;
