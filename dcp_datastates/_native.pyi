@@ -195,7 +195,7 @@ class SaveJob:
     The sources must stay alive and unchanged until ``wait_read(-1)`` has returned True. Dropping
     the handle before that, or before an unplaced job is placed, cancels the job and waits (without the
     GIL) for copies under way, so the sources are never read after the handle (which holds
-    ``keepalive``) is gone.
+    ``keepalive``) is gone; nor after the garbage collector has taken both in one cycle.
     """
 
     def place(self, paths: Sequence[str], sync_directories: Sequence[str]) -> None:
@@ -252,6 +252,10 @@ class RestorePlan:
 
 @final
 class RestoreJob:
+    """What is being read. The memory must stay alive until ``wait`` has returned True; dropping the handle cancels
+    the job and waits for copies under way, as that of a :class:`SaveJob` does.
+    """
+
     def wait(self, timeout: float) -> bool:
         """Wait until all is scattered and verified, or the job has failed; False on timeout."""
     def cancel(self) -> None: ...

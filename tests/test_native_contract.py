@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
+from support.scripts import run_script
 
 from dcp_datastates import _native
 
@@ -96,6 +97,79 @@ def test_a_cycle_through_a_job_is_collected(engine, data, tmp_path):
     del owner
     gc.collect()
     assert gone() is None
+
+
+IN_A_CYCLE = """
+import gc, weakref
+import numpy as np
+from dcp_datastates import _native
+
+class Owner:
+    pass
+
+def start(verb):
+    data = np.zeros(64 << 20, np.uint8)  # so large that it is unmapped when it is freed
+    content = _native.Transfer()
+    content.add_buffer(0, data)
+    memory = [data]  # the oldest of the cycle: cleared first
+    owner = Owner()
+    keepalive = [memory, owner]
+    file = _native.SaveFile(path, data.nbytes, content)
+    if verb == "save":
+        owner.job = engine.save([file], [], 0, _native.Window(0.0), keepalive)
+    else:
+        plan = _native.RestorePlan()
+        plan.add_file(path, file.nbytes, data.nbytes, content)
+        owner.job = engine.restore(plan, keepalive)
+    return owner, weakref.ref(data)
+
+engine = _native.Engine(64 << 20)
+gc.disable()
+"""
+
+
+@pytest.mark.parametrize(
+    ("verb", "between"), [("save", "read.before"), ("restore", "restore.read.after@2")]
+)
+def test_memory_in_a_cycle_with_its_job_outlives_the_copies(verb, between, tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", f"{between}=sleep:0.5")
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS_LOG", str(log))
+    run_script(
+        IN_A_CYCLE
+        + f"""
+if {verb!r} == "restore":
+    saved, _ = start("save")
+    assert saved.job.wait(30) and saved.job.fault is None
+owner, data = start({verb!r})
+while not os.path.exists({str(log)!r}):  # a copy is under way, and has not touched the memory yet
+    time.sleep(0.01)
+del owner
+assert data() is not None
+gc.collect()
+assert data() is None
+""",
+        tmp_path / "file",
+    ).assert_clean()
+
+
+def test_a_job_that_a_finalizer_brings_back_is_refused_and_keeps_its_memory(engine, data, tmp_path):
+    brought_back = []
+
+    class Phoenix(Owner):
+        def __del__(self):
+            brought_back.append(self)
+
+    owner = Phoenix()
+    memory = [data, owner]
+    owner.job = save(engine, tmp_path / "file", data, _native.Window(NEVER), memory)
+    del owner, memory
+    gc.collect()
+    (owner,) = brought_back
+    (memory,) = (each for each in gc.get_referents(owner.job) if isinstance(each, list))
+    assert memory[0] is data
+    with pytest.raises(RuntimeError, match="garbage collected"):
+        owner.job.wait(1)
 
 
 def test_a_cancelled_job_is_done_and_says_so(engine, data, tmp_path):

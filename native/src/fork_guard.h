@@ -36,9 +36,10 @@ class ProcessBound {
     [[nodiscard]] std::shared_ptr<T> get() const { return here() ? object_ : nullptr; }
 
     /// Gives the object up (in a forked child: leaks it).
-    void reset() {
-        if (here()) object_.reset();
-    }
+    void reset() { take(); }
+
+    /// Gives the object up to the caller (in a forked child: leaks it, and returns null).
+    std::shared_ptr<T> take() { return here() ? std::move(object_) : nullptr; }
 
   private:
     union {

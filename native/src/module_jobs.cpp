@@ -36,11 +36,14 @@ py::custom_type_setup collectable() {
             Py_VISIT(py::cast<Job&>(py::handle(self)).keepalive.ptr());
             return 0;
         };
+        // Before its memory goes: of a cycle, all are finalized before any is cleared, and what the
+        // job keeps alive may be cleared before the job.
+        type.tp_finalize = [](PyObject* self) {
+            if (is_constructed(self)) py::cast<Job&>(py::handle(self)).drop_handle();
+        };
         type.tp_clear = [](PyObject* self) {
             if (!is_constructed(self)) return 0;
-            auto& job = py::cast<Job&>(py::handle(self));
-            job.drop_handle();  // before its memory goes
-            job.keepalive = py::object();
+            py::cast<Job&>(py::handle(self)).keepalive = py::object();
             return 0;
         };
     });

@@ -63,9 +63,11 @@ struct PyJob {
     // Of what may throw there, only memory can be missing, and nothing could be done about it.
     ~PyJob() { drop_handle(); }  // NOLINT(bugprone-exception-escape)
 
+    /// Waits for copies under way, without the GIL. Idempotent.
     void drop_handle() {
-        const pybind11::gil_scoped_release release;  // it may wait for copies under way
-        handle.reset();
+        auto dropped = handle.take();  // with the GIL: a finalizer may have made others see the job
+        const pybind11::gil_scoped_release release;
+        dropped.reset();
     }
 
     pybind11::object keepalive;
