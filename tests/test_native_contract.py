@@ -79,6 +79,37 @@ def test_a_wait_hears_signals(engine, data, tmp_path):
         signal.signal(signal.SIGALRM, before)
 
 
+def test_an_interpreter_that_ends_while_daemon_threads_wait_ends_cleanly(tmp_path, monkeypatch):
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", "restore.open.before=sleep:1")
+    run_script(
+        """
+        import threading
+        from dcp_datastates import _native
+
+        class SlowToGo:
+            def __del__(self, sleep=time.sleep):
+                sleep(0.5)  # so that every wait's slice ends within the end of the interpreter
+
+        engine = _native.Engine(64 << 20)
+        content = _native.Transfer()
+        content.add_buffer(0, memory := bytearray(4))
+        file = _native.SaveFile(path, 4, content)
+        save = engine.save([file], [], 0, _native.Window(1000.0), memory)
+        plan = _native.RestorePlan()
+        plan.add_file(path, file.nbytes, 4, content)
+        restore = engine.restore(plan, memory)
+        slab = engine.slab(engine.max_slab_bytes, 0, 1.0)
+        waits = [lambda: save.wait(1000.0), lambda: restore.wait(1000.0)]
+        waits += [lambda: save.wait_read(-1, 1000.0), lambda: engine.slab(1, 1, 1000.0)]
+        for wait in 8 * waits:
+            threading.Thread(target=wait, daemon=True).start()
+        time.sleep(0.2)
+        slow = SlowToGo()
+        """,
+        tmp_path / "file",
+    ).assert_clean()
+
+
 def test_a_dropped_job_lets_go_of_its_sources(engine, data, tmp_path):
     owner = Owner()
     gone = weakref.ref(owner)

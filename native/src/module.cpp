@@ -14,6 +14,7 @@
 #include "fault.h"
 #include "pickle_scan.h"
 #include "python_arguments.h"
+#include "python_gil.h"
 #include "python_support.h"
 #include "sample.h"
 #include "sizes.h"
@@ -28,7 +29,7 @@ template <typename Checksum>
 std::uint32_t checksum(const py::buffer& data, std::uint32_t crc, const Checksum& compute) {
     const PyBufferView view(data, PyBUF_SIMPLE);
     if (view.bytes().size() < kReleaseGilBytes) return compute(view.bytes(), crc);
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return compute(view.bytes(), crc);
 }
 
@@ -53,7 +54,7 @@ std::vector<std::uint64_t> sample(const py::sequence& addresses, const py::seque
 
 std::optional<std::string> scan(const py::buffer& data) {
     const PyBufferView view(data, PyBUF_SIMPLE);
-    const py::gil_scoped_release release;
+    const GilRelease release;
     return scan_pickle(view.bytes());
 }
 

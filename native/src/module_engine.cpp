@@ -13,6 +13,7 @@
 #include "engine.h"
 #include "gather.h"
 #include "python_arguments.h"
+#include "python_gil.h"
 #include "python_jobs.h"
 #include "python_support.h"
 #include "watched_file_ops.h"
@@ -58,11 +59,10 @@ std::unique_ptr<PyEngine> make_engine(std::int64_t host_cache_bytes, std::int64_
 void grow(const PyEngine& self, std::int64_t host_cache_bytes) {
     const auto engine = usable(self);
     const std::uint64_t nbytes = to_size(host_cache_bytes, "host_cache_bytes");
-    const py::gil_scoped_release release;
     try {
+        const GilRelease release;
         engine->grow(nbytes);
     } catch (const std::bad_alloc&) {
-        const py::gil_scoped_acquire acquire;
         raise_memory_error(host_cache_bytes);
     }
 }
@@ -97,7 +97,7 @@ void gather_into(const PyEngine& self, const Transfer& transfer, std::uint64_t a
         gather(content, to_address(address));
         return;
     }
-    const py::gil_scoped_release release;
+    const GilRelease release;
     gather(content, to_address(address));
 }
 
@@ -111,7 +111,7 @@ std::unique_ptr<PySaveJob> save(const PyEngine& self, const std::vector<SaveFile
     const auto number = to_size(order, "order");
     const auto opens = required(window.window, "window");
     auto handle = [&] {
-        const py::gil_scoped_release release;  // a job of many regions takes a while to make
+        const GilRelease release;  // a job of many regions takes a while to make
         return engine->save(files, std::move(directories), number, opens, std::move(events));
     }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
@@ -125,7 +125,7 @@ std::unique_ptr<PySaveJob> save_unplaced(const PyEngine& self, const std::vector
     const auto number = to_size(order, "order");
     const auto opens = required(window.window, "window");
     auto handle = [&] {
-        const py::gil_scoped_release release;
+        const GilRelease release;
         return engine->save_unplaced(files, number, opens, std::move(events));
     }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
@@ -144,7 +144,7 @@ void raise(const MaybeFault& fault) {
 
 void open_device(const PyEngine& self, int device) {
     const auto engine = usable(self);
-    const py::gil_scoped_release release;
+    const GilRelease release;
     raise(engine->devices().open(device));
 }
 
@@ -176,7 +176,7 @@ std::tuple<std::unique_ptr<PyDeviceEvent>, MaybeFault> copy_to_host(const PyEngi
     std::shared_ptr<DeviceEvent> done;
     MaybeFault fault;
     {
-        const py::gil_scoped_release release;  // into memory that is not pinned, copies wait
+        const GilRelease release;  // into memory that is not pinned, copies wait
         fault = engine->copy_to_host(content, to_address(address), device, stream, done);
     }
     return {done ? std::make_unique<PyDeviceEvent>(std::move(done)) : nullptr, std::move(fault)};
@@ -250,7 +250,7 @@ void bind_engine(const py::module_& module) {
         .def("shutdown",
              [](const PyEngine& self) {
                  const auto engine = required(self.engine, "engine");
-                 const py::gil_scoped_release release;
+                 const GilRelease release;
                  engine->shutdown();
              })
         .def_property_readonly("alive", [](const PyEngine& self) {

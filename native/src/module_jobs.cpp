@@ -10,6 +10,7 @@
 
 #include "fault.h"
 #include "python_arguments.h"
+#include "python_gil.h"
 #include "python_jobs.h"
 #include "python_support.h"
 
@@ -82,7 +83,7 @@ void bind_window(const py::module_& module) {
              py::arg("deadline"))
         .def("open",
              [](const PyWindow& self) {
-                 const py::gil_scoped_release release;
+                 const GilRelease release;
                  if (const auto window = self.window.get()) window->open();
              })
         .def_property_readonly("is_open", [](const PyWindow& self) {
@@ -166,14 +167,14 @@ void bind_save(const py::module_& module) {
                 const auto job = handle_of(self);
                 Placement placement{.paths = to_paths(paths),
                                     .sync_directories = to_paths(sync_directories)};
-                const py::gil_scoped_release release;
+                const GilRelease release;
                 job->place(std::move(placement));
             },
             py::arg("paths"), py::arg("sync_directories"))
         .def("cancel",
              [](const PySaveJob& self) {
                  const auto job = handle_of(self);
-                 const py::gil_scoped_release release;
+                 const GilRelease release;
                  job->cancel();
              })
         .def_property_readonly("fault",
@@ -219,7 +220,7 @@ void bind_restore(const py::module_& module) {
         .def("cancel",
              [](const PyRestoreJob& self) {
                  const auto job = handle_of(self);
-                 const py::gil_scoped_release release;
+                 const GilRelease release;
                  job->cancel();
              })
         .def_property_readonly("fault",

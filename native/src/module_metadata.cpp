@@ -9,6 +9,7 @@
 
 #include "metadata_pickle.h"
 #include "python_arguments.h"
+#include "python_gil.h"
 #include "python_support.h"
 
 namespace datastates {
@@ -73,7 +74,7 @@ py::bytes metadata_pickle(const py::buffer& opcodes, std::int64_t memo_size,
     auto* const start = reinterpret_cast<std::byte*>(PyBytes_AS_STRING(made));
     std::size_t written = 0;
     {
-        const py::gil_scoped_release release;
+        const GilRelease release;
         written = write_metadata_pickle(prelude, columns, {start, bound});
     }
     holder.release();  // the one reference, which resizing replaces

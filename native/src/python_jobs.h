@@ -12,6 +12,7 @@
 #include "engine.h"
 #include "fork_guard.h"
 #include "host_cache.h"
+#include "python_gil.h"
 #include "restore_job.h"
 #include "window.h"
 
@@ -66,7 +67,7 @@ struct PyJob {
     /// Waits for copies under way, without the GIL. Idempotent.
     void drop_handle() {
         auto dropped = handle.take();  // with the GIL: a finalizer may have made others see the job
-        const pybind11::gil_scoped_release release;
+        const GilRelease release;
         dropped.reset();
     }
 
@@ -85,8 +86,8 @@ struct PyEngine {
     PyEngine& operator=(const PyEngine&) = delete;
     PyEngine(PyEngine&&) = delete;
     PyEngine& operator=(PyEngine&&) = delete;
-    ~PyEngine() {                                    // NOLINT(bugprone-exception-escape): as above
-        const pybind11::gil_scoped_release release;  // it joins threads
+    ~PyEngine() {                  // NOLINT(bugprone-exception-escape): as above
+        const GilRelease release;  // it joins threads
         engine.reset();
     }
 };

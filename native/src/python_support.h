@@ -13,6 +13,7 @@
 #include <string>
 
 #include "fork_guard.h"
+#include "python_gil.h"
 #include "window.h"
 
 namespace datastates {
@@ -53,7 +54,7 @@ bool wait_in_slices(double seconds, const Wait& wait) {
     const auto deadline = after(seconds, "timeout");
     while (true) {
         {
-            const py::gil_scoped_release release;
+            const GilRelease release;
             if (wait(std::min(deadline, Clock::now() + kSlice))) return true;
         }
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
