@@ -18,7 +18,8 @@ attempt means committed. If the coordinator is certainly dead, any other means f
 
 Why a rank that votes again never votes for another save than the others: the coordinator writes its decision to
 the store before it goes on to the next round, and a generation begins only when the coordinator has come to it. So
-whoever has met the others in a new generation looks at the store before it votes.
+whoever has met the others in a new generation looks at the store before it votes: in each round, until it comes
+to one that is not decided. It may be several behind, as a coordinator that fails goes on without the others.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class CommitGroup:
         self._doing = "idle"
         self._ticks = 0
         self._tried = 0.0
+        self._caught_up = False  # this rank is in the round that the others have met for
         self._apart: float | None = None  # since when this rank has not met the others
         self._reading: Progress | None = None
         self.heart: Heart | None = None
@@ -308,11 +310,14 @@ class CommitGroup:
         return self._lane.max(ballot.encode(), lambda: self._check_others(round_))
 
     def _join(self, round_: Round) -> None:
-        if not self._lane.join(lambda: self._check_others(round_, joining=True)):
+        if self._lane.join(lambda: self._check_others(round_, joining=True)):
+            self._apart = None
+            self._caught_up = False
+        if self._caught_up:
             return
-        self._apart = None
         found = self._record.find(round_.number)
         if found is None:
+            self._caught_up = True
             return
         if found.final:
             raise Decided(found)

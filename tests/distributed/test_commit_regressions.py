@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import CACHE, committed, load_everything, writer
+from support.failing import armed_on
 from support.processes import run_ranks
 from support.ranks import ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import CheckpointSupersededError, RankLostError, collectives
+from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError, collectives
 from dcp_datastates.attempt import next_attempt
 from dcp_datastates.commit import groups, heart, publish
 from dcp_datastates.commit.peers import peers_of
@@ -94,6 +95,25 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
     dist.barrier()
     assert len(load_everything(shared_dir / "c")) == 2
     _forget_groups()
+
+
+@ranks(2)
+def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shared_dir):
+    _save(0, shared_dir / "warm")
+    group, behind = _group(), dist.get_rank() == 1
+    entries = "vote.before@1=error:EIO;vote.before@2=error:EIO"
+    with pytest.MonkeyPatch.context() as patch, armed_on(0, entries, shared_dir / "fired"):
+        if behind:  # it learns of what the coordinator decides when it meets it in the third round
+            patch.setattr(type(group.heart), "decision", None)
+            await_part = group._await_part
+            patch.setattr(group, "_await_part", lambda round_: (time.sleep(2), await_part(round_)))
+        ours = writer(shared_dir / "c", max_in_flight=3, read_window="immediate")
+        saves = [dcp_datastates.async_save(_state(n), writer=ours) for n in range(3)]
+        outcomes = [save.upload_completion.exception(60) for save in saves]
+    assert [type(outcome) for outcome in outcomes[:2]] == [SaveFailedError] * 2, outcomes
+    assert outcomes[2] is None, "it meant another save than the coordinator"
+    dist.barrier()
+    ours.close()
 
 
 class _Interrupted(dcp_datastates.DataStatesWriter):
