@@ -86,6 +86,22 @@ void wait_until(std::string_view what, const std::function<bool()>& holds) {
     }
 }
 
+/// Tells when more has been copied to the host and to devices than there was: what prepares a
+/// device copies, too.
+class BothCopied {
+  public:
+    void wait() const {
+        wait_until("both are copied", [this] {
+            return fake_cuda_count("bytes_to_host") > to_host_ &&
+                   fake_cuda_count("bytes_to_device") > to_device_;
+        });
+    }
+
+  private:
+    std::uint64_t to_host_ = fake_cuda_count("bytes_to_host");
+    std::uint64_t to_device_ = fake_cuda_count("bytes_to_device");
+};
+
 void wait_for_calls(const char* symbol, std::uint64_t more) {
     const std::uint64_t wanted = fake_cuda_count(symbol) + more;
     wait_until(symbol, [&] { return fake_cuda_count(symbol) >= wanted; });
@@ -261,14 +277,10 @@ void an_error_that_stays_ends_all_jobs() {
     for (const bool stalled : {false, true}) {
         Scene scene;
         if (stalled) fake_cuda_stall(1);
+        const BothCopied both_copied;
         const auto save = scene.save();
         const auto restore = scene.restore();
-        if (stalled) {
-            wait_until("both are copied", [] {
-                return fake_cuda_count("bytes_to_host") > 0 &&
-                       fake_cuda_count("bytes_to_device") > 0;
-            });
-        }
+        if (stalled) both_copied.wait();
         fake_cuda_poison(700);
         check((*save)->wait(in(60)));
         check((*restore)->wait(in(60)));
@@ -309,11 +321,10 @@ void a_hanging_device_does_not_keep_a_shutdown() {
     std::shared_ptr<SaveHandle> save;
     std::shared_ptr<RestoreHandle> restore;
     const Stall stall;
+    const BothCopied both_copied;
     save = scene->save();
     restore = scene->restore();
-    wait_until("both are copied", [] {
-        return fake_cuda_count("bytes_to_host") > 0 && fake_cuda_count("bytes_to_device") > 0;
-    });
+    both_copied.wait();
     save->cancel();
     restore->cancel();
     check(!(*save)->wait(in(0.05)), "the device may still write to the cache");
