@@ -115,7 +115,7 @@ native-plain native-tsan native-asan: native-%: $(VENV)/tools
 	    --parallel $(JOBS) $(CTEST_ARGS)
 
 # NVIDIA's assembler, which no part of the package needs: drivers have one of their own.
-PTXAS_PACKAGE := nvidia-cuda-nvcc==13.5.37
+PTXAS_PACKAGE := nvidia-cuda-nvcc==13.0.88
 ARCHITECTURES := 75 80 86 87 88 89 90 100 103 110 120 121
 
 ptx: native-plain
