@@ -14,8 +14,9 @@ from dcp_datastates.commit.peers import Connection
 
 __all__ = ["Decided", "Record"]
 
-_KEPT: Final = 16
-"""Decisions of so many rounds stay in the store, for ranks that were stopped meanwhile."""
+_KEPT: Final = 64
+"""Decisions of so many rounds stay in the store, for ranks that are behind: saves that fail may be begun at ten a
+second, and hearts look once a second."""
 
 
 class Decided(Exception):
