@@ -7,13 +7,6 @@
 #include "threads.h"
 
 namespace datastates {
-namespace {
-
-Fault shut_down() {
-    return {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
-}
-
-}  // namespace
 
 void DeviceLane::read(std::span<const DeviceCopy> copies, const Fences& fences,
                       const Queued& queued, Done done) {

@@ -16,10 +16,6 @@
 namespace datastates {
 namespace {
 
-Fault shut_down() {
-    return {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
-}
-
 /// For whoever has a device that does not get along with the kernel.
 bool kernel_wanted() {
     const char* const wanted = std::getenv("DCP_DATASTATES_COPY_KERNEL");

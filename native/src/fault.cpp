@@ -25,6 +25,10 @@ Fault out_of_memory(const char* operation) {
             .detail = {}};
 }
 
+Fault shut_down() {
+    return {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
+}
+
 Fault cache_lost() {
     return {.kind = FaultKind::kDevice,
             .path = {},

@@ -32,6 +32,9 @@ using MaybeFault = std::optional<Fault>;
 /// What a thread makes of std::bad_alloc. Allocates nothing if `operation` is a short word.
 Fault out_of_memory(const char* operation);
 
+/// The engine was shut down, or is about to be.
+Fault shut_down();
+
 /// What is left to say when devices that hang have all memory that a job would need.
 Fault cache_lost();
 

@@ -170,9 +170,7 @@ MaybeFault RestoreJob::scatter_to_devices(const std::map<int, DeviceWork>& work,
             [&, since = Clock::now()] { return devices_->patience().is_over(since); }, idle);
         if (!idle) memory.abandon();
         if (failed && !fault) fault = std::move(failed);
-        if (!idle && !fault) {
-            fault = {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
-        }
+        if (!idle && !fault) fault = shut_down();
     }
     return fault;
 }

@@ -8,13 +8,6 @@
 #include "threads.h"
 
 namespace datastates {
-namespace {
-
-Fault shut_down() {
-    return {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
-}
-
-}  // namespace
 
 RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache, std::size_t threads)
     : cache_(std::move(cache)), thread_count_(threads) {}

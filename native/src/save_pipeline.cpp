@@ -136,9 +136,7 @@ void SavePipeline::shutdown() {
         tasks_changed_.notify_all();
     }
     for (const auto& weak : jobs) {
-        const auto job = weak.lock();
-        if (!job) continue;
-        fail(job, {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}});
+        if (const auto job = weak.lock()) fail(job, shut_down());
     }
     cache_->interrupt();
     threads.clear();  // joins
