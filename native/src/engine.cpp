@@ -1,17 +1,16 @@
 #include "engine.h"
 
+#include <chrono>
 #include <optional>
 #include <stdexcept>
+#include <system_error>
 #include <utility>
 
 #include "sizes.h"
+#include "threads.h"
 
 namespace datastates {
 namespace {
-
-Fault cancelled() {
-    return {.kind = FaultKind::kCancelled, .path = {}, .operation = {}, .detail = {}};
-}
 
 std::shared_ptr<HostCache> make_cache(std::uint64_t nbytes, const ThreadCounts& threads) {
     if (nbytes < kMinSegments * kSegmentBytes) {
@@ -63,11 +62,11 @@ void RestoreHandle::cancel() {
 
 Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops,
                std::shared_ptr<DeviceApi> api, Clock::duration patience)
-    : ops_(std::move(ops)),
+    : ops_(std::make_shared<AbandonableFileOps>(std::move(ops), patience)),
       cache_(make_cache(host_cache_bytes, threads)),
       devices_(std::make_shared<Devices>(cache_, std::move(api), patience)),
-      saves_(std::make_shared<SavePipeline>(cache_, devices_, threads.copy, threads.flush)),
-      restores_(std::make_shared<RestorePipeline>(cache_, threads.restore)) {}
+      saves_(std::make_shared<SavePipeline>(cache_, devices_, ops_, threads.copy, threads.flush)),
+      restores_(std::make_shared<RestorePipeline>(cache_, ops_, threads.restore)) {}
 
 void Engine::grow(std::uint64_t nbytes) {
     devices_->grow(nbytes);
@@ -136,10 +135,27 @@ std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& f
     return handle;
 }
 
+void Engine::limit_file_patience() {
+    const std::scoped_lock lock(shutdown_mutex_);
+    if (!alive_ || watch_.joinable()) return;
+    ops_->limit_patience();
+    try {
+        watch_ = start_thread("ds-patience", [this] {
+            for (; alive_; std::this_thread::sleep_for(std::chrono::milliseconds(50))) {
+                saves_->give_up_stuck();
+                restores_->give_up_stuck();
+            }
+        });
+    } catch (const std::system_error&) {  // NOLINT(bugprone-empty-catch): `shutdown` looks, too
+    }
+}
+
 void Engine::shutdown() {
     const std::scoped_lock lock(shutdown_mutex_);
     if (!alive_.exchange(false)) return;
+    if (watch_.joinable()) watch_.join();
     cache_->close();
+    ops_->begin_shutdown();
     devices_->begin_shutdown();
     saves_->shutdown();
     restores_->shutdown();

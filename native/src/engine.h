@@ -8,8 +8,10 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "abandonable_file_ops.h"
 #include "devices.h"
 #include "fault.h"
 #include "file_ops.h"
@@ -71,8 +73,9 @@ struct ThreadCounts {
 class Engine {
   public:
     /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
-    /// Devices are CUDA's where no other `api` is given; a shutdown waits `patience` for those that
-    /// hang, and abandons the memory that they may still use.
+    /// Devices are CUDA's where no other `api` is given. A shutdown waits `patience` for devices
+    /// that hang, and for file operations that do not return; it abandons the memory that they may
+    /// still use, and the threads that are in such operations.
     explicit Engine(std::uint64_t host_cache_bytes, ThreadCounts threads = {},
                     std::shared_ptr<FileOps> ops = posix_file_ops(),
                     std::shared_ptr<DeviceApi> api = nullptr,
@@ -115,7 +118,16 @@ class Engine {
     MaybeFault copy_to_host(const StreamContent& content, std::byte* out, int device,
                             StreamHandle stream, std::shared_ptr<DeviceEvent>& done);
 
-    /// Fails what is in flight and joins all threads. Idempotent, any thread.
+    /// The process is about to end: from now on, threads in a file operation that does not return
+    /// are given up when patience with it is over, and what is in flight in their pipeline fails
+    /// then. Idempotent, any thread.
+    void limit_file_patience();
+
+    /// What threads were given up for until now.
+    [[nodiscard]] std::vector<Fault> given_up() const { return ops_->abandoned(); }
+
+    /// Fails what is in flight and joins all threads, but for those that it gives up. Idempotent,
+    /// any thread.
     void shutdown();
 
     [[nodiscard]] bool alive() const { return alive_; }
@@ -124,13 +136,14 @@ class Engine {
     void require_open(const StreamContent& content) const;
     std::shared_ptr<SaveHandle> submit(const std::shared_ptr<SaveJob>& job);
 
-    const std::shared_ptr<FileOps> ops_;
+    const std::shared_ptr<AbandonableFileOps> ops_;
     const std::shared_ptr<HostCache> cache_;
     const std::shared_ptr<Devices> devices_;
     const std::shared_ptr<SavePipeline> saves_;
     const std::shared_ptr<RestorePipeline> restores_;
     std::atomic<bool> alive_ = true;
     std::mutex shutdown_mutex_;  // held during `shutdown`: a second caller returns after the first
+    std::jthread watch_;         // gives up what is stuck, until not alive_; joined by `shutdown`
 };
 
 }  // namespace datastates

@@ -3,6 +3,8 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <new>
+#include <utility>
 
 namespace datastates {
 namespace {
@@ -29,6 +31,24 @@ Fault shut_down() {
     return {.kind = FaultKind::kShutdown, .path = {}, .operation = {}, .detail = {}};
 }
 
+Fault cancelled() {
+    return {.kind = FaultKind::kCancelled, .path = {}, .operation = {}, .detail = {}};
+}
+
+void replace_end(Fault& fault, Fault cause) {
+    const bool ended = fault.kind == FaultKind::kCancelled || fault.kind == FaultKind::kShutdown;
+    if (ended) fault = std::move(cause);
+}
+
+Fault copy_of(const Fault& fault) noexcept {
+    try {
+        return fault;
+    } catch (const std::bad_alloc&) {
+        return {
+            .kind = fault.kind, .error = fault.error, .path = {}, .operation = {}, .detail = {}};
+    }
+}
+
 Fault cache_lost() {
     return {.kind = FaultKind::kDevice,
             .path = {},
@@ -39,6 +59,7 @@ Fault cache_lost() {
 std::string_view kind_name(FaultKind kind) {
     switch (kind) {
         case FaultKind::kIo:
+        case FaultKind::kStuck:
             return "io";
         case FaultKind::kCorrupt:
             return "corrupt";
@@ -46,6 +67,8 @@ std::string_view kind_name(FaultKind kind) {
             return "cancelled";
         case FaultKind::kShutdown:
             return "shutdown";
+        case FaultKind::kLost:
+            return "lost";
         case FaultKind::kDevice:
             return "device";
     }
@@ -55,9 +78,11 @@ std::string_view kind_name(FaultKind kind) {
 std::string describe(const Fault& fault) {
     if (fault.kind == FaultKind::kCancelled) return "the job was cancelled";
     if (fault.kind == FaultKind::kShutdown) return "the engine was shut down";
+    if (fault.kind == FaultKind::kLost) return "memory was freed before it was read";
     if (fault.kind == FaultKind::kDevice) return fault.operation + " failed: " + fault.detail;
     std::string text = fault.operation;
     if (!fault.path.empty()) text += " of '" + fault.path + "'";
+    if (fault.kind == FaultKind::kStuck) return text + " " + fault.detail;
     text += " failed at offset " + std::to_string(fault.offset) + ": ";
     if (fault.error != 0) {
         text += system_words(fault.error) + " (errno " + std::to_string(fault.error) + ")";

@@ -14,7 +14,9 @@ enum class FaultKind : std::uint8_t {
     kCorrupt,    ///< stored bytes are not what was written
     kCancelled,  ///< the caller asked for it
     kShutdown,   ///< the engine was shut down
+    kLost,       ///< memory that was to be read is not mapped any more
     kDevice,     ///< an accelerator's driver refused; `error` is its code, `detail` its words
+    kStuck,      ///< a system call did not return, and the process ends; to Python, `kIo`
 };
 
 struct Fault {
@@ -34,6 +36,15 @@ Fault out_of_memory(const char* operation);
 
 /// The engine was shut down, or is about to be.
 Fault shut_down();
+
+/// The caller asked for it.
+Fault cancelled();
+
+/// Makes a fault that only says that the job was ended into the one that kept it from its end.
+void replace_end(Fault& fault, Fault cause);
+
+/// Without its words, if there is no memory for them.
+Fault copy_of(const Fault& fault) noexcept;
 
 /// What is left to say when devices that hang have all memory that a job would need.
 Fault cache_lost();

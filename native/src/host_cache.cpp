@@ -177,7 +177,8 @@ CacheStats HostCache::stats() const {
             .free_segments = free_for_saves_.size() + free_for_restores_.size(),
             .slab_segments = slab_segments_,
             .waiting = queue_.size(),
-            .peak_used_segments = peak_used_};
+            .peak_used_segments = peak_used_,
+            .returned_segments = returned_};
 }
 
 void HostCache::enqueue(Request& request) {
@@ -288,6 +289,7 @@ void HostCache::release(std::uint32_t first) {
     const std::scoped_lock lock(mutex_);
     const std::uint32_t count = slots_[first].count;
     if (slots_[first].use == Use::kSlab) slab_segments_ -= count;
+    returned_ += count;
     for (std::uint32_t i = first; i < first + count; ++i) {
         slots_[i].use = Use::kFree;
         free_list(slots_[i].share).push_back(i);  // reserved when the slot was made

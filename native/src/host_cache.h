@@ -63,6 +63,7 @@ struct CacheStats {
     std::uint64_t slab_segments = 0;
     std::uint64_t waiting = 0;
     std::uint64_t peak_used_segments = 0;
+    std::uint64_t returned_segments = 0;  // so far: it grows while anything goes on
 };
 
 /// Whose segments: those that saves use, or those that restores use.
@@ -172,6 +173,7 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     std::uint64_t lost_for_restores_ = 0;
     std::uint64_t slab_segments_ = 0;
     std::uint64_t peak_used_ = 0;
+    std::uint64_t returned_ = 0;
     std::uint64_t arrivals_ = 0;
     std::uint64_t epoch_ = 0;
     bool closed_ = false;

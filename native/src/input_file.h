@@ -31,6 +31,10 @@ class InputFile {
     /// kDirectAlignment, and the buffer has room for `nbytes` rounded up to one.
     MaybeFault read(std::span<std::byte> buffer, std::uint64_t offset, std::uint64_t nbytes);
 
+    /// Nothing closes it any more but the end of the process: it may take for ever. No thread
+    /// reads.
+    void leave_open() { fd_ = -1; }
+
   private:
     MaybeFault fall_back();
 

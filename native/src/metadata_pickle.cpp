@@ -27,7 +27,7 @@ constexpr std::size_t kIntBytes = 11;
 constexpr std::size_t kSizeBytes = kGetBytes + 8;          // and its integers
 constexpr std::size_t kEntryBytes = (8 * kGetBytes) + 16;  // neither size nor chunks
 constexpr std::size_t kChunkBytes = (4 * kGetBytes) + 12;  // without its sizes
-constexpr std::size_t kPlaceBytes = (12 * kGetBytes) + (3 * kIntBytes) + 24;
+constexpr std::size_t kPlaceBytes = (14 * kGetBytes) + (3 * kIntBytes) + 24;
 constexpr std::size_t kEndsBytes = 256;
 
 [[noreturn]] void refuse(const std::string& why) {
@@ -311,6 +311,8 @@ class Writer {
         out_.integer(offset);
         word(Word::kLength);
         out_.integer(length);
+        word(Word::kTransformDescriptors);
+        word(Word::kDescriptors);
         end_attributes();
     }
 

@@ -28,8 +28,10 @@ enum class Word : std::uint8_t {
     kLength,
     kStateDictMetadata,
     kStorageData,
+    kTransformDescriptors,
+    kDescriptors,  // the value of that attribute, the same for all
 };
-inline constexpr std::size_t kWords = 18;
+inline constexpr std::size_t kWords = 20;
 
 using Ints = std::span<const std::int64_t>;
 

@@ -34,7 +34,7 @@ std::uint32_t checksum(const py::buffer& data, std::uint32_t crc, const Checksum
 }
 
 std::vector<std::uint64_t> sample(const py::sequence& addresses, const py::sequence& sizes,
-                                  std::uint64_t seed) {
+                                  std::uint64_t seed, bool guarded) {
     const IntColumn starts(addresses, "addresses");
     const IntColumn lengths(sizes, "sizes");
     if (starts.size() != lengths.size()) {
@@ -49,7 +49,7 @@ std::vector<std::uint64_t> sample(const py::sequence& addresses, const py::seque
         if (start == nullptr && nbytes > 0) throw py::value_error("a region has the null address");
         regions.emplace_back(start, nbytes);
     }
-    return sample_words(regions, seed);
+    return sample_words(regions, seed, guarded);
 }
 
 std::optional<std::string> scan(const py::buffer& data) {
@@ -81,7 +81,8 @@ PYBIND11_MODULE(_native, module) {
         },
         py::arg("data"), py::arg("crc") = 0);
     module.def("crc32c_implementation", &crc32c_implementation);
-    module.def("sample_words", &sample, py::arg("addresses"), py::arg("sizes"), py::arg("seed"));
+    module.def("sample_words", &sample, py::arg("addresses"), py::arg("sizes"), py::arg("seed"),
+               py::arg("guarded") = false);
     module.def("scan_pickle", &scan, py::arg("data"));
 
     bind_transfer(module);

@@ -190,7 +190,8 @@ void bind_engine(const py::module_& module) {
         .def_readonly("free_segments", &CacheStats::free_segments)
         .def_readonly("slab_segments", &CacheStats::slab_segments)
         .def_readonly("waiting", &CacheStats::waiting)
-        .def_readonly("peak_used_segments", &CacheStats::peak_used_segments);
+        .def_readonly("peak_used_segments", &CacheStats::peak_used_segments)
+        .def_readonly("returned_segments", &CacheStats::returned_segments);
 
     const ThreadCounts defaults;
     py::class_<PyEngine>(module, "Engine", py::is_final())
@@ -222,6 +223,15 @@ void bind_engine(const py::module_& module) {
              [](const PyEngine& self) {
                  required(self.engine, "engine")->devices().limit_patience();
              })
+        .def("limit_file_patience",
+             [](const PyEngine& self) {
+                 const auto engine = required(self.engine, "engine");
+                 const GilRelease release;  // a shutdown may be under way
+                 engine->limit_file_patience();
+             })
+        .def_property_readonly(
+            "given_up",
+            [](const PyEngine& self) { return required(self.engine, "engine")->given_up(); })
         .def("record_event", &record_event, py::arg("device"), py::arg("stream"))
         .def("copy_to_host", &copy_to_host, py::arg("content"), py::arg("address"),
              py::arg("nbytes"), py::arg("device"), py::arg("stream"))

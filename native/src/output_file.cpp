@@ -33,12 +33,25 @@ Fault OutputFile::failed(const char* operation, int error, std::uint64_t offset)
 }
 
 MaybeFault OutputFile::ensure_open() {
-    const std::scoped_lock lock(mutex_);
-    if (!tried_) {
-        tried_ = true;
-        open_fault_ = create();
+    std::unique_lock lock(mutex_);
+    if (opening_ == Opening::kNotYet) {
+        opening_ = Opening::kUnderWay;
+        // Without the lock: the call may never return, and others must not wait for it then.
+        lock.unlock();
+        auto fault = create();
+        lock.lock();
+        open_fault_ = std::move(fault);
+        opening_ = Opening::kTried;
+        opening_changed_.notify_all();
     }
-    return open_fault_;
+    opening_changed_.wait(lock, [&] { return opening_ == Opening::kTried || cancelled_; });
+    return opening_ == Opening::kTried ? open_fault_ : cancelled();
+}
+
+void OutputFile::cancel() {
+    const std::scoped_lock lock(mutex_);
+    cancelled_ = true;
+    opening_changed_.notify_all();
 }
 
 MaybeFault OutputFile::create() {
@@ -137,6 +150,7 @@ MaybeFault OutputFile::finish() {
 }
 
 void OutputFile::abandon() {
+    if (left_open_) return;
     const int fd = fd_.exchange(-1);
     if (fd >= 0) ops_->close(fd);  // its errors matter no more
 }

@@ -64,6 +64,20 @@ bool RestoreJob::fail(Fault fault) {
     return true;
 }
 
+void RestoreJob::give_up(Fault fault) {
+    const std::scoped_lock lock(mutex_);
+    leave_open_ = true;
+    if (fault_ && !done_) replace_end(*fault_, std::move(fault));
+}
+
+void RestoreJob::lose_pin() {
+    const std::scoped_lock lock(mutex_);
+    if (!ending_ && --pins_ > 0) return;
+    ending_ = true;  // or it was lost while it closed the files
+    done_ = true;
+    changed_.notify_all();
+}
+
 std::vector<RestoreStep> RestoreJob::first_steps() const {
     std::vector<RestoreStep> steps;
     steps.reserve(files_.size());
@@ -180,8 +194,11 @@ void RestoreJob::unpin() {
         const std::scoped_lock lock(mutex_);
         if (--pins_ > 0 || ending_) return;
         ending_ = true;
+        if (leave_open_) {
+            for (const auto& file : files_) file->input.leave_open();
+        }
     }
-    files_.clear();  // closes them; whoever would use them has a pin
+    files_.clear();  // closes them; whoever would use them has a pin, or was given up
     const std::scoped_lock lock(mutex_);
     done_ = true;
     changed_.notify_all();

@@ -49,7 +49,8 @@ class RestoreJob {
 
     // --- for the handle -------------------------------------------------------------------
 
-    /// Until all is scattered, or the job has failed and no thread is at work on it any more.
+    /// Until all is scattered, or the job has failed and no thread is at work on it any more, but
+    /// for those that were given up: they write no more.
     bool wait(Clock::time_point deadline);
     [[nodiscard]] MaybeFault fault() const;
     [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
@@ -67,6 +68,13 @@ class RestoreJob {
 
     /// The first fault wins. Returns whether it was this one.
     bool fail(Fault fault);
+
+    /// A file operation never returns: `fault` is why a job ends that was cancelled or shut down,
+    /// and its files are not closed any more. The caller fails it.
+    void give_up(Fault fault);
+
+    /// A pin never goes: the thread that has it was given up.
+    void lose_pin();
 
     /// Keeps the job at work: it is done when the last pin goes. Every step, queued or under way,
     /// has one.
@@ -98,6 +106,7 @@ class RestoreJob {
     std::condition_variable changed_;  // done_
     std::size_t pins_ = 0;
     MaybeFault fault_;
+    bool leave_open_ = false;
     bool ending_ = false;  // the last pin went
     bool done_ = false;
 };

@@ -5,22 +5,20 @@
 #include <string>
 #include <utility>
 
-#include "threads.h"
-
 namespace datastates {
 
-RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache, std::size_t threads)
-    : cache_(std::move(cache)), thread_count_(threads) {}
+RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache,
+                                 std::shared_ptr<AbandonableFileOps> ops, std::size_t threads)
+    : cache_(std::move(cache)), thread_count_(threads), threads_(std::move(ops)) {}
 
 bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
     const RestoreJob::Pin until_queued(job);  // a plan of no files is done when this goes
     {
         const std::scoped_lock lock(mutex_);
         if (stopping_) return false;
-        threads_.reserve(thread_count_);  // what is started is kept
-        while (threads_.size() < thread_count_) {
-            threads_.push_back(
-                start_thread("ds-restore-" + std::to_string(threads_.size()), [this] { loop(); }));
+        for (std::size_t i = threads_.size(); i < thread_count_; ++i) {
+            threads_.start("ds-restore-" + std::to_string(i),
+                           [self = shared_from_this()](Thread& thread) { self->loop(thread); });
         }
         std::erase_if(jobs_, [](const auto& weak) { return weak.expired(); });
         jobs_.push_back(job);
@@ -46,25 +44,57 @@ void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) 
     cache_->interrupt();  // threads that wait for a segment on its behalf
 }
 
-void RestorePipeline::shutdown() {
-    std::vector<std::jthread> threads;
-    std::vector<std::weak_ptr<RestoreJob>> jobs;
+/// When no more are taken.
+template <typename Function>
+void RestorePipeline::for_all_jobs(const Function& function) {
+    for (std::size_t i = 0;; ++i) {
+        std::shared_ptr<RestoreJob> job;
+        {
+            const std::scoped_lock lock(mutex_);
+            if (i == jobs_.size()) return;
+            job = jobs_[i].lock();
+        }
+        if (job) function(job);
+    }
+}
+
+void RestorePipeline::give_up_stuck() {
+    auto losses = threads_.give_up_stuck();
+    if (losses.empty()) return;
     {
         const std::scoped_lock lock(mutex_);
         stopping_ = true;
-        threads.swap(threads_);
-        jobs.swap(jobs_);
         changed_.notify_all();
     }
-    for (const auto& weak : jobs) {
-        if (const auto job = weak.lock()) fail(job, shut_down());
+    const Fault first = copy_of(losses.front().fault);
+    for (auto& [job, fault] : losses) {
+        if (!job) continue;
+        job->give_up(copy_of(fault));
+        fail(job, std::move(fault));
     }
-    cache_->interrupt();
-    threads.clear();  // joins
+    for_all_jobs([&](const auto& job) {
+        job->give_up(copy_of(first));
+        fail(job, copy_of(first));
+    });
+    for (const auto& loss : losses) {
+        if (loss.job) loss.job->lose_pin();
+    }
 }
 
-void RestorePipeline::loop() {
+void RestorePipeline::shutdown() {
+    {
+        const std::scoped_lock lock(mutex_);
+        stopping_ = true;
+        changed_.notify_all();
+    }
+    for_all_jobs([this](const auto& job) { fail(job, shut_down()); });
+    cache_->interrupt();
+    threads_.join([this] { give_up_stuck(); });
+}
+
+void RestorePipeline::loop(Thread& self) {
     while (const auto task = next_task()) {
+        self.works_on(task->job.job());
         try {
             run(*task);
         } catch (const std::exception&) {  // only memory can have run out

@@ -8,22 +8,24 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <vector>
 
+#include "abandonable_file_ops.h"
+#include "crew.h"
 #include "host_cache.h"
 #include "restore_job.h"
 
 namespace datastates {
 
-class RestorePipeline {
+class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
   public:
-    RestorePipeline(std::shared_ptr<HostCache> cache, std::size_t threads);
+    RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<AbandonableFileOps> ops,
+                    std::size_t threads);
     RestorePipeline(const RestorePipeline&) = delete;
     RestorePipeline& operator=(const RestorePipeline&) = delete;
     RestorePipeline(RestorePipeline&&) = delete;
     RestorePipeline& operator=(RestorePipeline&&) = delete;
-    ~RestorePipeline() { shutdown(); }
+    ~RestorePipeline() = default;  // threads keep it alive: `shutdown` ends them
 
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<RestoreJob>& job);
@@ -31,7 +33,13 @@ class RestorePipeline {
     /// Fails `job` and drops what is queued of it. Returns at once.
     void fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept;
 
-    /// Fails all jobs with a shutdown fault and joins the threads. One call at a time.
+    /// Gives up threads in file operations that patience is over for; if there are some, takes no
+    /// jobs any more and fails all that there are: the others would only wait for what those hold.
+    /// One call of this or `shutdown` at a time.
+    void give_up_stuck();
+
+    /// Fails all jobs with a shutdown fault and joins the threads, but for those that it gives up.
+    /// One call at a time.
     void shutdown();
 
   private:
@@ -40,7 +48,11 @@ class RestorePipeline {
         RestoreStep step;
     };
 
-    void loop();
+    using Thread = Crew<RestoreJob>::Member;
+
+    template <typename Function>
+    void for_all_jobs(const Function& function);
+    void loop(Thread& self);
     std::optional<Task> next_task();
     void run(const Task& task);
     MaybeFault acquire_segment(const RestoreJob& job, Lease& memory);
@@ -52,8 +64,8 @@ class RestorePipeline {
     std::condition_variable changed_;  // tasks_, stopping_
     std::list<Task> tasks_;  // bounded by what the plans read; a list, which is cut without fail
     std::vector<std::weak_ptr<RestoreJob>> jobs_;  // all that may be in flight
-    bool stopping_ = false;
-    std::vector<std::jthread> threads_;  // end when stopping_; joined by `shutdown`
+    bool stopping_ = false;                        // takes no jobs; threads end
+    Crew<RestoreJob> threads_;  // joined by `shutdown`; has its own lock, taken after mutex_
 };
 
 }  // namespace datastates

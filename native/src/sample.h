@@ -10,8 +10,8 @@
 namespace datastates {
 
 /// One digest per region, of words at places drawn from `seed`; 0 for an empty region. Small
-/// regions are digested whole.
+/// regions are digested whole. With `guarded`, memory that is not mapped (any more) gives 0, too.
 std::vector<std::uint64_t> sample_words(std::span<const std::span<const std::byte>> regions,
-                                        std::uint64_t seed);
+                                        std::uint64_t seed, bool guarded = false);
 
 }  // namespace datastates

@@ -1,6 +1,7 @@
 #include "save_job.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <set>
 #include <span>
@@ -205,17 +206,18 @@ MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory, std::vector<Grou
     const SaveFile& spec = files_[unit.file]->spec;
     const std::uint64_t begin = unit.segment * kSegmentBytes;
     const Range part{.begin = begin, .end = std::min(begin + kSegmentBytes, spec.table_offset)};
-    SysResult watched = ops_->gather_begins();
-    if (watched.ok()) {
+    int error = ops_->gather_begins().error;
+    if (error == 0) {
         auto filled = spec.content->fill(part, memory);
         spec.content->list(Direction::kGather, part, memory, work);
-        watched = ops_->gather_ended();
-        if (watched.ok()) groups = std::move(filled);
+        const SysResult watched = ops_->gather_ended();
+        error = filled.error != 0 ? filled.error : watched.error;
+        if (error == 0) groups = std::move(filled.groups);
     }
-    if (watched.ok()) return std::nullopt;
+    if (error == 0) return std::nullopt;
     const std::scoped_lock lock(mutex_);  // `place` may give it another path
-    return Fault{.kind = FaultKind::kIo,
-                 .error = watched.error,
+    return Fault{.kind = error == EFAULT ? FaultKind::kLost : FaultKind::kIo,
+                 .error = error,
                  .path = spec.path,
                  .offset = begin,
                  .operation = "copy",
@@ -381,9 +383,26 @@ bool SaveJob::fail(Fault fault) {
     fault_ = std::move(fault);
     failed_ = true;
     parked.swap(parked_);
-    for (const auto& file : files_) file->last.release();
+    for (const auto& file : files_) {
+        file->last.release();
+        file->output.cancel();
+    }
     changed_.notify_all();
     return true;
+}
+
+void SaveJob::give_up(Fault fault) {
+    for (const auto& file : files_) file->output.leave_open();
+    const std::scoped_lock lock(mutex_);
+    if (fault_ && !done_) replace_end(*fault_, std::move(fault));
+}
+
+void SaveJob::lose_pin() {
+    const std::scoped_lock lock(mutex_);
+    if (!ending_ && --pins_ > 0) return;
+    ending_ = true;  // or it was lost while it closed the files
+    done_ = true;
+    changed_.notify_all();
 }
 
 void SaveJob::unpin() {

@@ -85,7 +85,8 @@ class SaveJob {
     /// After `wait_queued`: what streams that change the group have to wait for; nothing if all is
     /// read.
     [[nodiscard]] Fences events(Group group) const;
-    /// Until durable, or failed and no thread is at work on it any more.
+    /// Until durable, or failed and no thread is at work on it any more, but for those that were
+    /// given up.
     bool wait(Clock::time_point deadline);
     /// Until no thread reads the job's sources. Only after a failure, or when all is read.
     void wait_not_reading();
@@ -159,6 +160,13 @@ class SaveJob {
 
     /// The first fault wins. Returns whether it was this one; what waits to be written is dropped.
     bool fail(Fault fault);
+
+    /// A file operation never returns: `fault` is why a job ends that was cancelled or shut down,
+    /// and its files are not closed any more. The caller fails it.
+    void give_up(Fault fault);
+
+    /// A pin never goes: the thread that has it was given up.
+    void lose_pin();
 
     /// Keeps the job at work: a failed job is done when the last pin goes. Every queue entry and
     /// every thread that touches the job's files or sources has one.

@@ -7,8 +7,6 @@
 #include <system_error>
 #include <utility>
 
-#include "threads.h"
-
 namespace datastates {
 namespace {
 
@@ -23,11 +21,13 @@ Fault no_thread(const std::system_error& error) {
 }  // namespace
 
 SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
-                           std::size_t copy_threads, std::size_t flush_threads)
+                           std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
+                           std::size_t flush_threads)
     : cache_(std::move(cache)),
       devices_(std::move(devices)),
       copy_threads_(copy_threads),
-      flush_threads_(flush_threads) {}
+      flush_threads_(flush_threads),
+      threads_(std::move(ops)) {}
 
 bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
     job->window()->attach(weak_from_this());
@@ -79,15 +79,14 @@ void SavePipeline::place(const std::shared_ptr<SaveJob>& job, Placement placemen
 }
 
 void SavePipeline::start_threads() {
-    threads_.reserve(copy_threads_ + flush_threads_);  // what is started is kept
-    while (threads_.size() < copy_threads_ + flush_threads_) {
-        const std::size_t i = threads_.size();
+    const auto self = shared_from_this();
+    for (std::size_t i = threads_.size(); i < copy_threads_ + flush_threads_; ++i) {
         if (i < copy_threads_) {
-            threads_.push_back(
-                start_thread("ds-copy-" + std::to_string(i), [this] { copy_loop(); }));
+            threads_.start("ds-copy-" + std::to_string(i),
+                           [self](Thread& thread) { self->copy_loop(thread); });
         } else {
-            threads_.push_back(start_thread("ds-flush-" + std::to_string(i - copy_threads_),
-                                            [this] { flush_loop(); }));
+            threads_.start("ds-flush-" + std::to_string(i - copy_threads_),
+                           [self](Thread& thread) { self->flush_loop(thread); });
         }
     }
 }
@@ -102,15 +101,15 @@ void SavePipeline::wake_copy_threads() {
 }
 
 void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept {
-    const SaveJob::Pin until_dropped(job);
+    SaveJob::Pin until_dropped(job);
     if (!job->fail(std::move(fault))) return;
-    std::list<Task> end;  // by a flush thread: closing its files may take a while
+    std::list<Task> end;
+    std::list<Task> dropped;
     try {
         end.push_back({.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
     } catch (const std::bad_alloc&) {  // then it ends here
         end.clear();
     }
-    std::list<Task> dropped;  // destroyed after the lock
     {
         const std::scoped_lock lock(mutex_);
         std::erase(unread_jobs_, job);
@@ -118,39 +117,92 @@ void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexce
             const auto task = next++;
             if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
         }
-        if (!stopping_) tasks_.splice(tasks_.begin(), end);
+    }
+    dropped.clear();
+    // By a flush thread, not here: closing its files may take a while, or for ever. So its pin is
+    // the last that is left of this.
+    if (!end.empty()) until_dropped = {};
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!ended_) tasks_.splice(tasks_.begin(), end);
     }
     tasks_changed_.notify_all();
     wake_copy_threads();
 }
 
-void SavePipeline::shutdown() {
-    std::vector<std::jthread> threads;
-    std::vector<std::weak_ptr<SaveJob>> jobs;
+/// When no more are taken.
+template <typename Function>
+void SavePipeline::for_all_jobs(const Function& function) {
+    for (std::size_t i = 0;; ++i) {
+        std::shared_ptr<SaveJob> job;
+        {
+            const std::scoped_lock lock(mutex_);
+            if (i == jobs_.size()) return;
+            job = jobs_[i].lock();
+        }
+        if (job) function(job);
+    }
+}
+
+void SavePipeline::give_up_stuck() {
+    auto losses = threads_.give_up_stuck();
+    if (losses.empty()) return;
     {
         const std::scoped_lock lock(mutex_);
         stopping_ = true;
-        threads.swap(threads_);
-        jobs.swap(jobs_);
+        all_failed_ = true;
+        ended_ = true;
         jobs_changed_.notify_all();
         tasks_changed_.notify_all();
     }
-    for (const auto& weak : jobs) {
-        if (const auto job = weak.lock()) fail(job, shut_down());
+    const Fault first = copy_of(losses.front().fault);
+    for (auto& [job, fault] : losses) {
+        if (!job) continue;
+        job->give_up(copy_of(fault));
+        fail(job, std::move(fault));
     }
-    cache_->interrupt();
-    threads.clear();  // joins
-    std::list<Task> left;
+    for_all_jobs([&](const auto& job) {
+        job->give_up(copy_of(first));
+        fail(job, copy_of(first));
+    });
+    for (const auto& loss : losses) {
+        if (loss.job) loss.job->lose_pin();
+    }
+    drop_tasks();
+}
+
+void SavePipeline::drop_tasks() {
+    std::list<Task> left;  // destroyed after the lock
+    const std::scoped_lock lock(mutex_);
+    left.swap(tasks_);
+}
+
+void SavePipeline::shutdown() {
     {
         const std::scoped_lock lock(mutex_);
-        left.swap(tasks_);
+        stopping_ = true;
+        jobs_changed_.notify_all();
     }
+    for_all_jobs([this](const auto& job) { fail(job, shut_down()); });
+    cache_->interrupt();
+    {
+        const std::scoped_lock lock(mutex_);
+        all_failed_ = true;
+        tasks_changed_.notify_all();
+    }
+    threads_.join([this] { give_up_stuck(); });
+    {
+        const std::scoped_lock lock(mutex_);
+        ended_ = true;
+    }
+    drop_tasks();
 }
 
 // --- copy threads ------------------------------------------------------------------------------
 
-void SavePipeline::copy_loop() {
+void SavePipeline::copy_loop(Thread& self) {
     while (true) {
+        self.works_on({});
         const std::uint64_t epoch = cache_->epoch();
         const auto next = wait_for_open_job();
         if (!next) return;
@@ -159,6 +211,7 @@ void SavePipeline::copy_loop() {
         auto reading = take_unit();
         if (!reading) continue;
         const auto& [job, taken] = *reading;
+        self.works_on(job.job());
         if (taken.last) wake_copy_threads();  // a newer job may be read now
         try {
             proceed(job, job->read(taken.unit, std::move(memory)));
@@ -301,8 +354,9 @@ std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
 
 // --- flush threads -----------------------------------------------------------------------------
 
-void SavePipeline::flush_loop() {
+void SavePipeline::flush_loop(Thread& self) {
     while (auto task = next_task()) {
+        self.works_on(task->job.job());
         try {
             run(*task);
         } catch (const std::exception&) {
@@ -313,8 +367,8 @@ void SavePipeline::flush_loop() {
 
 std::optional<SavePipeline::Task> SavePipeline::next_task() {
     std::unique_lock lock(mutex_);
-    tasks_changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
-    if (stopping_) return std::nullopt;
+    tasks_changed_.wait(lock, [&] { return all_failed_ || !tasks_.empty(); });
+    if (tasks_.empty()) return std::nullopt;
     Task task = std::move(tasks_.front());
     tasks_.pop_front();
     return task;
@@ -324,8 +378,8 @@ void SavePipeline::enqueue(Task task) {
     {
         const std::scoped_lock lock(mutex_);
         // Nobody would take it: lanes call this when the threads are gone, too. Dropped, it keeps
-        // no job from its end, and all have failed by now, or are about to.
-        if (stopping_) return;
+        // no job from its end, and all have failed by now.
+        if (ended_) return;
         tasks_.push_back(std::move(task));
     }
     tasks_changed_.notify_one();

@@ -30,9 +30,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <thread>
 #include <vector>
 
+#include "abandonable_file_ops.h"
+#include "crew.h"
 #include "devices.h"
 #include "host_cache.h"
 #include "save_job.h"
@@ -43,12 +44,13 @@ namespace datastates {
 class SavePipeline : public WindowListener, public std::enable_shared_from_this<SavePipeline> {
   public:
     SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
-                 std::size_t copy_threads, std::size_t flush_threads);
+                 std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
+                 std::size_t flush_threads);
     SavePipeline(const SavePipeline&) = delete;
     SavePipeline& operator=(const SavePipeline&) = delete;
     SavePipeline(SavePipeline&&) = delete;
     SavePipeline& operator=(SavePipeline&&) = delete;
-    ~SavePipeline() override { shutdown(); }
+    ~SavePipeline() override = default;  // threads keep it alive: `shutdown` ends them
 
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<SaveJob>& job);
@@ -60,7 +62,13 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     /// Fails `job` and drops what is queued or parked of it. Returns at once.
     void fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept;
 
-    /// Fails all jobs with a shutdown fault and joins the threads. One call at a time.
+    /// Gives up threads in file operations that patience is over for; if there are some, takes no
+    /// jobs any more and fails all that there are: the others would only wait for what those hold.
+    /// One call of this or `shutdown` at a time.
+    void give_up_stuck();
+
+    /// Fails all jobs with a shutdown fault and joins the threads, but for those that it gives up.
+    /// One call at a time.
     void shutdown();
 
     void window_opened() override { wake_copy_threads(); }
@@ -80,10 +88,15 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     };
 
     void start_threads();
+    template <typename Function>
+    void for_all_jobs(const Function& function);
+    void drop_tasks();
     void queue_opening(const std::shared_ptr<SaveJob>& job);
     void wake_copy_threads();
 
-    void copy_loop();
+    using Thread = Crew<SaveJob>::Member;
+
+    void copy_loop(Thread& self);
     [[nodiscard]] bool may_read(const std::shared_ptr<SaveJob>& job) const;
     std::shared_ptr<SaveJob> wait_for_open_job();
     Lease acquire_segment(const std::shared_ptr<SaveJob>& job, std::uint64_t epoch);
@@ -96,7 +109,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
                         const DeviceWork& work);
     void device_done(const std::shared_ptr<DevicesReading>& reading, DeviceLane::Outcome outcome);
 
-    void flush_loop();
+    void flush_loop(Thread& self);
     std::optional<Task> next_task();
     void enqueue(Task task);
     void run(Task& task);
@@ -111,12 +124,14 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     std::mutex mutex_;  // guards what follows; taken before a job's
     std::condition_variable
         jobs_changed_;  // copy threads: unread_jobs_, windows, places, stopping_
-    std::condition_variable tasks_changed_;              // flush threads: tasks_, stopping_
+    std::condition_variable tasks_changed_;              // flush threads: tasks_, all_failed_
     std::vector<std::shared_ptr<SaveJob>> unread_jobs_;  // units left to take; by order, arrival
     std::list<Task> tasks_;                              // a list, which is cut without fail
     std::vector<std::weak_ptr<SaveJob>> jobs_;           // all that may be in flight
-    bool stopping_ = false;
-    std::vector<std::jthread> threads_;  // end when stopping_; joined by `shutdown`
+    bool stopping_ = false;                              // copy threads end
+    bool all_failed_ = false;                            // flush threads end when no tasks are left
+    bool ended_ = false;                                 // no thread takes tasks any more
+    Crew<SaveJob> threads_;  // joined by `shutdown`; has its own lock, taken after mutex_
 };
 
 }  // namespace datastates

@@ -7,6 +7,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "guarded_copy.h"
+
 namespace datastates {
 namespace {
 
@@ -201,8 +203,9 @@ std::span<const Region> StreamContent::near(Range part) const {
     return {regions_.data() + first, static_cast<std::size_t>(std::max<std::ptrdiff_t>(0, count))};
 }
 
-std::vector<GroupBytes> StreamContent::fill(Range part, std::byte* out) const {
+StreamContent::Filled StreamContent::fill(Range part, std::byte* out) const {
     std::vector<GroupBytes> copied;
+    std::vector<DeviceCopy> guarded;   // made last: what they write is zeroed before
     std::uint64_t clean = part.begin;  // what comes before holds bytes of regions, or zeros
     const auto zero_until = [&](std::uint64_t end) {
         if (end <= clean) return;
@@ -218,10 +221,12 @@ std::vector<GroupBytes> StreamContent::fill(Range part, std::byte* out) const {
             clean = std::max(clean, end);
         }
         if (region.device != kHost) continue;
-        count(copied, region.group, region.copy(Direction::kGather, part, out));
+        count(copied, region.group,
+              region.group == kStableGroup ? region.copy(Direction::kGather, part, out)
+                                           : region.list(Direction::kGather, part, out, guarded));
     }
     zero_until(part.end);
-    return copied;
+    return {.groups = std::move(copied), .error = copy_guarded(guarded)};
 }
 
 void StreamContent::copy(Direction direction, Range part, std::byte* stream) const {

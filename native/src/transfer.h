@@ -18,6 +18,10 @@ namespace datastates {
 
 using Group = std::int64_t;
 
+/// Memory that cannot go away before it is copied. That of all other groups is the program's: it
+/// may be unmapped at any time, and is read as such.
+inline constexpr Group kStableGroup = 0;
+
 /// Bytes of one group.
 struct GroupBytes {
     Group group = 0;
@@ -103,9 +107,15 @@ class StreamContent {
     /// The devices that have some region, each once.
     [[nodiscard]] const std::vector<int>& devices() const { return devices_; }
 
+    /// What `fill` has copied; or why it could not (an errno; EFAULT: memory is gone).
+    struct Filled {
+        std::vector<GroupBytes> groups;
+        int error = 0;
+    };
+
     /// Fills `out` with `part` of the stream: the bytes of regions on the host, and zeros where
     /// there are none. Where regions of devices go, anything may be afterwards.
-    [[nodiscard]] std::vector<GroupBytes> fill(Range part, std::byte* out) const;
+    [[nodiscard]] Filled fill(Range part, std::byte* out) const;
 
     /// Copies `part` in either direction, leaving alone what no region on the host covers.
     void copy(Direction direction, Range part, std::byte* stream) const;

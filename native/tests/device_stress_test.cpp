@@ -41,6 +41,7 @@ std::uint64_t run_seed() {
 }
 
 struct Tally {
+    std::atomic<std::uint64_t> begun = 0;
     std::atomic<std::uint64_t> saved = 0;
     std::atomic<std::uint64_t> restored = 0;
     std::atomic<std::uint64_t> cancelled = 0;
@@ -119,6 +120,7 @@ class Caller {
         } catch (const std::runtime_error&) {
             return;  // shut down
         }
+        ++tally_.begun;
         if (random_below(random_, 6) == 0) save->cancel();
         if (unplaced) save->place({.paths = {path}, .sync_directories = {}});
         for (Group group = 0; group < kGroups; ++group) {
@@ -231,6 +233,8 @@ void play(Engine& engine, const std::string& directory, std::uint64_t seed, Tall
     check(failure.empty(), failure);
 }
 
+/// Callers on an engine of their own, for `duration` seconds after the first save has begun: on a
+/// slow machine that takes a while.
 void one_engine(std::uint64_t seed, double duration, bool shut_down, Tally& tally) {
     const FakeDriver driver(seed, 100);
     fake_cuda_configure(0, 0, 0, kMiB / 4);
@@ -240,7 +244,11 @@ void one_engine(std::uint64_t seed, double duration, bool shut_down, Tally& tall
         for (int device = 0; device < kDevices; ++device) {
             check_ok(engine.devices().open(device));
         }
-        play(engine, directory.path(), seed, tally, [&] {
+        play(engine, directory.path(), seed, tally, [&, before = tally.begun.load()] {
+            const auto patience = in(60);
+            while (tally.begun == before && Clock::now() < patience) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            }
             const auto end = in(duration);
             const auto last = in(duration + (shut_down ? 0 : 60));  // sanitizers are slow
             while (Clock::now() < end || (!tally.is_full() && Clock::now() < last)) {

@@ -166,7 +166,7 @@ void inconsistent_columns_are_refused() {
     refused("outside of a tensor", [](auto& c) { c.sizes[2] = kMax; });
     refused("ndims[0]=65", [](auto& c) { c.ndims[0] = 65; });
     refused("shapes ends after 2", [](auto& c) { c.ndims[0] = 3; });
-    refused("names[0]=20", [](auto& c) { c.names[0] = 20; });
+    refused("is not below", [](auto& c) { c.names[0] = Checkpoint::kClasses + 2; });
     refused("chunk_files[1]=2", [](auto& c) { c.chunk_files[1] = 2; });
     refused("chunk_lengths[1]", [](auto& c) { c.chunk_lengths[1] = kMax; });
     refused("object_files has 1", [](auto& c) { c.properties[1] = 0; });

@@ -94,7 +94,9 @@ void random_boxes_match_brute_force() {
         for (std::uint64_t at = 0; at < size;) {
             const std::uint64_t length = std::min(size - at, 1 + random_below(random, 100));
             const Range part{.begin = at, .end = at + length};
-            for (const auto& group : content.fill(part, gathered.data() + at)) {
+            const auto filled = content.fill(part, gathered.data() + at);
+            check_equal(filled.error, 0);
+            for (const auto& group : filled.groups) {
                 check_equal(group.group, 7);
                 counted += group.nbytes;
             }
