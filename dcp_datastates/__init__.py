@@ -6,7 +6,9 @@ registers one hook before every ``Optimizer.step()``, which costs nothing while 
 
 from importlib.metadata import PackageNotFoundError, version
 
-from dcp_datastates.api import async_save
+from dcp_datastates.api import async_save, save
+from dcp_datastates.checkpoints.delete import delete
+from dcp_datastates.checkpoints.describe import describe as inspect
 from dcp_datastates.checkpoints.find import latest
 from dcp_datastates.checkpoints.retention import retain
 from dcp_datastates.checkpoints.verify import Damage, Report, verify
@@ -25,17 +27,22 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
     NoAnswerError,
     RankLostError,
+    ReplicasDifferError,
     SaveAbandonedError,
     SaveFailedError,
+    SaveStalledError,
     SnapshotTornError,
     StorageError,
     UnreadableMetadataError,
     UnsafeObjectError,
+    UnsupportedStateError,
     UnsupportedTensorError,
 )
+from dcp_datastates.handle import SaveHandle
 from dcp_datastates.lazy.ownership import track
+from dcp_datastates.loading import load
+from dcp_datastates.plan_ahead import prime
 from dcp_datastates.planner import DataStatesSavePlanner
-from dcp_datastates.prime import prime
 from dcp_datastates.reader import DataStatesReader
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.writer import DataStatesWriter
@@ -58,20 +65,28 @@ __all__ = [
     "IncompatibleStateError",
     "NoAnswerError",
     "RankLostError",
+    "ReplicasDifferError",
     "Report",
     "SaveAbandonedError",
     "SaveFailedError",
+    "SaveHandle",
+    "SaveStalledError",
     "SaveStats",
     "SnapshotTornError",
     "StorageError",
     "UnreadableMetadataError",
     "UnsafeObjectError",
+    "UnsupportedStateError",
     "UnsupportedTensorError",
     "async_save",
+    "delete",
+    "inspect",
     "latest",
+    "load",
     "parse_size",
     "prime",
     "retain",
+    "save",
     "track",
     "verify",
 ]

@@ -1,7 +1,7 @@
-"""``python -m dcp_datastates``: see :mod:`dcp_datastates.cli`."""
+"""``python -m dcp_datastates``: see :mod:`dcp_datastates_cli`."""
 
 import sys
 
-from dcp_datastates.cli import main
+from dcp_datastates_cli.main import main
 
 sys.exit(main())

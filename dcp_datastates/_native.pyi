@@ -31,11 +31,14 @@ def crc32c_portable(data: Buffer, crc: int = 0) -> int:
 def crc32c_implementation() -> Literal["sse4.2", "armv8", "table"]:
     """What ``crc32c`` uses on this CPU."""
 
-def sample_words(addresses: Sequence[int], sizes: Sequence[int], seed: int) -> list[int]:
+def sample_words(
+    addresses: Sequence[int], sizes: Sequence[int], seed: int, guarded: bool = False
+) -> list[int]:
     """One 64-bit digest per region, of a few 8-byte words at places drawn from ``seed``.
 
     The same addresses, sizes and seed read the same places. An empty region gives 0. Reads host
-    memory at the call, in the calling thread.
+    memory at the call, in the calling thread. ``guarded``: a region whose memory is not mapped (any more) gives
+    0, too; takes several times as long.
     """
 
 def scan_pickle(data: Buffer) -> str | None:
@@ -70,12 +73,13 @@ class Fault:
     """Why a job failed. Errors travel as values; Python decides what to raise."""
 
     @property
-    def kind(self) -> Literal["io", "corrupt", "cancelled", "shutdown", "device"]: ...
+    def kind(self) -> Literal["io", "corrupt", "cancelled", "shutdown", "lost", "device"]: ...
     @property
     def errno(self) -> int:
         """The system's error number for ``io``, the driver's for ``device`` (0 otherwise).
 
-        A file of the wrong size is ``corrupt``; ``io`` with 0 is one that was cut while being read.
+        A file of the wrong size is ``corrupt``; ``io`` with 0 is one that was cut while being read. ``lost``:
+        host memory of a group other than 0 is not mapped any more.
         """
     @property
     def path(self) -> str: ...
@@ -95,7 +99,9 @@ class Transfer:
 
     Used in both directions: gathering memory into a stream (save, ``Engine.gather``) and
     scattering a stream into memory (restore). Regions may be added in any order; no two may
-    overlap in the stream. ``group`` tags a region so that ``SaveJob.wait_read`` can wait for it.
+    overlap in the stream. ``group`` tags a region so that ``SaveJob.wait_read`` can wait for it. Group 0 is for
+    memory that cannot go away meanwhile; a save reads host memory of all other groups so that a page that is not
+    mapped any more is a ``lost`` fault, and no crash.
     """
 
     def __init__(self) -> None: ...
@@ -278,6 +284,9 @@ class CacheStats:
         """Requests blocked for a segment or slab right now."""
     @property
     def peak_used_segments(self) -> int: ...
+    @property
+    def returned_segments(self) -> int:
+        """Segments given back so far: a number that grows while anything makes progress."""
 
 @final
 class Engine:
@@ -382,6 +391,15 @@ class Engine:
         """
     def limit_patience(self) -> None:
         """The process is about to end: whoever waits for a device that hangs gives up in time from now on."""
+    def limit_file_patience(self) -> None:
+        """Nothing more is to be waited for: from now on, a thread in a file operation that has not returned for
+        10 s is given up. Its job fails with an ``io`` fault that names the path and the operation (``errno`` is
+        ETIMEDOUT), and so do all others that its threads and segments are needed for; new ones are refused.
+        Idempotent.
+        """
+    @property
+    def given_up(self) -> list[Fault]:
+        """The file operations that threads were given up for until now, by this or by ``shutdown``."""
     @property
     def devices_prepared(self) -> bool:
         """Whether all that ``open_device`` and ``grow`` have begun in a thread is done, or has failed."""
@@ -397,7 +415,10 @@ class Engine:
     def pin_fault(self) -> Fault | None:
         """Why not all of it could be pinned. Copies to what is not are slower."""
     def shutdown(self) -> None:
-        """Fail what is in flight with a ``shutdown`` fault, join all threads. Idempotent."""
+        """Fail what is in flight with a ``shutdown`` fault, join all threads. Idempotent.
+
+        Devices that hang, and file operations that do not return, are waited for 10 s more.
+        """
     @property
     def alive(self) -> bool:
         """False after ``shutdown`` and in a forked child."""

@@ -1,40 +1,30 @@
-"""``async_save`` that brings all it needs: a writer, a planner, a process group for DCP, and futures that tell.
+"""``async_save`` and ``save``, with all that they need: a writer, a planner, a thread and a process group.
 
-DCP's own future is the end of DCP's collectives: on ranks other than the coordinator no writer code runs
-after ``write_data``, and a rank that dies leaves the others waiting in them until the group's timeout. Here the
-saves run in background mode and the future is the commit group's; a lost rank is named by its heart, and DCP's
-collectives, which run on a group that nobody else uses, are cut short.
+The training thread captures the state and leaves the rest to the planning thread of its ranks (``rank_context.py``).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
-from typing import Any, cast
+from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_datastates.collectives import Collectives, collectives_of
-from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.peers import ALONE
-from dcp_datastates.dcp.frames import release_frames
-from dcp_datastates.errors import (
-    ConfigurationError,
-    DataStatesError,
-    SaveAbandonedError,
-    SaveFailedError,
-)
-from dcp_datastates.prime import planner_of
-from dcp_datastates.save import OutcomeFuture, Save
+from dcp_datastates.commit.peers import ALONE, peers_of
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.handle import SaveHandle
+from dcp_datastates.lazy.walk import check_mapping
+from dcp_datastates.operation import Save
+from dcp_datastates.rank_context import context_of
+from dcp_datastates.stats import SaveStats
 from dcp_datastates.writer import DataStatesWriter
 
-__all__ = ["async_save"]
+__all__ = ["async_save", "save"]
 
 
 def async_save(
@@ -45,13 +35,16 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
-) -> AsyncSaveResponse:
+) -> SaveHandle:
     """Save ``state_dict`` to ``path`` behind the training, and say when it is captured and when committed.
 
-    Collective: every rank of ``process_group`` calls it, in the same order as its other saves.
+    Collective: every rank of ``process_group`` calls it, in the same order as its other saves. It waits for no other
+    rank and no network; it waits where ``max_in_flight`` saves are under way (``when_behind``), and for room in the
+    host cache for what it copies.
 
     Args:
-        state_dict: what :func:`torch.distributed.checkpoint.async_save` takes.
+        state_dict: names and values, nested as you like: tensors, DTensors, anything that pickles, and objects with
+            ``state_dict()``, which is called here.
         path: the checkpoint's directory. None if ``writer`` has one.
         writer: to use a writer again; else one is made from ``path`` and ``options``.
         planner: if None, a :class:`DataStatesSavePlanner` that is kept for all saves of these ranks.
@@ -59,86 +52,76 @@ def async_save(
         options: of :class:`DataStatesWriter`.
 
     Returns:
-        DCP's ``AsyncSaveResponse``: ``staging_completion`` is done when the state may be changed freely
-        (``optimizer.step()`` need not wait for it: the gate does); ``upload_completion`` when the checkpoint is
-        committed on all ranks. It raises this package's error that failed the save, with the rank's
-        number: :class:`RankLostError` within half a minute if a rank died, :class:`CommitOutcomeUnknown` if
-        the coordinator may have published before it was lost.
+        A handle: ``result()`` returns when the checkpoint is committed on all ranks. It raises this package's error
+        that failed the save, with the rank's number: :class:`RankLostError` within half a minute if a rank
+        died, or ``commit_timeout`` seconds after the call if one has not called; :class:`CommitOutcomeUnknown` if the
+        coordinator may have published before it was lost. The outcome is logged, too.
 
     Raises:
         ConfigurationError: an option has a value that cannot work.
-        RankLostError: a rank of the group is lost already.
+        Exception: what ``state_dict()`` of an object in the state raised. Then the other ranks' saves fail, too.
+    """
+    made = _call(state_dict, path, writer, planner, process_group, options)
+    return SaveHandle(made)
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str] | None = None,
+    *,
+    writer: DataStatesWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> SaveStats:
+    """Save ``state_dict`` to ``path``; returns when it is committed on all ranks.
+
+    As :func:`async_save`, but nothing is copied that can be read in place, as the state does not change meanwhile.
+    Raises what failed the save.
     """
     if writer is None:
-        writer = DataStatesWriter(path, process_group=process_group, **options)
+        options = {"read_window": "immediate", "defer": "all", **options}
+    made = _call(state_dict, path, writer, planner, process_group, options)
+    made.committed.result()
+    return made.stats
+
+
+def _call(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str] | None,
+    writer: DataStatesWriter | None,
+    planner: SavePlanner | None,
+    process_group: dist.ProcessGroup | None,
+    options: dict[str, Any],
+) -> Save:
+    if writer is None:
+        peers = ALONE if options.get("no_dist") else peers_of(process_group)
     elif options or process_group is not None:
         raise ConfigurationError(
             f"writer= has options of its own; pass {', '.join([*options, 'process_group'])} to it instead"
         )
-    if path is None and not writer.checkpoint_id:
-        raise ConfigurationError("no path to save to: pass path, or a writer that has one")
-    group = commit_group(writer.peers)
+    else:
+        peers = writer.peers
+    context = context_of(commit_group(peers))
     if planner is None:
-        planner = planner_of(group)
-    collectives = collectives_of(group)
-    with writer.in_background() as saves:
-        future = dcp.async_save(  # type: ignore[attr-defined]
-            cast("dict[str, Any]", state_dict),
-            checkpoint_id=path if path is not None else None,
-            storage_writer=writer,
-            planner=planner,
-            process_group=None if collectives is None else collectives.get(),
-            no_dist=group.peers is ALONE,
-        )
-    assert isinstance(future, Future)
-    (save,) = saves
-    future.add_done_callback(lambda ended: _dcp_ended(save, collectives, ended))
-    assert save.snapshot is not None
-    return AsyncSaveResponse(save.snapshot.captured, save.committed)
+        planner = context.planner
+    try:
+        if writer is None:
+            writer = DataStatesWriter(path, process_group=process_group, **options)
+        made = writer.call(_without_objects(state_dict), planner, writer.path_of(path), own=True)
+    except BaseException as error:
+        context.refuse(path, error)
+        raise
+    context.submit(made, writer, planner)
+    return made
 
 
-def _dcp_ended(save: Save, collectives: Collectives | None, future: Future[Any]) -> None:
-    """If the commit group has nothing to decide, DCP's failure is the save's."""
-    error = future.exception()
-    if error is None:
-        if not save.has_round:
-            save.fail(SaveAbandonedError("DCP ended this save without writing anything"))
-        return
-    release_frames(error)
-    save.committed.add_done_callback(_release_outcome)
-    if isinstance(error, CheckpointException):
-        for failure in error.failures.values():
-            release_frames(failure[0])
-        reasons = {rank: Reason.of(failure[0]) for rank, failure in error.failures.items()}
-        only = [failure[0] for failure in error.failures.values()]
-        if save.group.peers.world == 1 and len(only) == 1:
-            save.fail(only[0])
-            return
-        decision = Decision(Outcome.FAILED, reasons)
-        told = decision.error(repr(str(save.path)), save.group.peers.world)
-        assert told is not None
-        told.__cause__ = error
-        save.fail(told)
-        return
-    if collectives is not None:
-        collectives.note_broken()  # a connection broke; the heart knows why within seconds
-    if not save.has_round:
-        save.group.explain(error, lambda cause: save.fail(_as_ours(cause, save)))
-
-
-def _release_outcome(committed: Future[None]) -> None:
-    """What this rank failed with came through DCP's frames, which may have been running when the ranks were told."""
-    assert isinstance(committed, OutcomeFuture)
-    if (error := committed.peek()) is not None:
-        release_frames(error)
-
-
-def _as_ours(error: BaseException, save: Save) -> BaseException:
-    """No rank is lost: it may have been this one, for a while."""
-    if isinstance(error, DataStatesError):
-        return error
-    ours = SaveFailedError(
-        f"the save to {str(save.path)!r} failed on rank {save.group.peers.rank}: {error}"
-    )
-    ours.__cause__ = error
-    return ours
+def _without_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """As DCP does it: objects at the top level with ``state_dict()`` stand for what that returns."""
+    check_mapping(state_dict)
+    return {
+        key: value
+        if isinstance(value, (torch.Tensor, dict)) or not isinstance(value, Stateful)
+        else value.state_dict()
+        for key, value in state_dict.items()
+    }

@@ -8,13 +8,16 @@ ranks inside the plans that DCP scatters anyway (:class:`TicketCarrier`).
 from __future__ import annotations
 
 import re
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Attempt", "Ticket", "TicketCarrier", "collect_ticket", "next_attempt"]
+from dcp_datastates.forks import ProcessLock
+
+__all__ = ["Attempt", "Ticket", "TicketCarrier", "collect_ticket", "next_attempt", "take"]
 
 _NAME = re.compile(r"([0-9a-f]{16})-(\d{8,})")
 
@@ -23,8 +26,8 @@ _NAME = re.compile(r"([0-9a-f]{16})-(\d{8,})")
 class Attempt:
     """One attempt. Newer ones compare greater, also across restarts of the job.
 
-    ``incarnation`` is the coordinator's start, in nanoseconds since the epoch; ``sequence`` counts
-    its saves.
+    ``incarnation`` is the coordinator's start, in nanoseconds since the epoch, or more, if something as new had been
+    seen; ``sequence`` counts its saves.
     """
 
     incarnation: int
@@ -42,21 +45,19 @@ class Attempt:
         return Attempt(int(match[1], 16), int(match[2])) if match else None
 
 
-_started = time.time_ns()
-_counter_lock = threading.Lock()  # guards _sequence
+_counter_lock = ProcessLock()  # guards what follows
+_incarnation = time.time_ns()
 _sequence = 0
 
 
-def next_attempt(present: Iterable[Attempt]) -> Attempt:
-    """An attempt newer than all that are ``present`` at the path and than all of this process.
-
-    A clock that ran backwards since another job wrote there is overruled.
-    """
-    global _sequence
-    newest = max((attempt.incarnation for attempt in present), default=0)
+def next_attempt(after: Attempt | None) -> Attempt:
+    """An attempt newer than ``after``, and than all of this process. No other process comes to the same one."""
+    global _incarnation, _sequence
     with _counter_lock:
         _sequence += 1
-        return Attempt(_started if newest <= _started else newest + 1, _sequence)
+        if after is not None and after >= Attempt(_incarnation, _sequence):
+            _incarnation = max(after.incarnation, time.time_ns()) + 1 + secrets.randbits(30)
+        return Attempt(_incarnation, _sequence)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Ticket:
     """What the coordinator decides for a save, and every rank must know.
 
     ``number`` is the commit round's, ``world`` how many ranks DCP saves with, ``first`` the number of the
-    commit group's first round. Newer ones compare greater.
+    commit group's first round. The coordinator counts: ``first`` names the group, and within it a newer save has a
+    greater number.
     """
 
     attempt: Attempt
@@ -80,7 +82,7 @@ class TicketCarrier:
     ``write_data`` the plan of an *earlier* save, whose ticket is stale. What it cannot keep back is
     the unpickling of the plan that was scattered just now, in the thread that runs the save: that is
     where a carrier delivers, to the collector which the thread put up with :func:`collect_ticket`.
-    Copies of stale ones deliver too, so a collector keeps the newest.
+    Copies of stale ones deliver too: a save takes only what :func:`take` says is new.
     """
 
     def __init__(self, ticket: Ticket) -> None:
@@ -102,6 +104,24 @@ class TicketCarrier:
 
     def __hash__(self) -> int:
         return hash(TicketCarrier)
+
+
+_taken: dict[int, int] = {}
+"""By commit group (its ``first``): the newest number that a save of this process has taken.
+
+Without a lock: of one group, one save at a time is in DCP's collectives.
+"""
+
+
+def take(ticket: Ticket) -> bool:
+    """Whether no save of this process has had ``ticket``, or a newer one of its group; from now on, one has.
+
+    Attempts would not tell: those of different paths are not ordered by age.
+    """
+    if ticket.number <= _taken.get(ticket.first, -1):
+        return False
+    _taken[ticket.first] = ticket.number
+    return True
 
 
 class _Collector(threading.local):

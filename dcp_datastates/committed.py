@@ -17,7 +17,7 @@ from dcp_datastates.errors import (
     StorageError,
 )
 from dcp_datastates.metadata import FileRecord, Note, decode, read_note
-from dcp_datastates.storage import local
+from dcp_datastates.storage import attempts, local
 
 __all__ = ["Committed", "load_metadata", "open_committed", "wrong_size"]
 
@@ -100,7 +100,7 @@ def _is_stock(data: bytes, directory: Path) -> bool:
         data.endswith(pickle.STOP)
         and b"torch.distributed.checkpoint.metadata" in data
         and b"dcp_datastates" not in data  # the name of our note, which comes last
-        and (not local.attempts(directory) or _is_complete_pickle(data))
+        and (not attempts.present(directory) or _is_complete_pickle(data))
     )
 
 
@@ -118,7 +118,7 @@ def _what_is_there(directory: Path) -> str:
         return "the directory does not exist"
     if not directory.is_dir():
         return "it is a file"
-    uncommitted = local.attempts(directory)
+    uncommitted = attempts.present(directory)
     if uncommitted:
         return f"a save was begun and not committed ({uncommitted[-1].name}); it is still running, or failed"
     inside = sorted(os.listdir(directory))

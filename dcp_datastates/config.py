@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.memory_limit import default_host_cache_bytes
 
 __all__ = [
     "Commit",
@@ -36,6 +37,9 @@ MIN_COMMIT_TIMEOUT = 1.0
 
 MAX_COMMIT_TIMEOUT = 86400.0
 """Longest ``commit_timeout``, in seconds."""
+
+DEFAULT_COMMIT_TIMEOUT = 300.0
+"""``commit_timeout`` where none is given, in seconds."""
 
 MAX_IN_FLIGHT = 32
 """Most saves that may be in flight at once."""
@@ -68,7 +72,9 @@ def parse_size(size: int | str, *, name: str = "size") -> int:
 
 
 def parse_host_cache_size(size: int | str) -> int:
-    """:func:`parse_size` in whole segments, and at least what the engine can work with."""
+    """:func:`parse_size` in whole segments, and at least what the engine can work with; ``"auto"`` fits the machine."""
+    if size == "auto":
+        return default_host_cache_bytes()
     nbytes = parse_size(size, name="host_cache_size")
     if nbytes < MIN_HOST_CACHE_BYTES:
         segments = MIN_HOST_CACHE_BYTES // SEGMENT_BYTES
@@ -112,6 +118,7 @@ class WriterConfig:
     overwrite: bool
     commit: Commit
     commit_timeout: float
+    exit_timeout: float
     max_in_flight: int
     when_behind: WhenBehind
 
@@ -125,6 +132,7 @@ class WriterConfig:
         overwrite: bool,
         commit: str,
         commit_timeout: float,
+        exit_timeout: float,
         max_in_flight: int,
         when_behind: str,
     ) -> WriterConfig:
@@ -158,6 +166,13 @@ class WriterConfig:
                 MIN_COMMIT_TIMEOUT,
                 MAX_COMMIT_TIMEOUT,
                 "a rank without any progress for so long is given up",
+            ),
+            exit_timeout=_seconds(
+                "exit_timeout",
+                exit_timeout,
+                0,
+                MAX_COMMIT_TIMEOUT,
+                "the end of the process waits for saves in flight for so long",
             ),
             max_in_flight=max_in_flight,
             when_behind=_one_of("when_behind", when_behind, WhenBehind),

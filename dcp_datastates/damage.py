@@ -27,6 +27,16 @@ class Damage:
     tensors: tuple[str, ...]
     """Names (FQNs) of the tensors and objects that cannot be loaded, or not be trusted, because of it."""
 
+    def __str__(self) -> str:
+        """One line: the file, the place in it, the problem and the names that it concerns."""
+        where = self.file
+        if self.offset is not None:
+            where += f" at byte {self.offset}"
+            if self.nbytes is not None:
+                where += f" ({self.nbytes} bytes)"
+        line = f"{where}: {self.problem}"
+        return f"{line}; concerns {some_of(self.tensors)}" if self.tensors else line
+
 
 class Contents:
     """Which saved names have bytes where in the data files, from a checkpoint's storage data."""

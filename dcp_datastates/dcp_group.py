@@ -10,7 +10,7 @@ look about, and leave.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -40,7 +40,8 @@ class DcpGroup(dist.ProcessGroup):
         name: never used before among these ranks.
         connecting: how long to wait for the others.
         operation: its timeout.
-        check: called by whoever waits in an operation, now and then; raises the way out, if there is one.
+        check: called by what waits in an operation, now and then; raises the way out, if there is one.
+        on_destroy: called when the job destroys its process groups, before torch forgets this one.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class DcpGroup(dist.ProcessGroup):
         connecting: timedelta,
         operation: timedelta,
         check: Callable[[], None],
+        on_destroy: Callable[[], None] = lambda: None,
     ) -> None:
         # torch's stubs lack the one constructor that a subclass may call.
         super().__init__(peers.rank, peers.world)  # type: ignore[call-arg]
         self._peers = peers
         self._check = check
+        self._on_destroy = on_destroy
         self._cut = threading.Event()  # set when nobody may wait here any more
         store = peers.raw_store(f"group/{name}")
         self._gloo: Any = dist.ProcessGroupGloo(store, peers.rank, peers.world, connecting)
@@ -83,25 +86,11 @@ class DcpGroup(dist.ProcessGroup):
         for book in (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config):
             book.pop(self, None)
 
-    # ---- what DCP calls, by torch.distributed's functions ---------------------------------------
+    def shutdown(self) -> None:
+        """Called by ``destroy_process_group()``, with all of torch's process groups still there."""
+        self._on_destroy()
 
-    def broadcast(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._started(self._gloo.broadcast, args, kwargs)
-
-    def allgather(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._started(self._gloo.allgather, args, kwargs)
-
-    def gather(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._started(self._gloo.gather, args, kwargs)
-
-    def scatter(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._started(self._gloo.scatter, args, kwargs)
-
-    def allreduce(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._started(self._gloo.allreduce, args, kwargs)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._started(self._gloo.barrier, args, kwargs)
+    # ---- what DCP calls, by torch.distributed's functions: see the end of this file ---------------
 
     def _started(
         self, start: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -148,3 +137,25 @@ class _Work(dist.Work):
         """Return when the operation has completed; raise if it failed, or nobody may wait for it any more."""
         self._group._await(self._work)
         return True
+
+
+def _collectives() -> Iterator[str]:
+    """The collectives of this torch, whatever it calls them (2.15 has new names for some): what returns a ``Work``."""
+    for name in dir(dist.ProcessGroup):
+        if (
+            not name.startswith("_")
+            and hasattr(dist.ProcessGroupGloo, name)
+            and "Work" in (getattr(dist.ProcessGroup, name).__doc__ or "")
+        ):
+            yield name
+
+
+def _of_gloo(name: str) -> Callable[..., dist.Work]:
+    def collective(self: DcpGroup, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._started(getattr(self._gloo, name), args, kwargs)
+
+    return collective
+
+
+for _name in _collectives():
+    setattr(DcpGroup, _name, _of_gloo(_name))

@@ -9,22 +9,23 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import os
-import threading
+from collections.abc import Hashable
 from typing import Final
 
-from dcp_datastates._native import CacheStats, Engine
-from dcp_datastates.ending import at_end
+from dcp_datastates._native import CacheStats, Engine, SaveJob
+from dcp_datastates.ending import Phase, at_end
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.forks import ProcessLock, after_fork
+from dcp_datastates.memory_limit import memory_limit
 
-__all__ = ["engine", "next_order", "stats"]
+__all__ = ["engine", "moved", "next_order", "stats"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
 """Host cache of a process that only restores: what restores may use is a few segments."""
 
-_lock = threading.Lock()  # guards _engine
+_lock = ProcessLock()  # guards _engine
 _engine: Engine | None = None
 _orders = itertools.count(1)
 
@@ -36,14 +37,17 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
     that exists is as it was.
     """
     global _engine
+    native = _engine
+    if native is not None and host_cache_bytes <= native.host_cache_bytes:
+        return native
     with _lock:
         if _engine is not None and host_cache_bytes <= _engine.host_cache_bytes:
             return _engine
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if host_cache_bytes > memory:
+        limit = memory_limit()
+        if host_cache_bytes > limit.nbytes:
             raise ConfigurationError(
-                f"host_cache_size={host_cache_bytes} is more than this machine's memory of {memory} "
-                f"bytes; a checkpoint may be larger than the cache, so ask for less"
+                f"host_cache_size={host_cache_bytes} is more than the {limit.nbytes} bytes that this process may "
+                f"use ({limit.source}); a checkpoint may be larger than the cache, so ask for less"
             )
         try:
             if _engine is None:
@@ -61,8 +65,17 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
 
 def stats() -> CacheStats | None:
     """What the host cache holds right now; None before the engine exists."""
-    with _lock:
-        return None if _engine is None else _engine.stats()
+    native = _engine  # no lock: waits that a signal handler may interrupt ask this
+    return None if native is None else native.stats()
+
+
+def moved(job: SaveJob | None) -> Hashable:
+    """Something that changes as long as the engine makes progress with ``job``, or with saves that hold the cache."""
+    cache = stats()
+    return (
+        None if job is None else (job.bytes_read, job.bytes_written),
+        None if cache is None else cache.returned_segments,
+    )
 
 
 def next_order() -> int:
@@ -76,21 +89,30 @@ def _limit_patience() -> None:
             _engine.limit_patience()
 
 
+def _limit_file_patience() -> None:
+    with _lock:
+        if _engine is not None:
+            _engine.limit_file_patience()
+
+
 def _shut_down() -> None:
     global _engine
     with _lock:
-        if _engine is not None:
-            _engine.shutdown()
-            _engine = None
+        if _engine is None:
+            return
+        _engine.shutdown()
+        for message in sorted({fault.message for fault in _engine.given_up}):
+            logger.error("the process ends without waiting for storage any longer: %s", message)
+        _engine = None
 
 
+@after_fork
 def _forget_in_child() -> None:
-    # The parent's threads do not exist here and its lock may be held: start anew, touch neither.
-    global _engine, _lock
-    _lock = threading.Lock()
+    # The parent's threads do not exist here: start anew, and leave its engine alone.
+    global _engine
     _engine = None
 
 
 atexit.register(_shut_down)
 at_end(_limit_patience)
-os.register_at_fork(after_in_child=_forget_in_child)
+at_end(_limit_file_patience, Phase.GIVE_UP)

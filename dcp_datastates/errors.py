@@ -22,12 +22,15 @@ __all__ = [
     "IncompatibleStateError",
     "NoAnswerError",
     "RankLostError",
+    "ReplicasDifferError",
     "SaveAbandonedError",
     "SaveFailedError",
+    "SaveStalledError",
     "SnapshotTornError",
     "StorageError",
     "UnreadableMetadataError",
     "UnsafeObjectError",
+    "UnsupportedStateError",
     "UnsupportedTensorError",
 ]
 
@@ -72,7 +75,7 @@ class UnreadableMetadataError(CheckpointCorruptError):
 
 
 class CheckpointReplacedError(DataStatesError):
-    """The checkpoint at the path was replaced while it was being loaded; load again."""
+    """The checkpoint at the path was replaced, or removed, while it was being loaded; load again."""
 
 
 class UnsafeObjectError(DataStatesError):
@@ -80,15 +83,23 @@ class UnsafeObjectError(DataStatesError):
 
 
 class IncompatibleStateError(DataStatesError, ValueError):
-    """A tensor of the state to load into does not fit what was saved (shape or dtype)."""
+    """What a load asks for does not fit what was saved: a name, shape or dtype, or (``strict``) not all of it."""
 
 
 class UnsupportedTensorError(DataStatesError, TypeError):
     """A tensor that has no dense bytes in memory (sparse, quantized, meta) cannot be stored."""
 
 
+class UnsupportedStateError(DataStatesError, TypeError):
+    """The state is not a mapping, or holds an object that cannot be stored; the message names it."""
+
+
 class SnapshotTornError(DataStatesError):
     """A deferred tensor changed before it was read; the save is not committed."""
+
+
+class SaveStalledError(DataStatesError, TimeoutError):
+    """Training, or the next save, waited for a save that made no progress for ``commit_timeout``."""
 
 
 class SaveAbandonedError(DataStatesError):
@@ -105,6 +116,10 @@ class SaveFailedError(DataStatesError):
 
 class RankLostError(SaveFailedError):
     """A rank died, was cut off, or made no progress for too long; the message names it."""
+
+
+class ReplicasDifferError(SaveFailedError):
+    """Ranks that share in writing a tensor hold different values of it; the message names it."""
 
 
 class CheckpointSupersededError(SaveFailedError):

@@ -23,6 +23,7 @@ import time
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.forks import ProcessLock
 
 __all__ = ["VARIABLE", "hit", "reload"]
 
@@ -31,7 +32,7 @@ LOG_VARIABLE: Final = "DCP_DATASTATES_FAILPOINTS_LOG"
 
 _ENTRY = re.compile(r"([a-z_.]+)(?:@(\d+))?=(kill|stop|sleep:[0-9.]+|error:E[A-Z0-9]+)")
 
-_lock = threading.Lock()  # guards the two below
+_lock = ProcessLock()  # guards the two below
 _actions: dict[str, list[tuple[int | None, str]]] | None = None
 _hits: dict[str, int] = {}
 

@@ -6,7 +6,8 @@ so DCP's tools read it. Behind the pickle's end, where stock readers stop, stand
     magic, 8 bytes · length of the pickle, u64 · CRC32C of the pickle, u32 · CRC32C of these 20 bytes, u32
 
 What this package needs beyond stock is one plain dict in the ``Metadata`` object's ``__dict__``,
-under ``dcp_datastates``.
+under ``dcp_datastates``. Fields of ``TensorProperties`` that not every torch has are there too: in the
+properties themselves they would keep older releases from opening the file.
 
 A checksum shows damage, not intent, so the pickle is opened in three steps: its opcodes are
 scanned without running them (``scan_pickle``), the unpickler finds only allow-listed names, and what comes
@@ -18,18 +19,27 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import logging
 import pickle
 import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c, scan_pickle
 from dcp_datastates.attempt import Attempt
+from dcp_datastates.dcp.fields import further_of, is_field_name, known_fields, set_further
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
@@ -48,25 +58,30 @@ from dcp_datastates.planning.pickling import metadata_pickler
 
 __all__ = ["FileRecord", "Note", "decode", "encode", "encode_columns", "read_note"]
 
+logger = logging.getLogger(__name__)
+
 FORMAT_VERSION: Final = 1
 _MAGIC: Final = b"DCPDST\x00\x01"
 _TRAILER: Final = struct.Struct("<8sQII")
+
+_FURTHER: Final = "properties"
+"""In the notes: of each entry the fields of TensorProperties that not every torch has, each value pickled by itself."""
+
+_PROPERTIES: Final = known_fields(TensorProperties)
+_UNOPENED: Final = object()
 
 _DTYPES: Final = {
     name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
 # What DCP's default planners and this package put into a Metadata pickle, and nothing else.
 _ALLOWED: Final[Mapping[str, frozenset[str]]] = {
-    "torch.distributed.checkpoint.metadata": frozenset(
+    dcp_metadata.__name__: frozenset(
         {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
+            name
+            for name, value in vars(dcp_metadata).items()
+            if isinstance(value, type)
+            and value.__module__ == dcp_metadata.__name__
+            and (is_dataclass(value) or issubclass(value, Enum))
         }
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
@@ -87,16 +102,29 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Note:
-    """What this package notes in the metadata of a checkpoint."""
+    """What this package notes in the metadata of a checkpoint.
+
+    ``after``: the newest attempt that was there, or beside it, when this one was claimed; None if that is not known.
+    """
 
     attempt: Attempt
     files: Mapping[str, FileRecord]
+    after: Attempt | None = None
+
+
+class _OfAnotherTorch:
+    """Stands for a value of a type that DCP's metadata have in another release of torch: it keeps nothing."""
+
+    def __init__(self, *arguments: object) -> None:
+        pass
 
 
 class _AllowListedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
+        if module == dcp_metadata.__name__ and name not in vars(dcp_metadata) and "." not in name:
+            return _OfAnotherTorch
         raise pickle.UnpicklingError(
             f"it names {module}.{name}, which checkpoint metadata never does"
         )
@@ -108,7 +136,8 @@ def encode(metadata: Metadata, note: Note) -> bytes:
     Raises :class:`ConfigurationError` if ``metadata`` holds what :func:`decode` would refuse (a planner's
     objects, say): a checkpoint that cannot be opened must not be committed.
     """
-    vars(metadata)[NOTE] = _noted(note)
+    table, places = _properties_of(metadata)
+    vars(metadata)[NOTE] = _noted(note, table, places)
     written = io.BytesIO()
     metadata_pickler(written).dump(metadata)
     data = written.getvalue()
@@ -137,7 +166,8 @@ def encode_columns(
         check_columns(catalog, _limits(note.files))
     except MetadataError as error:
         raise _unreadable(error) from error
-    return _with_trailer(emit(catalog, placement, storage_meta, version, _noted(note)))
+    noted = _noted(note, catalog.table, catalog.properties.tolist())
+    return _with_trailer(emit(catalog, placement, storage_meta, version, noted))
 
 
 def decode(data: bytes, path: Path) -> Metadata:
@@ -193,18 +223,24 @@ def _with_trailer(pickled: bytes) -> bytes:
 
 def _open(pickled: bytes | memoryview) -> Metadata:
     """The metadata in a pickle, or :class:`MetadataError`."""
-    reason = scan_pickle(pickled)
-    if reason is not None:
-        raise MetadataError(reason)
     with _no_garbage_collection():
-        try:
-            metadata = _AllowListedUnpickler(io.BytesIO(pickled)).load()
-        except Exception as error:  # a crafted pickle can raise anything
-            raise MetadataError(str(error)[:1000]) from error
+        metadata = _unpickled(pickled)
         if type(metadata) is not Metadata:
             raise MetadataError(f"it holds {described(metadata)}, not Metadata")
         check(metadata, _limits(_note(metadata).files))
+        _restore_further(metadata)
     return metadata
+
+
+def _unpickled(pickled: bytes | memoryview) -> Any:
+    """What is in a pickle, or :class:`MetadataError`; runs none of it."""
+    reason = scan_pickle(pickled)
+    if reason is not None:
+        raise MetadataError(reason)
+    try:
+        return _AllowListedUnpickler(io.BytesIO(pickled)).load()
+    except Exception as error:  # a crafted pickle can raise anything
+        raise MetadataError(str(error)[:1000]) from error
 
 
 @contextlib.contextmanager
@@ -221,15 +257,82 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _noted(note: Note) -> dict[str, Any]:
+def _noted(note: Note, table: Sequence[TensorProperties], places: Sequence[int]) -> dict[str, Any]:
+    """With the properties of each entry, by their places in ``table`` (-1: it is an object)."""
+    further = [further_of(each) for each in table]
     return {
+        **({_FURTHER: (further, list(places))} if any(further) else {}),
         "version": FORMAT_VERSION,
         "attempt": note.attempt.name,
+        **({} if note.after is None else {"after": note.after.name}),
         "files": {
             record.relative_path: (record.nbytes, record.table_offset)
             for record in note.files.values()
         },
     }
+
+
+def _properties_of(metadata: Metadata) -> tuple[list[TensorProperties], list[int]]:
+    """The properties of all entries, each object once; and for each entry, which one it has (-1: it is no tensor)."""
+    table: list[TensorProperties] = []
+    seen: dict[int, int] = {}
+    places = []
+    for entry in metadata.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata) and isinstance(
+            entry.properties, TensorProperties
+        ):
+            places.append(seen.setdefault(id(entry.properties), len(table)))
+            if places[-1] == len(table):
+                table.append(entry.properties)
+        else:
+            places.append(-1)
+    return table, places
+
+
+def _restore_further(metadata: Metadata) -> None:
+    """Give the properties of tensors the fields that are only in the notes, whether this torch has them or not.
+
+    A value that this release cannot open (of a type of another torch, say) is left out: nothing here relies on any.
+    """
+    noted = vars(metadata)[NOTE].get(_FURTHER)
+    if noted is None:
+        return
+    if type(noted) is not tuple or list(map(type, noted)) != [list, list]:
+        raise MetadataError(f"the further properties of tensors are {described(noted)}")
+    table, places = noted
+    opened: dict[bytes, Any] = {}
+    values = [_further(each, opened) for each in table]
+    entries = metadata.state_dict_metadata.values()
+    if len(places) != len(entries):
+        raise MetadataError(f"there are further properties of {len(places)} tensors and objects")
+    for entry, place in zip(entries, places, strict=True):
+        if isinstance(entry, TensorStorageMetadata):
+            if type(place) is not int or not 0 <= place < len(values):
+                raise MetadataError("a tensor's further properties are not there")
+            set_further(entry.properties, values[place])
+
+
+def _further(noted: object, opened: dict[bytes, Any]) -> dict[str, Any]:
+    """``opened``: the values known already, by their pickles."""
+    if type(noted) is not dict:
+        raise MetadataError(f"the further properties of a tensor are {described(noted)}")
+    values = {}
+    for name, pickled in noted.items():
+        if not is_field_name(TensorProperties, name) or name in _PROPERTIES:
+            raise MetadataError(f"a property of a tensor is called {described(name)}")
+        if type(pickled) is not bytes:
+            raise MetadataError(f"a tensor's {name} are {described(pickled)}")
+        if pickled not in opened:
+            try:
+                opened[pickled] = _unpickled(pickled)
+            except MetadataError as error:
+                logger.info(
+                    "a tensor's property %s cannot be opened, and is left out: %s", name, error
+                )
+                opened[pickled] = _UNOPENED
+        if opened[pickled] is not _UNOPENED:
+            values[name] = opened[pickled]
+    return values
 
 
 def _note(metadata: Metadata) -> Note:
@@ -246,7 +349,12 @@ def _note(metadata: Metadata) -> Note:
     files = note.get("files")
     if type(files) is not dict:
         raise MetadataError(f"files is {described(files)}")
-    return Note(attempt, {name: _record(name, sizes) for name, sizes in files.items()})
+    after = note.get("after")
+    return Note(
+        attempt,
+        {name: _record(name, sizes) for name, sizes in files.items()},
+        Attempt.parse(after) if type(after) is str else None,
+    )
 
 
 def _record(name: object, sizes: object) -> FileRecord:

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_datastates.dcp.fields import complete, is_field_name, known_fields
 from dcp_datastates.planning.catalog import Catalog
 from dcp_datastates.planning.ragged import volumes
 
@@ -37,12 +38,12 @@ MAX_BYTES: Final = (1 << 63) - 1
 """What a file offset can be (``off_t``), and what torch takes as a size."""
 
 _NoneType: Final = type(None)
-_TENSOR: Final = frozenset({"properties", "size", "chunks"})
-_PROPERTIES: Final = frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory"})
-_CHUNK: Final = frozenset({"offsets", "sizes"})
-_INDEX: Final = frozenset({"fqn", "offset", "index"})
-_PLACE: Final = frozenset({"relative_path", "offset", "length", "transform_descriptors"})
-_META: Final = frozenset({"checkpoint_id", "save_id", "load_id", "modules"})
+_OPTIONAL: Final[Mapping[type, frozenset[str]]] = {
+    MetadataIndex: frozenset({"offset", "index"}),
+    _StorageInfo: frozenset({"transform_descriptors"}),
+    StorageMeta: known_fields(StorageMeta),
+}
+"""Fields that a file may leave to the class's default."""
 
 _MAX_SPARSITY: Final = 1 << 16
 """How many times the data files' bytes a tensor may be: a rank that saves alone stores its shard only."""
@@ -72,6 +73,7 @@ def check(metadata: Metadata, limits: Mapping[str, int]) -> None:
     """
     if "state_dict_metadata" not in vars(metadata):
         raise MetadataError("there is no state_dict_metadata")
+    complete(Metadata, [metadata])
     entries = metadata.state_dict_metadata
     if type(entries) is not dict:
         raise MetadataError(f"state_dict_metadata is {described(entries)}, not a dict")
@@ -88,7 +90,9 @@ def check(metadata: Metadata, limits: Mapping[str, int]) -> None:
             stored += in_chunks
             if dense > largest:
                 largest, name = dense, fqn
-        elif type(entry) is not BytesStorageMetadata:
+        elif type(entry) is BytesStorageMetadata:
+            _check_attributes("an object", [entry], BytesStorageMetadata)
+        else:
             raise MetadataError(
                 f"{described(fqn)} is {described(entry)}, neither tensor nor object"
             )
@@ -97,7 +101,7 @@ def check(metadata: Metadata, limits: Mapping[str, int]) -> None:
     if metadata.storage_meta is not None:
         if type(metadata.storage_meta) is not StorageMeta:
             raise MetadataError(f"storage_meta is {described(metadata.storage_meta)}")
-        _check_attributes("storage_meta", [metadata.storage_meta], frozenset(), _META)
+        _check_attributes("storage_meta", [metadata.storage_meta], StorageMeta)
     _check_storage_data(metadata.storage_data)
     _check_places(metadata.storage_data, limits)
     _check_extent(_Extent(stored, largest, name), limits)
@@ -171,12 +175,17 @@ def _check_extent(extent: _Extent, limits: Mapping[str, int]) -> None:
         )
 
 
-def _check_attributes(
-    what: str, objects: Iterable[object], required: frozenset[str], allowed: frozenset[str]
-) -> None:
+def _check_attributes(what: str, objects: Collection[object], kind: type) -> None:
+    """Fields that this release does not know may come from another torch: they are kept, and nothing relies on them."""
+    known = known_fields(kind)
+    required = known - _OPTIONAL.get(kind, frozenset())
     for names in set(map(tuple, map(vars, objects))):
-        if not required <= set(names) <= allowed:
-            raise MetadataError(f"{what} has other attributes than DCP gives it")
+        if not required <= set(names):
+            raise MetadataError(f"{what} has not all the attributes that DCP gives it")
+        for name in set(names) - known:
+            if not is_field_name(kind, name):
+                raise MetadataError(f"{what} has an attribute {described(name)}, no field of DCP's")
+    complete(kind, objects)
 
 
 def _check_types(what: str, values: Iterable[object], *allowed: type) -> None:
@@ -193,7 +202,7 @@ def _check_sizes(what: str, values: Collection[int]) -> None:
 
 def _check_tensor(entry: TensorStorageMetadata, checked: set[int]) -> tuple[int, int]:
     """The bytes of all its chunks, and of the tensor."""
-    _check_attributes("a tensor", [entry], _TENSOR, _TENSOR)
+    _check_attributes("a tensor", [entry], TensorStorageMetadata)
     properties = entry.properties
     if id(properties) not in checked:
         _check_properties(properties)
@@ -206,7 +215,7 @@ def _check_tensor(entry: TensorStorageMetadata, checked: set[int]) -> tuple[int,
     chunks = entry.chunks
     _check_types("its list of chunks", [chunks], list)
     _check_types("a chunk", chunks, ChunkStorageMetadata)
-    _check_attributes("a chunk", chunks, _CHUNK, _CHUNK)
+    _check_attributes("a chunk", chunks, ChunkStorageMetadata)
     offsets = list(map(attrgetter("offsets"), chunks))
     sizes = list(map(attrgetter("sizes"), chunks))
     _check_types("the offset of a chunk", offsets, torch.Size)
@@ -223,7 +232,7 @@ def _check_tensor(entry: TensorStorageMetadata, checked: set[int]) -> tuple[int,
 
 def _check_properties(properties: TensorProperties) -> None:
     _check_types("its properties", [properties], TensorProperties)
-    _check_attributes("its properties", [properties], _PROPERTIES, _PROPERTIES)
+    _check_attributes("its properties", [properties], TensorProperties)
     _check_types("its dtype", [properties.dtype], torch.dtype)
     _check_types("its layout", [properties.layout], torch.layout)
     _check_types("its memory format", [properties.memory_format], torch.memory_format)
@@ -234,7 +243,7 @@ def _check_storage_data(storage_data: Any) -> None:
     if type(storage_data) is not dict:
         raise MetadataError(f"storage_data is {described(storage_data)}, not a dict")
     _check_types("a key of storage_data", storage_data, MetadataIndex)
-    _check_attributes("a key of storage_data", storage_data, frozenset({"fqn"}), _INDEX)
+    _check_attributes("a key of storage_data", storage_data, MetadataIndex)
     _check_types("a name in storage_data", map(attrgetter("fqn"), storage_data), str)
     _check_types(
         "an offset in storage_data", map(attrgetter("offset"), storage_data), torch.Size, _NoneType
@@ -242,12 +251,15 @@ def _check_storage_data(storage_data: Any) -> None:
     _check_types("an index in storage_data", map(attrgetter("index"), storage_data), int, _NoneType)
     places = storage_data.values()
     _check_types("a place in storage_data", places, _StorageInfo)
-    _check_attributes("a place in storage_data", places, _PLACE - {"transform_descriptors"}, _PLACE)
+    _check_attributes("a place in storage_data", places, _StorageInfo)
     _check_types("the file of a place", map(attrgetter("relative_path"), places), str)
     _check_sizes("the offset of a place", list(map(attrgetter("offset"), places)))
     _check_sizes("the length of a place", list(map(attrgetter("length"), places)))
-    descriptors = map(attrgetter("transform_descriptors"), places)
-    _check_types("a transformation", descriptors, _NoneType)
+    # They say nothing to this package (see refusal.py), and one tuple is shared by all places.
+    descriptors = {id(each): each for each in map(attrgetter("transform_descriptors"), places)}
+    _check_types("a transformation", descriptors.values(), tuple, _NoneType)
+    for each in descriptors.values():
+        _check_types("a transformation", each or (), str)
 
 
 def _check_places(

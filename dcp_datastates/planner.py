@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -25,20 +27,29 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from dcp_datastates.dcp.fields import plans_in_objects
+from dcp_datastates.dcp.shards import holds_shards, shard_with
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.lazy.capture import Capture
+from dcp_datastates.lazy.devices import HOST
+from dcp_datastates.lazy.ownership import local_tensor
+from dcp_datastates.lazy.tensors import check_storable
 from dcp_datastates.planning.assignment import assign
 from dcp_datastates.planning.catalog import Catalog, Ints
 from dcp_datastates.planning.columns import LocalPlan
+from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.final import FinalPlan
 from dcp_datastates.planning.fingerprint import Fingerprint
 from dcp_datastates.planning.messages import Answer, Offer
 from dcp_datastates.planning.prepared import Prepared
+from dcp_datastates.planning.replicas import Held
 from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.planning.validate import catalog_metadata, validate
 from dcp_datastates.planning.whole import Coordinator, PlannedMetadata
 
 __all__ = ["DataStatesSavePlanner", "Foreseen", "Share", "is_unchanged"]
+
+logger = logging.getLogger(__name__)
 
 _KEPT_PLANS: Final = 8
 """Local plans that a rank may go back to: several state dicts may be saved in turn."""
@@ -49,6 +60,10 @@ _SHOWN_ERRORS: Final = 500
 
 _SHORT: Final = 256
 """Characters of a string, and bits of a number, that are likely to come again."""
+
+
+_Looks = tuple[str, Fingerprint, tuple[bool, ...]]
+"""What a local plan is remembered by: the group, what the state looks like, and which of it optimizers own."""
 
 
 @dataclass(eq=False)
@@ -119,7 +134,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         enable_plan_caching: remember plans, so that a state that looks the same on all ranks is not planned,
             gathered or broadcast again. With this package's writer only.
         split_replicas: cut tensors that several ranks hold into row slices, so that each holder writes the same
-            number of bytes within 1 %. They are ordinary DCP chunks. Replicas that are not equal become a mixture.
+            number of bytes within 1 %. They are ordinary DCP chunks. Only what is declared equal is cut: DTensors,
+            and what an optimizer owns. Replicas that differ fail the save (:class:`ReplicasDifferError`).
 
     Threads: one save at a time plans with it, as DCP does it.
     """
@@ -144,7 +160,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._split = split_replicas
         self._coordinator = Coordinator(self._assign)
         self._known: dict[str, OrderedDict[bytes, _Local]] = {}  # by group: what was agreed on
-        self._leaves: OrderedDict[tuple[str, Fingerprint], _Leaves] = OrderedDict()
+        self._leaves: OrderedDict[_Looks, _Leaves] = OrderedDict()
         self._serialized: dict[tuple[type, Any], bytes] = {}
         # Of the save that is being planned:
         self._session: Session | None = None
@@ -168,8 +184,14 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         session = storage_meta.session if isinstance(storage_meta, SessionMeta) else None
-        if not is_unchanged(type(self)):
-            session = None  # a subclass may plan another state, or the same one otherwise
+        if session is not None:
+            session.taken = True
+        if session is not None and not is_unchanged(self):
+            # A hook may plan another state, or the same one otherwise. One that was set after async_save was called
+            # has the state still to come.
+            if session.state is not None:
+                state_dict = session.state()
+            session = None
         if self._planning is not None:
             # The last save was not planned to the end: who knows what the coordinator has seen of it.
             self._known.pop(self._planning, None)
@@ -188,14 +210,15 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if self._caches and self.flatten_state_dict:
             self._fingerprint = session.fingerprint
             if self._fingerprint is not None:
-                self._found = self._leaves.get((session.group, self._fingerprint))
+                self._found = self._leaves.get(self._looks_of(session, self._fingerprint))
         if self._found is None:
             self._flatten()
 
     def create_local_plan(self) -> SavePlan:
         session = self._session
         if session is None:
-            self.plan: SavePlan = super().create_local_plan()
+            plan: SavePlan = super().create_local_plan()
+            self.plan = dataclasses.replace(plan, items=self._declared(plan.items))
             return self.plan
         self._planning = session.group
         known = self._known.setdefault(session.group, OrderedDict())
@@ -204,8 +227,11 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             agreed = known.get(digest)
             self._entry = self._found.local = agreed or self._found.local
         else:
-            plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
-            local = LocalPlan.of(plan.items, self.mappings if self.flatten_state_dict else None)
+            plan = self._planned()
+            captured = session.capture
+            items = plan.items if captured is None else captured.as_captured(plan.items)
+            items = self._declared(items)
+            local = LocalPlan.of(items, self.mappings if self.flatten_state_dict else None)
             digest = local.digest
             agreed = known.get(digest) if self._caches else None
             self._entry = agreed or _Local(local)
@@ -221,7 +247,12 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         offers = [plan.planner_data for plan in all_plans]
         if self._session is not None and all(isinstance(offer, Offer) for offer in offers):
-            answers, whole = self._coordinator.plan(self._session.group, offers, self._own)
+            answers, whole = self._coordinator.plan(
+                self._session.group,
+                offers,
+                self._own,
+                (self._split, self.dedup_save_to_lowest_rank),
+            )
             self._solo = len(all_plans) < self._session.world
             self.metadata = PlannedMetadata(whole)
             self.global_plan = [SavePlan([], planner_data=answer) for answer in answers]
@@ -229,8 +260,12 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if any(isinstance(offer, Offer) for offer in offers):
             raise DataStatesError(
                 "some ranks plan with a DataStatesSavePlanner for a DataStatesWriter, and some do not: pass planners "
-                "and writers of one class on all ranks"
+                "and writers of one class on all ranks, with the same hooks set on them"
             )
+        if new := plans_in_objects():
+            _say_slower(new)
+            found: tuple[list[SavePlan], Metadata] = super().create_global_plan(all_plans)
+            return found
         mappings = self.flatten_state_dict
         locals_ = [
             LocalPlan.of(plan.items, plan.planner_data if mappings else None) for plan in all_plans
@@ -281,7 +316,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         assert write_item.tensor_data is not None
         chunk = write_item.tensor_data.chunk
         whole = self.state_dict[write_item.index.fqn]
-        if isinstance(whole, ShardedTensor):
+        if isinstance(whole, ShardedTensor) or holds_shards(whole):
             tensor, begin = _shard_with(whole, chunk.offsets)
         else:
             tensor = whole.to_local() if isinstance(whole, DTensor) else whole
@@ -316,7 +351,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         capture, key = session.capture, session.fingerprint
         if capture is None or key is None or not self._caches:
             return None
-        found = self._leaves.get((session.group, key))
+        found = self._leaves.get(self._looks_of(session, key))
         share = None if found is None else found.local.shares.get(found.local.latest)
         if found is None or share is None:
             return None
@@ -344,6 +379,25 @@ class DataStatesSavePlanner(DefaultSavePlanner):
                 share.plan.items, rank, found.positions[final.items], final.begins.tolist()
             )
         return prepared
+
+    def replicas(self, share: Share) -> tuple[Held, list[Any]]:
+        """Where this rank's replicas of what several ranks write are in memory; and what must be kept meanwhile."""
+        assert self._entry is not None
+        local, items = self._entry.local, share.final.shared
+        found, session = self._found, self._session
+        capture = None if session is None else session.capture
+        if found is not None and capture is not None and not self._flat and capture.is_plain():
+            capture.copying.wait()
+            leaves = found.positions[items]
+            addresses, _, devices = capture.bases()
+            sizes = local.nbytes(items)
+            if devices is not None:
+                sizes[devices[leaves] != HOST] = 0
+            return Held(addresses[leaves], sizes), []
+        tensors = list(map(self._on_host, local.whole_items(items)))
+        addresses = np.array([0 if each is None else each.data_ptr() for each in tensors], np.int64)
+        sizes = np.array([0 if each is None else each.nbytes for each in tensors], np.int64)
+        return Held(addresses, sizes), tensors
 
     def release(self, session: Session) -> None:
         """The save that ``session`` is has been read: hold nothing of its state."""
@@ -386,6 +440,32 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             raise ValueError(f"Failed to validate global plan: {summary}")
         return shares, catalog
 
+    def _on_host(self, item: WriteItem) -> torch.Tensor | None:
+        """The tensor of an item with the bytes as they are stored, if the host can read them."""
+        resolved = self.resolve_data(item)
+        assert isinstance(resolved, torch.Tensor)
+        tensor = local_tensor(resolved).detach()
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
+            return None
+        return tensor.resolve_conj().resolve_neg().contiguous()
+
+    def _looks_of(self, session: Session, key: Fingerprint) -> _Looks:
+        return session.group, key, session.owned if self._split else ()
+
+    def _declared(self, items: list[WriteItem]) -> list[WriteItem]:
+        capture = None if self._session is None else self._session.capture
+        return declared(items, self.state_dict, capture) if self._split else items
+
+    def _planned(self) -> SavePlan:
+        """DCP's plan of the state."""
+        try:
+            return create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        except (RuntimeError, NotImplementedError):  # which do not say which tensor they are about
+            for name, value in self.state_dict.items():
+                if isinstance(value, torch.Tensor):
+                    check_storable(local_tensor(value), name)
+            raise
+
     def _own(self, digest: bytes) -> LocalPlan | None:
         entry = self._entry
         return entry.local if entry is not None and entry.local.digest == digest else None
@@ -427,7 +507,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
                 if path is None:
                     return
                 paths[name] = path
-        self._leaves[session.group, key] = _Leaves(entry, positions, paths)
+        self._leaves[self._looks_of(session, key)] = _Leaves(entry, positions, paths)
         while len(self._leaves) > _KEPT_PLANS:
             self._leaves.popitem(last=False)
 
@@ -448,19 +528,38 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         raise DataStatesError(f"this rank does not hold row {offsets[0]} of {fqn!r}")
 
 
-def is_unchanged(planner: type) -> bool:
-    """Whether no subclass has a say in what is written."""
-    return all(
-        getattr(planner, name) is getattr(DataStatesSavePlanner, name)
-        for name in (
-            "set_up_planner",
-            "create_local_plan",
-            "create_global_plan",
-            "finish_plan",
-            "resolve_data",
-            "lookup_object",
-            "transform_object",
-        )
+_OWN_HOOKS: Final = {
+    name: getattr(DataStatesSavePlanner, name)
+    for name in (
+        "set_up_planner",
+        "create_local_plan",
+        "create_global_plan",
+        "finish_plan",
+        "resolve_data",
+        "lookup_object",
+        "transform_object",
+    )
+}
+
+
+def is_unchanged(planner: DataStatesSavePlanner) -> bool:
+    """Whether nothing but this module has a say in what is written: no subclass, no hook set on the class or object,
+    no torch whose plans this package cannot put in columns.
+    """
+    kind, own = type(planner), vars(planner)
+    return not plans_in_objects() and all(
+        name not in own and getattr(kind, name) is hook for name, hook in _OWN_HOOKS.items()
+    )
+
+
+@cache
+def _say_slower(new: tuple[str, ...]) -> None:
+    """Once in a process, on the coordinator."""
+    logger.warning(
+        "torch %s has fields in DCP's dataclasses that this release does not know (%s): DCP plans each save anew, "
+        "which is slower, and tensors that all ranks hold are not shared out. Look for a newer dcp_datastates",
+        torch.__version__,
+        ", ".join(new),
     )
 
 
@@ -476,7 +575,14 @@ def _key(value: Any) -> tuple[type, Any] | None:
     return (kind, value) if value is None or kind is bool else None
 
 
-def _shard_with(tensor: ShardedTensor, offsets: torch.Size) -> tuple[torch.Tensor, int]:
+def _shard_with(
+    tensor: ShardedTensor | torch.Tensor, offsets: torch.Size
+) -> tuple[torch.Tensor, int]:
+    if not isinstance(tensor, ShardedTensor):
+        found = shard_with(tensor, offsets)
+        if found is not None:
+            return found
+        raise DataStatesError(f"this rank holds no shard at {tuple(offsets)}")
     for shard in tensor.local_shards():
         starts, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
         if tuple(starts) == tuple(offsets):

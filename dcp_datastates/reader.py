@@ -6,18 +6,23 @@ DCP's calls, on each rank: ``read_metadata  set_up_storage_reader  prepare_local
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
+from dcp_datastates.commit.publish import warn_if_replaced
 from dcp_datastates.committed import load_metadata
 from dcp_datastates.config import parse_host_cache_size
+from dcp_datastates.damage import some_of
 from dcp_datastates.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -25,13 +30,17 @@ from dcp_datastates.errors import (
     CheckpointReplacedError,
     ConfigurationError,
     DataStatesError,
+    IncompatibleStateError,
     UnsafeObjectError,
 )
 from dcp_datastates.metadata import Note, read_note
 from dcp_datastates.restore import restore
 from dcp_datastates.storage import local
+from dcp_datastates.stored_names import as_keys, is_under, unread
 
 __all__ = ["DataStatesReader"]
+
+logger = logging.getLogger(__name__)
 
 
 class DataStatesReader(StorageReader):
@@ -48,6 +57,10 @@ class DataStatesReader(StorageReader):
             needs one.
         allow_cast: Whether a tensor may be loaded into one of another dtype. Stock DCP casts silently;
             here the default is to refuse.
+        strict: Whether a load that leaves a stored tensor or object unread is an error. By default it is a warning
+            in the log, with the first names: DCP reads only what the state asks for, and the ``state_dict()`` of
+            an optimizer that has not stepped asks for nothing.
+        leave: Names, or what names begin with (``"optimizer"``), that are left unread on purpose.
         host_cache_size: Host memory for staging if this process has no engine yet, bytes or a string.
 
     Raises:
@@ -64,19 +77,29 @@ class DataStatesReader(StorageReader):
         *,
         allow_objects: bool = True,
         allow_cast: bool = False,
+        strict: bool = False,
+        leave: str | Iterable[str] = (),
         host_cache_size: int | str = DEFAULT_HOST_CACHE_BYTES,
     ) -> None:
         super().__init__()
-        for name, value in (("allow_objects", allow_objects), ("allow_cast", allow_cast)):
+        for name, value in (
+            ("allow_objects", allow_objects),
+            ("allow_cast", allow_cast),
+            ("strict", strict),
+        ):
             if not isinstance(value, bool):
                 raise ConfigurationError(f"{name}={value!r} must be True or False")
         self._path = None if path is None else local.local_path(path)
         self._allow_objects = allow_objects
         self._allow_cast = allow_cast
+        self._strict = strict
+        self._leave = as_keys("leave", leave)
         self._host_cache_bytes = parse_host_cache_size(host_cache_size)
         self._metadata: Metadata | None = None
         self._note: Note | None = None
         self._failure: DataStatesError | None = None
+        self._asked: set[str] | None = None
+        """What the plan asks for where one rank loads by itself."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -126,7 +149,9 @@ class DataStatesReader(StorageReader):
             failure, self._failure = self._failure, None
             raise failure
         self._metadata = metadata
+        self._asked = None
         self._note = read_note(metadata, self._directory() / local.METADATA_NAME)
+        warn_if_replaced(Path(os.path.realpath(self._directory())))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse objects if told so; note which attempt this rank is about to read."""
@@ -141,13 +166,21 @@ class DataStatesReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator: all ranks must have seen the same attempt."""
+        """Coordinator: all ranks must have seen the same attempt; say what none of them asks for.
+
+        With ``strict``, raises :class:`IncompatibleStateError` for that.
+        """
         seen = {plan.storage_data for plan in plans}
         if len(seen) > 1:
             raise CheckpointReplacedError(
                 f"{self._directory()}: ranks see different attempts ({', '.join(sorted(map(str, seen)))}): "
                 f"the checkpoint was replaced meanwhile, or the path is not shared; load again"
             )
+        asked = {item.storage_index.fqn for plan in plans for item in plan.items}
+        if len(plans) > 1:
+            self._check_unread(asked)
+        else:
+            self._asked = asked
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
@@ -155,6 +188,11 @@ class DataStatesReader(StorageReader):
         metadata, note = self._metadata, self._noted()
         assert metadata is not None
         directory = self._directory()
+        if self._asked is not None:
+            # This rank alone, which may hold an empty shard of a tensor (with no_dist=True): its plan lacks
+            # that, its state does not.
+            held = getattr(planner, "state_dict", None)
+            self._check_unread(self._asked.union(held if isinstance(held, dict) else ()))
         try:
             restore(
                 plan,
@@ -171,11 +209,43 @@ class DataStatesReader(StorageReader):
         future.set_result(None)
         return future
 
+    def _leaves(self, name: str) -> bool:
+        """Whether what is stored under this name is left unread on purpose."""
+        return is_under(name, self._leave)
+
+    def _check_unread(self, asked: set[str]) -> None:
+        assert self._metadata is not None
+        stored = self._metadata.state_dict_metadata
+        names = [
+            name
+            for name in unread(stored, asked)
+            if not self._leaves(name)
+            and (self._allow_objects or isinstance(stored[name], TensorStorageMetadata))
+        ]
+        if not names:
+            return
+        said = (
+            f"{self._directory()}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the "
+            f"state to load into does not ask for them: {some_of(names)}. The state_dict() of an optimizer is empty "
+            f"before its first step: get_optimizer_state_dict of torch.distributed.checkpoint.state_dict fills it. "
+            f"If a part is meant, say so: dcp_datastates.load(..., keys=...) or DataStatesReader(..., leave=...)"
+        )
+        if self._strict:
+            raise IncompatibleStateError(said)
+        # With no_dist=True every rank loads by itself, and most likely the same: one of them says it.
+        first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
+        logger.log(logging.WARNING if first else logging.INFO, "%s", said)
+
     def _explain_missing(
         self, directory: Path, note: Note, error: CheckpointNotFoundError
     ) -> DataStatesError:
         try:
             now = read_note(load_metadata(directory), directory / local.METADATA_NAME).attempt
+        except CheckpointNotFoundError:
+            return CheckpointReplacedError(
+                f"{directory}: attempt {note.attempt.name} was removed while it was being loaded, by retain or delete, "
+                f"perhaps; load another checkpoint"
+            )
         except DataStatesError:
             return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
         if now != note.attempt:

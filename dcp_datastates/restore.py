@@ -216,10 +216,15 @@ def _read(
             raise CheckpointCorruptError(
                 f"the metadata do not describe data file {relative_path!r}"
             )
-        if content.nbytes:
-            plan.add_file(
-                str(directory / relative_path), record.nbytes, record.table_offset, content
-            )
+        if not content.nbytes:
+            continue
+        path = str(directory / relative_path)
+        try:
+            plan.add_file(path, record.nbytes, record.table_offset, content)
+        except ValueError as error:
+            raise CheckpointCorruptError(
+                f"{path}: the metadata have tensors or objects lie where others do: {error}"
+            ) from error
     # Tensors may still be being made by what their device was given before.
     job = engine.restore(plan, requests, fences(engine, {each.device for each in requests}))
     try:

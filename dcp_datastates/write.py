@@ -8,9 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
+import pickle
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,9 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
     DeviceError,
+    SnapshotTornError,
     StorageError,
+    UnsupportedStateError,
 )
 from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
 from dcp_datastates.lazy.devices import HOST, THROUGH_TORCH, dense, fences, place
@@ -38,19 +39,18 @@ from dcp_datastates.lazy.tensors import add_region, check_storable
 from dcp_datastates.metadata import FileRecord
 from dcp_datastates.planner import DataStatesSavePlanner, Share
 from dcp_datastates.planning.prepared import Prepared, report_of
+from dcp_datastates.planning.replicas import sample
 from dcp_datastates.planning.report import Report, Told
 from dcp_datastates.planning.session import Session
+from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage import local
+from dcp_datastates.storage import local, operations
 
 __all__ = ["Ahead", "WrittenPart", "read_ahead", "write_plan"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
-
-_SHARED_SECONDS: Final = 10.0
-"""How long a network file system may take to show a directory that another machine created."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class WrittenPart:
     def error(self) -> BaseException | None:
         """Why they failed; None while under way, and once durable."""
         fault = self._job.fault
-        return None if fault is None else _error(fault)
+        return None if fault is None else _error(fault, self._nbytes)
 
     @property
     def progress(self) -> int:
@@ -177,12 +177,14 @@ def write_plan(
     """
     folder = directory / attempt.name
     check_shared(folder, rank)
+    samples = b""
     job: SaveJob | None = None
     keep: list[Any] = []
     try:
         if snapshot is not None and ahead is not None and ahead.share is share:
             content = ahead.content
             stats.steady = True
+            samples = _samples(planner, share, attempt)  # while the gate still holds
             job = snapshot.adopt()
             paths = [str(folder / layout.name) for layout in content.layouts]
             job.place(paths, _directories(folder, paths))
@@ -196,6 +198,8 @@ def write_plan(
             directories = _directories(folder, content.files)
 
             def start(window: Window) -> SaveJob:
+                nonlocal samples
+                samples = _samples(planner, share, attempt)  # while the gate still holds
                 job = engine.save(content.files, directories, order, window, keep, content.fences)
                 progress.follow(job)
                 return job
@@ -210,7 +214,7 @@ def write_plan(
             if snapshot.failure is not None:
                 raise snapshot.failure
         if job.fault is not None:
-            raise _error(job.fault)
+            raise _error(job.fault, sum(file.nbytes for file in content.sealed))
     except BaseException:
         if job is not None:
             job.cancel()
@@ -222,7 +226,7 @@ def write_plan(
     if share is None:
         return _results(plan.items, content.layouts, content.sealed, attempt), part
     report = content.report or report_of(content.layouts, content.sealed, len(plan.items))
-    return [_told(share, report)], part
+    return [_told(share, report, samples)], part
 
 
 def _directories(folder: Path, files: Sequence[object]) -> list[str]:
@@ -273,43 +277,56 @@ def _prepared(
 
 
 def _is_plain(session: Session) -> bool:
-    """Whether every tensor's bytes are in its memory as they are to be written."""
-    if session.capture is None:
-        return False
-    deferred = session.capture.deferred.columns.locals
-    return all(map(torch.Tensor.is_contiguous, deferred)) and not (
-        any(map(torch.Tensor.is_neg, deferred)) or any(map(torch.Tensor.is_conj, deferred))
-    )
+    return session.capture is not None and session.capture.is_plain()
 
 
-def _told(share: Share, report: Report) -> Told:
+def _samples(planner: SavePlanner, share: Share | None, attempt: Attempt) -> bytes:
+    if share is None or not len(share.final.shared):
+        return b""
+    assert isinstance(planner, DataStatesSavePlanner)
+    held, _keep = planner.replicas(share)
+    return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
+
+
+def _told(share: Share, report: Report, samples: bytes) -> Told:
     known = share.told.get(share.whole) == report.digest
     share.sent = report.digest
     if not known:
         share.told = {}
-    return Told(report.digest, None if known else report.encode())
+    return Told(report.digest, None if known else report.encode(), samples)
 
 
 def check_shared(folder: Path, rank: int) -> None:
-    """Raise :class:`ConfigurationError` unless this rank sees the directory that the coordinator made."""
-    deadline = time.monotonic() + _SHARED_SECONDS
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            raise ConfigurationError(
-                f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator "
-                f"has just created: the checkpoint's path must be one directory for all ranks, on a "
-                f"shared file system"
-            )
-        time.sleep(_POLL_SECONDS)
+    """Raise :class:`ConfigurationError` unless this rank sees the directory that the coordinator made.
+
+    It is made once more, and must be there: that asks the server of a network file system, which a look does not, for
+    half a minute after somebody has looked for it in vain.
+    """
+    made = local.make_directories(folder, "share")
+    if not made:
+        return
+    for path in made:
         with contextlib.suppress(OSError):
-            os.listdir(folder.parent)  # has a network file system look again
+            operations.remove_directory(path, "share")
+    raise ConfigurationError(
+        f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator has just created: "
+        f"the checkpoint's path must be one directory for all ranks, on a shared file system"
+    )
 
 
-def _error(fault: Fault) -> DataStatesError:
+def _error(fault: Fault, nbytes: int) -> DataStatesError:
+    """Of a job that was to write ``nbytes`` bytes."""
     if fault.kind == "io":
-        return StorageError(fault.errno or None, fault.message, fault.path)
+        # The system's error adds its number and the path.
+        text = fault.message.replace(f" of '{fault.path}'", "").replace(
+            f" (errno {fault.errno})", ""
+        )
+        text += local.about_space(fault.errno, fault.path, nbytes)
+        return StorageError(fault.errno or None, text, fault.path)
     if fault.kind == "device":
         return DeviceError(fault.message)
+    if fault.kind == "lost":
+        return SnapshotTornError(fault.message)
     return DataStatesError(fault.message)
 
 
@@ -361,7 +378,12 @@ def _files(
 
 
 def _resolve_object(planner: SavePlanner, item: WriteItem) -> memoryview:
-    data = planner.resolve_data(item)
+    try:
+        data = planner.resolve_data(item)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # as pickle says no
+        raise UnsupportedStateError(
+            f"object {item.index.fqn!r} of the state cannot be stored: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(data, io.BytesIO):
         raise DataStatesError(
             f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}; its plan says BYTE_IO"
@@ -441,11 +463,11 @@ def _results(
         first = items[(layout.tensors or layout.objects)[0].item]
         results.append(WriteResult(first.index, file.nbytes, record))
         for entry in layout.tensors:
-            info = _StorageInfo(path, entry.offset, entry.nbytes)
+            info = _StorageInfo(path, entry.offset, entry.nbytes, TRANSFORM_DESCRIPTORS)
             results.append(WriteResult(items[entry.item].index, entry.nbytes, info))
         for element, offset, size in zip(
             layout.objects, file.object_offsets, file.object_sizes, strict=True
         ):
-            info = _StorageInfo(path, offset, size)
+            info = _StorageInfo(path, offset, size, TRANSFORM_DESCRIPTORS)
             results.append(WriteResult(items[element.item].index, size, info))
     return results

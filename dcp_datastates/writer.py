@@ -6,23 +6,22 @@ A synchronous save and DCP's half of an asynchronous one make the same calls, in
     write_data  [finish]                                         [coordinator only, or if an id is given]
 
 An asynchronous save calls ``stage`` before, in the training thread. Nothing about a save is kept on the
-writer, which may serve several at once: it is kept in a :class:`~dcp_datastates.save.Save`, found by the
+writer, which may serve several at once: it is kept in a :class:`~dcp_datastates.operation.Save`, found by the
 calling thread.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -43,34 +42,38 @@ from dcp_datastates.dcp.frames import local_variable
 from dcp_datastates.dcp.shared_group import async_save_call, warn_if_shared
 from dcp_datastates.dcp.staged import StagedStateDict
 from dcp_datastates.dcp.turns import Turn, at_thread_end, await_all, end_here
-from dcp_datastates.engine import engine, next_order
+from dcp_datastates.engine import engine, moved, next_order
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.failpoints import hit
+from dcp_datastates.forks import ProcessLock
+from dcp_datastates.futures import AskedFuture
 from dcp_datastates.lazy import step_gate
 from dcp_datastates.lazy.buffers import EagerBuffers
 from dcp_datastates.lazy.capture import Capture, capture
 from dcp_datastates.lazy.devices import capturing
 from dcp_datastates.lazy.ownership import Ownership, known_optimizers
 from dcp_datastates.lazy.snapshot import Snapshot
+from dcp_datastates.operation import Save
 from dcp_datastates.planner import DataStatesSavePlanner, Share, is_unchanged
 from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.planning.whole import PlannedMetadata
-from dcp_datastates.save import OutcomeFuture, Save
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
+from dcp_datastates.waiting import Stall
 from dcp_datastates.write import Ahead, read_ahead, write_plan
 
 __all__ = ["DataStatesWriter"]
 
 logger = logging.getLogger(__name__)
 
+_INTRODUCE_SECONDS: Final = 1.0
+
 
 class _ThisThread(threading.local):
     """What DCP has told a writer so far in the calling thread."""
 
-    path: Path | None = None
+    path: str | os.PathLike[str] | None = None
     staged: Save | None = None
-    collected: list[Save] | None = None
     save: Save | None = None
 
 
@@ -87,11 +90,14 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     :class:`SnapshotTornError` and nothing is committed.
 
     Args:
-        path: Directory of the checkpoint; created if missing. None if every save passes
-            ``checkpoint_id``.
+        path: Directory of the checkpoint; created if missing. ``~`` is the home directory. A relative path is below
+            the working directory now (``checkpoint_id``: at the call of the save), and symbolic links are followed
+            once for each save. None if every save passes ``checkpoint_id``.
         host_cache_size: Host memory for staging, bytes or a string such as ``"4GiB"``; at least 32 MiB.
-            Memory is taken as it is used, and shared by all writers of the process: the largest size
-            asked for counts. A checkpoint may be larger: then its reads wait for storage.
+            ``"auto"`` is 4 GiB, or less where the ranks of a machine would take more than a quarter of the
+            memory that they may use (physical, or by the limit of a cgroup). Memory is taken as it is used,
+            and shared by all writers of the process: the largest size asked for counts. A checkpoint may be larger:
+            then its reads wait for storage.
         read_window: When deferred reads start: ``"backward"``, with the next backward pass;
             ``"immediate"``, at the call.
         read_deadline: Seconds after the call at which they start in any case (0 to 3600).
@@ -101,13 +107,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             loads until the new one is committed, whatever happens.
         process_group: The ranks that save together, if they are not all: the group that is passed to
             DCP. Only its membership is used, no collective runs on it.
+        no_dist: This process saves alone, whatever others do: as DCP's option of that name.
         commit: ``"wait"``: DCP's future returns when the checkpoint is committed on all ranks.
             ``"background"``: it returns as soon as the bytes are read and handed over, so that DCP's
-            bookkeeping of the next save can begin; :attr:`committed` and :meth:`wait` tell the outcome,
-            and a failure that nobody has asked about is logged by the next save. A synchronous save
-            always waits.
-        commit_timeout: Seconds without any progress after which a rank that is alive fails the save. A
-            rank that is dead, or silent for 15 s, fails it in any case.
+            bookkeeping of the next save can begin; :attr:`committed` and :meth:`wait` tell the outcome. A synchronous
+            save always waits.
+        commit_timeout: Seconds without any progress after which a rank that is alive fails the save: one that has not
+            called ``async_save``, say. A rank that is dead, or silent for 15 s, fails it in any case.
+        exit_timeout: Seconds for which the end of the process waits for saves in flight. Those not committed by
+            then fail, and the log names them.
         max_in_flight: Asynchronous saves of this process that may be under way before one is behind.
         when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save;
             drop the oldest that has not begun, for the ``"newest"``. The ranks agree on the last two,
@@ -123,12 +131,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     """
 
     _synchronize_after_execute = False  # async_save must not wait for the reads
+    _used = False
+    _closed = False
+    _made_for: CommitGroup | None = None
 
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        host_cache_size: int | str = "4GiB",
+        host_cache_size: int | str = "auto",
         read_window: str = "backward",
         read_deadline: float = 1.0,
         defer: str = "owned",
@@ -136,8 +147,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         process_group: Any = None,
         commit: str = "wait",
         commit_timeout: float = 300.0,
+        exit_timeout: float = 600.0,
         max_in_flight: int = 4,
         when_behind: str = "wait",
+        no_dist: bool = False,
     ) -> None:
         super().__init__()
         self._config = WriterConfig.checked(
@@ -148,20 +161,32 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             overwrite=overwrite,
             commit=commit,
             commit_timeout=commit_timeout,
+            exit_timeout=exit_timeout,
             max_in_flight=max_in_flight,
             when_behind=when_behind,
         )
         self._process_group = process_group
+        self._no_dist = no_dist
         # Where there are several ranks, only some may find it so: prepare_local_plan() tells them all.
         self._alone = self.peers is ALONE  # raises if this process is not among them
         self._path = None if path is None else self._checked(path)
         self._here = _ThisThread()
-        self._lock = threading.Lock()  # guards _saves, _newest, _last, _closed
+        self._lock = ProcessLock()  # guards _saves, _newest, _last, _closed
         self._saves: list[Save] = []  # whose outcome is not known, or was not asked for
         self._newest: Save | None = None
         self._last: SaveStats | None = None
         self._closed = False
         engine(self._config.host_cache_bytes)
+        self._made_for = commit_group(self.peers)
+        if self._made_for.heart is not None:
+            # Once: from then on the other ranks see at once if this process dies. The heart's thread does it.
+            self._made_for.heart.introduce(_INTRODUCE_SECONDS)
+
+    def __del__(self) -> None:
+        # DCP calls a Stateful's state_dict() before it comes here. If that raises, all that is seen of the call is a
+        # writer that was made for it, and is dropped without having saved anything.
+        if self._made_for is not None and not self._used and not self._closed:
+            self._made_for.miss()
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -230,6 +255,40 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         may go wrong on one rank alone (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`,
         :class:`StorageError`) is raised here if there is one rank; else by the future, on all ranks.
         """
+        call = async_save_call()
+        warn_if_shared(call)
+        planner = _planner_of(self, call)
+        save = self.call(state_dict, planner, self._path, own=False)
+
+        def begin() -> dict[Any, Any]:
+            self._here.staged = save
+            at_thread_end(save.ended)
+            return self.begin(save, planner)
+
+        def abandon(error: BaseException) -> None:
+            assert save.snapshot is not None
+            save.snapshot.fail(error)
+            save.error = error
+            save.ended()
+
+        return StagedStateDict(begin, abandon)
+
+    def call(
+        self,
+        state_dict: Mapping[str, Any],
+        planner: SavePlanner | None,
+        path: Path | None,
+        *,
+        own: bool,
+    ) -> Save:
+        """What a call of ``async_save`` does in the training thread: as :meth:`stage`, without what is DCP's.
+
+        Args:
+            state_dict: what to save.
+            planner: what will plan it, if that knows this writer.
+            path: where to; None if DCP will say.
+            own: whether this package runs the save, and not DCP.
+        """
         began = time.perf_counter()
         config = self._config
         self._check_open()
@@ -237,19 +296,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise ConfigurationError(
                 "async_save was called while a CUDA graph is being captured; call it outside"
             )
-        call = async_save_call()
-        warn_if_shared(call)
         self._end_mine()
-        self._report()
+        self._used = True
         group = commit_group(self.peers)
         if config.when_behind == "wait":
             await_room(config.max_in_flight)
         stats = SaveStats()
-        save = self._make_save(group, self._path, stats, asynchronous=True)
+        save = self._make_save(group, path, stats, asynchronous=True, own=own)
         save.snapshot = self._snapshot(save)
-        if self._here.collected is not None:
-            save.background = save.dcp_tells = True
-            self._here.collected.append(save)
+        save.working_directory = local.working_directory()
         try:
             hit("capture.before")
             self._capture(save, save.snapshot, state_dict)
@@ -259,12 +314,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.snapshot.fail(error)
             if group.peers.world == 1 or not isinstance(error, Exception):
                 raise
-        planner = _planner_of(self, call)
-        if save.error is None and planner is not None:
+        if save.error is None and _is_ours(planner):
             save.session = _session(group, save.snapshot.capture, save.snapshot.state)
             # Now: the tensors may have other forms by the time that anybody plans.
             save.session.look()
-        save.turn = Turn()
+        save.turn = Turn(expected=not own)
         if config.when_behind != "wait":
             save.undecided()
             group.policy.ask(save, config.max_in_flight, config.when_behind)
@@ -273,45 +327,45 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             self._saves = [other for other in self._saves if not _is_told(other)]
             self._saves.append(save)
         enter(save)
-
-        def begin() -> dict[Any, Any]:
-            self._here.staged = save
-            at_thread_end(save.ended)
-            assert save.turn is not None
-            assert save.snapshot is not None
-            try:
-                if save.error is None:
-                    save.snapshot.begin()
-                    if save.session is not None and config.when_behind == "wait":
-                        # Before this save's turn, so that its reads wait for no other's bookkeeping. Here, and
-                        # not in the training thread, which has better things to do.
-                        save.ahead = self._read_ahead(save, save.session, planner)
-            except DataStatesError as error:
-                save.error = save.error or error
-            save.turn.wait()
-            save.begin()
-            try:
-                # A planner that knows this writer asks the session for the state, and mostly need not.
-                given_by_session = save.error is not None or save.session is not None
-                return {} if given_by_session else save.snapshot.state()
-            except DataStatesError as error:
-                # Raised from storage_meta(), where DCP tells the other ranks; here they would wait.
-                save.error = save.error or error
-                return {}
-
-        def abandon(error: BaseException) -> None:
-            assert save.snapshot is not None
-            save.snapshot.fail(error)
-            save.error = error
-            save.ended()
-
         stats.stage_seconds = time.perf_counter() - began
-        return StagedStateDict(begin, abandon)
+        return save
+
+    def begin(self, save: Save, planner: SavePlanner | None) -> dict[Any, Any]:
+        """The calling thread plans ``save``: returns its state when its turn has come.
+
+        What goes wrong is in ``save.error``, and raised from :meth:`storage_meta`: there it is told to the other ranks,
+        and here they would wait.
+        """
+        assert save.turn is not None
+        assert save.snapshot is not None
+        save.turn.come()
+        try:
+            if save.error is None:
+                save.snapshot.begin()
+                if save.session is not None and self._config.when_behind == "wait":
+                    # Before this save's turn, so that its reads wait for no other's bookkeeping. Here, and
+                    # not in the training thread, which has better things to do.
+                    save.ahead = self._read_ahead(save, save.session, planner)
+        except DataStatesError as error:
+            save.error = save.error or error
+        save.turn.wait()
+        save.begin()
+        try:
+            # A planner that knows this writer asks the session for the state, and mostly need not.
+            given_by_session = save.error is not None or save.session is not None
+            return {} if given_by_session else save.snapshot.state()
+        except DataStatesError as error:
+            save.error = save.error or error
+            return {}
+
+    def run(self, save: Save) -> None:
+        """The calling thread makes DCP's calls for ``save`` from now on."""
+        self._here.staged = save
 
     def _read_ahead(
-        self, save: Save, session: Session, planner: DataStatesSavePlanner | None
+        self, save: Save, session: Session, planner: SavePlanner | None
     ) -> Ahead | None:
-        assert planner is not None
+        assert isinstance(planner, DataStatesSavePlanner)
         assert save.snapshot is not None
         native = engine(self._config.host_cache_bytes)
         try:
@@ -325,14 +379,14 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     def _snapshot(self, save: Save) -> Snapshot:
         config = self._config
-        ownership = Ownership(known_optimizers() if config.defer != "none" else ())
+        ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
         window = Window(0.0 if config.read_window == "immediate" else config.read_deadline)
-        return Snapshot(ownership, window, save.order, save.stats)
+        return Snapshot(ownership, window, save.order, save.stats, config.commit_timeout)
 
     def _capture(self, save: Save, snapshot: Snapshot, state_dict: Mapping[str, Any]) -> None:
         config = self._config
-        if self._path is not None:
-            check_overwrite(self._path, config.overwrite)
+        if save.path is not None:
+            check_overwrite(save.path, config.overwrite)
         native = engine(config.host_cache_bytes)
         buffers = EagerBuffers(native, save.order)
         try:
@@ -370,8 +424,12 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return "" if self._path is None else str(self._path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The save that begins in this thread goes to ``checkpoint_id``."""
-        self._here.path = None if checkpoint_id is None else self._checked(checkpoint_id)
+        """The save that begins in this thread goes to ``checkpoint_id``.
+
+        DCP calls this in its own thread. A relative path is below the working directory at the call of
+        ``async_save``.
+        """
+        self._here.path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
         """DCP's first call for a save, in the thread that runs it."""
@@ -396,11 +454,14 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """See that the checkpoint may be written."""
         hit("plan.before")
-        directory = self._save().directory()
+        directory = self._save().place()
         check_overwrite(directory, self._config.overwrite)
         local.check_writable(directory)
         hit("plan.after")
-        return plan
+        snapshot = self._save().snapshot
+        if snapshot is None:
+            return plan
+        return dataclasses.replace(plan, items=snapshot.capture.as_captured(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: claim an attempt; the ticket travels to the ranks with their plans."""
@@ -419,6 +480,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             if isinstance(plan.storage_data, TicketCarrier):
                 save.deliver(plan.storage_data.ticket)
             ticket = save.ticket()
+            if save.session is not None and save.snapshot is not None and not save.session.taken:
+                raise ConfigurationError(
+                    "set_up_planner() of the planner was replaced after async_save was called, by a function that "
+                    "takes no storage_meta or calls no super().set_up_planner(); set hooks before the call"
+                )
             share = None
             if save.session is not None and isinstance(planner, DataStatesSavePlanner):
                 share = planner.share_of(save.session)
@@ -426,7 +492,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 plan,
                 planner,
                 engine(self._config.host_cache_bytes),
-                save.directory(),
+                save.place(),
                 ticket.attempt,
                 save.rank,
                 save.order,
@@ -466,8 +532,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save = self._save()
         try:
             if isinstance(metadata, PlannedMetadata):
-                metadata.consolidate(results, str(save.directory()), save.ticket().attempt.name)
+                metadata.consolidate(results, str(save.place()), save.ticket().attempt.name)
             save.consolidate(metadata, results)
+        except BaseException as error:
+            save.abandon(error)
+            raise
         finally:
             self._over_unless_dcp_thread(save)
 
@@ -476,21 +545,26 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     @property
     def peers(self) -> Peers:
         """The ranks that commit together."""
-        return peers_of(self._process_group)
+        return ALONE if self._no_dist else peers_of(self._process_group)
 
-    @contextlib.contextmanager
-    def in_background(self) -> Iterator[list[Save]]:
-        """Saves that this thread stages meanwhile are background saves; they are in the list."""
-        self._here.collected = []
-        try:
-            yield self._here.collected
-        finally:
-            self._here.collected = None
+    def path_of(self, path: str | os.PathLike[str] | None) -> Path:
+        """Where a call with this ``path`` saves to. Raises :class:`ConfigurationError` if nothing says."""
+        if path is not None:
+            return self._checked(path)
+        if self._path is None:
+            raise ConfigurationError("no path to save to: pass path, or a writer that has one")
+        return self._path
 
     # ---- within ------------------------------------------------------------------------------------
 
     def _make_save(
-        self, group: CommitGroup, path: Path | None, stats: SaveStats, *, asynchronous: bool
+        self,
+        group: CommitGroup,
+        path: Path | None,
+        stats: SaveStats,
+        *,
+        asynchronous: bool,
+        own: bool = False,
     ) -> Save:
         config = self._config
         return Save(
@@ -498,10 +572,13 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             path,
             stats=stats,
             order=next_order(),
-            background=asynchronous and config.commit == "background",
+            asynchronous=asynchronous,
+            own=own,
+            background=own or (asynchronous and config.commit == "background"),
             overwrite=config.overwrite,
             timeout=config.commit_timeout,
             reading=config.read_deadline,
+            exit_timeout=config.exit_timeout,
         )
 
     def _begin(self) -> Save:
@@ -511,16 +588,17 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         path, here.path = here.path, None
         if staged is not None:
             save = staged
-            save.path = path or save.path
         else:
             self._end_mine()
             self._check_open()
-            self._report()
             step_gate.open_windows()  # no backward pass comes while this thread waits here
-            await_all()
+            # In a signal handler, what these need may be held by the very frame that it interrupts.
+            stall = Stall(logger, "this save", self._config.commit_timeout)
+            await_all(lambda: stall.look(moved(None), "the saves before it to be planned"))
             group = commit_group(self.peers)
-            save = self._make_save(group, path or self._path, SaveStats(), asynchronous=False)
+            save = self._make_save(group, self._path, SaveStats(), asynchronous=False)
             at_thread_end(save.ended)  # DCP may raise without calling finish(): Ctrl-C, say
+            self._used = True
             save.begin()
             with self._lock:
                 self._newest = save
@@ -528,6 +606,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 self._saves.append(save)
         here.save = save
         collect_ticket(save.deliver)
+        if path is not None:
+            try:
+                save.path = self._checked(path, save.working_directory)
+            except DataStatesError as error:
+                save.error = save.error or error
         if save.error is not None:
             raise save.error
         return save
@@ -535,15 +618,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def _end_mine(self) -> None:
         """A synchronous save that ran in this thread, by any writer, is over, or nobody would be here."""
         end_here()
-
-    def _report(self) -> None:
-        """Log the failures of saves in the background that nobody has asked about."""
-        with self._lock:
-            unasked = [save for save in self._saves if save.background and not save.committed.asked]
-        for save in unasked:
-            if (error := save.committed.peek()) is not None:
-                save.committed.asked = True
-                logger.error("an earlier save was not committed: %s", error)
 
     def _save(self) -> Save:
         save = self._here.save
@@ -554,9 +628,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return save
 
     def _over_unless_dcp_thread(self, save: Save) -> None:
-        # DCP's own thread ends with its save, and that ends the save here. In a thread of somebody
-        # else's, which may live on, nothing tells of the end.
-        if not _in_dcp_thread():
+        # DCP's own thread ends with its save, and that ends the save here; the planning thread says so itself. In
+        # any other thread, which may live on, nothing tells of the end.
+        if not save.own and not _in_dcp_thread():
             save.ended()
             if save.turn is None:
                 end_here()
@@ -565,8 +639,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if self._closed:
             raise ConfigurationError("this DataStatesWriter is closed; construct another one")
 
-    def _checked(self, path: str | os.PathLike[str]) -> Path:
-        directory = local.local_path(path)
+    def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Path:
+        directory = local.local_path(path, below)
         if self._alone:
             local.check_writable(directory)
         return directory
@@ -587,9 +661,12 @@ def _planner_of(writer: DataStatesWriter, call: FrameType | None) -> DataStatesS
     if call is None or local_variable(call, "storage_writer") is not writer:
         return None
     planner = local_variable(call, "planner")
-    if not isinstance(planner, DataStatesSavePlanner) or not is_unchanged(type(planner)):
-        return None  # a subclass may look at the state, and plan another
-    return planner
+    return planner if _is_ours(planner) else None
+
+
+def _is_ours(planner: SavePlanner | None) -> bool:
+    """Whether it plans just what it is known to plan: a hook may look at the state, and plan another."""
+    return isinstance(planner, DataStatesSavePlanner) and is_unchanged(planner)
 
 
 def _session(
@@ -603,7 +680,7 @@ def _note_told(save: Save, share: Share, digest: bytes) -> None:
     whole = share.whole
 
     def note(committed: Future[None]) -> None:
-        assert isinstance(committed, OutcomeFuture)
+        assert isinstance(committed, AskedFuture)
         # After a failure, what the coordinator remembers is not known.
         known = committed.peek() is None and share.sent == digest
         share.told = {whole: digest} if known else {}

@@ -43,6 +43,7 @@ from dcp_datastates.metadata import (
 )
 from dcp_datastates.planning.catalog import Catalog, Placement
 from dcp_datastates.planning.emit import emit
+from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
 
 META = StorageMeta(checkpoint_id="a checkpoint", save_id="a save")
 NOTE = {"version": 1, "files": {"ü": (1, 2)}}
@@ -118,7 +119,7 @@ class Example:
         return Metadata(state, self.mappings, places, META, "1.0.0")
 
     def _info(self, place: tuple[int, int, int]) -> _StorageInfo:
-        return _StorageInfo(self.paths[place[0]], *place[1:])
+        return _StorageInfo(self.paths[place[0]], *place[1:], TRANSFORM_DESCRIPTORS)
 
 
 def _ints(values: Any) -> Any:
@@ -145,7 +146,7 @@ def _identical(found: Any, expected: Metadata) -> None:
     ]
     assert [type(k.offset) for k in keys] == [type(k.offset) for k in others]
     for info in found.storage_data.values():
-        assert info.transform_descriptors is None
+        assert info.transform_descriptors == TRANSFORM_DESCRIPTORS
 
 
 # --- strategies ---------------------------------------------------------------------------------------

@@ -160,3 +160,16 @@ def test_close_ends_the_thread(hearts):
 def test_losses_travel():
     losses = [Loss(3, 'is dead: "quoted"', True), Loss(5, "has been silent")]
     assert Loss.decode(Loss.encode(losses).encode()) == losses
+
+
+def test_a_listener_that_raises_does_not_end_the_heart(hearts, monkeypatch):
+    first = hearts(0)
+    told = []
+
+    def listener(losses):
+        told.append(losses)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(first, "losses", lambda: [Loss(1, "is lost")])
+    first.listen(listener)
+    _until(lambda: len(told) >= 2)

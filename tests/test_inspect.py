@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -15,7 +16,12 @@ from support.commands import run_cli
 from support.files import data_files, flip_bit
 from support.states import Opinion, filled
 
-from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, ForeignCheckpointError
+from dcp_datastates import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ForeignCheckpointError,
+    inspect,
+)
 from dcp_datastates.checkpoints.describe import (
     Checkpoint,
     Directory,
@@ -274,3 +280,52 @@ def test_nothing_in_a_checkpoint_is_unpickled_but_its_metadata(tmp_path):
     assert "malice" in ended.stdout
     assert run_cli("verify", tmp_path / "step-1").returncode == 0
     assert not victim.exists()
+
+
+# --- in Python ------------------------------------------------------------------------------------------
+
+
+def test_inspect_returns_the_same_and_reads_well(checkpoint):
+    found = inspect(checkpoint)
+    assert found == describe(checkpoint)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.nbytes = 0
+    lines = str(found).splitlines()
+    assert lines[0] == str(checkpoint)
+    assert lines[1].startswith("  committed 20")
+    assert "in 1 file of 1 rank: 4 tensors, 1 object" in lines[2]
+    (row,) = (line for line in lines if line.startswith("  w "))
+    assert row.split() == ["w", "float32", "300", "×", "40", "46.88", "KiB"]
+    assert any(line.startswith("  half ") and "scalar" in line for line in lines)
+    assert any(line.startswith("  opinion ") and "object" in line for line in lines)
+
+
+def test_the_text_says_what_is_wrong_and_stays_short(tmp_path):
+    path = tmp_path / "c"
+    save({f"t{n}": torch.ones(3) for n in range(100)}, path)
+    (file,) = data_files(path)
+    _attempt(path)
+    file.write_bytes(file.read_bytes()[:-1])
+    text = str(inspect(path))
+    assert f"attempt {ATTEMPT} is abandoned: 1 file, 100 B" in text
+    size = file.stat().st_size
+    assert f"has {size} bytes instead of {size + 1}" in text
+    assert text.splitlines()[-1] == "  … and 84 more"
+    file.unlink()
+    assert f"{file.name} is missing" in str(inspect(path))
+    (path / ".metadata").unlink()
+    assert "not committed" in str(inspect(path))
+
+
+def test_a_directory_of_checkpoints_reads_well(tmp_path):
+    for number in (1, 2):
+        save({"w": torch.ones(3)}, tmp_path / f"step-{number}")
+    _attempt(tmp_path / "step-3")
+    found = inspect(tmp_path)
+    assert found == describe(tmp_path)
+    first, second, third, last = str(found).splitlines()
+    assert first == str(tmp_path)
+    assert second.startswith("  step-2")
+    assert second.endswith("latest")
+    assert third.startswith("  step-1")
+    assert "not committed: abandoned" in last

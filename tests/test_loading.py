@@ -21,12 +21,15 @@ from support.states import Opinion, filled
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import dcp_datastates
 from dcp_datastates import (
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     DataStatesError,
     DataStatesReader,
     IncompatibleStateError,
 )
+from dcp_datastates import reader as reader_module
 
 
 def _trained():
@@ -209,3 +212,17 @@ def test_a_missing_data_file_is_named(tmp_path):
     file.unlink()
     with raises(DataStatesError, file.name):
         load({"w": torch.zeros(1)}, tmp_path)
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_loaded(tmp_path, monkeypatch):
+    """retain, of another process: nothing is corrupt."""
+    save({"a": torch.ones(3)}, tmp_path / "c")
+    real = reader_module.restore
+
+    def remove_first(*arguments):
+        dcp_datastates.delete(tmp_path / "c")
+        return real(*arguments)
+
+    monkeypatch.setattr(reader_module, "restore", remove_first)
+    with raises(CheckpointReplacedError, "was removed while it was being loaded"):
+        load({"a": torch.zeros(3)}, tmp_path / "c")

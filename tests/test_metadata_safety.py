@@ -361,7 +361,6 @@ WRONG = {
     "chunk offsets negative": _set(_chunk, "offsets", torch.Size((-1, 0))),
     "chunk offsets beyond": _set(_chunk, "offsets", torch.Size((1, 0))),
     "chunk offsets of another rank": _set(_chunk, "offsets", torch.Size((0,))),
-    "chunk with more": _set(_chunk, "extra", 1),
     "properties none": _set(_tensor, "properties", None),
     "dtype a string": _set(_properties, "dtype", "float32"),
     "dtype none": _set(_properties, "dtype", None),
@@ -389,6 +388,7 @@ WRONG = {
     "length one more": lambda m: setattr(_place(m), "length", _place(m).length + 1),
     "length text": _set(_place, "length", "1"),
     "transformed": _set(_place, "transform_descriptors", ["zstd"]),
+    "transformed by a number": _set(_place, "transform_descriptors", ("zstd", 1)),
     "no note": lambda m: vars(m).pop("dcp_datastates"),
     "note a list": lambda m: vars(m).update(dcp_datastates=[]),
     "note of version text": _note(version="1"),
@@ -454,7 +454,10 @@ def test_every_protocol_and_both_forms_of_state_open(protocol, flatten, tmp_path
     }
     save(state, tmp_path, planner=DefaultSavePlanner(flatten_state_dict=flatten))
     written = io.BytesIO()
-    metadata_pickler(written, protocol).dump(pickle.loads(body_of(tmp_path)))
+    found = pickle.loads(body_of(tmp_path))
+    if protocol < 3:  # what newer torches add is noted as bytes, which need protocol 3
+        found.dcp_datastates.pop("properties", None)
+    metadata_pickler(written, protocol).dump(found)
     body = written.getvalue()
     assert scan_pickle(body) is None
     (tmp_path / ".metadata").write_bytes(with_trailer(body))

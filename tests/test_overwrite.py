@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import pickle
+import shutil
 import time
 
 import pytest
@@ -18,6 +21,7 @@ from support.checkpoints import (
     writer,
 )
 from support.planners import FailingPlanner, PlannerRefusal
+from support.scripts import run_script
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_datastates import DataStatesError, track
@@ -88,9 +92,16 @@ def test_what_an_interrupted_save_left_is_no_obstacle(tmp_path):
     save(_state(1), tmp_path)
     (attempt,) = attempts(tmp_path)
     (tmp_path / ".metadata").unlink()
-    (tmp_path / f".metadata.{attempt.name}.tmp").write_bytes(b"half")
+    slot = attempt / "publishing"
+    slot.mkdir()
+    (slot / ".metadata").write_bytes(b"half")
+    claim_cut_off = tmp_path / f".{'1' * 16}-00000001"
+    (claim_cut_off / "publishing").mkdir(parents=True)
     save(_state(2), tmp_path)
     assert _number(tmp_path) == 2
+    (attempt,) = attempts(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [".metadata", attempt.name]
+    assert os.listdir(attempt) == ["r00000-0.safetensors"]
 
 
 def test_foreign_files_are_left_alone(tmp_path):
@@ -165,3 +176,65 @@ def test_a_reader_during_overwrites_sees_one_checkpoint_or_an_error_never_a_blen
     assert all(isinstance(error, DataStatesError) for error in errors), errors
     assert seen == sorted(seen), "an older checkpoint came back after a newer one"
     assert committed(tmp_path)
+
+
+# --- another job at the path ----------------------------------------------------------------------------
+
+
+def _save_by_another_job(path):
+    """What a process of its own saves there; the name of its attempt."""
+    run_script(
+        """
+        state = {"w": torch.full((300_000,), 7.0), "object": {"n": 7}}
+        dcp.save(state, storage_writer=writer(), no_dist=True)
+        """,
+        path,
+    ).assert_clean()
+    (attempt,) = attempts(path)
+    return attempt.name
+
+
+def _replaced(caplog):
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING and "another process" in record.getMessage()
+    ]
+
+
+@pytest.mark.parametrize("finds", ["a save over it", "a save elsewhere", "a load"])
+def test_a_job_whose_checkpoint_was_replaced_says_so_once(finds, tmp_path, caplog):
+    path = tmp_path / "step-1"
+    save(_state(1), path)
+    (mine,) = attempts(path)
+    theirs = _save_by_another_job(path)
+    assert theirs != mine.name
+    if finds == "a load":
+        link = tmp_path / "link"
+        link.symlink_to(path)
+        assert _number(link) == 7
+    elif finds == "a save elsewhere":
+        save(_state(2), tmp_path / "step-2")
+    else:
+        save(_state(2), path)
+        assert _number(path) == 2
+    (said,) = _replaced(caplog)
+    for word in (str(path), mine.name, theirs):
+        assert word in said
+    save(_state(3), path)
+    save(_state(4), tmp_path / "step-4")
+    assert _number(path) == 3
+    assert len(_replaced(caplog)) == 1
+
+
+def test_a_job_that_replaces_its_own_or_an_older_jobs_checkpoint_says_nothing(tmp_path, caplog):
+    _save_by_another_job(tmp_path / "c")
+    for number in (1, 2):
+        save(_state(number), tmp_path / "c")
+        assert _number(tmp_path / "c") == number
+    shutil.copytree(tmp_path / "c", tmp_path / "copy")
+    shutil.rmtree(tmp_path / "c")
+    save(_state(3), tmp_path / "d")  # the one before is gone, which is no news
+    (tmp_path / "copy").rename(tmp_path / "c")  # the same attempt in other files
+    save(_state(4), tmp_path / "c")
+    assert _replaced(caplog) == []

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import itertools
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Final, TypeVar
@@ -21,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from dcp_datastates.errors import ConfigurationError, DataStatesError, NoAnswerError
+from dcp_datastates.forks import ProcessLock
 
 __all__ = ["DEFAULT_TIMEOUT", "from_first_rank"]
 
@@ -29,7 +29,7 @@ DEFAULT_TIMEOUT: Final = 300.0
 
 T = TypeVar("T")
 
-_lock = threading.Lock()  # guards _calls
+_lock = ProcessLock()  # guards _calls
 # By default group: a job that starts another one meets at another store, and counts anew.
 _calls: WeakKeyDictionary[dist.ProcessGroup, dict[str, Iterator[int]]] = WeakKeyDictionary()
 

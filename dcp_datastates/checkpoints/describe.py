@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -28,9 +29,13 @@ from dcp_datastates.checkpoints.listing import (
 from dcp_datastates.committed import Committed, open_committed
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.metadata import FileRecord
-from dcp_datastates.storage import local, lock
+from dcp_datastates.storage import attempts, local, lock
+from dcp_datastates.text import count, size
 
 __all__ = ["Checkpoint", "Directory", "describe"]
+
+_SHOWN: Final = 16
+"""Tensors and objects, or files, in the text of a checkpoint."""
 
 State = Literal["in flight", "abandoned", "unknown"]
 """Of an uncommitted attempt: a live process holds it; none does; the file system has no locks to tell."""
@@ -107,6 +112,37 @@ class Checkpoint:
     objects: tuple[Object, ...]
     uncommitted: tuple[UncommittedAttempt, ...]
 
+    def __str__(self) -> str:
+        """When it was committed, how large it is, what is in it (the first names), and what is wrong with its files."""
+        lines = [str(self.path)]
+        if self.committed:
+            lines += [
+                f"  committed {_date(self.committed_at)}, attempt {self.attempt}",
+                (
+                    f"  {size(self.nbytes)} in {count(len(self.files), 'file')} of {count(self.ranks, 'rank')}: "
+                    f"{count(len(self.tensors), 'tensor')}, {count(len(self.objects), 'object')}"
+                ),
+            ]
+        else:
+            lines.append("  not committed")
+        lines += [
+            f"  attempt {each.attempt} is {each.state}: {count(each.files, 'file')}, {size(each.nbytes)}"
+            for each in self.uncommitted
+        ]
+        for file in self.files:
+            if file.found_nbytes is None:
+                lines.append(f"  {file.path} is missing")
+            elif file.found_nbytes != file.nbytes:
+                lines.append(
+                    f"  {file.path} has {file.found_nbytes} bytes instead of {file.nbytes}"
+                )
+        rows = [
+            (each.name, each.dtype, " × ".join(map(str, each.shape)) or "scalar", size(each.nbytes))
+            for each in self.tensors
+        ]
+        rows += [(each.name, "object", "", size(each.nbytes)) for each in self.objects]
+        return "\n".join([*lines, *_aligned(rows)])
+
 
 @dataclass(frozen=True)
 class Listed:
@@ -135,6 +171,36 @@ class Directory:
     """The name of the one that :func:`~dcp_datastates.latest` takes."""
     checkpoints: tuple[Listed, ...]
 
+    def __str__(self) -> str:
+        """A line for each checkpoint: when it was committed, its size, and whether it is the latest or why not."""
+        rows = [
+            (
+                each.name,
+                _date(each.committed_at) or ("committed" if each.committed else "not committed"),
+                "" if each.nbytes is None else size(each.nbytes),
+                "latest" if each.name == self.latest else each.problem or "",
+            )
+            for each in self.checkpoints
+        ]
+        return "\n".join([str(self.path), *_aligned(rows)])
+
+
+def _date(seconds: float | None) -> str:
+    return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The first rows, as lines with columns."""
+    shown = rows[:_SHOWN]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    lines = [
+        "  ".join(
+            ["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))]
+        ).rstrip()
+        for row in shown
+    ]
+    return [*lines, f"  … and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else lines
+
 
 def describe(path: str | os.PathLike[str]) -> Checkpoint | Directory:
     """What is at ``path``: a checkpoint, committed or not, or a directory of them.
@@ -149,7 +215,7 @@ def describe(path: str | os.PathLike[str]) -> Checkpoint | Directory:
     except ForeignCheckpointError:
         raise
     except CheckpointNotFoundError:
-        if local.attempts(directory):
+        if attempts.present(directory):
             return _uncommitted_checkpoint(directory)
         if not directory.is_dir():
             raise
@@ -213,13 +279,13 @@ def _totals(tensors: Iterable[Tensor]) -> tuple[DtypeTotal, ...]:
 
 
 def _ranks(paths: Iterable[str]) -> int:
-    return len({local.rank_of(Path(path).name) for path in paths} - {None})
+    return len({attempts.rank_of(Path(path).name) for path in paths} - {None})
 
 
 def _file(directory: Path, record: FileRecord) -> DataFile:
     name = record.relative_path
     return DataFile(
-        name, local.rank_of(Path(name).name), record.nbytes, _size_on_storage(directory / name)
+        name, attempts.rank_of(Path(name).name), record.nbytes, _size_on_storage(directory / name)
     )
 
 
@@ -233,14 +299,14 @@ def _size_on_storage(path: Path) -> int | None:
 def _uncommitted(directory: Path, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
     return tuple(
         _attempt(directory / attempt.name)
-        for attempt in local.attempts(directory)
+        for attempt in attempts.present(directory)
         if attempt != committed
     )
 
 
 def _attempt(folder: Path) -> UncommittedAttempt:
     try:
-        names = [name for name in os.listdir(folder) if local.rank_of(name) is not None]
+        names = [name for name in os.listdir(folder) if attempts.rank_of(name) is not None]
     except OSError:
         names = []
     sizes = [_size_on_storage(folder / name) or 0 for name in names]
@@ -285,7 +351,7 @@ def _listed(found: Found) -> Listed:
 
 def _other(path: Path) -> Listed | None:
     """A save that is not committed, or somebody else's checkpoint; None for any other directory."""
-    attempts = local.attempts(path)
+    claimed = attempts.present(path)
     if (path / local.METADATA_NAME).exists():
         try:
             open_committed(path)
@@ -298,9 +364,9 @@ def _other(path: Path) -> Listed | None:
             return Listed(
                 path.name, step_of(path.name), "other", True, None, None, None, None, problem
             )
-    if not attempts:
+    if not claimed:
         return None
-    newest = path / attempts[-1].name
+    newest = path / claimed[-1].name
     state = _state(newest)
     return Listed(
         name=path.name,

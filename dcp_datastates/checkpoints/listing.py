@@ -26,12 +26,14 @@ from dcp_datastates.errors import (
     StorageError,
     UnreadableMetadataError,
 )
-from dcp_datastates.storage import local
+from dcp_datastates.storage import attempts, local
 
 __all__ = [
     "Found",
     "checkpoints",
+    "committed_in",
     "directories",
+    "is_committed",
     "natural_order",
     "newest_first",
     "open_found",
@@ -96,8 +98,8 @@ def checkpoints(root: Path) -> list[Path]:
 
     Raises as :func:`directories`; and :class:`ConfigurationError` if ``root`` is itself a checkpoint.
     """
-    found = [path for path in directories(root) if _is_committed(path)]
-    if _is_committed(root):
+    found = committed_in(root)
+    if is_committed(root):
         if not found:
             raise ConfigurationError(
                 f"root={str(root)!r} is itself a checkpoint; pass the directory that it lies in "
@@ -107,7 +109,13 @@ def checkpoints(root: Path) -> list[Path]:
     return found
 
 
-def _is_committed(path: Path) -> bool:
+def committed_in(root: Path) -> list[Path]:
+    """The same, also where ``root`` is itself a checkpoint. Raises as :func:`directories`."""
+    return [path for path in directories(root) if is_committed(path)]
+
+
+def is_committed(path: Path) -> bool:
+    """Whether a checkpoint is committed at ``path``, of this package or not."""
     return os.path.lexists(path / local.METADATA_NAME)
 
 
@@ -135,7 +143,7 @@ _NEWEST = Attempt(2**64, 0)
 def _newest_possible(path: Path) -> Attempt:
     # Without any directory, that of the committed attempt is gone, or was never needed (nothing was
     # saved): it must be opened to know.
-    return max(local.attempts(path), default=_NEWEST)
+    return max(attempts.present(path), default=_NEWEST)
 
 
 @total_ordering
@@ -169,7 +177,7 @@ def open_found(path: Path) -> Found | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointCorruptError, StorageError) as error:
-        present = local.attempts(path)
+        present = attempts.present(path)
         if not present:
             logger.debug("%s: not a checkpoint of this package: %s", path, error)
             return None

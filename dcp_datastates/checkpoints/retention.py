@@ -1,42 +1,29 @@
 """Deleting old checkpoints, never one that may still be needed.
 
-One victim after the other, in an order that a crash cannot turn against the reader: ``.metadata`` goes first and
-its directory is synced, so what is left is no checkpoint any more; then the data files; then the
-directory, if nothing foreign is in it. What a crash leaves in between, the next call removes.
+One victim after the other, as ``delete.py`` does it; what a crash leaves of one, the next call removes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import torch.distributed as dist
 
 from dcp_datastates.attempt import Attempt
 from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
+from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
-from dcp_datastates.checkpoints.listing import (
-    Found,
-    checkpoints,
-    directories,
-    newest_first,
-    open_found,
-)
-from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.storage import local, lock, operations
+from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.storage import attempts, local
 
 __all__ = ["Retained", "retain", "retain_here"]
 
 logger = logging.getLogger(__name__)
-
-_PHASE: Final = "retain"
-_LOCK_SECONDS: Final = 1.0
 
 
 def retain(
@@ -54,8 +41,9 @@ def retain(
     is read, and only then is a flipped bit in them noticed before an older, sound one goes. Damaged
     checkpoints do not count, and are deleted once they are older than ``keep`` good ones; so the last good
     one never is. Left alone are: what is not a checkpoint of this package (stock DCP's, too), symbolic links,
-    foreign files in a checkpoint's directory, and a checkpoint that a save is replacing: one with an attempt
-    that a live process holds, or, where that cannot be known, one that is newer than the committed one.
+    foreign files in a checkpoint's directory, a checkpoint that a save is replacing (one with an attempt
+    that a live process holds, or, where that cannot be known, one that is newer than the committed one), and one
+    whose place in the order is in doubt: the newer ones were saved by a job that did not see it.
 
     Every rank of ``process_group`` (default: all ranks) calls this; the first one deletes, and all return, or
     raise, the same. Calling it again is safe, also while another process does.
@@ -93,6 +81,7 @@ def retain_here(
     keep: int,
     verify: Verification = "structure",
     among: Callable[[Path], bool] | None = None,
+    dry_run: bool = False,
 ) -> Retained:
     """What :func:`retain` has its first rank do, by this process alone; any thread.
 
@@ -101,10 +90,11 @@ def retain_here(
         keep: as there.
         verify: as there.
         among: which directories in ``root`` count and may be deleted; None: all.
+        dry_run: look, and delete nothing: ``deleted`` is then what would be.
     """
     _check(keep, verify)
     root = local.local_path(root)
-    good: list[Attempt] = []
+    good: list[Found] = []
     retained = Retained()
     for found in newest_first(
         path
@@ -112,17 +102,17 @@ def retain_here(
         if not path.is_symlink() and (among is None or among(path))
     ):
         if len(good) == keep:
-            if _delete(found):
+            if _is_older(found.attempt, found.path, good) and _delete(found, dry_run):
                 retained.deleted.append(found.path)
         elif problem := flaw(found, verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
-            good.append(found.attempt)
+            good.append(found)
             retained.kept.append(found.path)
     if len(good) == keep:
         for path in directories(root):
             mine = path not in retained.deleted and (among is None or among(path))
-            if mine and _finish_deleting(path, good[-1]):
+            if mine and _finish_deleting(path, good, dry_run):
                 retained.deleted.append(path)
     return retained
 
@@ -135,101 +125,44 @@ def _check(keep: int, verify: str) -> None:
     check_verification(verify)
 
 
-def _delete(victim: Found) -> bool:
-    path = victim.path
-    if victim.committed is None and not victim.is_damaged:
-        logger.warning("not deleting checkpoint %s: %s", path, victim.problem)
-        return False
-    with _locked(path) as locked:
-        if not locked:
+def _is_older(attempt: Attempt, path: Path, good: list[Found]) -> bool:
+    """Whether the attempt at ``path`` is older than all ``good`` ones, for certain.
+
+    It is, if it was there when they were claimed, or comes from the same process. By numbers alone it may only seem
+    so: another job, which did not see it, may have had another clock.
+    """
+    for newer in good:
+        after = None if newer.committed is None else newer.committed.note.after
+        same = attempt.incarnation == newer.attempt.incarnation
+        if not same and (after is None or after < attempt):
+            logger.warning(
+                "not deleting checkpoint %s: it seems to be older than %s, but that was saved without seeing it, so "
+                "the order is in doubt; dcp_datastates.delete deletes it",
+                path,
+                newer.path,
+            )
             return False
-        now = open_found(path)
-        if now is None or now.attempt != victim.attempt:
-            return False  # deleted or replaced since it was looked at
-        attempts = local.attempts(path)
-        committed = None if victim.committed is None else victim.attempt
-        busy = [attempt for attempt in attempts if _may_be_in_flight(path, attempt, committed)]
-        if busy:
-            logger.info("not deleting checkpoint %s: attempt %s is in flight", path, busy[0].name)
-            return False
-        with _explained(path):
-            # Where there are no locks, somebody else may be deleting it, too.
-            with contextlib.suppress(FileNotFoundError):
-                operations.unlink(path / local.METADATA_NAME, _PHASE)
-            with contextlib.suppress(FileNotFoundError):
-                operations.sync_directory(path, _PHASE)
-            if not _remove(path, attempts) and path.exists():
-                names = ", ".join(map(repr, sorted(os.listdir(path))[:3]))
-                logger.warning("%s is deleted, but not its directory: it holds %s", path, names)
     return True
 
 
-def _finish_deleting(path: Path, oldest: Attempt) -> bool:
-    """Remove what a deletion that was cut off has left: attempts that nobody holds or will need.
+def _delete(victim: Found, dry_run: bool) -> bool:
+    try:
+        delete_committed(victim, dry_run=dry_run)
+    except NotDeleted as error:
+        level = logging.WARNING if victim.committed is None else logging.INFO
+        logger.log(level, "not deleting checkpoint %s: %s", victim.path, error.strerror)
+        return False
+    return True
 
-    Only where locks work: a save that is merely slow looks just the same.
-    """
+
+def _finish_deleting(path: Path, good: list[Found], dry_run: bool) -> bool:
+    """Remove what a deletion that was cut off has left: attempts that nobody holds or will need."""
     if path.is_symlink() or os.path.lexists(path / local.METADATA_NAME):
         return False
-    attempts = local.attempts(path)
-    if not attempts or attempts[-1] >= oldest:
+    claimed = attempts.present(path)
+    if not claimed or claimed[-1] >= good[-1].attempt or not _is_older(claimed[-1], path, good):
         return False
-    with _locked(path) as locked:
-        if not locked or os.path.lexists(path / local.METADATA_NAME):
-            return False
-        if any(lock.in_flight(path / attempt.name) is not False for attempt in attempts):
-            return False
-        with _explained(path):
-            return _remove(path, attempts)
-
-
-def _remove(path: Path, attempts: list[Attempt]) -> bool:
-    """Remove the attempts and, if nothing else is in it, the directory; whether that is gone."""
-    for attempt in attempts:
-        local.remove_attempt(path, attempt, _PHASE)
     try:
-        operations.remove_directory(path, _PHASE)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            return False
-        if error.errno != errno.ENOENT:
-            raise
-    operations.sync_directory(path.parent, _PHASE)
-    return True
-
-
-def _may_be_in_flight(path: Path, attempt: Attempt, committed: Attempt | None) -> bool:
-    held = lock.in_flight(path / attempt.name)
-    if held is None:
-        return committed is None or attempt > committed
-    return held
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Keep anybody from publishing at ``path``; False if it is gone, or somebody is about to."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(lock.exclusive(path, _LOCK_SECONDS))
-        except (FileNotFoundError, NotADirectoryError):
-            yield False
-            return
-        except OSError as error:
-            if error.errno != errno.EWOULDBLOCK:
-                raise StorageError(
-                    error.errno, f"locking the checkpoint failed: {error.strerror}", str(path)
-                ) from error
-            logger.info("not deleting checkpoint %s: a save is being published there", path)
-            yield False
-            return
-        yield True
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"deleting the checkpoint failed: {error.strerror}", str(path)
-        ) from error
+        return delete_rest(path, dry_run=dry_run)
+    except NotDeleted:
+        return False

@@ -23,6 +23,7 @@ from dcp_datastates.errors import (
     DataStatesError,
 )
 from dcp_datastates.storage import local
+from dcp_datastates.text import count, size
 
 __all__ = ["Damage", "Report", "verify"]
 
@@ -50,6 +51,19 @@ class Report:
     def whole(self) -> bool:
         """Whether every byte is as it was written."""
         return not self.damages
+
+    def __str__(self) -> str:
+        """The verdict, what was checked, and each damage: a line for each."""
+        verdict = "whole" if self.whole else f"damaged in {count(len(self.damages), 'place')}"
+        lines = [f"{self.path}: {verdict}"]
+        if self.attempt is not None:
+            lines.append(
+                f"  {count(self.files, 'file')}, {count(self.tensors, 'tensor')}, "
+                f"{count(self.objects, 'object')}: {size(self.nbytes)} in {self.seconds:.1f} s"
+            )
+            if self.whole and self.seconds > 0:
+                lines[-1] += f" ({size(self.nbytes / self.seconds)}/s)"
+        return "\n".join([*lines, *(f"  {damage}" for damage in self.damages)])
 
 
 def verify(

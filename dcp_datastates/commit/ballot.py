@@ -27,6 +27,7 @@ class Ballot:
     attempt: Attempt | None
     directory: Path | None
     world: int
+    missed: int = 0
 
     def encode(self) -> list[int]:
         """First 0 for yes and 1 for no, then each of the values and its negative."""
@@ -35,13 +36,14 @@ class Ballot:
             values += [value, -value]
         return values
 
-    def _identity(self) -> tuple[int, int, int, int]:
+    def _identity(self) -> tuple[int, int, int, int, int]:
         if self.attempt is None:
-            return (0, 0, 0, self.world)
+            return (0, 0, 0, self.world, self.missed)
         # Of the path only its last part: the same directory may be mounted elsewhere on other machines.
         name = "" if self.directory is None else self.directory.name
         digest = int.from_bytes(hashlib.sha1(os.fsencode(name)).digest()[:8], "big")
-        return (self.attempt.incarnation & _MASK, self.attempt.sequence, digest & _MASK, self.world)
+        incarnation = self.attempt.incarnation & _MASK
+        return (incarnation, self.attempt.sequence, digest & _MASK, self.world, self.missed)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ state, so nothing of a save is read that may yet be left out.
 from __future__ import annotations
 
 import logging
-import os
 import struct
-import threading
+from pathlib import Path
 from typing import Final, Protocol
 
 from dcp_datastates.commit.heart import Heart
@@ -20,19 +19,28 @@ from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.config import WhenBehind
 from dcp_datastates.errors import CheckpointSkipped
-from dcp_datastates.lazy import step_gate
+from dcp_datastates.forks import ProcessLock, after_fork
+from dcp_datastates.waiting import WaitLog
 
 __all__ = ["Policy", "Waiting", "await_room", "enter", "in_flight"]
 
 logger = logging.getLogger(__name__)
 
 _ROW: Final = struct.Struct("<qqQ")
+_POLL_SECONDS: Final = 0.1
+
+_CLOSE_SECONDS: Final = 5.0
+
 _DEPTH: Final = 64
 """How many saves back one may be dropped."""
 
 
 class Waiting(Protocol):
-    """A save, as this file sees it."""
+    """A save, as those see it who wait for it."""
+
+    path: Path | None
+    exit_timeout: float
+    doing: str
 
     @property
     def over(self) -> bool:
@@ -42,8 +50,11 @@ class Waiting(Protocol):
     def begun(self) -> bool:
         """Whether DCP has begun to plan it, or it was left out."""
 
-    def wait(self) -> None:
-        """Return when it is over."""
+    def wait_briefly(self, seconds: float) -> None:
+        """Return when it is over, or after ``seconds``. Starts its reads."""
+
+    def give_up(self, why: str) -> None:
+        """It is over here: what becomes of it is not waited for."""
 
     def skip(self, error: CheckpointSkipped) -> None:
         """Leave it out."""
@@ -52,7 +63,7 @@ class Waiting(Protocol):
         """Whether to leave it out has been decided; DCP's thread may go on."""
 
 
-_lock = threading.Lock()  # guards _saves
+_lock = ProcessLock()  # guards _saves
 _saves: list[Waiting] = []
 
 
@@ -71,10 +82,18 @@ def enter(save: Waiting) -> None:
 
 
 def await_room(limit: int) -> None:
-    """Block, without the GIL, until fewer than ``limit`` saves are in flight. Opens their windows."""
+    """Block, without the GIL, until fewer than ``limit`` saves are in flight. Opens their windows.
+
+    Every save ends within its ``commit_timeout`` without progress, so this does, too.
+    """
+    log = WaitLog(logger, "async_save")
     while len(waiting := in_flight()) >= limit:
-        step_gate.open_windows()
-        waiting[0].wait()
+        oldest = waiting[0]
+        oldest.wait_briefly(_POLL_SECONDS)
+        log.look(
+            f"{len(waiting)} saves are in flight (max_in_flight={limit}), the oldest to {str(oldest.path)!r}: "
+            f"{oldest.doing}"
+        )
 
 
 class Policy:
@@ -87,7 +106,7 @@ class Policy:
         self._peers = peers
         self._heart = heart
         self._worker = Worker("dcp_datastates-policy")
-        self._lock = threading.Lock()  # guards _asked and _recent
+        self._lock = ProcessLock()  # guards _asked and _recent
         self._asked = 0
         self._recent: dict[int, Waiting] = {}  # by number of the question
         self._lane = Lane(peers, "policy")
@@ -114,7 +133,7 @@ class Policy:
 
     def close(self) -> None:
         """End the thread. Idempotent."""
-        self._worker.close()
+        self._worker.close(_CLOSE_SECONDS)
         self._lane.close()
 
     def _decide(
@@ -174,10 +193,6 @@ def _left_out(save: Waiting) -> bool:
     return getattr(save, "left_out", False)
 
 
+@after_fork
 def _forget_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()
     _saves.clear()
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

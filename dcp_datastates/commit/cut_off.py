@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.heart import Loss
-from dcp_datastates.commit.publish import make_durable, published_attempt
+from dcp_datastates.commit.publish import settle
 from dcp_datastates.commit.round import Round
 from dcp_datastates.errors import CheckpointCorruptError, CommitOutcomeUnknown, RankLostError
 
 __all__ = ["given_up", "look", "said"]
-
-logger = logging.getLogger(__name__)
 
 
 def said(losses: list[Loss]) -> str:
@@ -28,7 +24,7 @@ def given_up(losses: list[Loss]) -> Decision:
 
 
 def look(round_: Round, losses: list[Loss], *, voted: bool) -> Decision:
-    """Without the coordinator, which may have published before it was lost: see, and never guess.
+    """Without the coordinator, which may have published, or be about to: withdraw the attempt and see.
 
     Args:
         round_: the round.
@@ -36,24 +32,17 @@ def look(round_: Round, losses: list[Loss], *, voted: bool) -> Decision:
         voted: whether this rank has; without its vote nothing was published.
     """
     lost = {-1: Reason.of(RankLostError(said(losses)))}
-    if round_.directory is None or not voted:
+    if round_.directory is None or round_.attempt is None or not voted:
         return Decision(Outcome.FAILED, lost)
     try:
-        if published_attempt(round_.directory) == round_.attempt:
-            make_durable(round_.directory)
-            return Decision(Outcome.COMMITTED)
-    except (FileNotFoundError, CheckpointCorruptError):
-        seen = True  # none, or another's
-    except OSError as failed:  # nothing is known: this rank's files must stay
-        seen = False
-        logger.warning("could not see what is committed at %s: %s", round_.directory, failed)
-    else:
-        seen = True
-    if seen and any(loss.certain for loss in losses if loss.rank == 0):
-        return Decision(Outcome.FAILED, lost)
+        committed = settle(round_.directory, round_.attempt)
+        why = "another job has committed there since"
+    except (OSError, CheckpointCorruptError) as failed:  # this rank's files must stay
+        committed, why = None, f"storage does not tell ({failed})"
+    if committed is not None:
+        return Decision(Outcome.COMMITTED) if committed else Decision(Outcome.FAILED, lost)
     error = CommitOutcomeUnknown(
-        f"{said(losses)}; it may have been about to publish. Attempt "
-        f"{round_.attempt and round_.attempt.name} is committed if the path's .metadata names it: "
+        f"{said(losses)}; and {why}. Attempt {round_.attempt.name} is committed if the path's .metadata names it: "
         f"`python -m dcp_datastates inspect` tells, and dcp_datastates.latest() finds the newest"
     )
     return Decision(Outcome.UNKNOWN, {-1: Reason.of(error)})

@@ -12,9 +12,9 @@ Who cannot go on by gloo goes on by the store, where the first to write decides 
 connection that nobody is to blame for fails no round: the ranks meet again in the next ``generation`` and
 vote again.
 
-A rank that voted yes and then loses the coordinator looks at the path (``cut_off.py``): a ``.metadata`` of this
-attempt means committed. If the coordinator is certainly dead, any other means failed; else it raises
-:class:`CommitOutcomeUnknown`. Alone, the group is trivial and the same code runs.
+A rank that voted yes and then loses the coordinator withdraws the attempt, so that it cannot be published any more, and
+looks at the path (``cut_off.py``): a ``.metadata`` of this attempt means committed, any other failed. If storage does
+not tell, it raises :class:`CommitOutcomeUnknown`. Alone, the group is trivial and the same code runs.
 
 Why a rank that votes again never votes for another save than the others: the coordinator writes its decision to
 the store before it goes on to the next round, and a generation begins only when the coordinator has come to it. So
@@ -25,7 +25,6 @@ to one that is not decided. It may be several behind, as a coordinator that fail
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
@@ -39,6 +38,7 @@ from dcp_datastates.commit.lane import Lane, LaneBroken
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.progress import Progress
 from dcp_datastates.commit.publish import (
+    find_older,
     publish,
     tidy_after_commit,
     tidy_after_failure,
@@ -53,6 +53,8 @@ from dcp_datastates.errors import (
     SaveFailedError,
 )
 from dcp_datastates.failpoints import hit
+from dcp_datastates.forks import ProcessLock
+from dcp_datastates.storage.claims import Neighbours
 
 __all__ = ["CommitGroup"]
 
@@ -65,6 +67,9 @@ _GIVE_UP_SECONDS: Final = 0.5
 
 _PATIENCE_SECONDS: Final = 15.0
 """A rank that cannot meet the others gives a round up no sooner than hearts find who is lost, and this."""
+
+_CLOSE_SECONDS: Final = 15.0
+"""How long the end of a group waits for its rounds."""
 
 _CANCEL_SECONDS: Final = 10.0
 """How long a failed save's own writes may take to end before its outcome is told all the same."""
@@ -80,7 +85,13 @@ class CommitGroup:
 
     def __init__(self, peers: Peers) -> None:
         self.peers: Final = peers
-        self._lock = threading.Lock()  # guards _drawn, _policy
+        self.neighbours: Final = Neighbours()  # of the coordinator's planning thread
+        self._lock = ProcessLock()  # guards _drawn, _policy, missed, calls
+        self.missed = 0
+        """Calls of ``dcp.async_save`` that failed here before they came to a writer, as far as was seen."""
+        self.calls = 0
+        """Saves that this package's ``async_save`` was called for here."""
+        self._planning = ""
         # Not from 0: a store may outlive a default group, and with it the outcomes of former rounds.
         self.first: Final = time.time_ns()  # the coordinator's counts
         self._drawn = self.first
@@ -121,6 +132,20 @@ class CommitGroup:
             self._drawn += 1
             return self._drawn - 1
 
+    def miss(self) -> None:
+        """A call of ``dcp.async_save`` failed before it came to a writer."""
+        with self._lock:
+            self.missed += 1
+
+    def count_call(self) -> None:
+        """This package's ``async_save`` was called: the other ranks hear of it."""
+        with self._lock:
+            self.calls += 1
+
+    def tell_planning(self, doing: str) -> None:
+        """What the planning thread does, for the other ranks to hear; empty for nothing."""
+        self._planning = doing
+
     @property
     def policy(self) -> Policy:
         """Decides about saves that come too fast; made when it is first asked for, on all ranks alike."""
@@ -147,10 +172,13 @@ class CommitGroup:
             resolve(error)
 
     def close(self) -> None:
-        """Finish what was submitted, end the threads. Idempotent."""
+        """Finish what was submitted, end the threads. Idempotent.
+
+        A round that storage holds up for long is left behind: its save was waited for before.
+        """
         with self._lock:
             policy = self._policy
-        self._worker.close()
+        self._worker.close(_CLOSE_SECONDS)
         if policy is not None:
             policy.close()
         if self.heart is not None:
@@ -166,9 +194,10 @@ class CommitGroup:
     def _status(self) -> Beat:
         round_, reading = self._current, self._reading
         progress = self._ticks if round_ is None else self._ticks + round_.part.progress
+        doing = self._doing if not self._planning or round_ is not None else self._planning
         if reading is not None:
-            return Beat(self._cast, progress + reading.value, "reading")
-        return Beat(self._cast, progress, self._doing)
+            progress, doing = progress + reading.value, "reading"
+        return Beat(self._cast, progress, doing, calls=self.calls)
 
     # ---- the commit thread -------------------------------------------------------------------
 
@@ -229,7 +258,7 @@ class CommitGroup:
         round_.resolve(self._error(round_, decision))
 
     def _error(self, round_: Round, decision: Decision) -> BaseException | None:
-        where = "an unknown path" if round_.directory is None else repr(str(round_.directory))
+        where = "an unknown path" if round_.path is None else repr(str(round_.path))
         error = decision.error(where, self.peers.world)
         if error is None:
             return None
@@ -241,7 +270,7 @@ class CommitGroup:
         error.__cause__ = cause
         return error
 
-    def _tidy(self, round_: Round, decision: Decision) -> None:
+    def _tidy(self, round_: Round, decision: Decision) -> None:  # 13
         hit("cleanup.before")
         if decision.outcome is Outcome.COMMITTED:
             tidy_after_commit(round_, self.peers.rank, self.peers.world)
@@ -275,7 +304,7 @@ class CommitGroup:
                     return decided.decision
 
     def _after_break(self, round_: Round, broken: LaneBroken) -> None:
-        """See whether a lost rank is behind it; and do not try for ever if none is."""
+        """Step 18: see whether a lost rank is behind it; and do not try for ever if none is."""
         now = time.monotonic()
         if self._apart is None:
             self._apart = now
@@ -287,13 +316,17 @@ class CommitGroup:
 
     def _agree(self, round_: Round) -> Decision:
         self._await_part(round_)
+        # The numbers in comments are the steps of docs/commit.md.
+        find_older(round_)  # 5
         ok = round_.part.error is None
-        ballot = Ballot(ok, round_.number, round_.attempt, round_.directory, self.peers.world)
+        ballot = Ballot(
+            ok, round_.number, round_.attempt, round_.path, self.peers.world, round_.missed
+        )
         hit("vote.before")
-        count = Count.of(self._vote(round_, ballot))
+        count = Count.of(self._vote(round_, ballot))  # 6
         hit("vote.after")
         if not count.unanimous:
-            return self._reasons(round_, count)
+            return self._reasons(round_, count)  # 7
         return self._share(round_, self._publish(round_) if self.is_coordinator else None)
 
     def _await_part(self, round_: Round) -> None:
@@ -332,7 +365,9 @@ class CommitGroup:
         if mine is None and not count.agreed and not count.failed:
             mine = SaveFailedError(
                 f"the ranks mean different saves; here it is attempt "
-                f"{round_.attempt and round_.attempt.name} at {str(round_.directory)!r}"
+                f"{round_.attempt and round_.attempt.name} at {str(round_.path)!r}, and "
+                f"{round_.missed} calls of dcp.async_save failed before. If that differs from rank to rank, no save "
+                f"can be committed until the job restarts; dcp_datastates.async_save goes on after such a failure"
             )
         if self.peers.world == 1:
             assert mine is not None
@@ -356,9 +391,9 @@ class CommitGroup:
             if consolidated is None:
                 assert round_.abandoned is not None
                 raise round_.abandoned
-            self._record.decide(round_.number, Decision(Outcome.PUBLISHING))
+            self._record.decide(round_.number, Decision(Outcome.PUBLISHING))  # 8
             self._say("publishing", round_)
-            publish(round_, consolidated, self._tick)
+            publish(round_, consolidated, self._tick)  # 9 to 11
         except Decided:
             raise
         except CommitOutcomeUnknown as error:
@@ -377,7 +412,7 @@ class CommitGroup:
         return decision
 
     def _share(self, round_: Round, decision: Decision | None) -> Decision:
-        """The coordinator's decision, on every rank."""
+        """Step 12: the coordinator's decision, on every rank."""
         if self.peers.world == 1:
             assert decision is not None
             return decision
@@ -426,7 +461,7 @@ class CommitGroup:
             self._give_up(round_, losses)
 
     def _give_up(self, round_: Round, losses: list[Loss]) -> None:
-        """Decide that the round has failed because of ranks that are lost; raises :class:`Decided`.
+        """Steps 15 to 17: the round has failed because of ranks that are lost; raises :class:`Decided`.
 
         Returns if the coordinator is publishing: it will tell.
         """

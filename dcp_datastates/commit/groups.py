@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import os
 import threading
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.peers import ALONE, Peers, is_current
 from dcp_datastates.dcp.turns import end_here
+from dcp_datastates.forks import ProcessLock, after_fork
 
 __all__ = ["commit_group"]
 
-_groups_lock = threading.Lock()  # guards _groups
+_groups_lock = ProcessLock()  # guards _groups
 _groups: dict[tuple[int, ...], CommitGroup] = {}
 
 
@@ -33,8 +33,10 @@ def commit_group(peers: Peers) -> CommitGroup:
         found = _groups.get(key)
         if found is None:
             found = _groups[key] = CommitGroup(peers)
-    for group in closing:
-        group.close()
+    for (
+        group
+    ) in closing:  # in a thread of its own: what is under way there may take its time to fail
+        threading.Thread(target=group.close, name="dcp_datastates-close", daemon=True).start()
     return found
 
 
@@ -47,16 +49,13 @@ def _close_all() -> None:
         group.close()
 
 
+@after_fork
 def _forget_in_child() -> None:
-    # The parent's threads do not exist here and its lock may be held. Nor must a gloo group or a store
-    # be destroyed here, ever: the one's destructor joins threads of the parent's, the other's (a
-    # FileStore's) counts this process out of the parent's file.
-    global _groups_lock
-    _groups_lock = threading.Lock()
+    # A gloo group or a store must not be destroyed here, ever: the one's destructor joins threads of the
+    # parent's, the other's (a FileStore's) counts this process out of the parent's file.
     for group in _groups.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _groups.clear()
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_forget_in_child)

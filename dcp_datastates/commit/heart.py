@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.commit.peers import Connection, Peers
+from dcp_datastates.forks import ProcessLock
 
 __all__ = ["SILENCE_SECONDS", "Beat", "Heart", "Loss"]
 
@@ -63,26 +64,28 @@ class Beat:
     """What a rank says of itself: the last round it voted in, and how far it has come towards the next.
 
     ``progress`` is a number that changes as long as there is any; ``doing`` says in words what it counts;
-    ``late`` is by how many seconds its latest beat has come too late.
+    ``late`` is by how many seconds its latest beat has come too late; ``calls`` is how many saves it has been called
+    for.
     """
 
     voted: int = -1
     progress: int = 0
     doing: str = "idle"
     late: int = 0
+    calls: int = 0
 
     def encode(self, count: int) -> str:
-        return f"{count}|{self.voted}|{self.progress}|{self.late}|{self.doing}"
+        return f"{count}|{self.voted}|{self.progress}|{self.late}|{self.calls}|{self.doing}"
 
     @staticmethod
     def decode(value: bytes) -> Beat:
-        _, voted, progress, late, doing = value.decode().split("|", 4)
-        return Beat(int(voted), int(progress), doing, int(late))
+        _, voted, progress, late, calls, doing = value.decode().split("|", 5)
+        return Beat(int(voted), int(progress), doing, int(late), int(calls))
 
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a rank is counted out. ``certain``: its process is gone, so it does nothing any more."""
+    """Why a rank is counted out. ``certain``: its process has ended, though the system may yet finish a call of it."""
 
     rank: int
     reason: str
@@ -170,7 +173,7 @@ class Heart:
             for rank in (range(1, peers.world) if peers.rank == 0 else (0,))
             if rank != peers.rank
         }
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = ProcessLock()  # guards what follows
         self._round: int | None = None
         self._decision: bytes | None = None
         self._store_error: str | None = None
@@ -186,13 +189,13 @@ class Heart:
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
         self._listeners: list[Callable[[list[Loss]], None]] = []
-        identity = _identity()
-        self._boot = identity.split("|")[1]
-        self._store.set(f"who/{peers.rank}", identity)
+        self._identity = _identity()
+        self._boot = self._identity.split("|")[1]
         self._thread = threading.Thread(
             target=self._run, name="dcp_datastates-heart", daemon=True
         )  # joined by close()
-        self._thread.start()
+        self._started = False
+        self._introduced = threading.Event()  # set when the others can know of this rank
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -207,10 +210,30 @@ class Heart:
             self._listeners = [other for other in self._listeners if other != listener]
 
     def quicken(self) -> None:
-        """A save has begun: beat every second until as many :meth:`slow` have come."""
+        """A save has begun: beat every second until as many :meth:`slow` have come.
+
+        How long a rank has not been heard of at all counts from here: it need not have saved anything before.
+        """
         with self._lock:
             self._active += 1
+            self._expect_unheard()
+        self.introduce(0.0)
         self._wake.set()
+
+    def introduce(self, seconds: float) -> None:
+        """Start the thread, once; returns when the other ranks can see of this one whether it is there, or after
+        ``seconds``.
+        """
+        with self._lock:
+            start, self._started = not self._started, True
+            if start:
+                self._thread.start()
+        self._introduced.wait(seconds)
+
+    def _expect_unheard(self) -> None:
+        for watched in self._watched.values():
+            if not watched.heard:
+                watched.silent = 0.0
 
     def slow(self) -> None:
         """A save is over."""
@@ -222,9 +245,8 @@ class Heart:
         with self._lock:
             self._round = round_number
             self._decision = None
+            self._expect_unheard()  # it came to its first save just now, perhaps late
             for watched in self._watched.values():
-                if not watched.heard:
-                    watched.silent = 0.0  # it came to its first save just now, perhaps late
                 watched.still = 0.0  # before the round, there was nothing to make progress with
         self._wake.set()
 
@@ -283,6 +305,27 @@ class Heart:
                 )
             ]
 
+    def absent(self, calls: int) -> list[int]:
+        """The ranks that have been called for fewer saves than ``calls``, as far as is known here."""
+        with self._lock:
+            return [rank for rank, each in self._watched.items() if each.beat.calls < calls]
+
+    def standing_still(self, seconds: float) -> list[Loss]:
+        """The ranks that have come no further for ``seconds``, whatever they do."""
+        with self._lock:
+            return [
+                Loss(rank, f"has made no progress for {each.still:.0f} s ({each.beat.doing})")
+                for rank, each in self._watched.items()
+                if each.still >= seconds
+            ]
+
+    @property
+    def said_by_coordinator(self) -> str:
+        """What the coordinator is doing, in its own words; empty on the coordinator, and before it has beaten."""
+        with self._lock:
+            coordinator = self._watched.get(0)
+            return coordinator.beat.doing if coordinator is not None and coordinator.value else ""
+
     def await_loss(self) -> list[Loss]:
         """The ranks that are lost, as soon as there are any; none if none is found in due time."""
         deadline = time.monotonic() + SILENCE_SECONDS + 3 * _ACTIVE_SECONDS
@@ -298,7 +341,9 @@ class Heart:
         """End the thread and wait for it. Idempotent."""
         self._stopping = True
         self._wake.set()
-        if self._thread is not threading.current_thread():
+        with self._lock:
+            started, self._started = self._started, True
+        if started and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)  # it may be waiting for a store that is gone
 
     # ---- the heart's thread -------------------------------------------------------------------
@@ -313,6 +358,9 @@ class Heart:
             count += 1
             try:
                 beat = dataclasses.replace(self._status(), late=self._late)
+                if not self._introduced.is_set():
+                    self._store.set(f"who/{self._peers.rank}", self._identity)
+                    self._introduced.set()
                 self._store.set(f"beat/{self._peers.rank}", beat.encode(count))
                 self._look()
                 error = None
@@ -328,7 +376,10 @@ class Heart:
                 listeners = list(self._listeners) if active else []
             if listeners and (losses := self.losses()):
                 for listener in listeners:
-                    listener(losses)
+                    try:
+                        listener(losses)
+                    except Exception:  # there can be no more threads, say; this one must go on
+                        logger.exception("a loss could not be told")
             del listeners
             due = self._pause(began + interval)
 

@@ -13,7 +13,6 @@ import atexit
 import contextlib
 import ctypes
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_datastates.commit.peers import Connection, Peers
+from dcp_datastates.forks import ProcessLock, after_fork
 
 __all__ = ["Lane", "LaneBroken", "abandoned", "let_go", "meet", "poll"]
 
@@ -50,7 +50,7 @@ _LETTING_GO_SECONDS: Final = 5.0
 _UNUSED_TAG: Final = 0x7FFF
 """No collective uses it."""
 
-_abandoned_lock = threading.Lock()  # guards _abandoned
+_abandoned_lock = ProcessLock()  # guards _abandoned
 _abandoned: list[tuple[Any, Any]] = []
 
 Check = Callable[[], None]
@@ -218,6 +218,12 @@ def _keep_abandoned() -> None:
     for backend, pending in _abandoned:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pending))
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _keep_abandoned()  # their destructors would wait for threads of the parent's
+    _abandoned.clear()
 
 
 atexit.register(_keep_abandoned)  # at the end of the interpreter, nobody may wait for them

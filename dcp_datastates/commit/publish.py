@@ -1,23 +1,26 @@
 """Publishing: the one moment at which a save becomes a checkpoint, and the tidying after it.
 
-The coordinator comes here when every rank's bytes and directory entries are on stable storage. In order:
+The coordinator comes here when every rank's bytes and directory entries are on stable storage (the numbers are
+those of docs/commit.md):
 
-1. take the path's lock;
-2. see that ``.metadata`` is still the file that it was when this attempt was claimed, or one that this
-   process has published since: a job that was stopped for long must not overwrite its successor's;
-3. make the new ``.metadata`` durable under a temporary name, rename it, sync the directory;
-4. let go; only then does anything old go, each rank removing its own files.
+9. withdraw all older attempts at the path (``storage/attempts.py``): a job that was stopped for long, or a coordinator
+   that was taken for dead, cannot publish one of them any more;
+10. see that ``.metadata`` is still the file that it was when this attempt was claimed, or one that this
+    process has published since: a job must not overwrite its successor's;
+11. make the new ``.metadata`` durable in the attempt's slot, rename it, sync the directory.
 
-Where a file system has no locks (NFS refuses ``flock`` on a directory), another job may publish between 2 and
-3. Then the later rename wins: one of two complete checkpoints stands there, and the loser's job was told
-that it had committed.
+Only then does anything old go, each rank removing its own files (13). Step 9 meets every older attempt that may yet
+be published, for a claim that comes later sees this one and is newer (``storage/claims.py``). So once step 11 has
+succeeded, ``.metadata`` never names an older attempt again, and all that were there when the ranks voted may go:
+whatever is late, and whether or not there are locks, what ``.metadata`` names is whole. The lock of the path is taken
+so that a job which deletes there waits.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import threading
+import os
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -34,18 +37,22 @@ from dcp_datastates.errors import (
     DataStatesError,
 )
 from dcp_datastates.failpoints import hit
+from dcp_datastates.forks import ProcessLock
 from dcp_datastates.metadata import FileRecord, Note, decode, encode, encode_columns, read_note
 from dcp_datastates.planning.whole import PlannedMetadata
-from dcp_datastates.storage import local, operations
+from dcp_datastates.storage import attempts, local, operations
+from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.lock import asking, exclusive
 
 __all__ = [
     "check_overwrite",
-    "make_durable",
+    "find_older",
     "publish",
     "published_attempt",
+    "settle",
     "tidy_after_commit",
     "tidy_after_failure",
+    "warn_if_replaced",
 ]
 
 logger = logging.getLogger(__name__)
@@ -55,7 +62,7 @@ DCP_VERSION: Final = "1.0.0"
 
 _REMEMBERED: Final = 64
 
-_lock = threading.Lock()  # guards _published
+_lock = ProcessLock()  # guards _published
 _published: OrderedDict[Path, tuple[local.Signature, Attempt]] = OrderedDict()
 """Which file ``.metadata`` was when this process last published there, and of which attempt."""
 
@@ -77,22 +84,30 @@ def publish(
     Raises :class:`StorageError`, :class:`CheckpointSupersededError`, :class:`CheckpointExistsError` or
     :class:`ConfigurationError`: then what was there before still is; or :class:`CommitOutcomeUnknown`.
     """
-    directory, attempt = round_.directory, round_.attempt
+    directory, attempt, claim = round_.directory, round_.attempt, round_.claim
     assert directory is not None
     assert attempt is not None
-    data = _document(directory, attempt, consolidated)
+    assert claim is not None
+    meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
+    data = _document(meta, claim, consolidated)
     hit("publish.lock.before")
     with exclusive(directory, round_.timeout, waiting):
         hit("publish.lock.after")
         check_overwrite(directory, round_.overwrite)
-        _check_not_superseded(directory, attempt, round_.seen)
+        warn_if_replaced(directory)
+        _withdraw_older(directory, attempt)
+        _check_not_superseded(directory, attempt, claim.seen)
         try:
-            local.publish(directory, attempt, data)
+            attempts.publish(directory, attempt, data)
         finally:
             # An outcome that is not known may be this one; and one that is known must not be lost here.
             with contextlib.suppress(DataStatesError):
                 _remember(directory, attempt)
     operations.tell(directory, attempt.name)
+    with _lock:
+        before = [path for path in _published if path != directory][-1:]
+    for path in before:  # a job that saves each step elsewhere comes to this one only
+        warn_if_replaced(path)
 
 
 def _remember(directory: Path, attempt: Attempt) -> None:
@@ -110,9 +125,64 @@ def _remember(directory: Path, attempt: Attempt) -> None:
                 _published.popitem(last=False)
 
 
-def make_durable(directory: Path) -> None:
-    """Sync the name ``.metadata``, for who found it there: its coordinator may have died before it did."""
-    operations.sync_directory(directory, "publish")
+def warn_if_replaced(directory: Path) -> None:
+    """Say so, once, if what this process last published there has become another's. Never raises."""
+    with _lock:
+        signature, ours = _published.get(directory, (None, None))
+    if signature is None or ours is None:
+        return
+    try:
+        now = local.signature(directory)
+        if now is None or now == signature:
+            return
+        there = published_attempt(directory)
+    except (OSError, DataStatesError) as error:
+        logger.debug("could not look at what is at %s: %s", directory, error)
+        return
+    if there == ours:  # the same file, as seen through another mount, say
+        return
+    with _lock:
+        if _published.get(directory) != (signature, ours):
+            return
+        del _published[directory]
+    logger.warning(
+        "the checkpoint that was committed at %s as attempt %s was replaced by attempt %s of another process; do two "
+        "jobs save to one path?",
+        directory,
+        ours.name,
+        there.name,
+    )
+
+
+def _withdraw_older(directory: Path, attempt: Attempt) -> None:
+    for older in attempts.present(directory):
+        if older < attempt:
+            with local.explained("withdrawing an older attempt", directory / older.name):
+                attempts.withdraw(directory, older)
+
+
+def settle(directory: Path, attempt: Attempt) -> bool | None:
+    """Step 17: whether the attempt is committed, durably; from now on it cannot be any more. Any rank, at any time.
+
+    None if that cannot be known any more: another job has committed there since. Raises OSError if storage does not
+    tell, and :class:`CheckpointCorruptError`.
+    """
+    attempts.withdraw(directory, attempt)
+    there = _now_published(directory)
+    if there == attempt:
+        # Its coordinator may have died before it did:
+        operations.sync_directory(directory, "publish")
+        return True
+    return None if there is not None and there > attempt else False
+
+
+def _now_published(directory: Path) -> Attempt | None:
+    # A client of NFS may remember for half a minute that a name was not there; opening the directory has it ask.
+    os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    try:
+        return published_attempt(directory)
+    except FileNotFoundError:
+        return None
 
 
 def published_attempt(directory: Path) -> Attempt:
@@ -121,9 +191,9 @@ def published_attempt(directory: Path) -> Attempt:
     return read_note(decode(path.read_bytes(), path), path).attempt
 
 
-def _document(directory: Path, attempt: Attempt, consolidated: Consolidated) -> bytes:
+def _document(meta: StorageMeta, claim: Claim, consolidated: Consolidated) -> bytes:
     if isinstance(consolidated.metadata, PlannedMetadata):
-        return _planned_document(directory, attempt, consolidated.metadata)
+        return _planned_document(meta, claim, consolidated.metadata)
     files: dict[str, FileRecord] = {}
     storage_data: dict[object, _StorageInfo] = {}
     for rank_results in consolidated.results:
@@ -134,12 +204,13 @@ def _document(directory: Path, attempt: Attempt, consolidated: Consolidated) -> 
                 storage_data[result.index] = result.storage_data
     metadata = consolidated.metadata
     metadata.storage_data = storage_data
-    metadata.storage_meta = StorageMeta(checkpoint_id=str(directory), save_id=attempt.name)
+    metadata.storage_meta = meta
     metadata.version = DCP_VERSION
-    return encode(metadata, Note(attempt, files))
+    return encode(metadata, Note(claim.attempt, files, claim.after))
 
 
-def _planned_document(directory: Path, attempt: Attempt, metadata: PlannedMetadata) -> bytes:
+def _planned_document(meta: StorageMeta, claim: Claim, metadata: PlannedMetadata) -> bytes:
+    attempt = claim.attempt
     files = {}
     for report in metadata.reports:
         for name, nbytes, table_offset in report.files:
@@ -148,9 +219,9 @@ def _planned_document(directory: Path, attempt: Attempt, metadata: PlannedMetada
     return encode_columns(
         metadata.whole.catalog,
         metadata.whole.placement(metadata.reports, attempt.name),
-        StorageMeta(checkpoint_id=str(directory), save_id=attempt.name),
+        meta,
         DCP_VERSION,
-        Note(attempt, files),
+        Note(attempt, files, claim.after),
     )
 
 
@@ -175,23 +246,36 @@ def _check_not_superseded(directory: Path, attempt: Attempt, seen: local.Signatu
     )
 
 
-def tidy_after_commit(round_: Round, rank: int, world: int) -> None:
-    """Remove ``rank``'s share of all older attempts that nobody holds. Never raises."""
+def find_older(round_: Round) -> None:
+    """Step 5: note which attempts may go if the round commits, those at the path that are older.
+
+    A rank looks before it votes. What it finds then is withdrawn before the commit; what it found later might be the
+    checkpoint of a job that came after, where this one had been deleted meanwhile.
+    """
     directory, attempt = round_.directory, round_.attempt
     if directory is None or attempt is None:
         return
-    for older in local.attempts(directory):
-        # Without locks, in_flight() is None. An older attempt of another job that is still under way can
-        # then not commit any more in any case: step 2 above refuses it.
-        if not older < attempt:
-            continue
+    try:
+        round_.older = [older for older in attempts.present(directory) if older < attempt]
+    except OSError as error:
+        logger.warning("could not look for older attempts at %s: %s", directory, error)
+
+
+def tidy_after_commit(round_: Round, rank: int, world: int) -> None:
+    """Remove ``rank``'s share of what :func:`find_older` has found and no process holds. Never raises."""
+    directory, attempt = round_.directory, round_.attempt
+    if directory is None or attempt is None:
+        return
+    for older in round_.older:
         with asking(directory / older.name) as held:
             if not held:
                 logger.debug("removing attempt %s of %s", older.name, directory)
-                local.remove_files(directory, older, rank, world)
+                attempts.remove_files(directory, older, rank, world)
+    if rank == 0:
+        attempts.remove_unborn(directory, attempt)
 
 
 def tidy_after_failure(round_: Round, rank: int, world: int) -> None:
     """Remove ``rank``'s share of the attempt itself. Never raises."""
     if round_.directory is not None and round_.attempt is not None:
-        local.remove_files(round_.directory, round_.attempt, rank, world)
+        attempts.remove_files(round_.directory, round_.attempt, rank, world)

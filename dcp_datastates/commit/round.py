@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.attempt import Attempt
 from dcp_datastates.errors import SaveFailedError
-from dcp_datastates.storage.lock import Hold
+from dcp_datastates.storage.claims import Claim
 
 __all__ = ["FailedPart", "Part", "Round"]
 
@@ -65,13 +66,14 @@ class Round:
     Args:
         number: the same on every rank; the coordinator counts.
         attempt: the same on every rank; None where this rank knows only that there was a save.
-        directory: the checkpoint's.
+        directory: the checkpoint's, with no symbolic links on this rank.
         part: this rank's files.
-        seen: coordinator: which file ``.metadata`` was when the attempt was claimed.
+        path: as the user names the directory.
+        claim: coordinator: how the attempt was claimed.
         overwrite: whether a checkpoint may be replaced.
-        hold: coordinator: says that the attempt is in flight.
         first: number of the commit group's first round.
         timeout: seconds without progress after which a rank is given up.
+        missed: calls of ``dcp.async_save`` here that failed before they came to a writer.
 
     ``committed`` resolves, in the commit thread, with the round's outcome on this rank.
     """
@@ -83,25 +85,28 @@ class Round:
         directory: Path | None,
         part: Part,
         *,
-        seen: Any = None,
+        path: Path | None = None,
+        claim: Claim | None = None,
         overwrite: bool = True,
-        hold: Hold | None = None,
         first: int = 0,
         timeout: float,
+        missed: int = 0,
     ) -> None:
         self.number: Final = number
         self.attempt: Final = attempt
         self.directory: Final = directory
+        self.path: Final = path or directory
         self.part: Final = part
-        self.seen: Final = seen
+        self.claim: Final = claim
         self.overwrite: Final = overwrite
-        self.hold: Final = hold
         self.first: Final = first
         self.timeout: Final = timeout
+        self.missed: Final = missed
         self.committed: Future[None] = Future()
         self.committed.set_running_or_notify_cancel()
         self.consolidated: Consolidated | None = None
         self.abandoned: BaseException | None = None
+        self.older: list[Attempt] = []  # what may go if it commits; the commit thread's
         self.failure: BaseException | None = None  # of the publication; the commit thread's
         self._settled = threading.Event()  # set once either of the two above is
 
@@ -122,14 +127,13 @@ class Round:
 
     def resolve(self, error: BaseException | None) -> None:
         """Let ``committed`` know. The first call counts."""
-        if self.hold is not None:
-            self.hold.release()
-        if self.committed.done():
-            return
-        if error is None:
-            self.committed.set_result(None)
-        else:
-            self.committed.set_exception(error)
+        if self.claim is not None:
+            self.claim.hold.release()
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.committed.set_result(None)
+            else:
+                self.committed.set_exception(error)
 
     @staticmethod
     def missing(number: int, first: int, timeout: float) -> Round:

@@ -7,6 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+from dcp_datastates.forks import ProcessLock
+
 __all__ = ["Worker"]
 
 logger = logging.getLogger(__name__)
@@ -16,35 +18,45 @@ class Worker:
     """A thread that starts with the first piece of work and ends with :meth:`close`.
 
     A daemon, and not a ``ThreadPoolExecutor``: while the interpreter joins DCP's threads at exit, they may still
-    bring work, which an executor would refuse by then. Whoever makes a worker closes it at exit.
+    bring work, which an executor would refuse by then. Its maker closes it at exit.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()  # guards _thread and _closed
+        self._lock = ProcessLock()  # guards _thread and _closed
         self._thread: threading.Thread | None = None
         self._closed = False
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def post(self, work: Callable[[], None]) -> bool:
-        """Have ``work`` done after all that was posted before; False after :meth:`close`. Any thread."""
+        """Have ``work`` done after all that was posted before; False after :meth:`close`, and if
+        there can be no thread. Any thread.
+        """
         with self._lock:
             if self._closed:
                 return False
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the process ends, or has too many threads
+                    logger.warning("%s cannot start: %s", self._name, error)
+                    return False
+                self._thread = thread
             self._work.put(work)
         return True
 
-    def close(self) -> None:
-        """Return when all that was posted is done and the thread has ended. Idempotent."""
+    def finish(self) -> None:
+        """Take no more work. The thread ends when all that was posted is done. Idempotent, does not wait."""
         with self._lock:
             self._closed = True
-            thread = self._thread
         self._work.put(None)
-        if thread is not None:
-            thread.join()
+
+    def close(self, seconds: float | None = None) -> None:
+        """:meth:`finish`, and return when the thread has ended, or after ``seconds``. Idempotent."""
+        self.finish()
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -16,12 +16,12 @@ from typing import Any
 
 from dcp_datastates.dcp.frames import local_variable
 
-__all__ = ["awaited_here"]
+__all__ = ["awaited_here", "work_item_here"]
 
 
 def awaited_here() -> Callable[[], bool]:
     """A function, for any thread, that tells whether a thread waits for the calling thread's work item."""
-    future = _future()
+    future = work_item_here()
 
     def awaited() -> bool:
         condition = getattr(future, "_condition", None)
@@ -30,7 +30,8 @@ def awaited_here() -> Callable[[], bool]:
     return awaited
 
 
-def _future() -> Any:
+def work_item_here() -> Any:
+    """The future of the executor's work item that the calling thread runs; None if it runs none, or hides it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "run" and frame.f_globals.get("__name__") == (

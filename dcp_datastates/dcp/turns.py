@@ -6,18 +6,22 @@ thread per asynchronous save and has no order among them, so this package gives 
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
+
+from dcp_datastates.dcp.awaited import work_item_here
+from dcp_datastates.forks import ProcessLock, after_fork
 
 __all__ = ["Turn", "at_thread_end", "await_all", "end_here"]
 
 _POLL_SECONDS: Final = 0.1
 _BEGIN_SECONDS: Final = 60.0
 
-_lock = threading.Lock()  # guards _last
+_lock = ProcessLock()  # guards _last
 _last: Turn | None = None
 
 
@@ -25,20 +29,30 @@ class Turn:
     """A place in the order of this process's saves, taken when it is made.
 
     The turn lasts from the end of the one before it until :meth:`end`. A thread that dies without
-    ending its turn, or that never comes for it, does not block the ones behind.
+    ending its turn, or that does not come for it within a minute, does not block the ones behind.
+
+    Args:
+        expected: whether a thread of DCP's comes for it at once; else this package ends it for certain.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, expected: bool = True) -> None:
         global _last
+        self._expected = expected
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._work: Any = None  # the future of what DCP has its thread do
         self._made = time.monotonic()
         with _lock:
             self._previous, _last = _last, self
 
+    def come(self) -> None:
+        """The calling thread becomes its thread: what it does before :meth:`wait` may take its time."""
+        self._thread = threading.current_thread()
+        self._work = work_item_here()
+
     def wait(self) -> None:
         """Block, without the GIL, until it is this turn; the calling thread becomes its thread."""
-        self._thread = threading.current_thread()
+        self.come()
         _await(self._previous)
         self._previous = None
 
@@ -51,31 +65,43 @@ class Turn:
         """Whether this save's collectives are over."""
         return self._ended.is_set()
 
-    def join(self) -> None:
-        """Block, without the GIL, until this turn has ended."""
-        _await(self)
+    def join(self, seconds: float) -> bool:
+        """Whether this turn has ended within ``seconds``, for which it blocks without the GIL."""
+        return _await(self, seconds)
 
     def _gone(self) -> bool:
         if self._thread is None:
-            return time.monotonic() - self._made > _BEGIN_SECONDS
-        return not self._thread.is_alive()
+            return self._expected and time.monotonic() - self._made > _BEGIN_SECONDS
+        # DCP ends the thread with the save, unless its caller was interrupted before it had said so.
+        return not self._thread.is_alive() or (self._work is not None and self._work.done())
 
 
-def await_all() -> None:
-    """Block until every turn taken so far has ended (for a save that runs in the caller's thread)."""
+def await_all(look: Callable[[], None] = lambda: None) -> None:
+    """Block until every turn taken so far has ended (for a save that runs in the caller's thread).
+
+    Calls ``look`` now and then; what it raises ends the wait.
+    """
     with _lock:
         last = _last
-    _await(last)
+    _await(last, look=look)
 
 
-def _await(turn: Turn | None) -> None:
+def _await(
+    turn: Turn | None, seconds: float = math.inf, look: Callable[[], None] = lambda: None
+) -> bool:
     if turn is None or turn._thread is threading.current_thread():
-        return
-    if turn._previous is not None and turn._thread is None:
-        _await(turn._previous)
-    while not turn._ended.wait(_POLL_SECONDS):
+        return True
+    until = time.monotonic() + seconds
+    previous = turn._previous
+    if previous is not None and turn._thread is None and not _await(previous, seconds, look):
+        return False
+    while not turn._ended.wait(max(0.0, min(_POLL_SECONDS, until - time.monotonic()))):
         if turn._gone():
             turn.end()
+        elif time.monotonic() >= until:
+            return False
+        look()
+    return True
 
 
 class _Sentinel:
@@ -108,10 +134,7 @@ def end_here() -> None:
     _local.sentinel = None
 
 
+@after_fork
 def _forget_in_child() -> None:
-    global _last, _lock
-    _lock = threading.Lock()
+    global _last
     _last = None
-
-
-os.register_at_fork(after_in_child=_forget_in_child)

@@ -9,6 +9,7 @@ Python loop.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +18,13 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import DeviceEvent, Engine, Transfer
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
+from dcp_datastates.dcp.fields import further_values, with_further
+from dcp_datastates.dcp.shards import any_hold_shards, take_shards_of
 from dcp_datastates.errors import DeviceError
 from dcp_datastates.lazy.device_copies import DeviceCopies
 from dcp_datastates.lazy.devices import (
@@ -33,7 +37,7 @@ from dcp_datastates.lazy.devices import (
     report,
     stream,
 )
-from dcp_datastates.lazy.ownership import STABLE, UNOWNED, Ownership
+from dcp_datastates.lazy.ownership import STABLE, UNOWNED, Ownership, known_optimizers
 from dcp_datastates.lazy.tensors import (
     PLAIN_DTYPES,
     add_region,
@@ -68,7 +72,6 @@ class DeferredTensors:
     groups: list[int] = field(default_factory=list)
     addresses: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
-    """Bytes, if contiguous; else one element's."""
     devices: list[int] = field(default_factory=list)
     """-1: on the host."""
 
@@ -106,13 +109,45 @@ class Capture:
     """The call, for work that another thread gives to devices."""
     copying: DeviceCopies = field(default_factory=DeviceCopies)
     """The eager copies that devices make."""
+    further: list[tuple[Any, ...]] = field(default_factory=list)
+    """Of all tensors at the call, what :func:`further_values` says of their properties: copies may look otherwise."""
+    ownership: Ownership = field(default_factory=lambda: Ownership(()))
+    """What optimizers owned at the call."""
+
+    def owned(self) -> tuple[bool, ...]:
+        """Which of all tensors an optimizer owns, in the order of the walk."""
+        return self.ownership.owns(self.staged.columns.locals)
 
     def fingerprint(self) -> Fingerprint | None:
         """What the state looks like; None if it is not :attr:`regular`."""
         columns = self.staged.columns
         if not self.regular or not _are_plain(self.staged.structure, columns):
             return None
-        return fingerprint(self.staged.structure, columns.tensors, columns.locals)
+        return fingerprint(self.staged.structure, columns.tensors, columns.locals, self.further)
+
+    def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
+        """The items of a plan for this state, with the further properties that its tensors had at the call."""
+        if not self.further or not items:
+            return items
+        columns = self.staged.columns
+        position = {columns.name(number): number for number in range(len(columns.keys))}
+        changed = []
+        for item in items:
+            at = position.get(item.index.fqn)
+            data = item.tensor_data
+            if data is not None and at is not None and data.chunk.sizes == columns.locals[at].shape:
+                properties = with_further(data.properties, self.further[at])
+                data = dataclasses.replace(data, properties=properties)
+                item = dataclasses.replace(item, tensor_data=data)
+            changed.append(item)
+        return changed
+
+    def is_plain(self) -> bool:
+        """Whether every tensor's bytes are in its memory as they are to be written."""
+        deferred = self.deferred.columns.locals
+        return all(map(torch.Tensor.is_contiguous, deferred)) and not (
+            any(map(torch.Tensor.is_neg, deferred)) or any(map(torch.Tensor.is_conj, deferred))
+        )
 
     def bases(self) -> tuple[Ints, Ints, Ints | None]:
         """Address of the first byte, group and device (None: all on the host) of all tensors in the order of the
@@ -138,7 +173,7 @@ class Capture:
             eager.containers, eager.keys, eager.tensors, self.offsets, self.forms, strict=True
         ):
             assert self.buffer is not None
-            copied = tensor_over(self.buffer, offset, shape, dtype)
+            copied = take_shards_of(tensor, tensor_over(self.buffer, offset, shape, dtype))
             if isinstance(tensor, DTensor):
                 copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             container[key] = copied
@@ -171,7 +206,7 @@ def capture(
         columns, devices = _set_apart(columns, devices, odd)
         deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
     usual, eager_devices = _set_apart(eager, eager_devices, _odd_values(eager))
-    regular = columns is everything and usual is eager
+    regular = columns is everything and usual is eager and not any_hold_shards(everything.locals)
     eager = usual
     sizes = list(map(_NBYTES, eager.locals))
     ends = list(accumulate(size + -size % _SLOT for size in sizes))
@@ -179,6 +214,8 @@ def capture(
     offsets = [0, *ends[:-1]] if ends else []
     forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
     made = Capture(root, deferred, eager, offsets, forms, None, nbytes, regular, late, staged)
+    made.ownership = ownership
+    made.further = further_values(everything.locals)
     if offsets:
         on_devices = set(compress(eager_devices or (), sizes)) - {HOST}
         made.buffer = allocate(max(nbytes, 1), bool(on_devices))
@@ -222,9 +259,13 @@ def _copy_from(
 def look(state_dict: Mapping[str, Any]) -> Capture:
     """A capture for planning alone: nothing is copied, and the tensors are those of the state."""
     root, staged = walk(state_dict)
-    regular = _odd_memory(staged.columns, None) is None
-    late = [True] * len(staged.columns.tensors)
-    return Capture(root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, staged)
+    locals_ = staged.columns.locals
+    regular = _odd_memory(staged.columns, None) is None and not any_hold_shards(locals_)
+    late = [True] * len(locals_)
+    made = Capture(root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, staged)
+    made.ownership = Ownership(known_optimizers())
+    made.further = further_values(locals_)
+    return made
 
 
 def _is_peculiar(kind: type) -> bool:
@@ -294,22 +335,21 @@ def _classify(
     owners = ownership.groups(columns.locals)
     if defer == "all":
         owners = [UNOWNED if group is None else group for group in owners]
+    # Memory that is not dense is read in many pieces. That is slow on a device, and where each piece is guarded
+    # against being unmapped; a plain copy at the call is not.
+    contiguous = list(map(torch.Tensor.is_contiguous, columns.locals))
     late = [
-        group is not None and nbytes >= EAGER_BELOW_BYTES
-        for group, nbytes in zip(owners, sizes, strict=True)
+        group is not None and nbytes >= EAGER_BELOW_BYTES and dense
+        for group, nbytes, dense in zip(owners, sizes, contiguous, strict=True)
     ]
     if devices is not None:
-        late = _late_on_devices(columns, owners, sizes, devices, late)
+        late = _late_on_devices(columns, owners, sizes, devices, contiguous, late)
     chosen = columns if all(late) else columns.where(late)
-    sizes = list(compress(sizes, late))
-    for position, contiguous in enumerate(map(torch.Tensor.is_contiguous, chosen.locals)):
-        if not contiguous:
-            sizes[position] = chosen.locals[position].element_size()
     deferred = DeferredTensors(
         chosen,
         cast("list[int]", list(compress(owners, late))),
         list(map(torch.Tensor.data_ptr, chosen.locals)),
-        sizes,
+        list(compress(sizes, late)),
         [HOST] * len(sizes) if devices is None else list(compress(devices, late)),
     )
     early = list(map(operator.not_, late))
@@ -322,13 +362,13 @@ def _late_on_devices(
     owners: list[int | None],
     sizes: list[int],
     devices: list[int],
+    dense: list[bool],
     late: list[bool],
 ) -> list[bool]:
     """Of tensors on devices, small ones are deferred, too: telling a device to copy one takes the caller as long
-    as deferring it. Those whose memory is not dense are not: a device would copy them in many pieces.
+    as deferring it.
     """
     locals_ = columns.locals
-    dense = list(map(torch.Tensor.is_contiguous, locals_))
     if not set(map(_DTYPE, locals_)) <= PLAIN_DTYPES or any(map(torch.Tensor.is_neg, locals_)):
         plain = (local.dtype in PLAIN_DTYPES and not local.is_neg() for local in locals_)
         dense = list(map(operator.and_, dense, plain))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import time
 from typing import Final
 
@@ -19,7 +19,6 @@ class DeviceCopies:
     """Those of one capture. Any thread may wait for them, several at once."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards what follows; held by who waits
         self._events: list[DeviceEvent] = []
         self._failure: Exception | None = None
         self.abandoned = False
@@ -27,8 +26,7 @@ class DeviceCopies:
 
     def add(self, event: DeviceEvent) -> None:
         """They go on until ``event``."""
-        with self._lock:
-            self._events.append(event)
+        self._events.append(event)
 
     def wait(self) -> None:
         """Return when no device has anything to do with them any more.
@@ -37,16 +35,22 @@ class DeviceCopies:
         hangs when the process ends.
         """
         began = time.monotonic()
-        with self._lock:
-            while self._events and not self.abandoned:
-                try:
-                    if not self._events[-1].wait(_POLL_SECONDS):
-                        self.abandoned = patience_is_over(began)
-                        continue
-                except RuntimeError as error:
-                    self._failure = self._failure or error
-                self._events.pop()
-            if self.abandoned:
-                raise DeviceError("a device did not do what it was given before the process ended")
-            if self._failure is not None:
-                raise DeviceError(str(self._failure)) from self._failure
+        for (
+            event
+        ) in self._events.copy():  # no lock: a signal handler may interrupt who waits, and wait too
+            while not (self.abandoned or self._is_over(event)):
+                self.abandoned = patience_is_over(began)
+        if self.abandoned:
+            raise DeviceError("a device did not do what it was given before the process ended")
+        if self._failure is not None:
+            raise DeviceError(str(self._failure)) from self._failure
+
+    def _is_over(self, event: DeviceEvent) -> bool:
+        try:
+            if not event.wait(_POLL_SECONDS):
+                return False
+        except RuntimeError as error:
+            self._failure = self._failure or error
+        with contextlib.suppress(ValueError):  # another thread has seen it, too
+            self._events.remove(event)
+        return True

@@ -7,7 +7,6 @@ waits. Optimizers are learnt when they first step, or named with :func:`track`.
 from __future__ import annotations
 
 import operator
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import compress
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.forks import ProcessLock
 
 __all__ = [
     "STABLE",
@@ -40,7 +40,7 @@ UNOWNED: Final = 1
 _FIRST_OWNED: Final = 2
 _PLAIN_TYPES: Final = frozenset({torch.nn.Parameter, torch.Tensor})
 
-_lock = threading.Lock()  # guards what follows
+_lock = ProcessLock()  # guards what follows
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -151,6 +151,7 @@ class Ownership:
         # Storage objects compare by identity; torch keeps one per storage while it is referenced.
         self._group_of_storage: dict[torch.UntypedStorage, int] = {}
         self._owners: dict[int, frozenset[int]] = {}
+        self._unannounced: set[torch.UntypedStorage] = set()
         self._optimizers = list(optimizers)  # strong: their ids stay theirs while this lives
         group_of_owners: dict[frozenset[int], int] = {}
         announced = list(map(_is_announced, self._optimizers))
@@ -159,6 +160,7 @@ class Ownership:
         for optimizer in compress(self._optimizers, map(operator.not_, announced)):
             for storage in _storages(_owned(optimizer)):  # whoever else owns it
                 self._group_of_storage.pop(storage, None)
+                self._unannounced.add(storage)
 
     def _add(self, optimizer: Optimizer, group_of_owners: dict[frozenset[int], int]) -> None:
         groups = self._group_of_storage
@@ -182,6 +184,15 @@ class Ownership:
         By columns: a call per tensor and attribute from C costs half of what it costs in a loop.
         """
         return list(map(self._group_of_storage.get, map(torch.Tensor.untyped_storage, tensors)))
+
+    def owns(self, tensors: list[torch.Tensor]) -> tuple[bool, ...]:
+        """Whether an optimizer owns each of the (local) tensors, in any group or none."""
+        try:
+            storages = list(map(torch.Tensor.untyped_storage, tensors))
+        except (RuntimeError, NotImplementedError):  # one without memory of its own
+            return tuple(_has_storage(each) and self.owns([each])[0] for each in tensors)
+        known = self._group_of_storage
+        return tuple([storage in known or storage in self._unannounced for storage in storages])
 
     def may_change(self, optimizer: Optimizer, group: int, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a step of ``optimizer`` may rightly change the (local) ``tensors``, which are of ``group``."""

@@ -3,14 +3,18 @@
 Behind the step gate, which holds optimizers back, this looks for writes that slip past it: the version
 counter of each tensor where it moves, and a few words of its memory. A write that moves no counter and
 misses every sampled word goes unseen; so sampling is a second line, not the guarantee.
+
+Memory that was moved, resized or freed is noticed for certain: the address and the size of each storage are
+compared from before the reads to after them. Holding a storage keeps the object, and not its memory. What moves
+memory under a storage from C++ (``tensor.resize_()`` to more, an ``out=`` that grows) only ever makes it larger, so
+it cannot come back to where it was unseen; the rest goes through methods that the step gate holds back.
 """
 
 from __future__ import annotations
 
 import operator
-import threading
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +24,7 @@ from dcp_datastates.lazy.capture import DeferredTensors
 from dcp_datastates.lazy.devices import HOST
 from dcp_datastates.lazy.ownership import STABLE, local_tensor
 
-__all__ = ["Portion", "Regions", "check_memory", "portions"]
+__all__ = ["Portion", "Regions", "portions"]
 
 
 @dataclass
@@ -32,9 +36,11 @@ class Portion:
     """Of this group only."""
     seed: int
     settled: bool = False
-    """Was whole when all was read; or (on a device) when the first gate let go, behind whose streams all is read."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Guards ``settled``: the first to need the group's reads (DCP's thread or a gate) checks them."""
+    """Was whole when all was read; or (on a device) when the first gate let go, behind whose streams all is read.
+    What it holds may change from then on.
+    """
+    read: bool = False
+    """All was read, as the host has seen, from the memory that was there before. That may move from then on."""
 
     def __post_init__(self) -> None:
         locals_ = self.deferred.columns.locals
@@ -51,13 +57,62 @@ class Portion:
             self._versions = [tensor._version for tensor in locals_]
         except RuntimeError:  # an inference tensor among them
             self._versions = list(map(_version, locals_))
-        self._samples = self._sample()
+        self._samples = sample_words(self.deferred.addresses, self._sizes, self.seed)
+        self._storages: dict[torch.UntypedStorage, None] | None = None
+        self._memory: list[tuple[int, int]] = []  # of each storage, once pin() was called
+
+    @property
+    def storages(self) -> dict[torch.UntypedStorage, None]:
+        """Of its tensors, kept from the first look on. They compare by identity: torch keeps one object for each."""
+        if self._storages is None:
+            locals_ = self.deferred.columns.locals
+            self._storages = dict.fromkeys(map(torch.Tensor.untyped_storage, locals_))
+        return self._storages
+
+    def pin(self) -> None:
+        """Before the reads: note where the memory is.
+
+        Raises :class:`SnapshotTornError` if a tensor has other memory now than at the capture, so that the planner
+        may have resolved the wrong bytes.
+        """
+        self._memory = self._look()  # first: from here on, no storage can go
+        columns = self.deferred.columns
+        moved = list(
+            map(operator.ne, map(torch.Tensor.data_ptr, columns.locals), self.deferred.addresses)
+        )
+        for position, tensor in enumerate(columns.tensors):
+            local = columns.locals[position]
+            if tensor is not local and local_tensor(tensor) is not local:
+                moved[position] = True
+        if True in moved:
+            raise _moved(columns.name(moved.index(True)))
+
+    def check_memory(self) -> None:
+        """After the reads: raise :class:`SnapshotTornError` if the memory was not there all the time.
+
+        Another thread may find that it was, and let it move, meanwhile: hence ``read`` is looked at last. (So is
+        ``settled`` by :meth:`check`.)
+        """
+        memory = self._look()
+        if memory == self._memory or self.read:
+            return
+        pairs = zip(self.storages, memory, self._memory, strict=True)
+        moved = {storage for storage, now, before in pairs if now != before}
+        columns = self.deferred.columns
+        of = list(map(torch.Tensor.untyped_storage, columns.locals))
+        raise _moved(columns.name(next((i for i, one in enumerate(of) if one in moved), 0)))
+
+    def _look(self) -> list[tuple[int, int]]:
+        storages = self.storages
+        kind = torch.UntypedStorage
+        return list(zip(map(kind.data_ptr, storages), map(kind.nbytes, storages), strict=True))
 
     def check(self) -> None:
-        """Raise :class:`SnapshotTornError` if a tensor is not what it was when this was made."""
-        samples = self._sample()
+        """Raise :class:`SnapshotTornError` if a tensor does not hold what it held when this was made, unless it may."""
+        # The memory may go at any moment, by the hand of a thread that holds no lock of Python's.
+        samples = sample_words(self.deferred.addresses, self._sizes, self.seed, guarded=True)
         versions = list(map(_version, self.deferred.columns.locals))
-        if samples == self._samples and versions == self._versions:
+        if (samples == self._samples and versions == self._versions) or self.settled:
             return
         torn = [
             position
@@ -77,9 +132,6 @@ class Portion:
             f'defer="none"'
         )
 
-    def _sample(self) -> list[int]:
-        return sample_words(self.deferred.addresses, self._sizes, self.seed)
-
 
 def portions(deferred: DeferredTensors, seed: int) -> list[Portion]:
     """One portion per group."""
@@ -92,27 +144,11 @@ def portions(deferred: DeferredTensors, seed: int) -> list[Portion]:
     ]
 
 
-def check_memory(deferred: DeferredTensors) -> list[torch.UntypedStorage]:
-    """The storages of the deferred tensors, to be kept until they have been read.
-
-    Raises :class:`SnapshotTornError` if a tensor has other memory now than at the capture, so that the
-    planner may have resolved the wrong bytes.
-    """
-    columns = deferred.columns
-    # First: from here on, none can go.
-    keep = list(map(torch.Tensor.untyped_storage, columns.locals))
-    moved = list(map(operator.ne, map(torch.Tensor.data_ptr, columns.locals), deferred.addresses))
-    for position, tensor in enumerate(columns.tensors):
-        local = columns.locals[position]
-        if tensor is not local and local_tensor(tensor) is not local:
-            moved[position] = True
-    if True in moved:
-        raise SnapshotTornError(
-            f"the memory of deferred tensor {columns.name(moved.index(True))!r} was replaced "
-            f"(tensor.data = …) before it was read; wait for writer.captured before that, or use "
-            f'defer="none"'
-        )
-    return keep
+def _moved(name: str) -> SnapshotTornError:
+    return SnapshotTornError(
+        f"the memory of deferred tensor {name!r} was replaced, resized or freed before it was read (tensor.data = …, "
+        f'resize_()); wait for writer.captured before that, or use defer="none"'
+    )
 
 
 class Regions:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_datastates._native import Transfer
+from dcp_datastates.dcp.shards import take_shards_of
 from dcp_datastates.errors import UnsupportedTensorError
 
 __all__ = [
@@ -104,7 +105,7 @@ def copy_unusual(tensor: torch.Tensor, local: torch.Tensor, name: str) -> torch.
     copied = copied.clone(memory_format=torch.contiguous_format) if copied.is_cpu else copied.cpu()
     if isinstance(tensor, DTensor):
         copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    return copied
+    return take_shards_of(tensor, copied)
 
 
 def copy_sharded(tensor: ShardedTensor, name: str) -> ShardedTensor:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from dcp_datastates.dcp.shards import take_shards_of
+from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.lazy.ownership import local_tensor
 from dcp_datastates.lazy.tensors import copy_sharded
 
-__all__ = ["Columns", "Staged", "walk"]
+__all__ = ["Columns", "Staged", "check_mapping", "walk"]
 
 _ATOMS: Final = frozenset(
     {
@@ -76,10 +80,21 @@ class Staged:
 def walk(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Staged]:
     """The staged copy of ``state_dict``, with the tensors themselves in it, and columns over them.
 
-    Containers are copied as far as DCP flattens them; other objects deeply.
+    Containers are copied as far as DCP flattens them; other objects deeply. Raises :class:`UnsupportedStateError` for a
+    state that is no mapping, and naming an object that cannot be stored.
     """
+    check_mapping(state_dict)
     found = Staged()
     return _mapping(state_dict, "", found), found
+
+
+def check_mapping(state: object) -> None:
+    """Raise :class:`UnsupportedStateError` unless ``state`` is a mapping, as DCP wants it."""
+    if not isinstance(state, Mapping):
+        raise UnsupportedStateError(
+            f"the state is a {type(state).__name__}, and DCP saves a mapping of names to tensors and objects: "
+            f'pass {{"state": …}}, or model.state_dict()'
+        )
 
 
 def _mapping(source: Mapping[Any, Any], prefix: str, found: Staged) -> dict[Any, Any]:
@@ -114,7 +129,7 @@ def _leaf(container: Any, key: Any, value: Any, prefix: str, found: Staged) -> A
     """What to put in ``value``'s place."""
     if type(value) is torch.nn.Parameter:
         # An alias of our own: ``parameter.data = …`` cannot take the memory from under it.
-        value = local = value.detach()
+        value = local = take_shards_of(value, value.detach())
     elif isinstance(value, ShardedTensor):
         return copy_sharded(value, f"{prefix}{key}")
     elif isinstance(value, torch.Tensor):
@@ -141,14 +156,45 @@ def _leaf(container: Any, key: Any, value: Any, prefix: str, found: Staged) -> A
 
 def _copy_object(value: Any, name: str) -> Any:
     try:
-        return copy.deepcopy(value)
-    except Exception:  # what cannot be deep-copied can often be saved all the same, as DCP would
-        buffer = io.BytesIO()
         try:
-            torch.save(value, buffer)
-        except Exception as error:
-            raise TypeError(
-                f"object {name!r} of type {type(value).__name__} can be neither copied nor pickled: {error}"
-            ) from error
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=False)  # our own bytes, written a line above
+            copied = copy.deepcopy(value)
+        except (
+            Exception
+        ):  # what cannot be deep-copied can often be saved all the same, as DCP would
+            return _through_torch(value)
+        if not _is_plain(copied):
+            _Pickling(_Nowhere()).dump(
+                copied
+            )  # a function, say, is its own copy, and cannot be stored
+        return copied
+    except Exception as error:
+        raise UnsupportedStateError(
+            f"object {name!r} of the state, a {type(value).__name__}, cannot be stored: it can be neither copied "
+            f"nor pickled ({error}); leave it out, or put what it stands for in its place"
+        ) from error
+
+
+def _through_torch(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)  # our own bytes, written a line above
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of what pickles for certain: a glance, no more."""
+    if type(value) in (list, tuple, set, frozenset):
+        return set(map(type, value)) <= _ATOMS
+    return type(value) is np.ndarray and not value.dtype.hasobject
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+class _Pickling(pickle.Pickler):
+    """Pickles as ``torch.save`` does as far as objects are concerned; what tensors hold is left out."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return "left out" if isinstance(value, (torch.Tensor, torch.UntypedStorage)) else None

@@ -56,6 +56,17 @@ class _HolderSet:
     """Of each group in the holdings' ``order``."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Replicas:
+    """The large chunks that a set of ranks shares out among its members."""
+
+    ranks: Ints
+    copies: Ints
+    """Of each rank: as in :class:`_HolderSet`."""
+    items: Mapping[int, Ints]
+    """By copy: which of a rank's items they are, in one order for all ranks."""
+
+
 def assign(
     plans: Sequence[LocalPlan], *, split: bool = True, dedup_to_lowest_rank: bool = False
 ) -> tuple[list[FinalPlan], Catalog]:
@@ -64,16 +75,20 @@ def assign(
     Chunks of the same name and box are replicas. Without ``split``, one holder writes such a chunk whole: the one
     that has fewest bytes, or with ``dedup_to_lowest_rank`` (which never splits) the lowest. With it,
     chunks of 1 MiB and more are cut in rows of dimension 0, and smaller ones dealt whole. Of several holders that
-    have the same, a hash of the chunk's name says who comes first. The order of items changes nothing, and other
+    have the same, a hash of the chunk's name says who comes first. A plain tensor is never cut: nothing says that it is
+    the same on all ranks (an item of type SHARD says so). The order of items changes nothing, and other
     numbers for the ranks permute the shares (but for ties between holders that have something else besides).
 
     ValueError: ranks do not agree on a name's shape, dtype or kind.
     """
     holdings = gather(plans)
     mappings = _merged(plans)
-    shares = _dealt(holdings, len(plans), split and not dedup_to_lowest_rank, dedup_to_lowest_rank)
+    replicas: list[_Replicas] = []
+    shares = _dealt(
+        holdings, len(plans), split and not dedup_to_lowest_rank, dedup_to_lowest_rank, replicas
+    )
     shares = _by_rank(holdings, shares)
-    return _finished(holdings, shares, len(plans), mappings)
+    return _finished(holdings, shares, _held(len(plans), replicas), mappings)
 
 
 def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
@@ -89,7 +104,9 @@ def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
     return merged
 
 
-def _dealt(holdings: Holdings, ranks: int, split: bool, to_lowest: bool) -> _Shares:
+def _dealt(
+    holdings: Holdings, ranks: int, split: bool, to_lowest: bool, replicas: list[_Replicas]
+) -> _Shares:
     """What one rank alone holds is its own; then the sets of holders, small ones first, as they choose least."""
     lowest = np.array([of_variant[0] for of_variant in holdings.ranks], dtype=np.int64)
     many = np.array([len(of_variant) > 1 for of_variant in holdings.ranks])
@@ -109,7 +126,7 @@ def _dealt(holdings: Holdings, ranks: int, split: bool, to_lowest: bool) -> _Sha
     loads = np.bincount(own.rank, holdings.nbytes[alone], ranks).astype(np.int64)
     parts = [own]
     for holders in _holder_sets(holdings, groups):
-        parts += _deal(holdings, holders, loads, split)
+        parts += _deal(holdings, holders, loads, split, replicas)
     return _Shares.joined(parts)
 
 
@@ -139,8 +156,14 @@ def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
         )
 
 
-def _deal(holdings: Holdings, holders: _HolderSet, loads: Ints, split: bool) -> list[_Shares]:
-    """Share out what this set holds, and add it to the ``loads``."""
+def _deal(
+    holdings: Holdings,
+    holders: _HolderSet,
+    loads: Ints,
+    split: bool,
+    replicas: list[_Replicas],
+) -> list[_Shares]:
+    """Share out what this set holds; add it to the ``loads``, and what is cut to the ``replicas``."""
     by_load = np.lexsort((holders.ranks, loads[holders.ranks]))
     ranks, copies = holders.ranks[by_load], holders.copies[by_load]
     first = holdings.order[holders.begins]
@@ -156,7 +179,9 @@ def _deal(holdings: Holdings, holders: _HolderSet, loads: Ints, split: bool) -> 
     def whole(chunk: Ints, holder: Ints) -> _Shares:
         return shares(chunk, holder, np.zeros_like(chunk), extent[chunk], nbytes[chunk])
 
-    cuttable = (nbytes >= SPLIT_FROM) & (extent > 1) if split else np.zeros(len(first), dtype=bool)
+    cuttable = np.zeros(len(first), dtype=bool)
+    if split:
+        cuttable = (nbytes >= SPLIT_FROM) & (extent > 1) & holdings.declared[holders.groups]
     empty = np.flatnonzero(nbytes == 0)
     parts = [whole(empty, (turn + np.arange(len(empty))) % len(ranks))]
     small = np.flatnonzero(~cuttable & (nbytes > 0))
@@ -164,6 +189,12 @@ def _deal(holdings: Holdings, holders: _HolderSet, loads: Ints, split: bool) -> 
     parts.append(whole(small, to_least_loaded(nbytes[small], loads[ranks], turn)))
     large = np.flatnonzero(cuttable)
     if len(large):
+        begins = holders.begins[large]
+        items = {
+            copy: holdings.item[holdings.order[begins + copy]]
+            for copy in set(holders.copies.tolist())
+        }
+        replicas.append(_Replicas(holders.ranks, holders.copies, items))
         row_bytes = nbytes[large] // extent[large]
         quota = quotas(loads[ranks], int(nbytes[large].sum()))
         chunk, holder, begin, end = cut_line(extent[large], row_bytes, quota)
@@ -180,10 +211,25 @@ def _by_rank(holdings: Holdings, shares: _Shares) -> _Shares:
     return shares.taken(np.argsort(key))
 
 
+def _held(ranks: int, replicas: Sequence[_Replicas]) -> list[tuple[Ints, Ints]]:
+    """For each rank the items that it shares with others, and the set that each is shared in; equal ones are one."""
+    members: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for number, each in enumerate(replicas):
+        for rank, copy in zip(each.ranks.tolist(), each.copies.tolist(), strict=True):
+            members[rank].append((number, copy))
+    known: dict[tuple[tuple[int, int], ...], tuple[Ints, Ints]] = {}
+    for key in set(map(tuple, members)):
+        parts = [replicas[number].items[copy] for number, copy in key]
+        sets = np.array([number for number, _ in key], np.int64)
+        items = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        known[key] = items, np.repeat(sets, [len(part) for part in parts])
+    return [known[tuple(key)] for key in members]
+
+
 def _finished(
     holdings: Holdings,
     shares: _Shares,
-    ranks: int,
+    held: Sequence[tuple[Ints, Ints]],
     mappings: Mapping[str, tuple[Any, ...]] | None,
 ) -> tuple[list[FinalPlan], Catalog]:
     """The plans of all ranks and the catalog, from shares in the order of ranks and items."""
@@ -206,10 +252,11 @@ def _finished(
         sizes=sizes,
         mappings=mappings,
     )
-    columns = (holdings.item[shares.row], shares.begin, shares.end, hints)
-    edges = np.searchsorted(shares.rank, np.arange(ranks + 1)).tolist()
+    items = holdings.item[shares.row]
+    edges = np.searchsorted(shares.rank, np.arange(len(held) + 1)).tolist()
     plans = [
-        FinalPlan(*(column[begin:end] for column in columns)) for begin, end in pairwise(edges)
+        FinalPlan(items[a:b], shares.begin[a:b], shares.end[a:b], hints[a:b], shared, sets)
+        for (a, b), (shared, sets) in zip(pairwise(edges), held, strict=True)
     ]
     return plans, catalog
 

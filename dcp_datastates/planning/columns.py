@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from dcp_datastates.dcp.fields import further_of, set_further
+
 from .catalog import Ints
 from .packing import pack, pack_ints, pack_objects, unpack, unpack_ints, unpack_objects
-from .ragged import starts_of
+from .ragged import positions, starts_of, volumes
 
 __all__ = ["OBJECT", "SHARD", "TENSOR", "Head", "LocalPlan", "digest_of", "properties_key"]
 
@@ -34,7 +36,7 @@ _KINDS = {WriteItemType.BYTE_IO: OBJECT, WriteItemType.TENSOR: TENSOR, WriteItem
 _TYPES = {kind: type_ for type_, kind in _KINDS.items()}
 
 _PLAN = b"dslp\x01"
-_HEAD = b"dslh\x01"
+_HEAD = b"dslh\x02"
 _BETWEEN, _WITHIN = "\0", "\x1f"  # between names, and between the steps of a name's path
 
 Head: TypeAlias = tuple[Any, ...]
@@ -51,7 +53,7 @@ class LocalPlan:
     names: tuple[str, ...]
     """One FQN per item; a name may come more than once (a ``ShardedTensor`` with several local shards)."""
     kinds: npt.NDArray[np.uint8]
-    """(N,): OBJECT, TENSOR (a plain tensor, whole) or SHARD."""
+    """(N,): OBJECT, TENSOR (a plain tensor, whole) or SHARD (a chunk, the same on all ranks that have it)."""
     properties: Ints
     """(N,): index into ``table``; -1 for an object."""
     table: tuple[TensorProperties, ...]
@@ -148,10 +150,22 @@ class LocalPlan:
     def _encoded(self) -> bytes:
         return pack(_PLAN, [_encode_head(self), pack_ints(self.offsets), pack_ints(self.sizes)])
 
+    def nbytes(self, items: Ints) -> Ints:
+        """Of these items' chunks; all of them are tensors."""
+        itemsizes = np.array([entry.dtype.itemsize for entry in self.table], np.int64)
+        ndims = self.ndims[items]
+        sizes = self.sizes[positions(starts_of(self.ndims)[items], ndims)]
+        return volumes(ndims, sizes) * itemsizes[self.properties[items]]
+
+    def whole_items(self, items: Ints) -> list[WriteItem]:
+        """Some of the stock plan's items."""
+        where = positions(starts_of(self.ndims)[items], self.ndims[items])
+        hints = [None] * len(items)
+        return self.parts(items, self.kinds[items], self.offsets[where], self.sizes[where], hints)
+
     def write_items(self) -> list[WriteItem]:
         """The stock plan's items."""
-        every = np.arange(len(self.names))
-        return self.parts(every, self.kinds, self.offsets, self.sizes, [None] * len(every))
+        return self.whole_items(np.arange(len(self.names)))
 
     def parts(
         self,
@@ -198,6 +212,7 @@ def digest_of(encoded: bytes) -> bytes:
 def properties_key(properties: TensorProperties) -> tuple[Any, ...]:
     """Equal for equal properties, and hashable, which they are not."""
     return (
+        *further_of(properties).items(),
         properties.dtype,
         properties.layout,
         properties.requires_grad,
@@ -230,7 +245,7 @@ def _encode_head(plan: LocalPlan) -> bytes:
             pack_ints(names),
             plan.kinds.tobytes(),
             pack_ints(plan.properties),
-            pack_objects(plan.table),
+            pack_objects([(each, further_of(each)) for each in plan.table]),
             pack_ints(plan.ndims),
             pack_ints(plan.shapes),
         ],
@@ -292,13 +307,21 @@ def _decode_head(data: memoryview) -> Head:
         else _refuse("names"),
         np.frombuffer(kinds, np.uint8).copy(),
         unpack_ints(properties, items),
-        tuple(unpack_objects(table)),
+        _decode_table(unpack_objects(table)),
         unpack_ints(ndims, items),
         unpack_ints(shapes, -1),
         mappings,
     )
     _check_head(head)
     return head
+
+
+def _decode_table(
+    pairs: Sequence[tuple[TensorProperties, Mapping[str, bytes]]],
+) -> tuple[TensorProperties, ...]:
+    for properties, further in pairs:
+        set_further(properties, {name: unpack_objects(each) for name, each in further.items()})
+    return tuple([properties for properties, _ in pairs])
 
 
 def _check_head(head: Head) -> None:

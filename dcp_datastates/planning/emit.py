@@ -44,6 +44,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates._native import metadata_pickle
 from dcp_datastates.planning.catalog import Catalog, Ints, Placement
 from dcp_datastates.planning.pickling import metadata_pickler
+from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
 
 __all__ = ["NOTE", "emit"]
 
@@ -72,6 +73,8 @@ _WORDS: Final = (
     "length",
     "state_dict_metadata",
     "storage_data",
+    "transform_descriptors",
+    TRANSFORM_DESCRIPTORS,
 )
 """In order of ``Word`` in ``native/src/metadata_pickle.h``."""
 

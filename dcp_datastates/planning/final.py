@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +15,8 @@ from .ragged import positions, starts_of
 
 __all__ = ["FinalPlan"]
 
-_PLAN = b"dsfp\x01"
+_PLAN = b"dsfp\x02"
+_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +31,12 @@ class FinalPlan:
     """(M,): after the last row; 1 if it has no dimensions, or is an object."""
     hints: Ints
     """(M,): place in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
+    shared: Ints = field(default_factory=lambda: _NONE)
+    """(K,): items of which several ranks write parts, whether this one does or not: their replicas must be equal.
+    By the set of ranks that hold them, and in the same order on all of these.
+    """
+    sets: Ints = field(default_factory=lambda: _NONE)
+    """(K,): which set that is, by a number that all ranks give it; ascending."""
 
     def encode(self) -> bytes:
         """The same bytes for equal plans; made once."""
@@ -38,9 +45,10 @@ class FinalPlan:
     @staticmethod
     def decode(data: bytes) -> FinalPlan:
         """What :meth:`encode` encoded. ValueError: the bytes are damaged."""
-        items, *others = unpack(_PLAN, 4, data)
-        first = unpack_ints(items, -1)
-        plan = FinalPlan(first, *(unpack_ints(column, len(first)) for column in others))
+        items, *others, shared, sets = unpack(_PLAN, 6, data)
+        first, held = unpack_ints(items, -1), unpack_ints(shared, -1)
+        begins, ends, hints = (unpack_ints(column, len(first)) for column in others)
+        plan = FinalPlan(first, begins, ends, hints, held, unpack_ints(sets, len(held)))
         plan.__dict__["digest"] = digest_of(data)
         return plan
 
@@ -51,7 +59,7 @@ class FinalPlan:
 
     @cached_property
     def _encoded(self) -> bytes:
-        columns = (self.items, self.begins, self.ends, self.hints)
+        columns = (self.items, self.begins, self.ends, self.hints, self.shared, self.sets)
         return pack(_PLAN, [pack_ints(column) for column in columns])
 
     def write_items(self, local: LocalPlan) -> list[WriteItem]:

@@ -13,6 +13,8 @@ from typing import Any, Final
 import torch
 from torch.distributed.tensor import DTensor
 
+from dcp_datastates.dcp.fields import pack_value
+
 __all__ = ["Fingerprint", "fingerprint"]
 
 _DTYPE: Final = operator.attrgetter("dtype")
@@ -55,13 +57,29 @@ class Fingerprint:
 
 
 def fingerprint(
-    structure: Iterable[Any], tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]
-) -> Fingerprint:
-    """The fingerprint of a state with these leaves, in the order of the walk. All are plain and on the host."""
+    structure: Iterable[Any],
+    tensors: Sequence[torch.Tensor],
+    locals_: Sequence[torch.Tensor],
+    further: Sequence[tuple[Any, ...]],
+) -> Fingerprint | None:
+    """The fingerprint of a state with these leaves, in the order of the walk. All are plain and on the host.
+
+    ``further``: values of fields of ``TensorProperties`` that this package does not know. None if they cannot be
+    compared.
+    """
+    said: Any = tuple(further)
+    try:
+        hash(said)
+    except TypeError:
+        try:
+            said = pack_value(said)
+        except Exception:  # pickle has many ways to refuse
+            return None
     forms = (
         tuple(map(_SHAPE, locals_)),
         tuple(map(_DTYPE, locals_)),
         tuple(map(_REQUIRES_GRAD, tensors)),  # a DTensor's own: its local tensor has another
+        said,
     )
     specs = tuple(map(_SPEC, (each for each in tensors if type(each) is DTensor)))
     return Fingerprint(tuple(structure), forms, specs)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from .catalog import Ints
-from .columns import LocalPlan
+from .columns import SHARD, LocalPlan
 from .names import Names, agree
 from .ragged import Hashes, fingerprints, leaders, starts_of, volumes
 
@@ -48,6 +49,10 @@ class Holdings:
     """(G,): rows of each group in ``order``."""
     place: Ints
     """(G,): of the group's name among all names, sorted."""
+    declared: npt.NDArray[np.bool_]
+    """(G,): whether all that hold it say that it is a chunk, and so the same on each of them. A plain tensor says
+    nothing of other ranks' tensors of its name.
+    """
     prints: Hashes
     """(G,): 64 bits of name and box: like ``place`` the same whatever the order of ranks and items."""
 
@@ -60,6 +65,7 @@ def gather(plans: Sequence[LocalPlan]) -> Holdings:
     lengths = np.array([len(plan.names) for plan in variants], dtype=np.int64)
     variant = np.repeat(np.arange(len(variants)), lengths)
     name = np.concatenate([ids[head] for head in head_of])
+    kinds = np.concatenate([plan.kinds for plan in variants])
     ndims = names.ndims[name]
     offsets = np.concatenate([plan.offsets for plan in variants])
     sizes = np.concatenate([plan.sizes for plan in variants])
@@ -84,6 +90,9 @@ def gather(plans: Sequence[LocalPlan]) -> Holdings:
         order=order,
         count=count,
         place=_sorted_places(names.names)[name[first]],
+        declared=np.logical_and.reduceat(kinds[order] == SHARD, starts_of(count))
+        if len(count)
+        else np.zeros(0, bool),
         prints=prints[first],
     )
 

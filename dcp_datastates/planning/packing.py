@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from dcp_datastates.dcp.fields import pack_value
 
 from .catalog import Ints
 
@@ -76,19 +77,11 @@ def unpack_ints(data: memoryview, count: int) -> Ints:
 
 
 def pack_objects(objects: Any) -> bytes:
-    """A pickle that is the same for equal objects.
-
-    Without its memo: which strings are one object, and not just equal, may differ from save to save, and
-    digests must not.
-    """
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file, protocol=4)
-    pickler.fast = True
-    pickler.dump(objects)
-    return file.getvalue()
+    """A pickle that is the same for equal objects: digests must not differ from save to save."""
+    return pack_value(objects)
 
 
-def unpack_objects(data: memoryview) -> Any:
+def unpack_objects(data: bytes | memoryview) -> Any:
     """What :func:`pack_objects` packed; ValueError if it cannot be unpickled. As safe as the bytes' sender."""
     try:
         return pickle.loads(data)

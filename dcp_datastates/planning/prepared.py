@@ -5,7 +5,6 @@ What is left to do for a save is to look up where the tensors are this time, in 
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates._native import SaveFile, Transfer
+from dcp_datastates.forks import ProcessLock
 from dcp_datastates.layout import FileLayout, SealedFile, lay_out
 from dcp_datastates.lazy.ownership import STABLE
 from dcp_datastates.planning.catalog import Ints
@@ -56,7 +56,7 @@ class Prepared:
         self.layouts: Final = lay_out(items, rank)
         self._columns = [_columns(layout, leaves, begins) for layout in self.layouts]
         self._count = len(items)
-        self._lock = threading.Lock()  # guards _sealed
+        self._lock = ProcessLock()  # guards _sealed
         self._sealed: OrderedDict[tuple[tuple[int, ...], ...], _Sealed] = OrderedDict()
 
     def files(

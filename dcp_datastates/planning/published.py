@@ -12,15 +12,14 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_datastates.dcp.fields import further_fields, known_fields
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.metadata import decode, read_note
 from dcp_datastates.storage.local import METADATA_NAME
 
 __all__ = ["FIELDS", "PublishedMetadata"]
 
-FIELDS: Final = frozenset(
-    {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
-)
+FIELDS: Final = known_fields(Metadata) | set(further_fields(Metadata))
 
 
 class PublishedMetadata(Metadata):
@@ -55,7 +54,7 @@ class PublishedMetadata(Metadata):
                 f"{self.directory!r} holds attempt {attempt}; that of this save, {self.attempt}, is not "
                 f"committed, or was replaced"
             )
-        vars(self).update(vars(found))
+        vars(self).update({name: getattr(found, name) for name in FIELDS}, **vars(found))
 
     def __reduce__(self) -> Any:
         if vars(self).keys() >= FIELDS:  # read already, and changed perhaps

@@ -50,6 +50,8 @@ class Told:
 
     digest: bytes
     data: bytes | None
+    samples: bytes = b""
+    """Of what this rank shares with others; see ``replicas.py``."""
 
     def __reduce__(self) -> Any:
-        return Told, (self.digest, self.data)
+        return Told, (self.digest, self.data, self.samples)

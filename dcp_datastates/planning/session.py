@@ -24,6 +24,7 @@ class Session:
         world: how many they are.
         capture: what was staged; None in a synchronous save, or if DCP has been given the state itself.
         state: the staged state dict with all tensors in it. Asking for it ends the shortcuts.
+        taken: whether the planner has been set up with this, and not with the empty dict that DCP has in its place.
     """
 
     group: str
@@ -31,7 +32,9 @@ class Session:
     world: int
     capture: Capture | None
     state: Callable[[], dict[Any, Any]] | None
+    taken: bool = False
     _fingerprint: Fingerprint | None = None
+    _owned: tuple[bool, ...] | None = None
 
     def look(self) -> None:
         """Note what the state looks like. In the thread that captured it, before that goes on."""
@@ -42,6 +45,13 @@ class Session:
     def fingerprint(self) -> Fingerprint | None:
         """What the state looked like at the :meth:`look`; None if plans for it are not kept."""
         return self._fingerprint
+
+    @property
+    def owned(self) -> tuple[bool, ...]:
+        """Which tensors of the capture an optimizer owned at the call; empty without one."""
+        if self._owned is None:
+            self._owned = () if self.capture is None else self.capture.owned()
+        return self._owned
 
     def close(self) -> None:
         """The state is no longer needed."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from dcp_datastates.planning.columns import Head, LocalPlan
 from dcp_datastates.planning.final import FinalPlan
 from dcp_datastates.planning.messages import Answer, Offer
 from dcp_datastates.planning.published import FIELDS, PublishedMetadata
+from dcp_datastates.planning.replicas import Samples
 from dcp_datastates.planning.report import Report, Told
 
 __all__ = ["Coordinator", "PlannedMetadata", "Whole"]
@@ -44,6 +45,11 @@ class Whole:
         self.catalog: Final = catalog
         self._locals = locals_
         self._reports: list[OrderedDict[bytes, Report]] = [OrderedDict() for _ in shares]
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Compares what the ranks hold of the same tensors."""
+        return Samples(self._locals, self.shares)
 
     def take(self, rank: int, told: Told) -> Report:
         """The report that rank ``rank`` tells of."""
@@ -118,8 +124,9 @@ class PlannedMetadata(PublishedMetadata):
         super().__setattr__(name, value)
 
     def consolidate(self, told: Sequence[Sequence[object]], directory: str, attempt: str) -> None:
-        """All ranks have told where their shares are. Raises :class:`DataStatesError`."""
+        """All ranks have told where their shares are, and what they hold alike. Raises :class:`DataStatesError`."""
         self.directory, self.attempt = directory, attempt
+        samples: list[bytes] = []
         for rank, results in enumerate(told):
             if len(results) != 1 or not isinstance(results[0], Told):
                 raise ConfigurationError(
@@ -127,6 +134,8 @@ class PlannedMetadata(PublishedMetadata):
                     f"wraps it, say: pass the DataStatesSavePlanner itself, or derive from it"
                 )
             self.reports.append(self.whole.take(rank, results[0]))
+            samples.append(results[0].samples)
+        self.whole.samples.check(samples)
 
 
 class Coordinator:
@@ -135,17 +144,21 @@ class Coordinator:
     def __init__(self, assign: Assign) -> None:
         self._assign = assign
         self._plans: dict[tuple[str, int], dict[bytes, LocalPlan]] = {}
-        self._wholes: OrderedDict[tuple[bytes, ...], Whole] = OrderedDict()
+        self._wholes: OrderedDict[tuple[Hashable, ...], Whole] = OrderedDict()
 
     def plan(
-        self, group: str, offers: Sequence[Offer], own: Callable[[bytes], LocalPlan | None]
+        self,
+        group: str,
+        offers: Sequence[Offer],
+        own: Callable[[bytes], LocalPlan | None],
+        options: Hashable = None,
     ) -> tuple[list[Answer], Whole]:
         """The global plan of what the ranks offer, and what to answer them.
 
-        ``own`` finds plans of this process itself. Raises ValueError for plans that do not make a whole, and
-        :class:`DataStatesError` for a digest that is not known.
+        ``own`` finds plans of this process itself; ``options`` are what plans are assigned by. Raises ValueError for
+        plans that do not make a whole, and :class:`DataStatesError` for a digest that is not known.
         """
-        key = tuple(offer.digest for offer in offers)
+        key = (options, *(offer.digest for offer in offers))
         heads: dict[bytes, Head] = {}
         locals_ = [self._plan(group, rank, offer, heads, own) for rank, offer in enumerate(offers)]
         whole = self._wholes.get(key)

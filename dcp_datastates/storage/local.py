@@ -8,40 +8,41 @@ engine's business (``native/``).
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.attempt import Attempt
-from dcp_datastates.errors import CommitOutcomeUnknown, ConfigurationError, StorageError
+from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.storage import operations
+from dcp_datastates.text import size as show_size
 
 __all__ = [
     "METADATA_NAME",
     "Signature",
-    "attempts",
+    "about_space",
     "check_writable",
-    "claim",
+    "explained",
     "local_path",
     "make_directories",
-    "publish",
-    "rank_of",
-    "remove_attempt",
-    "remove_files",
     "signature",
     "sync_directories",
+    "working_directory",
 ]
 
 METADATA_NAME: Final = ".metadata"
 
-_DATA_FILE = re.compile(r"r(\d{5,})-\d+\.safetensors")
 
+def local_path(path: str | os.PathLike[str], below: str | None = None) -> Path:
+    """``path`` as an absolute :class:`~pathlib.Path`; URLs and other types are refused.
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """``path`` as an absolute :class:`~pathlib.Path`; URLs and other types are refused."""
+    ``~`` and ``~user`` at its beginning are home directories, as for fsspec and a shell. A relative path is one
+    ``below`` that directory; None: the working directory.
+
+    Raises :class:`ConfigurationError`, and :class:`StorageError` if the working directory is gone.
+    """
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError(f"path={path!r} must be a str or os.PathLike of a directory")
     text = os.fspath(path)
@@ -51,57 +52,113 @@ def local_path(path: str | os.PathLike[str]) -> Path:
         raise ConfigurationError(
             f"path={text!r} is a URL; only local and mounted file systems are supported"
         )
-    return Path(os.path.abspath(text))
+    expanded = os.path.expanduser(text)
+    if expanded.startswith("~"):
+        user = text.partition("/")[0]
+        raise ConfigurationError(
+            f"path={text!r}: the home directory {user!r} is not known here; write './{text}' for a directory "
+            f"of that name"
+        )
+    try:
+        return Path(os.path.abspath(os.path.join(below or "", expanded)))
+    except OSError as error:
+        raise StorageError(
+            error.errno, "the working directory is gone; pass an absolute path", text
+        ) from error
+
+
+def working_directory() -> str | None:
+    """The one of this process now; None if it is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def check_writable(directory: Path) -> None:
     """Raise early if ``directory`` cannot become, or is not, a directory that this process may fill.
 
-    Looks at the nearest parent that exists and creates nothing.
+    Looks at the nearest parent that exists, through symbolic links, and creates nothing.
     """
-    nearest = directory
+    nearest = Path(os.path.realpath(directory))
     while not os.path.lexists(nearest) and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise ConfigurationError(
             f"path {str(directory)!r} cannot be a checkpoint directory: {str(nearest)!r} is a file"
         )
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    if os.access(nearest, os.W_OK | os.X_OK):
+        return
+    if _is_read_only(nearest):
         raise StorageError(
-            13, f"no permission to create a checkpoint below {str(nearest)!r}", str(directory)
+            errno.EROFS, f"{str(nearest)!r} is on a read-only file system", str(directory)
         )
+    raise StorageError(
+        errno.EACCES, f"no permission to create a checkpoint below {str(nearest)!r}", str(directory)
+    )
+
+
+def _is_read_only(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    return False
+
+
+def about_space(number: int | None, path: str | Path, nbytes: int) -> str:
+    """What to add to an error ``number`` of writing ``nbytes`` bytes at ``path``; empty if it is not about space."""
+    if number == errno.EDQUOT:
+        return f"; {show_size(nbytes)} were to be written, and a quota is used up"
+    if number != errno.ENOSPC:
+        return ""
+    free = ""
+    with contextlib.suppress(OSError):
+        status = os.statvfs(Path(path).parent)
+        free = f", and {show_size(status.f_bavail * status.f_frsize)} are free there now"
+        if not status.f_favail and status.f_files:
+            free += " (and no inode)"
+    return f"; {show_size(nbytes)} were to be written{free}"
 
 
 @contextlib.contextmanager
-def _explained(doing: str, path: Path) -> Iterator[None]:
+def explained(doing: str, path: Path, nbytes: int = 0) -> Iterator[None]:
+    """Turn an OSError into a :class:`StorageError` that says what was being done."""
     try:
         yield
     except OSError as error:
-        raise StorageError(
-            error.errno, f"{doing} failed: {os.strerror(error.errno or 0)}", str(path)
-        ) from error
+        text = f"{doing} failed: {os.strerror(error.errno or 0)}"
+        space = about_space(error.errno, path, nbytes)
+        raise StorageError(error.errno, text + space, str(path)) from error
 
 
-def make_directories(directory: Path) -> None:
-    """Create ``directory`` and what is missing above it. Several processes may race to do so."""
-    with _explained("creating directory", directory):
-        missing = []
-        while not directory.is_dir():
-            missing.append(directory)
-            directory = directory.parent
-        for path in reversed(missing):
-            with contextlib.suppress(FileExistsError):
-                operations.make_directory(path, "plan")
+def make_directories(directory: Path, phase: str = "plan") -> list[Path]:
+    """Create ``directory`` and what is missing above it; returns what this process made, the innermost first.
 
-
-def claim(directory: Path, attempt: Attempt) -> bool:
-    """Create the attempt's directory; False if it exists: then it is somebody else's."""
-    with _explained("creating directory", directory / attempt.name):
-        try:
-            operations.make_directory(directory / attempt.name, "plan")
-        except FileExistsError:
-            return False
-    return True
+    Several processes may race to do so. That it is there already is for the file system to say, not for what this
+    machine remembers of it.
+    """
+    made: list[Path] = []
+    tried: set[Path] = set()
+    with explained("creating directory", directory):
+        missing = [directory]
+        while missing:
+            path = missing[-1]
+            try:
+                operations.make_directory(path, phase)
+            except FileExistsError:
+                if not path.is_dir():
+                    raise
+            except FileNotFoundError:
+                if (
+                    path in tried
+                ):  # with its parent there: a file system that lets nothing be made, such as /proc
+                    raise
+                tried.add(path)
+                missing.append(path.parent)
+                continue
+            else:
+                made.insert(0, path)
+            missing.pop()
+    return made
 
 
 def sync_directories(directory: Path) -> list[Path]:
@@ -111,22 +168,13 @@ def sync_directories(directory: Path) -> list[Path]:
     have synced them yet. The walk ends with the file system's mount point.
     """
     chain = [directory]
-    with _explained("stat", directory):
+    with explained("stat", directory):
         device = directory.stat().st_dev
         for parent in directory.parents:
             if parent.stat().st_dev != device or not os.access(parent, os.R_OK):
                 break
             chain.append(parent)
     return chain
-
-
-def attempts(directory: Path) -> list[Attempt]:
-    """The attempts that have a directory below ``directory``, oldest first."""
-    try:
-        names = os.listdir(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(attempt for name in names if (attempt := Attempt.parse(name)))
 
 
 @dataclass(frozen=True)
@@ -141,7 +189,7 @@ class Signature:
 
 def signature(directory: Path) -> Signature | None:
     """Of the committed checkpoint in ``directory``; None if there is none."""
-    with _explained("stat", directory / METADATA_NAME):
+    with explained("stat", directory / METADATA_NAME):
         try:
             # Opened, so that a network file system asks its server.
             descriptor = os.open(directory / METADATA_NAME, os.O_RDONLY | os.O_CLOEXEC)
@@ -152,71 +200,3 @@ def signature(directory: Path) -> Signature | None:
         finally:
             os.close(descriptor)
     return Signature(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
-    """Atomically make ``data`` the directory's ``.metadata``, and durable.
-
-    Write a temporary file, sync it, rename it over ``.metadata``, sync the directory: a crash at
-    any instant leaves the old ``.metadata`` or the new one, whole. Raises :class:`StorageError`; then
-    the old one is there. :class:`CommitOutcomeUnknown` if the new one has, or may have, taken its place
-    and could not be made durable.
-    """
-    temporary = _temporary(directory, attempt)
-    renaming = False
-    with _explained("publishing", directory / METADATA_NAME):
-        try:
-            operations.write_new_file(temporary, data, "publish")
-            renaming = True
-            operations.rename(temporary, directory / METADATA_NAME, "publish")
-            operations.sync_directory(directory, "publish")
-        except OSError as error:
-            if renaming and not os.path.lexists(temporary):
-                raise CommitOutcomeUnknown(
-                    f"{directory / METADATA_NAME} names attempt {attempt.name}, but making that durable "
-                    f"failed: {error.strerror}; it loads now, and may be the old one again after a crash"
-                ) from error
-            with contextlib.suppress(OSError):  # else the next save's cleanup does it
-                os.unlink(temporary)
-            raise
-
-
-def _temporary(directory: Path, attempt: Attempt) -> Path:
-    return directory / f"{METADATA_NAME}.{attempt.name}.tmp"
-
-
-def rank_of(name: str) -> int | None:
-    """The rank that writes a data file of this name; None for a name that this package does not give."""
-    match = _DATA_FILE.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def remove_files(
-    directory: Path, attempt: Attempt, rank: int, world: int, phase: str = "cleanup"
-) -> None:
-    """Remove the files of ``attempt`` that are ``rank``'s to remove, as far as possible; never raises.
-
-    Of ``world`` ranks, each removes those whose number is its own modulo ``world`` (an earlier job may
-    have had more ranks), and only names that this package gives. The last one to find the attempt's
-    directory empty removes it; anything foreign in it keeps it.
-    """
-    folder = directory / attempt.name
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        names = []
-    for name in names:
-        owner = rank_of(name)
-        if owner is not None and owner % world == rank:
-            with contextlib.suppress(OSError):
-                operations.unlink(folder / name, phase)
-    if rank == 0 and _temporary(directory, attempt).exists():
-        with contextlib.suppress(OSError):
-            operations.unlink(_temporary(directory, attempt), phase)
-    with contextlib.suppress(OSError):
-        operations.remove_directory(folder, phase)
-
-
-def remove_attempt(directory: Path, attempt: Attempt, phase: str = "cleanup") -> None:
-    """:func:`remove_files` of all ranks."""
-    remove_files(directory, attempt, 0, 1, phase)

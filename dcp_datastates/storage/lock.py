@@ -1,8 +1,8 @@
-"""Which attempts are in flight, and who may publish: locks that end with the process that holds them.
+"""Which attempts are in flight: locks that end with the process that holds them.
 
-They are ``flock(2)`` locks on directories, so they add no file to a checkpoint. Where a file system has none
-(NFS refuses a lock on a directory), nothing is locked and :func:`in_flight` answers None: then only
-the rules that need no lock hold (see ``commit/publish.py`` for what remains possible there).
+They are ``flock(2)`` locks on directories, so they add no file to a checkpoint. A file system may have none
+(:func:`in_flight` answers None), or grant them on each host by itself (NFS, Lustre). So nothing that must hold relies
+on them: they keep ``retain`` and ``delete`` from saves in flight, and what is tidied from what is not over.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import errno
 import fcntl
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import StorageError
+from dcp_datastates.forks import ProcessLock, after_fork
 
 __all__ = ["Hold", "asking", "exclusive", "in_flight"]
 
@@ -38,7 +38,7 @@ _UNSUPPORTED: Final = (
     errno.EISDIR,
 )
 
-_lock = threading.Lock()  # guards _descriptors
+_lock = ProcessLock()  # guards _descriptors
 _descriptors: set[int] = set()
 
 
@@ -160,14 +160,10 @@ def exclusive(
         _close(descriptor)
 
 
+@after_fork
 def _close_in_child() -> None:
     # A forked child shares its parent's locks: they would outlive the parent.
-    global _lock
-    _lock = threading.Lock()
     for descriptor in _descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     _descriptors.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)

@@ -9,38 +9,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_datastates.reader import DataStatesReader
+from dcp_datastates.loading import load
 
 __all__ = ["to_stock"]
-
-
-class _Everything(DefaultLoadPlanner):
-    """Loads objects into a flat state, too: by name, whatever was there."""
-
-    def load_bytes(self, read_item: Any, value: Any) -> None:
-        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
-
-
-class _AsItWas(DefaultSavePlanner):
-    """Saves a flat state with the paths that the names had."""
-
-    def __init__(self, paths: Any) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._paths = paths
-
-    def create_global_plan(self, all_plans: Any) -> Any:
-        plans, metadata = super().create_global_plan(all_plans)
-        metadata.planner_data = self._paths
-        self.metadata = metadata
-        return plans, metadata
 
 
 def to_stock(source: Path, target: Path) -> None:
@@ -51,25 +26,7 @@ def to_stock(source: Path, target: Path) -> None:
     """
     if target.exists():
         raise FileExistsError(f"{target} exists; choose another place, or remove it")
-    metadata: Metadata = DataStatesReader(source).read_metadata()
-    state: dict[str, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        else:
-            state[name] = None
-    dcp.load(  # type: ignore[attr-defined]
-        state,
-        storage_reader=DataStatesReader(source),
-        planner=_Everything(flatten_state_dict=False),
-        no_dist=True,
-    )
-    dcp.save(  # type: ignore[attr-defined]
-        state,
-        storage_writer=FileSystemWriter(str(target)),
-        planner=_AsItWas(metadata.planner_data),
-        no_dist=True,
-    )
+    dcp.save(load(source), storage_writer=FileSystemWriter(str(target)), no_dist=True)  # type: ignore[attr-defined]
 
 
 def main() -> None:

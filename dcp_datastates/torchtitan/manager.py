@@ -66,7 +66,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
         """``disabled``: every save returns when it is committed. The other two return at once."""
 
-        host_cache_size: str = "4GiB"
+        host_cache_size: str = "auto"
         """Host memory of each rank for saves on their way to storage."""
 
         read_window: Literal["backward", "immediate"] = "backward"
@@ -77,6 +77,9 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
         commit_timeout: float = 300.0
         """Seconds without any progress after which a rank that is alive fails the save."""
+
+        exit_timeout: float = 600.0
+        """Seconds for which the end of the process waits for saves in flight."""
 
         verify: Verification = "structure"
         """What a checkpoint must pass to be resumed from, and to count when old ones are deleted:
@@ -94,7 +97,13 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
         def writer_options(self) -> dict[str, Any]:
             """The options for a :class:`DataStatesWriter`."""
-            names = ("host_cache_size", "read_window", "read_deadline", "commit_timeout")
+            names = (
+                "host_cache_size",
+                "read_window",
+                "read_deadline",
+                "commit_timeout",
+                "exit_timeout",
+            )
             return {name: getattr(self, name) for name in names}
 
         def writer_config(self) -> WriterConfig:
@@ -113,6 +122,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     save_future: Future[None] | None = None
     stager: Any = None
     purge_thread: Any = None
+    folder: str
     _options: Mapping[str, Any] = {}
     _verify: Verification = "structure"
     _purge: Purge | None = None
@@ -127,7 +137,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         if not self.enable:
             return
         self.keep_latest_k = config.keep_latest_k
-        local.local_path(self.folder)  # refuses URLs
+        self.folder = str(local.local_path(self.folder))  # refuses URLs
         self._options = config.writer_options()
         self._verify = config.verify
         if self.async_mode != AsyncMode.DISABLED:
@@ -222,7 +232,8 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     ) -> None:
         """Load ``state_dict`` from a checkpoint of this package, or have torchtitan load another's.
 
-        Tensors are cast to the dtypes of ``state_dict``, as torchtitan does it.
+        Tensors are cast to the dtypes of ``state_dict``, as torchtitan does it. What torchtitan leaves out of it
+        (``exclude_from_loading``, all but the model in an initial load) is left unread on purpose.
         """
         if from_hf or not self._is_mine(checkpoint_id):
             super().dcp_load(
@@ -233,7 +244,10 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
             )
             return
         reader = DataStatesReader(
-            checkpoint_id, allow_cast=True, host_cache_size=self._options["host_cache_size"]
+            checkpoint_id,
+            allow_cast=True,
+            leave=[name for name in self.states if name not in (MODEL, *state_dict)],
+            host_cache_size=self._options["host_cache_size"],
         )
         dcp.load(state_dict, storage_reader=reader, process_group=self.pg)  # type: ignore[attr-defined]
         if MODEL in self.states:

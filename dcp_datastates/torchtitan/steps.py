@@ -19,7 +19,7 @@ from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.committed import open_committed
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
-from dcp_datastates.storage import local
+from dcp_datastates.storage import attempts, local
 
 __all__ = ["Format", "delete_old", "format_of", "newest_step"]
 
@@ -52,7 +52,7 @@ def format_of(path: str | os.PathLike[str]) -> Format:
     except ForeignCheckpointError:
         return Format.STOCK
     except CheckpointNotFoundError:
-        if local.attempts(directory):
+        if attempts.present(directory):
             raise
         indexed = (directory / _HUGGING_FACE_INDEX).is_file()
         return Format.HUGGING_FACE if indexed else Format.NONE

@@ -170,3 +170,117 @@ def test_a_step_works_while_the_interpreter_has_no_save_at_all(tmp_path):
         """,
         tmp_path / "c",
     ).assert_clean()
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise RuntimeError('training went wrong')"])
+@pytest.mark.parametrize("how", ["own", "dcp"])
+def test_a_process_that_does_not_wait_for_its_saves_finishes_them_before_it_ends(
+    how, end, tmp_path
+):
+    path = tmp_path / "c"
+    call = {
+        "own": "dcp_datastates.async_save(state, f'{path}-{i}', host_cache_size='64MiB')",
+        "dcp": "dcp.async_save(state, storage_writer=writer(f'{path}-{i}'))",
+    }[how]
+    ended = run_script(
+        f"""
+        import dcp_datastates
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "sync.data.before=sleep:0.2"
+        state, optimizer = owned(0)
+        for i in range(5):
+            {call}
+            optimizer.step()
+        {end}
+        """,
+        path,
+    )
+    assert ended.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1), ended.stderr
+    assert "failed" not in ended.stderr
+    for number in range(5):
+        where = tmp_path / f"c-{number}"
+        assert committed(where), f"save {number} is lost"
+        assert load({"w": torch.zeros(1_000_000)}, where)["w"].unique().tolist() == [-number]
+
+
+def test_a_save_that_the_end_of_the_process_cannot_wait_for_is_named(tmp_path):
+    path = tmp_path / "c"
+    ended = run_script(
+        """
+        import dcp_datastates
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.lock.before=sleep:6"
+        dcp_datastates.async_save({"w": torch.ones(10)}, path, exit_timeout=1)
+        """,
+        path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"the save to '{path}' failed: the process ends" in ended.stderr
+    assert "committing" in ended.stderr
+
+
+def test_the_end_of_the_process_says_what_it_waits_for(tmp_path):
+    path = tmp_path / "c"
+    ended = run_script(
+        """
+        import dcp_datastates
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "publish.lock.before=sleep:5"
+        dcp_datastates.async_save({"w": torch.ones(10)}, path)
+        """,
+        path,
+    )
+    ended.assert_clean()
+    assert "the end of this process has waited for" in ended.stderr
+    assert f"the save to '{path}' (committing)" in ended.stderr
+    assert committed(path)
+
+
+@pytest.mark.parametrize(
+    ("how", "failpoint", "operation"),
+    [
+        ("own", "flush.write.before", "pwrite"),
+        ("dcp", "flush.write.before", "pwrite"),
+        ("dcp", "flush.open.before", "open"),
+        ("dcp", "sync.data.before", "fdatasync"),
+    ],
+)
+def test_a_process_whose_storage_hangs_ends_with_its_own_status(
+    how, failpoint, operation, tmp_path, monkeypatch
+):
+    call = {
+        "own": "dcp_datastates.async_save(state, path, host_cache_size='64MiB', exit_timeout=1)",
+        "dcp": "dcp.async_save(state, storage_writer=writer(exit_timeout=1))",
+    }[how]
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", f"{failpoint}=sleep:1000")
+    ended = run_script(
+        f"""
+        import dcp_datastates
+        state, optimizer = owned(1)
+        future = {call}
+        optimizer.step()
+        sys.exit(3)
+        """,
+        tmp_path / "c",
+        timeout=120,
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert "Fatal" not in ended.stderr, ended.stderr
+    assert f"the save to '{tmp_path / 'c'}' failed" in ended.stderr, ended.stderr
+    assert "without waiting for storage any longer" in ended.stderr, ended.stderr
+    assert f"{operation} of '{tmp_path}" in ended.stderr, ended.stderr
+    assert not committed(tmp_path / "c")
+
+
+def test_a_process_whose_storage_hangs_in_a_load_ends_with_its_own_status(tmp_path, monkeypatch):
+    run_script("dcp.save({'w': torch.ones(1_000_000)}, storage_writer=writer())", tmp_path / "c")
+    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", "restore.read.before=sleep:1000")
+    ended = run_script(
+        """
+        import threading
+        threading.Thread(target=number_at).start()  # joined at the end, as by the interpreter
+        time.sleep(1)
+        sys.exit(3)
+        """,
+        tmp_path / "c",
+        timeout=120,
+    )
+    assert ended.returncode == 3, ended.stderr
+    assert f"pread of '{tmp_path}" in ended.stderr, ended.stderr

@@ -122,8 +122,12 @@ HARMLESS = {
 have made it a moment ago, and had not synced it yet. All else must be missed."""
 
 
+def _is_commit(record: Record) -> bool:
+    return record.op == "rename" and record.to.endswith(".metadata")
+
+
 def _spoilt(recording: Recording) -> Iterator[tuple[str, list[Record]]]:
-    """The recording without each sync in turn, and with each rename replaced by a copy.
+    """The recording without each sync in turn, and with the commit's rename replaced by a copy.
 
     A directory is synced by every rank, and the last one's sync covers the others' entries: those on one
     side of the commit are left out together.
@@ -131,10 +135,10 @@ def _spoilt(recording: Recording) -> Iterator[tuple[str, list[Record]]]:
     records = recording.records
     directories = {"", *(path for path, content in recording.start.items() if content is None)}
     directories |= {record.path for record in records if record.op == "mkdir"}
-    commit = next(place for place, record in enumerate(records) if record.op == "rename")
+    commit = next(place for place, record in enumerate(records) if _is_commit(record))
     groups: dict[str, list[str]] = {}
     for place, record in enumerate(records):
-        if record.op == "rename":
+        if _is_commit(record):
             target = recording.start.get(record.to)
             yield f"{record} as a copy", in_place(records, record, target)
         elif record.op == "sync":

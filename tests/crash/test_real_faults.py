@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.cells import POINTS
 from support.failing import armed_on
@@ -23,6 +24,7 @@ from support.mounts import bind_permissions, fill, remount, tmpfs
 from support.planners import FailingPlanner
 from support.processes import run_ranks
 from support.ranks import ranks
+from support.saving import save_over
 from support.stopping import await_fired, go_on, stop
 
 from dcp_datastates import StorageError
@@ -31,8 +33,10 @@ from dcp_datastates.storage import local
 
 IO_ERROR = "Input/output error"
 NATIVE = ("read", "flush", "sync")
-PUBLISHED = ("publish.rename.after", "publish.sync_directory")
-"""From here on, the new checkpoint is there, and may be gone again after a crash."""
+RENAMED = "publish.rename.after"
+"""The new checkpoint is there, whatever storage says."""
+UNSYNCED = "publish.sync_directory"
+"""It is there, and may be gone again after a crash."""
 
 
 def _cells(*prefixes):
@@ -81,7 +85,9 @@ def test_an_error_of_planning_or_publication(point, kind, shared_dir):
     victim = 0 if kind == "coordinator" else 1
     fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired")
     everyone = fault_between_saves(shared_dir / "c", fault, f"rank {victim} of 2", IO_ERROR)
-    if point.startswith(PUBLISHED):
+    if point == RENAMED:
+        assert everyone == [None, None]
+    elif point.startswith(UNSYNCED):
         assert all(told and told[0].unknown for told in everyone), everyone
     else:
         _all_failed(everyone)
@@ -106,13 +112,14 @@ def test_an_error_between_vote_and_outcome(point, kind, shared_dir):
 @ranks(2)
 def test_an_error_after_the_publication_does_not_make_it_a_failure(shared_dir):
     """Else the files of the checkpoint that is there would be removed."""
-    signature, calls = local.signature, []
+    signature, seen, failed = local.signature, [], []
 
     def failing(directory):
-        calls.append(directory)
-        if len(calls) == 3:  # when the attempt is claimed, and before and after the publication
+        seen.append(signature(directory))
+        if seen[-1] != seen[0] and not failed:  # the first look after the publication
+            failed.append(directory)
             raise StorageError(errno.EIO, "injected", str(directory))
-        return signature(directory)
+        return seen[-1]
 
     @contextlib.contextmanager
     def fault():
@@ -120,7 +127,7 @@ def test_an_error_after_the_publication_does_not_make_it_a_failure(shared_dir):
             if dist.get_rank() == 0:
                 patch.setattr(local, "signature", failing)
             yield
-        assert dist.get_rank() != 0 or len(calls) == 3
+        assert dist.get_rank() != 0 or failed
 
     assert fault_between_saves(shared_dir / "c", fault()) == [None, None]
 
@@ -154,9 +161,36 @@ def test_a_file_system_without_room_for_the_data(plainly, shared_dir):
 
         _all_failed(
             fault_between_saves(
-                small / "c", full(), "rank ", "No space left on device", plainly=plainly
+                small / "c",
+                full(),
+                "rank ",
+                "No space left on device",
+                "were to be written",
+                plainly=plainly,
             )
         )
+
+
+@ranks(1)
+def test_a_full_file_system_is_told_with_what_was_needed_and_what_is_free(shared_dir):
+    with tmpfs(shared_dir / "small", "8m") as small:
+        with pytest.raises(StorageError) as caught:
+            save_over({"w": torch.ones(3 << 20)}, small / "c").result(60)
+        error = caught.value
+        assert error.errno == errno.ENOSPC
+        assert str(error).count(str(small)) == 1, f"the path more than once: {error}"
+        assert str(error).count("28") == 1, f"the number more than once: {error}"
+        assert "12.00 MiB were to be written, and 8.00 MiB are free" in str(error)
+
+
+@ranks(1)
+@pytest.mark.parametrize("below", ["", "c"])
+def test_a_read_only_file_system_is_told_as_such(below, shared_dir):
+    with tmpfs(shared_dir / "small", "8m") as small:
+        remount(small, "ro")
+        with pytest.raises(StorageError, match="read-only file system") as caught:
+            save_over({"w": torch.ones(3)}, small / below)
+        assert caught.value.errno == errno.EROFS
 
 
 @ranks(2)
@@ -338,14 +372,13 @@ def test_a_rank_that_is_stopped_and_goes_on_takes_part_in_the_next_save(point, v
                 time.sleep(0.05)
             go_on(pids[victim])
 
+    # A coordinator that is about to publish is kept from it, and told so by its file system alone.
+    words = () if point.startswith("publish") else (f"rank {victim}", "silent")
     everyone = fault_between_saves(
-        shared_dir / "c", stopped(), f"rank {victim}", "silent", during=during, afterwards=failed
+        shared_dir / "c", stopped(), *words, during=during, afterwards=failed
     )
-    if point.startswith("publish"):
-        assert everyone[victim] is None, "nobody kept it from publishing"
-        assert all(everyone[rank][0].unknown for rank in others), everyone
-    else:
-        _all_failed(everyone)
+    _all_failed(everyone)
+    assert any("silent" in error.text for error in everyone[others[0]])
 
 
 # --- a planner that raises ----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from dcp_datastates.commit import heart
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.lazy import capture, walk
 from dcp_datastates.lazy.snapshot import Snapshot
-from dcp_datastates.save import Save
+from dcp_datastates.operation import Save
 
 SECONDS = 30.0
 
@@ -160,6 +160,26 @@ class Counting(torch.optim.Optimizer):
     """Steps nothing by itself."""
 
 
+def test_memory_is_not_freed_before_the_device_has_read_it(cuda: FakeCuda, tmp_path: Path) -> None:
+    stepper = Stepper(cuda, model(2))
+    cuda.await_pinned(CACHE)
+    stepper.step()
+    expected = stepper.now()
+    name = next(iter(stepper.named))
+    with stalled(cuda):
+        future = save(tmp_path / "a", stepper.named)
+        freeing = threading.Thread(
+            target=lambda: stepper.named[name].untyped_storage().resize_(0), daemon=True
+        )
+        freeing.start()
+        freeing.join(0.5)
+        assert freeing.is_alive()
+    freeing.join(SECONDS)
+    assert not freeing.is_alive()
+    future.result()
+    assert differing(tmp_path / "a", expected) == []
+
+
 # ---- memory that a device still writes to ------------------------------------------------------------
 
 
@@ -172,7 +192,7 @@ def test_who_gives_up_waits_for_eager_copies(
     native = engine.engine(CACHE)
     with stalled(cuda):
         future = save(tmp_path / "a", {"running": running})
-        wait_until(lambda: snapshots[0]._capture.copying._lock.locked())  # type: ignore[union-attr]
+        wait_until(lambda: snapshots[0]._thread is not None)
         given_up = threading.Thread(
             target=snapshots[0].fail, args=(RuntimeError("a rank is lost"),)
         )

@@ -19,7 +19,7 @@ from support.ranks import ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError, collectives
+from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError, rank_context
 from dcp_datastates.attempt import next_attempt
 from dcp_datastates.commit import groups, heart, publish
 from dcp_datastates.commit.peers import peers_of
@@ -45,7 +45,7 @@ def _forget_groups():
     """As if the default group had been made anew over the same store."""
     dist.barrier()
     groups._close_all()
-    collectives._all.clear()
+    rank_context._all.clear()
     dist.barrier()
 
 
@@ -178,7 +178,7 @@ def test_what_is_published_is_committed_even_if_it_cannot_be_looked_at(tmp_path,
 
 
 def test_an_older_attempt_of_this_process_does_not_replace_a_newer_one(tmp_path):
-    older = next_attempt([])
+    older = next_attempt(None)
     dcp.save({"w": torch.ones(1000)}, storage_writer=writer(tmp_path / "c"), no_dist=True)
     with pytest.raises(CheckpointSupersededError, match="newer save of this process"):
         publish._check_not_superseded(tmp_path / "c", older, None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from support.checkpoints import (
     assert_same,
     async_save,
@@ -22,8 +24,15 @@ from support.planners import FailingPlanner, PlannerRefusal
 from support.ranks import ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates import CheckpointExistsError, SnapshotTornError, UnsupportedTensorError
+from dcp_datastates import (
+    CheckpointExistsError,
+    RankLostError,
+    SnapshotTornError,
+    UnsupportedTensorError,
+)
 from dcp_datastates import engine as engine_module
+from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.heart import Loss
 
 
 def _owned():
@@ -108,3 +117,29 @@ def test_an_existing_checkpoint_is_refused_on_every_rank(shared_dir):
         save({"w": torch.zeros(3)}, shared_dir / "c", overwrite=False)
     dist.barrier()
     assert load_everything(shared_dir / "c")["w"].tolist() == [1, 1, 1]
+
+
+@ranks(2)
+@pytest.mark.parametrize("alarmed", [0, 1])
+def test_a_false_alarm_while_a_rank_reads_is_told_to_all_ranks_alike(alarmed, shared_dir):
+    """A rank that is taken for lost, and is not: whoever believes it must not be told another outcome."""
+    ours = writer(shared_dir / "c")
+    alarm = threading.Event()
+
+    class Raises(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            if dist.get_rank() == alarmed and not alarm.is_set():
+                alarm.set()
+                heart = commit_group(ours.peers).heart
+                for listener in list(heart._listeners):
+                    listener([Loss(1 - alarmed, "is only late")])
+            return super().resolve_data(write_item)
+
+    with raises(RankLostError, "is only late"):
+        dcp.save({f"w{dist.get_rank()}": torch.ones(8)}, storage_writer=ours, planner=Raises())
+    assert alarm.is_set() == (dist.get_rank() == alarmed)
+    with raises(RankLostError, "is only late"):
+        ours.committed.result(30)
+    assert not committed(shared_dir / "c")
+    save({f"w{dist.get_rank()}": torch.ones(8)}, shared_dir / "c")
+    assert committed(shared_dir / "c")

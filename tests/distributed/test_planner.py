@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import pickle
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from support.checkpoints import (
 )
 from support.failing import armed_on
 from support.groups import own_group
+from support.planners import own_step
 from support.ranks import ranks
 from support.residue import Residue, assert_nothing_left
 from support.states import filled
@@ -49,21 +52,31 @@ SMALL = 600
 """Bytes: what a rank sends, or is sent, that has nothing new to say."""
 
 
-def _spy(planner):
-    """Have ``planner`` note how large its plans are, in bytes as DCP pickles them."""
-    local, finish = planner.create_local_plan, planner.finish_plan
-    planner.offered, planner.answered = [], []
+def _spied(body):
+    """Planners that were given to :func:`_spy` note how large their plans are, in bytes as DCP pickles them."""
 
-    def create_local_plan():
-        plan = local()
+    def create_local_plan(plain, planner):
+        plan = plain(planner)
         planner.offered.append(len(pickle.dumps(plan)))
         return plan
 
-    def finish_plan(plan):
+    def finish_plan(plain, planner, plan):
         planner.answered.append(len(pickle.dumps(plan)))
-        return finish(plan)
+        return plain(planner, plan)
 
-    planner.create_local_plan, planner.finish_plan = create_local_plan, finish_plan
+    @functools.wraps(body)
+    def test(**kwargs):
+        with (
+            own_step("create_local_plan", create_local_plan),
+            own_step("finish_plan", finish_plan),
+        ):
+            body(**kwargs)
+
+    return test
+
+
+def _spy(planner):
+    planner.offered, planner.answered = [], []
     return planner
 
 
@@ -91,6 +104,16 @@ def _state(number, rank=None, count=6):
     }
 
 
+def _owned(state):
+    """The same values, as an optimizer's parameters: the same on all ranks, as far as a plain tensor can say so. And
+    the optimizer, to be kept.
+    """
+    weights = {name: torch.nn.Parameter(tensor) for name, tensor in state.items()}
+    optimizer = torch.optim.SGD(weights.values(), lr=0.0)
+    dcp_datastates.track(optimizer)
+    return {name: weight.detach() for name, weight in weights.items()}, optimizer
+
+
 def _everything(path):
     """All that is committed there, on one rank alone."""
     found = load_everything(path)
@@ -99,6 +122,7 @@ def _everything(path):
 
 
 @ranks(4)
+@_spied
 def test_a_save_like_the_one_before_sends_bytes_and_not_plans(shared_dir):
     planner = _spy(DataStatesSavePlanner())
     by = _saver(shared_dir / "c")
@@ -113,6 +137,7 @@ def test_a_save_like_the_one_before_sends_bytes_and_not_plans(shared_dir):
 
 
 @ranks(4)
+@_spied
 def test_a_change_on_one_rank_sends_that_ranks_plan_alone(shared_dir):
     planner, by = _spy(DataStatesSavePlanner()), _saver(shared_dir / "c")
     for number in range(2):
@@ -131,6 +156,7 @@ def test_a_change_on_one_rank_sends_that_ranks_plan_alone(shared_dir):
 
 
 @ranks(2)
+@_spied
 def test_state_dicts_that_alternate_do_not_push_each_other_out(shared_dir):
     planner = _spy(DataStatesSavePlanner())
     model, optimizer = _saver(shared_dir / "m"), _saver(shared_dir / "o")
@@ -165,6 +191,8 @@ def test_what_all_ranks_hold_is_written_in_equal_parts(kind, shared_dir):
         state = {
             name: DTensor.from_local(tensor, mesh, [Replicate()]) for name, tensor in state.items()
         }
+    else:
+        state, _optimizer = _owned(state)
     planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
     for _ in range(2):
         _save(state, by, planner)
@@ -209,7 +237,8 @@ def test_replicas_of_shards_are_split_and_load_at_any_sharding(shared_dir):
 @pytest.mark.parametrize("split", [True, False])
 def test_with_stock_writers_and_readers_it_is_a_planner_like_any_other(split, shared_dir):
     group = own_group()
-    state = {**_state(5), "replicated": filled((2000, 300), torch.float32, 3)}
+    replicated, _optimizer = _owned({"replicated": filled((2000, 300), torch.float32, 3)})
+    state = {**_state(5), **replicated}
     planner = DataStatesSavePlanner(split_replicas=split)
     for _ in range(2):
         dcp.save(
@@ -224,6 +253,7 @@ def test_with_stock_writers_and_readers_it_is_a_planner_like_any_other(split, sh
 
 
 @ranks(2)
+@_spied
 def test_a_synchronous_save_exchanges_digests_too(shared_dir):
     group, planner = own_group(), _spy(DataStatesSavePlanner())
     for number in range(3):
@@ -242,21 +272,20 @@ def test_a_synchronous_save_exchanges_digests_too(shared_dir):
 @ranks(2)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["create_local_plan", "create_global_plan", "finish_plan"])
+@_spied
 def test_after_a_failed_save_the_next_is_planned_anew_and_whole(where, victim, shared_dir):
     if where == "create_global_plan" and victim:
         pytest.skip("only the coordinator makes the global plan")
     planner, by = _spy(DataStatesSavePlanner()), _saver(shared_dir / "c")
     _save(_state(0), by, planner)
-    plain = getattr(planner, where)
 
-    def fail(*_):
-        raise RuntimeError(f"refused in {where}")
+    def fail(plain, *args):
+        if dist.get_rank() == victim:
+            raise RuntimeError(f"refused in {where}")
+        return plain(*args)
 
-    if dist.get_rank() == victim:
-        setattr(planner, where, fail)
-    with pytest.raises(DataStatesError, match="refused"):
+    with own_step(where, fail), pytest.raises(DataStatesError, match="refused"):
         _save(_state(1), by, planner)
-    setattr(planner, where, plain)
     dist.barrier()
     for number in (2, 3):
         _save(_state(number), by, planner)
@@ -355,6 +384,7 @@ def test_optimizer_state_that_appears_and_a_parameter_that_is_frozen(shared_dir)
 
 
 @ranks(4)
+@_spied
 def test_a_primed_planner_finds_its_first_save_planned(shared_dir):
     planner, by = _spy(DataStatesSavePlanner()), _saver(shared_dir / "c")
     dcp_datastates.prime(_state(0, count=100), planner=planner)
@@ -651,19 +681,122 @@ def test_a_subclass_that_edits_plans_on_one_rank_only_is_refused(edits, how, sha
     assert_same(load({"w": torch.zeros(4)}, shared_dir / "c"), {"w": torch.ones(4)})
 
 
+class _Meddling(DataStatesWriter):
+    def finish(self, metadata, results):
+        metadata.planner_data = {"w": ("w",), "note": ("mine",)}
+        super().finish(metadata, results)
+
+
 @ranks(1)
 def test_metadata_that_are_changed_before_they_are_written_are_refused(shared_dir):
-    planner = DataStatesSavePlanner()
-    plain = planner.create_global_plan
-
-    def create_global_plan(all_plans):
-        plans, metadata = plain(all_plans)
-        metadata.planner_data = {"w": ("w",), "note": ("mine",)}
-        return plans, metadata
-
-    planner.create_global_plan = create_global_plan
+    by = _Meddling(shared_dir / "c", host_cache_size=CACHE)
     with raises(ConfigurationError, "planner_data", "derived from DataStatesSavePlanner"):
-        _saved_alone({"w": torch.ones(4)}, planner, shared_dir / "c")
+        dcp.save({"w": torch.ones(4)}, storage_writer=by, planner=DataStatesSavePlanner())
+
+
+def _doubling(planner, write_item, value):
+    return DefaultSavePlanner.transform_object(
+        planner, write_item, value * 2 if isinstance(value, torch.Tensor) else value
+    )
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("on", ["object", "class"])
+def test_a_hook_that_is_set_later_is_not_passed_over_because_plans_are_remembered(
+    on, how, shared_dir
+):
+    torch.manual_seed(0)
+    planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
+    owned = torch.nn.Parameter(state["w"])  # deferred: it could be read ahead
+    optimizer = torch.optim.SGD([owned], lr=0.0)
+    dcp_datastates.track(optimizer)
+    stored = []
+    for number in range(6):
+        if on == "object" and number == 3:
+            planner.transform_object = functools.partial(_doubling, planner)
+        hooked = contextlib.nullcontext()
+        if on == "class" and number >= 3:
+            hooked = mock.patch.object(DataStatesSavePlanner, "transform_object", _doubling)
+        with hooked:
+            _save_by(how, {"w": owned.detach()}, planner, shared_dir / "c")
+        stored.append(load(zeros(state), shared_dir / "c")["w"])
+        dist.barrier()
+    for number, found in enumerate(stored):
+        assert_same(found, state["w"] * (1 if number < 3 else 2))
+
+
+@ranks(1)
+def test_a_hook_that_is_set_right_after_the_call_has_the_state_to_work_on(shared_dir):
+    planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
+    for _ in range(2):
+        _saved_alone(state, planner, shared_dir / "c")
+    go_on = threading.Event()
+
+    def held(plain, planner, *args, **kwargs):
+        assert go_on.wait(60)
+        return plain(planner, *args, **kwargs)
+
+    with own_step("set_up_planner", held):
+        by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE)
+        response = dcp_datastates.async_save(state, writer=by, planner=planner)
+        planner.transform_object = functools.partial(_doubling, planner)
+        go_on.set()
+        response.upload_completion.result(60)
+    assert_same(load(zeros(state), shared_dir / "c")["w"], state["w"] * 2)
+
+
+@ranks(1)
+def test_a_set_up_that_is_replaced_right_after_the_call_is_refused_and_saves_no_empty_state(
+    shared_dir,
+):
+    planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
+    for _ in range(2):
+        _saved_alone(state, planner, shared_dir / "c")
+    go_on, plain = threading.Event(), planner.set_up_planner
+    by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, read_window="immediate")
+    first = torch.nn.Parameter(torch.rand(9))
+    storage_meta = by.storage_meta
+
+    def held():
+        assert go_on.wait(60)
+        return storage_meta()
+
+    by.storage_meta = held
+    response = dcp_datastates.async_save({"first": first}, writer=by, planner=planner)
+    planner.set_up_planner = lambda state_dict, is_coordinator: plain(
+        state_dict, None, is_coordinator
+    )
+    go_on.set()
+    with raises(ConfigurationError, "set hooks before the call"):
+        response.upload_completion.result(60)
+    assert_same(load(zeros(state), shared_dir / "c"), state)
+
+
+@ranks(2)
+def test_options_that_are_changed_on_the_planner_are_not_passed_over(shared_dir):
+    planner = DataStatesSavePlanner()
+    state, _optimizer = _owned({"w": filled((4000, 300), torch.float32, 1)})
+    by = _saver(shared_dir / "c")
+    for _ in range(2):
+        _save(state, by, planner)
+    assert (
+        len(DataStatesReader(shared_dir / "c").read_metadata().state_dict_metadata["w"].chunks) == 2
+    )
+    dist.barrier()
+    planner.dedup_save_to_lowest_rank = True
+    _save(state, by, planner)
+    assert (
+        len(DataStatesReader(shared_dir / "c").read_metadata().state_dict_metadata["w"].chunks) == 1
+    )
+    dist.barrier()
+    assert (by.last_save.bytes_written > state["w"].nbytes) == (dist.get_rank() == 0)
+    nested = {"a": {"w": torch.ones(3)}}
+    _save(nested, by, planner)
+    _save(nested, by, planner)
+    planner.flatten_state_dict = False
+    _save(nested, by, planner)
+    assert set(DataStatesReader(shared_dir / "c").read_metadata().state_dict_metadata) == {"a"}
 
 
 class _List(list):
@@ -719,27 +852,25 @@ def test_reads_begin_before_the_plan_is_agreed_on(shared_dir):
         _save(_state(number), by, planner)
     before = Residue.now()
     go_on = threading.Event()
-    create_local_plan = planner.create_local_plan
 
-    def held():
+    def held(plain, planner):
         assert go_on.wait(60)
-        return create_local_plan()
+        return plain(planner)
 
-    planner.create_local_plan = held
-    first = dcp_datastates.async_save(_state(2), writer=by, planner=planner)
-    job = _ahead(by)
-    # The next one is not read ahead: it would take the cache, and this one may have to be read again.
-    second = dcp_datastates.async_save(_state(3), writer=by, planner=planner)
-    assert job.wait_read(-1, 20), "read, with planning still to come"
-    time.sleep(0.5)
-    assert by._newest.snapshot._foreseen is None
-    assert not first.upload_completion.done()
-    go_on.set()
-    first.upload_completion.result(60)
-    second.upload_completion.result(60)
+    with own_step("create_local_plan", held):
+        first = dcp_datastates.async_save(_state(2), writer=by, planner=planner)
+        job = _ahead(by)
+        # The next one is not read ahead: it would take the cache, and this one may have to be read again.
+        second = dcp_datastates.async_save(_state(3), writer=by, planner=planner)
+        assert job.wait_read(-1, 20), "read, with planning still to come"
+        time.sleep(0.5)
+        assert by._newest.snapshot._foreseen is None
+        assert not first.upload_completion.done()
+        go_on.set()
+        first.upload_completion.result(60)
+        second.upload_completion.result(60)
     assert by.last_save.steady
     del job, first, second
-    planner.create_local_plan = create_local_plan
     assert_same(load(zeros(_state(3)), shared_dir / "c"), _state(3))
     dist.barrier()
     assert_nothing_left(before)
@@ -750,7 +881,7 @@ def test_reads_begin_before_the_plan_is_agreed_on(shared_dir):
 def test_what_was_read_ahead_by_a_plan_that_no_longer_holds_is_read_again(shared_dir):
     planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
     mine = {f"r{dist.get_rank()}": filled((300, 300), torch.float32, 1)}
-    common = {"common": filled((4000, 300), torch.float32, 2)}
+    common, _optimizer = _owned({"common": filled((4000, 300), torch.float32, 2)})
     first = {**mine, **common} if dist.get_rank() == 0 else mine
     for _ in range(3):
         _save(first, by, planner)
@@ -773,16 +904,16 @@ def test_a_save_that_fails_in_planning_lets_go_of_what_it_has_read_ahead(shared_
     for number in range(2):
         _save(_state(number), by, planner)
     before = Residue.now()
-    plain = planner.create_local_plan
 
-    def refuse():
+    def refuse(plain, planner):
         _ahead(by).wait_read(-1, 20)
         raise RuntimeError("refused")
 
-    planner.create_local_plan = refuse
-    with pytest.raises(DataStatesError, match="refused"):
+    with (
+        own_step("create_local_plan", refuse),
+        pytest.raises(DataStatesError, match="refused"),
+    ):
         _save(_state(2), by, planner)
-    planner.create_local_plan = plain
     assert_nothing_left(before)
     dist.barrier()
     for number in (3, 4):

@@ -57,6 +57,7 @@ POINTS: tuple[Point, ...] = (
     *_both("plan"),
     # Whoever comes first makes the attempt's directory.
     *_both("plan.mkdir", COORDINATOR),
+    *_both("plan.rename", COORDINATOR),
     *(point for name in _NATIVE for point in _both(name)),
     *_both("vote"),
     *(point for name in _PUBLISH for point in _both(f"publish.{name}", COORDINATOR)),

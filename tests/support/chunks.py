@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_datastates import DataStatesReader
-from dcp_datastates.attempt import next_attempt
 from dcp_datastates.commit.progress import Progress
 from dcp_datastates.commit.publish import publish
 from dcp_datastates.commit.round import Consolidated, Round
 from dcp_datastates.engine import engine, next_order
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
+from dcp_datastates.storage.claims import Neighbours, claim
 from dcp_datastates.write import write_plan
 
 __all__ = ["Box", "boxes", "load_by_ranks", "save_by_ranks", "write_item"]
@@ -126,9 +126,9 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     """What each rank writes and the coordinator publishes, for all ranks in turn, in this thread."""
     planners = [_SavePieces(pieces) for pieces in pieces_of_ranks]
     plans, metadata = planners[0].create_global_plan([p.create_local_plan() for p in planners])
-    attempt = next_attempt([])
     local.make_directories(path)
-    assert local.claim(path, attempt)
+    claimed = claim(path, Neighbours())
+    attempt = claimed.attempt
     results, parts = [], []
     for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
         final = planner.finish_plan(plan)
@@ -150,7 +150,9 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     for part in parts:
         assert part.wait(60)
         assert part.error is None
-    publish(Round(0, attempt, path, parts[0], timeout=60), Consolidated(metadata, results))
+    round_ = Round(0, attempt, path, parts[0], claim=claimed, timeout=60)
+    publish(round_, Consolidated(metadata, results))
+    claimed.hold.release()
 
 
 def load_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:

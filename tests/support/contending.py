@@ -97,8 +97,6 @@ def save_once(path: str, number: int, pids: str, commit_timeout: float) -> Repor
 
 def save_unshared(path: str, elsewhere: int, commits_there: bool) -> tuple[Report | None, str]:
     """Save where one rank sees another directory under the same name; why that could not be arranged."""
-    from dcp_datastates import write
-
     mine = dist.get_rank() == elsewhere
     whys: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(whys, private_tmpfs(Path(path).parent) if mine else "")
@@ -107,7 +105,6 @@ def save_unshared(path: str, elsewhere: int, commits_there: bool) -> tuple[Repor
     if mine and commits_there:
         Path(path).mkdir()
         Path(path, ".metadata").write_bytes(b"what is there is not ours to touch")
-    write._SHARED_SECONDS = 0.5
     future = save_over(part(2, ELEMENTS), path, read_window="immediate")
     report = report_of(future, RESULT_SECONDS)
     expected = [".metadata"] if mine and commits_there else []

@@ -6,6 +6,7 @@ import gc
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +26,7 @@ def destroy() -> None:
         dist.destroy_process_group()
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache.cache_clear()
-    clear_native = getattr(dist.tensor._dispatch, "clear_sharding_propagator_cache", None)
+    clear_native = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear_native is not None:
         clear_native()
 

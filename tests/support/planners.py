@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-__all__ = ["FailingPlanner", "HalvingPlanner", "PlannerRefusal", "forget_cached_plans"]
+from dcp_datastates import DataStatesSavePlanner
+from dcp_datastates import planner as planner_module
+
+__all__ = ["FailingPlanner", "HalvingPlanner", "PlannerRefusal", "forget_cached_plans", "own_step"]
+
+
+@contextlib.contextmanager
+def own_step(name: str, step: Callable[..., Any]) -> Iterator[None]:
+    """Every ``DataStatesSavePlanner`` runs ``step(plain, planner, *args)`` in place of its method ``name``.
+
+    As its own code: a hook would turn off what the planner remembers.
+    """
+    plain = getattr(DataStatesSavePlanner, name)
+
+    @functools.wraps(plain)  # DCP looks at its parameters
+    def method(self: DataStatesSavePlanner, *args: Any, **kwargs: Any) -> Any:
+        return step(plain, self, *args, **kwargs)
+
+    with (
+        mock.patch.object(DataStatesSavePlanner, name, method),
+        mock.patch.dict(planner_module._OWN_HOOKS, {name: method}),
+    ):
+        yield
 
 
 def forget_cached_plans() -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_datastates.collectives import collectives_of
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.peers import peers_of
@@ -21,22 +18,12 @@ from dcp_datastates.lazy import step_gate
 from dcp_datastates.lazy.capture import look
 from dcp_datastates.planner import DataStatesSavePlanner, is_unchanged
 from dcp_datastates.planning.session import Session, SessionMeta
+from dcp_datastates.rank_context import context_of
 
-__all__ = ["planner_of", "prime"]
+__all__ = ["prime"]
 
-_lock = threading.Lock()  # guards _planners
-_planners: weakref.WeakKeyDictionary[CommitGroup, DataStatesSavePlanner] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def planner_of(group: CommitGroup) -> DataStatesSavePlanner:
-    """The planner for all saves of these ranks that bring none of their own."""
-    with _lock:
-        found = _planners.get(group)
-        if found is None:
-            found = _planners[group] = DataStatesSavePlanner()
-        return found
+_TIMEOUT_SECONDS: Final = 300.0
+"""How long the other ranks may take to call it, too."""
 
 
 def prime(
@@ -60,13 +47,17 @@ def prime(
     each rank's error, on all of them.
     """
     step_gate.open_windows()
-    await_all()  # their collectives run on the same group
-    group = commit_group(peers_of(process_group))
-    chosen = planner_of(group) if planner is None else planner
-    collectives = collectives_of(group)
-    wrapper = _DistWrapper(
-        None if collectives is None else collectives.get(), collectives is not None, 0
+    context = context_of(commit_group(peers_of(process_group)))
+    chosen = context.planner if planner is None else planner
+    context.run(
+        "prime()", _TIMEOUT_SECONDS, lambda ranks: _plan(state_dict, chosen, context.group, ranks)
     )
+
+
+def _plan(
+    state_dict: Mapping[str, Any], chosen: SavePlanner, group: CommitGroup, ranks: _DistWrapper
+) -> None:
+    await_all()  # saves by DCP's own calls, which may plan with the same planner
     session: Session | None = None
 
     # What fails on this rank alone must fail in a step: from here on the other ranks wait for it.
@@ -79,20 +70,20 @@ def prime(
                 f"None for that of dcp_datastates.async_save"
             )
         captured = look(state_dict)
-        if is_unchanged(type(chosen)):
+        if is_unchanged(chosen):
             session = Session(
                 group.name, group.peers.rank, group.peers.world, captured, captured.materialize
             )
             session.look()
         given = captured.materialize() if session is None else {}
-        chosen.set_up_planner(given, SessionMeta(session=session), wrapper.is_coordinator)
+        chosen.set_up_planner(given, SessionMeta(session=session), ranks.is_coordinator)
         return chosen.create_local_plan()
 
     def global_step(plans: list[SavePlan]) -> list[SavePlan]:
         return chosen.create_global_plan(plans)[0]
 
     try:
-        chosen.finish_plan(wrapper.reduce_scatter("plan", local_step, global_step))
+        chosen.finish_plan(ranks.reduce_scatter("plan", local_step, global_step))
     finally:
-        if session is not None:
+        if session is not None and isinstance(chosen, DataStatesSavePlanner):
             chosen.release(session)

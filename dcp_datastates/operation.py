@@ -6,18 +6,21 @@ and DCP has nothing more to do with it. Calls come from DCP's thread, in DCP's o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import os
 import threading
+import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.attempt import Attempt, Ticket, next_attempt
+from dcp_datastates.attempt import Ticket, take
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.heart import Loss
@@ -27,42 +30,28 @@ from dcp_datastates.commit.round import Consolidated, FailedPart, Part, Round
 from dcp_datastates.dcp.turns import Turn
 from dcp_datastates.errors import (
     CheckpointSkipped,
+    CommitOutcomeUnknown,
     ConfigurationError,
     DataStatesError,
     RankLostError,
     SaveAbandonedError,
-    StorageError,
 )
+from dcp_datastates.forks import ProcessLock
+from dcp_datastates.futures import AskedFuture
+from dcp_datastates.lazy import step_gate
 from dcp_datastates.lazy.snapshot import Snapshot
 from dcp_datastates.planning.session import Session
 from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
-from dcp_datastates.storage.lock import Hold
+from dcp_datastates.storage.claims import Claim, claim
+from dcp_datastates.waiting import WaitLog
 
-__all__ = ["OutcomeFuture", "Save"]
+__all__ = ["Save"]
 
 logger = logging.getLogger(__name__)
 
-_CLAIMS: Final = 100
-
-
-class OutcomeFuture(Future[None]):
-    """A future that knows whether anybody has asked it."""
-
-    asked = False
-
-    def result(self, timeout: float | None = None) -> None:
-        self.asked = True
-        super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self.asked = True
-        return super().exception(timeout)
-
-    def peek(self) -> BaseException | None:
-        """The error, if it is known and there is one; this does not count as asking."""
-        return super().exception(0) if self.done() else None
+_POLL_SECONDS: Final = 0.1
 
 
 class Save:
@@ -72,10 +61,13 @@ class Save:
         group: the ranks that the writer commits with.
         path: the checkpoint's directory; None until DCP names it.
         order: sequence number in this process.
+        asynchronous: whether training goes on meanwhile.
+        own: whether this package runs it, and not DCP.
         background: whether DCP's future may resolve before the commit.
         overwrite: whether a checkpoint may be replaced.
         timeout: seconds without progress after which a rank is given up.
         reading: seconds that this rank's reads may wait for their window.
+        exit_timeout: seconds that the end of the process waits for it.
     """
 
     def __init__(
@@ -85,13 +77,25 @@ class Save:
         *,
         stats: SaveStats,
         order: int,
+        asynchronous: bool,
+        own: bool,
         background: bool,
         overwrite: bool,
         timeout: float,
         reading: float,
+        exit_timeout: float,
     ) -> None:
         self.group = group
         self.path = path
+        self.working_directory: str | None = None  # at the call, if that was in another thread
+        self.own: Final = own
+        self.timeout: Final = timeout
+        self.exit_timeout = exit_timeout
+        self.doing = "waiting for its turn"
+        """What it waits for, in words."""
+        self._began = time.monotonic()
+        self._asynchronous = asynchronous
+        self._missed = 0 if own else group.missed
         self.snapshot: Snapshot | None = None  # these two of an asynchronous save
         self.turn: Turn | None = None
         self.stats = stats
@@ -99,35 +103,38 @@ class Save:
         self.rank = 0
         self.is_coordinator = False
         self.error: BaseException | None = None
-        self.committed = OutcomeFuture()
-        self.committed.set_running_or_notify_cancel()
+        self.committed = AskedFuture(step_gate.open_windows)
+        self._store = (
+            group.peers.store
+        )  # where the ranks meet, should the job destroy its group meanwhile
         self.background = background
         self._overwrite = overwrite
-        self._timeout = timeout
         self.progress = Progress(reading)
+        self._place: Path | None = None
         self._ticket: Ticket | None = None
         self._round: Round | None = None
-        self._seen: local.Signature | None = None
-        self._hold: Hold | None = None
-        self._lock = threading.Lock()  # guards _ended, _quick
+        self._claim: Claim | None = None
+        self._lock = ProcessLock()  # guards _ended, _quick, _round
         self._ended = False
         self._quick = False
         self._begun = False
         self.left_out = False
         self.session: Session | None = None  # with a DataStatesSavePlanner
         self.ahead: Any = None  # what is read before it is planned
-        self.dcp_tells = False  # whether somebody passes on what DCP's future raises
         self._decision = (
             threading.Event()
         )  # set when nobody is asking whether to leave this save out
         self._decision.set()
+        self.committed.add_done_callback(self._tell)
 
     # ---- in the order of DCP's calls ----------------------------------------------------------
 
     def begin(self) -> None:
         """It is this save's turn: DCP's collectives for it begin."""
-        self._decision.wait(self._timeout)
+        self.doing = "waiting for the ranks to decide about saves that come too fast"
+        self._decision.wait(self.timeout)
         self._begun = True
+        self.doing = "planning"
         if self.group.heart is not None:
             with self._lock:
                 self._quick = True
@@ -135,16 +142,22 @@ class Save:
             self.group.heart.listen(self._lost)
 
     def directory(self) -> Path:
-        """Where to. Raises :class:`ConfigurationError` if nobody has said."""
+        """Where to. Raises :class:`ConfigurationError` if no path was given."""
         if self.path is None:
             raise ConfigurationError(
                 "no path to save to: construct DataStatesWriter(path), or pass checkpoint_id"
             )
         return self.path
 
+    def place(self) -> Path:
+        """The directory itself, for all of this save: links are followed once, and may point elsewhere later."""
+        if self._place is None:
+            self._place = Path(os.path.realpath(self.directory()))
+        return self._place
+
     def deliver(self, ticket: Ticket) -> None:
-        """Take the coordinator's choice; the newest counts, see :class:`TicketCarrier`."""
-        if self._ticket is None or ticket.attempt > self._ticket.attempt:
+        """Take the coordinator's choice; stale ones are left, see :class:`TicketCarrier`."""
+        if self._ticket is None and take(ticket):
             self._ticket = ticket
 
     def claim(self, world: int) -> Ticket:
@@ -158,28 +171,12 @@ class Save:
                 f"DCP's coordinator is rank {group.peers.rank} of those that commit; it must be the first: "
                 f"leave coordinator_rank=0"
             )
-        directory = self.directory()
+        directory = self.place()
         local.make_directories(directory)
-        self._seen = local.signature(directory)
-        attempt, self._hold = self._claim(directory)
-        ticket = Ticket(attempt, group.draw(), world, group.first)
-        self.deliver(ticket)
-        return ticket
-
-    @staticmethod
-    def _claim(directory: Path) -> tuple[Attempt, Hold]:
-        for _ in range(_CLAIMS):
-            attempt = next_attempt(local.attempts(directory))
-            if not local.claim(directory, attempt):  # another job's
-                continue
-            # A job that commits in between takes what nobody holds for left over, and removes it.
-            if hold := Hold.on(directory / attempt.name):
-                return attempt, hold
-        raise StorageError(
-            None,
-            "other jobs keep taking away the directory of this save; are several saving to one path?",
-            str(directory),
-        )
+        self._claim = claim(directory, group.neighbours)
+        self._ticket = Ticket(self._claim.attempt, group.draw(), world, group.first)
+        take(self._ticket)  # so that a later save knows it for stale
+        return self._ticket
 
     def ticket(self) -> Ticket:
         """What the coordinator chose. Raises if it has not reached this rank."""
@@ -195,30 +192,41 @@ class Save:
                 f"this is rank {self.rank} of the process group that DCP saves with, and rank "
                 f"{group.peers.rank} of the writer's; pass the same process_group= to both"
             )
-        group.reading(self.progress)
+        if self._round is None:
+            group.reading(self.progress)
         return self._ticket
 
     def submit(self, part: Part) -> None:
-        """This rank's part is on its way, or has failed: from here on it is the commit thread's."""
+        """This rank's part is on its way, or has failed: from here on it is the commit thread's.
+
+        The first part counts; another one is cancelled.
+        """
         ticket = self._ticket
-        if ticket is None or self._round is not None:
+        with self._lock:
+            if ticket is None or self._round is not None:
+                round_ = None
+            else:
+                claimed, self._claim = self._claim, None
+                self._round = round_ = Round(
+                    ticket.number,
+                    ticket.attempt,
+                    self._place or self.path,
+                    part,
+                    path=self.path,
+                    claim=claimed,
+                    overwrite=self._overwrite,
+                    first=ticket.first,
+                    timeout=self.timeout,
+                    missed=self._missed,
+                )
+        if ticket is None or round_ is None:
+            part.cancel()
             return
         group = self._group_of(ticket.world, checked=False)
         group.reading(None)
-        hold, self._hold = self._hold, None
-        self._round = Round(
-            ticket.number,
-            ticket.attempt,
-            self.path,
-            part,
-            seen=self._seen,
-            overwrite=self._overwrite,
-            hold=hold,
-            first=ticket.first,
-            timeout=self._timeout,
-        )
-        self._round.committed.add_done_callback(self._decided)
-        group.submit(self._round)
+        round_.committed.add_done_callback(self._decided)
+        self.doing = "committing"
+        group.submit(round_)
 
     def consolidate(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Coordinator: all ranks' results are here. Returns with the outcome unless ``background``."""
@@ -230,13 +238,18 @@ class Save:
             self._round.committed.result()
             vars(metadata).update(vars(mine))
 
+    def abandon(self, error: BaseException) -> None:
+        """Coordinator: nothing comes of the results. Changes nothing once they were handed over."""
+        if self._round is not None:
+            self._round.abandon(error)
+
     def ended(self) -> None:
-        """DCP is done with this save, whatever came of it. Idempotent; never waits."""
+        """Planning is over for this save, whatever came of it. Idempotent; never waits."""
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-        error = SaveAbandonedError("DCP ended this save before its data were written")
+        error = self.error or SaveAbandonedError("DCP ended this save before its data were written")
         if self.snapshot is not None:
             self.snapshot.fail(error)
         if self.session is not None:
@@ -247,16 +260,15 @@ class Save:
             self._round.abandon(
                 SaveAbandonedError("DCP ended this save before it had gathered all ranks' results")
             )
-        elif not self.dcp_tells:
-            self.fail(self.error or error)
+        elif not self.own:
+            self.fail(error)
         if self.turn is not None:
             self.turn.end()
         self._slow()
 
     def fail(self, error: BaseException) -> None:
-        """Nothing will be committed, and no round tells. The first outcome counts."""
-        if not self.committed.done():
-            self.committed.set_exception(error)
+        """This is the outcome on this rank, if none is known yet."""
+        self._decide(error)
 
     @property
     def has_round(self) -> bool:
@@ -269,11 +281,26 @@ class Save:
         return self.committed.done() and (self.turn is None or self.turn.ended)
 
     def wait(self) -> None:
-        """Return when it is :attr:`over`; does not raise."""
-        if self.turn is not None:
-            self.turn.join()
+        """Return when it is :attr:`over`; does not raise. Starts the reads of all saves in flight."""
+        log = WaitLog(logger, f"who waits for the save to {str(self.path)!r}")
+        while not self.over:
+            self.wait_briefly(_POLL_SECONDS)
+            log.look(self.doing)
+
+    def wait_briefly(self, seconds: float) -> None:
+        """:meth:`wait`, for at most ``seconds``."""
+        done = self.committed.wait(seconds)
+        if self.turn is not None and self.turn.join(seconds if done else 0.0):
             self.ended()  # or no thread ever came for it
-        Future.exception(self.committed)
+
+    def give_up(self, why: str) -> None:
+        """It is over here; what the other ranks and storage make of it is not waited for."""
+        if self._round is None:
+            self.fail(SaveAbandonedError(why))
+        else:
+            self.fail(CommitOutcomeUnknown(f"{why}. It may have been committed: latest() tells"))
+        if self.turn is not None:
+            self.turn.end()
 
     # ---- for commit/behind.py ----------------------------------------------------------------------------
 
@@ -300,13 +327,45 @@ class Save:
     # ---- within ------------------------------------------------------------------------------------
 
     def _decided(self, outcome: Future[None]) -> None:
-        error = outcome.exception()
-        if self.committed.done():
-            return
+        self._decide(outcome.exception())
+
+    def _decide(self, error: BaseException | None) -> None:
+        with self._lock:  # the commit thread, the heart's and the planning thread may come at once
+            if self.committed.done():
+                return
+            self._store = None
+        with contextlib.suppress(InvalidStateError):
+            if error is None:
+                self.committed.set_result(None)
+            else:
+                self.committed.set_exception(error)
+
+    def _tell(self, committed: Future[None]) -> None:
+        """The one line of the log that every save ends in."""
+        seconds = time.monotonic() - self._began
+        error = self.committed.peek()
+        self.doing = "over"
         if error is None:
-            self.committed.set_result(None)
-        else:
-            self.committed.set_exception(error)
+            level = logging.INFO if self.group.is_coordinator else logging.DEBUG
+            logger.log(level, "%s", self._said_of_commit(seconds))
+            return
+        text = str(error) or type(error).__name__
+        if not text.startswith("the save to "):
+            text = f"the save to {str(self.path)!r} failed: {text}"
+        level = logging.WARNING if isinstance(error, CheckpointSkipped) else logging.ERROR
+        logger.log(level, "%s (%s, %.1f s after the call)", text, type(error).__name__, seconds)
+
+    def _said_of_commit(self, seconds: float) -> str:
+        stats = self.stats
+        nbytes = stats.bytes_written
+        rate = nbytes / stats.total_seconds / 1e9 if stats.total_seconds else 0.0
+        of = f" of {self.group.peers.world} ranks" if self.group.peers.world > 1 else ""
+        stall = 1e3 * (stats.stage_seconds + stats.gate_seconds)
+        waited = f", training waited {stall:.1f} ms" if self._asynchronous else ""
+        return (
+            f"committed {str(self.path)!r}{of} in {seconds:.2f} s; this rank wrote {nbytes / 2**20:.1f} MiB "
+            f"({rate:.2f} GB/s){waited}"
+        )
 
     def _slow(self) -> None:
         with self._lock:
@@ -318,12 +377,17 @@ class Save:
     def _lost(self, losses: list[Loss]) -> None:
         """In the heart's thread: ranks are lost, and DCP may wait for them until its group times out.
 
-        Once there is a round, the commit group decides.
+        From the ticket on, all ranks have a round, and what it decides is the outcome: this rank votes against it.
         """
+        if self._ticket is not None and self._ticket.world == 1:
+            return  # it is saved without the other ranks
         if self._round is None and not self.committed.done():
             error = RankLostError("; ".join(map(str, losses[:3])))
             self.error = error
-            self.fail(error)
+            if self._ticket is None:
+                self.fail(error)
+            else:
+                self.submit(FailedPart(error))
             if self.snapshot is not None:
                 # In a thread of its own, as it waits for reads, behind which a device may have the very
                 # collective that hangs: a heart that waits is a lost one.

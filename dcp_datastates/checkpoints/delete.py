@@ -1,0 +1,170 @@
+"""Deleting one checkpoint, in an order that a crash cannot turn against a reader.
+
+``.metadata`` goes first and its directory is synced, so what is left is no checkpoint any more; then the data
+files, by the names that this package gives; then the directories, if nothing foreign is in them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.checkpoints.listing import Found, open_found
+from dcp_datastates.committed import open_committed
+from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.storage import attempts, local, lock, operations
+
+__all__ = ["NotDeleted", "delete", "delete_committed", "delete_rest"]
+
+logger = logging.getLogger(__name__)
+
+_PHASE: Final = "delete"
+_LOCK_SECONDS: Final = 1.0
+
+
+class NotDeleted(StorageError):
+    """Nothing was touched; ``strerror`` says why, ``errno`` is EBUSY."""
+
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(errno.EBUSY, reason, str(path))
+
+
+def delete(path: str | os.PathLike[str]) -> None:
+    """Delete the checkpoint at ``path``, committed or abandoned; what is left of a deletion that was cut off, too.
+
+    Once the first step is durable, the checkpoint can no longer be loaded; a crash after it leaves files that
+    another call removes. What this package did not write stays, and so does the directory around it (logged).
+    One process calls this, not every rank.
+
+    Raises:
+        CheckpointNotFoundError: no checkpoint of this package is there (:class:`ForeignCheckpointError`: another's
+            is); the message says what is there instead.
+        ConfigurationError: ``path`` is a symbolic link.
+        StorageError: a save to the path is in flight, or may be, with its attempt; the metadata are out of reach or
+            of a version that this release does not know; or the system refused to delete something.
+    """
+    directory = local.local_path(path)
+    if directory.is_symlink():
+        raise ConfigurationError(
+            f"path {str(directory)!r} is a symbolic link to {os.readlink(directory)!r}: delete what it points to, "
+            f"then the link"
+        )
+    found = open_found(directory)
+    if found is not None:
+        delete_committed(found)
+    elif attempts.present(directory) and not os.path.lexists(directory / local.METADATA_NAME):
+        delete_rest(directory)
+    else:
+        open_committed(directory)  # raises, and says what is there instead
+        raise NotDeleted(directory, "it was committed a moment ago")
+
+
+def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
+    """Delete a committed checkpoint, also one whose metadata are damaged. ``dry_run``: see whether it may be.
+
+    Raises :class:`NotDeleted`; or :class:`StorageError` if the system refused.
+    """
+    path = victim.path
+    if victim.committed is None and not victim.is_damaged:
+        raise NotDeleted(path, str(victim.problem))
+    committed = None if victim.committed is None else victim.attempt
+    with _locked(path):
+        seen = local.signature(path)
+        now = open_found(path)
+        if now is None or now.attempt != victim.attempt:
+            raise NotDeleted(path, "it was deleted or replaced meanwhile")
+        claimed = attempts.present(path)
+        for attempt in claimed:
+            held = lock.in_flight(path / attempt.name)
+            if held or (held is None and (committed is None or attempt > committed)):
+                raise _in_flight(path, attempt, held)
+        if dry_run:
+            return
+        _withdraw(path, claimed)
+        if local.signature(path) != seen:
+            raise NotDeleted(path, "it was replaced a moment ago")
+        # Where there are no locks, another process may be deleting it, too.
+        with contextlib.suppress(FileNotFoundError):
+            operations.unlink(path / local.METADATA_NAME, _PHASE)
+        with contextlib.suppress(FileNotFoundError):
+            operations.sync_directory(path, _PHASE)
+        if not _remove(path, claimed) and path.exists():
+            names = ", ".join(map(repr, sorted(os.listdir(path))[:3]))
+            logger.warning("%s is deleted, but not its directory: it holds %s", path, names)
+
+
+def delete_rest(path: Path, *, dry_run: bool = False) -> bool:
+    """Delete attempts at a path where nothing is committed; whether the directory is gone, too.
+
+    Only where locks work: a save that is merely slow looks just the same. Raises as :func:`delete_committed`.
+    """
+    with _locked(path):
+        if os.path.lexists(path / local.METADATA_NAME):
+            raise NotDeleted(path, "it was committed a moment ago")
+        claimed = attempts.present(path)
+        for attempt in claimed:
+            if (held := lock.in_flight(path / attempt.name)) is not False:
+                raise _in_flight(path, attempt, held)
+        if dry_run:
+            return True
+        _withdraw(path, claimed)
+        if os.path.lexists(path / local.METADATA_NAME):
+            raise NotDeleted(path, "it was committed a moment ago")
+        return _remove(path, claimed)
+
+
+def _in_flight(path: Path, attempt: Attempt, held: bool | None) -> NotDeleted:
+    if held:
+        return NotDeleted(
+            path, f"a save is in flight there, attempt {attempt.name}: wait until it ends"
+        )
+    return NotDeleted(
+        path,
+        f"attempt {attempt.name} may be a save in flight, and the file system has no locks to tell: if no job saves "
+        f"there, remove the directory by hand",
+    )
+
+
+def _withdraw(path: Path, claimed: list[Attempt]) -> None:
+    """No save that is under way there, on a host that locks do not reach, say, can commit any more."""
+    for attempt in claimed:
+        attempts.withdraw(path, attempt)
+
+
+def _remove(path: Path, claimed: list[Attempt]) -> bool:
+    """Remove the attempts and, if nothing else is in it, the directory; whether that is gone."""
+    for attempt in claimed:
+        attempts.remove_attempt(path, attempt, _PHASE)
+    try:
+        operations.remove_directory(path, _PHASE)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        if error.errno != errno.ENOENT:
+            raise
+    operations.sync_directory(path.parent, _PHASE)
+    return True
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep every process from publishing at ``path``; raises as :func:`delete_committed`."""
+    try:
+        with lock.exclusive(path, _LOCK_SECONDS):
+            yield
+    except NotDeleted:
+        raise
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotDeleted(path, "it was deleted meanwhile") from error
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
+            raise NotDeleted(path, "a save is being published there") from error
+        raise StorageError(
+            error.errno, f"deleting the checkpoint failed: {error.strerror}", str(path)
+        ) from error

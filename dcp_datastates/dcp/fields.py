@@ -1,0 +1,192 @@
+"""The fields of DCP's dataclasses: those that this package knows, and those that it only carries along.
+
+A release of torch may add a field; 2.15 added ``TensorProperties.strides``. Its values belong to the checkpoint:
+
+- A new field of ``TensorProperties`` goes wherever the properties go: through plans in columns, digests and metadata.
+- With a new field of any other class, DCP plans the save itself, in objects: that is slower, and loses nothing.
+
+All ranks of a job run the same torch, so what is said of a class here holds on each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, cast
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
+
+__all__ = [
+    "complete",
+    "further_fields",
+    "further_of",
+    "further_values",
+    "is_field_name",
+    "known_fields",
+    "pack_value",
+    "plans_in_objects",
+    "portable",
+    "set_further",
+    "with_further",
+]
+
+_KNOWN: Final[Mapping[type, tuple[str, ...]]] = {
+    TensorProperties: ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),
+    TensorStorageMetadata: ("properties", "size", "chunks"),
+    BytesStorageMetadata: (),
+    ChunkStorageMetadata: ("offsets", "sizes"),
+    MetadataIndex: ("fqn", "offset", "index"),
+    StorageMeta: ("checkpoint_id", "save_id", "load_id", "modules"),
+    Metadata: ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    _StorageInfo: ("relative_path", "offset", "length", "transform_descriptors"),
+    TensorWriteData: ("chunk", "properties", "size"),
+    WriteItem: ("index", "type", "bytes_io_data", "tensor_data"),
+    SavePlan: ("items", "storage_data", "planner_data", "usable"),
+}
+_CARRIED: Final = frozenset({TensorProperties, StorageMeta})
+"""Classes whose further fields this package carries itself: as objects, with whatever is in them."""
+
+
+@cache
+def known_fields(kind: type) -> frozenset[str]:
+    """The fields of one of DCP's classes that this package knows."""
+    return frozenset(_KNOWN[kind])
+
+
+def further_fields(kind: type) -> tuple[str, ...]:
+    """The fields that the installed torch gives to one of DCP's classes, and that this package does not know."""
+    return tuple([field for field in kind.__dataclass_fields__ if field not in _KNOWN[kind]])  # type: ignore[attr-defined]
+
+
+def plans_in_objects() -> tuple[str, ...]:
+    """The classes, with their new fields, that columns have no place for; if there are any, DCP must plan."""
+    return tuple(
+        f"{kind.__name__}.{name}"
+        for kind in _KNOWN
+        if kind not in _CARRIED
+        for name in further_fields(kind)
+    )
+
+
+def is_field_name(kind: type, name: object) -> bool:
+    """Whether a file may give instances of ``kind`` an attribute ``name``: a field of it, in some torch.
+
+    None that the class has for another purpose can be replaced.
+    """
+    return (
+        type(name) is str
+        and name.isidentifier()
+        and (name in kind.__dataclass_fields__ or not hasattr(kind, name))  # type: ignore[attr-defined]
+    )
+
+
+def complete(kind: type, instances: Iterable[object]) -> None:
+    """Give instances that come from the file of an older torch the fields which that one did not have.
+
+    Only those whose default is made for each instance: other defaults are attributes of the class.
+    """
+    if not further_fields(kind):
+        return
+    factories = {
+        field.name: field.default_factory
+        for field in dataclasses.fields(kind)
+        if field.name not in _KNOWN[kind] and field.default_factory is not dataclasses.MISSING
+    }
+    if factories:
+        for each in instances:
+            for name, make in factories.items():
+                if name not in vars(each):
+                    vars(each)[name] = make()
+
+
+# --- properties of tensors ----------------------------------------------------------------------------
+
+
+def further_values(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Of each tensor, the values of :func:`further_fields` of its ``TensorProperties``; empty if there are no such.
+
+    The tensors hold the memory: of a ``DTensor``, its local one.
+    """
+    names = further_fields(TensorProperties)
+    if not names:
+        return []
+    try:
+        if names == ("strides",):  # at the speed of C, on the training thread
+            return list(zip(map(torch.Tensor.stride, tensors), strict=True))
+        made = map(TensorProperties.create_from_tensor, tensors)
+        return [tuple([getattr(each, name) for name in names]) for each in made]
+    except (RuntimeError, NotImplementedError):
+        return []  # a tensor that has none, which planning refuses
+
+
+def further_of(properties: TensorProperties) -> dict[str, bytes]:
+    """The values of :func:`further_fields`, pickled: equal bytes for equal values.
+
+    What cannot be pickled is left out: DCP itself must know how to send it.
+    """
+    packed = {}
+    for name in further_fields(TensorProperties):
+        try:
+            packed[name] = pack_value(getattr(properties, name))
+        except Exception:  # pickle has many ways to refuse
+            continue
+    return packed
+
+
+def with_further(properties: TensorProperties, values: Sequence[Any]) -> TensorProperties:
+    """The properties with these values of :func:`further_fields`."""
+    named = dict(zip(further_fields(TensorProperties), values, strict=True))
+    if all(getattr(properties, name) == value for name, value in named.items()):
+        return properties
+    return dataclasses.replace(properties, **named)
+
+
+def set_further(properties: TensorProperties, values: Mapping[str, Any]) -> None:
+    """Give ``properties`` these values, also those of fields that this torch does not have."""
+    vars(properties).update(values)
+
+
+def pack_value(value: Any) -> bytes:
+    """A pickle without a memo, which objects that are equal but not the same would fill otherwise."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, protocol=4)
+    pickler.fast = True
+    pickler.dump(value)
+    return file.getvalue()
+
+
+def portable(properties: TensorProperties) -> tuple[Any, ...]:
+    """What a pickler needs (as of ``__reduce_ex__``) to write properties so that every torch can read them.
+
+    The class pickles itself as a tuple. Releases before 2.15 take one of the first five fields only; later ones take
+    that as well, because they read older checkpoints. Further fields are then to be stored elsewhere.
+    """
+    make, arguments, own = cast("tuple[Any, Any, Any]", properties.__reduce_ex__(2)[:3])
+    count = len(_KNOWN[TensorProperties])
+    if type(own) is tuple and len(own) > count:
+        read = TensorProperties.__new__(TensorProperties)
+        try:
+            read.__setstate__(own[:count])  # type: ignore[no-untyped-call]
+            same = all(
+                getattr(read, name) == getattr(properties, name)
+                for name in _KNOWN[TensorProperties]
+            )
+        except Exception:  # what a later torch may do there is its own affair
+            same = False
+        if same:
+            own = own[:count]
+    return make, arguments, own

@@ -1,0 +1,35 @@
+"""Which releases of torch this package was tested with."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Final
+
+__all__ = ["TESTED", "tell_if_untested"]
+
+logger = logging.getLogger("dcp_datastates")
+
+# The Makefile reads these lines; `make newest-test` takes the last one.
+TESTED: Final = (
+    "2.11.0",
+    "2.13.0",
+    "2.15.0",
+)
+"""Oldest first. README says what was run with each, and when."""
+
+
+def tell_if_untested(version: str) -> None:
+    """Log a line (WARNING) if torch ``version`` is newer than all tested ones, but for its last number."""
+    if _minor(version) > _minor(TESTED[-1]):
+        logger.warning(
+            "torch %s is newer than those that dcp_datastates was tested with (%s): it should work, but look for a "
+            "newer dcp_datastates",
+            version,
+            ", ".join(TESTED),
+        )
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    """Major and minor number; nothing for what is no version, which compares as old."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -1,0 +1,99 @@
+"""How much memory this process may use: what the machine has, or less if a limit is set on the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+from dcp_datastates._native import MIN_HOST_CACHE_BYTES
+
+__all__ = ["MemoryLimit", "default_host_cache_bytes", "memory_limit"]
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_BYTES: Final = 4 << 30
+_DEFAULT_SHARE: Final = 4
+"""Part of the memory (one divided by this) that the caches of all ranks on a machine take by default, at most."""
+
+
+@dataclass(frozen=True, order=True)
+class MemoryLimit:
+    """``nbytes`` at most, because of what ``source`` says."""
+
+    nbytes: int
+    source: str
+
+
+def memory_limit(root: Path = Path("/")) -> MemoryLimit:
+    """The least limit found: physical memory, the memory limits of the process's cgroups and of those above them
+    (versions 1 and 2), and ``RLIMIT_AS``. Swap is not counted.
+
+    Args:
+        root: where ``proc`` and ``sys`` are.
+    """
+    return min([_physical(root), *_cgroup_limits(root), *_address_space(root)])
+
+
+def default_host_cache_bytes(root: Path = Path("/")) -> int:
+    """4 GiB, or less where the caches of this machine's ranks would be more than a quarter of its memory. Logs that."""
+    limit = memory_limit(root)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    nbytes = min(_DEFAULT_BYTES, max(limit.nbytes // _DEFAULT_SHARE // ranks, MIN_HOST_CACHE_BYTES))
+    if nbytes < _DEFAULT_BYTES:
+        logger.info(
+            "host_cache_size: %d MiB by default, a quarter of %d MiB (%s) shared by %d rank(s) here",
+            nbytes >> 20,
+            limit.nbytes >> 20,
+            limit.source,
+            ranks,
+        )
+    return nbytes
+
+
+def _physical(root: Path) -> MemoryLimit:
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemTotal:"):
+            return MemoryLimit(int(line.split()[1]) << 10, "this machine's memory")
+    pages = os.sysconf("SC_PHYS_PAGES")
+    return MemoryLimit(os.sysconf("SC_PAGE_SIZE") * pages, "this machine's memory")
+
+
+def _address_space(root: Path) -> Iterator[MemoryLimit]:
+    for line in _lines(root / "proc/self/limits"):
+        if line.startswith("Max address space"):
+            soft = line.split()[3]
+            if soft.isdigit():
+                yield MemoryLimit(int(soft), "RLIMIT_AS (ulimit -v)")
+
+
+def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
+    mounts = root / "sys/fs/cgroup"
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2; beside version 1, it has a directory of its own
+            places = [(mounts, "memory.max"), (mounts / "unified", "memory.max")]
+        elif "memory" in controllers.split(","):
+            places = [(mounts / "memory", "memory.limit_in_bytes")]
+        else:
+            continue
+        # In a container, the path may be that of the host, and only its end or its root is there.
+        inner = PurePosixPath(*[part for part in PurePosixPath(path).parts if part not in "/.."])
+        for directory in (inner, *inner.parents):
+            for mount, name in places:
+                for value in _lines(mount / directory / name):
+                    if value.strip().isdigit():
+                        shown = PurePosixPath(
+                            "/sys/fs/cgroup", (mount / directory / name).relative_to(mounts)
+                        )
+                        yield MemoryLimit(int(value), f"the cgroup's limit in {shown}")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # not there, or not for this process: then it says nothing
+        return []

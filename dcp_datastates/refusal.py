@@ -1,0 +1,21 @@
+"""What a stock reader says when it is given a checkpoint of this package.
+
+``FileSystemReader`` expects files of ``torch.save``, and would answer with advice to switch ``weights_only`` off.
+But it first looks up the extensions that the metadata name for each piece of data, and raises
+``ValueError: Unknown extension name='...'`` for one that it does not know. So the name is a sentence that helps.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["TRANSFORM_DESCRIPTORS"]
+
+TRANSFORM_DESCRIPTORS: Final = (
+    (
+        "this is a checkpoint of dcp_datastates: load it with dcp_datastates.load(path), or with "
+        "storage_reader=dcp_datastates.DataStatesReader(path); torch.save(dcp_datastates.load(path), file) converts it"
+    ),
+)
+"""For ``_StorageInfo.transform_descriptors``. No slash: what follows one is a version, and is not printed. This
+package's reader ignores it, and reads checkpoints without it."""

@@ -1,0 +1,203 @@
+"""The directories of attempts at a checkpoint's path: claimed, published from, withdrawn and removed.
+
+An attempt is published by a rename from its *slot*, a directory ``publishing`` within its own, to ``.metadata``.
+A process that takes the slot away has withdrawn the attempt: neither a rename that is under way nor one that comes late
+can succeed any more. The file system decides which of the two came first, so this holds without locks, between
+hosts, and against a process that was taken for dead. The slot is there as soon as the attempt is, and no process
+makes another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.errors import CheckpointSupersededError, CommitOutcomeUnknown
+from dcp_datastates.storage import operations
+from dcp_datastates.storage.local import METADATA_NAME, explained
+
+__all__ = [
+    "claim",
+    "present",
+    "publish",
+    "rank_of",
+    "remove_attempt",
+    "remove_files",
+    "remove_unborn",
+    "withdraw",
+]
+
+_DATA_FILE = re.compile(r"r(\d{5,})-\d+\.safetensors")
+
+_SLOT: Final = "publishing"
+
+_TRIES: Final = 100
+"""A slot that cannot be emptied so often holds what this package did not put there."""
+
+
+def claim(directory: Path, attempt: Attempt) -> bool:
+    """Create the attempt's directory, with its slot; False if another process has claimed it."""
+    folder = directory / attempt.name
+    unborn = directory / f".{attempt.name}"
+    with explained("creating directory", folder):
+        try:
+            operations.make_directory(unborn, "plan")
+        except FileExistsError:
+            return False
+        try:
+            operations.make_directory(unborn / _SLOT, "plan")
+            operations.rename(unborn, folder, "plan")
+        except OSError as error:
+            for path in (unborn / _SLOT, unborn):
+                with contextlib.suppress(OSError):
+                    operations.remove_directory(path, "plan")
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT):
+                return False
+            raise
+    return True
+
+
+def present(directory: Path) -> list[Attempt]:
+    """The attempts that have a directory below ``directory``, oldest first."""
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(attempt for name in names if (attempt := Attempt.parse(name)))
+
+
+def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
+    """Atomically make ``data`` the directory's ``.metadata``, and durable.
+
+    Write a file in the slot, sync it, rename it over ``.metadata``, sync the directory: a crash at any instant leaves
+    the old ``.metadata`` or the new one, whole.
+
+    Raises:
+        CheckpointSupersededError: the attempt was withdrawn.
+        StorageError: what was there before still is.
+        CommitOutcomeUnknown: the new one has, or may have, taken its place, and could not be made durable.
+    """
+    source, target = directory / attempt.name / _SLOT / METADATA_NAME, directory / METADATA_NAME
+    with explained("publishing", target, len(data)):
+        try:
+            operations.write_new_file(source, data, "publish")
+            inode = os.stat(source).st_ino
+        except FileNotFoundError as error:
+            raise _withdrawn(directory, attempt) from error
+        except OSError:
+            with contextlib.suppress(OSError):  # else the next save's cleanup does it
+                withdraw(directory, attempt)
+            raise
+        try:
+            operations.rename(source, target, "publish")
+        except OSError as error:
+            # Storage that fails may have renamed all the same, or may yet do so: without the slot it will not.
+            if not _was_renamed(directory, attempt, inode, error):
+                if error.errno == errno.ENOENT:
+                    raise _withdrawn(directory, attempt) from error
+                raise
+    try:
+        operations.sync_directory(directory, "publish")
+    except OSError as error:
+        raise CommitOutcomeUnknown(
+            f"{target} names attempt {attempt.name}, but making that durable failed: {error.strerror}; it loads now, "
+            f"and may be the old one again after a crash"
+        ) from error
+    with contextlib.suppress(OSError):
+        operations.remove_directory(source.parent, "publish")
+
+
+def _withdrawn(directory: Path, attempt: Attempt) -> CheckpointSupersededError:
+    return CheckpointSupersededError(
+        f"attempt {attempt.name} at {str(directory)!r} was withdrawn: the other ranks have given this save up, or "
+        f"another job saves to the same path"
+    )
+
+
+def _was_renamed(directory: Path, attempt: Attempt, inode: int, error: OSError) -> bool:
+    try:
+        withdraw(directory, attempt)
+        return os.stat(directory / METADATA_NAME).st_ino == inode
+    except FileNotFoundError:
+        return False
+    except OSError:
+        raise CommitOutcomeUnknown(
+            f"{directory / METADATA_NAME} may name attempt {attempt.name}, or may yet come to do so: storage fails "
+            f"({error.strerror})"
+        ) from error
+
+
+def withdraw(directory: Path, attempt: Attempt) -> None:
+    """From now on the attempt cannot be published; whether it has been, ``.metadata`` tells. Idempotent.
+
+    Raises OSError: then nothing is known.
+    """
+    slot = directory / attempt.name / _SLOT
+    for _ in range(_TRIES):
+        try:
+            operations.remove_directory(slot, "withdraw")
+            return
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            operations.unlink(slot / METADATA_NAME, "withdraw")
+    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(slot))
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that writes a data file of this name; None for a name that this package does not give."""
+    match = _DATA_FILE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def remove_files(
+    directory: Path, attempt: Attempt, rank: int, world: int, phase: str = "cleanup"
+) -> None:
+    """Remove the files of ``attempt`` that are ``rank``'s to remove, as far as possible; never raises.
+
+    It must not be published any more: that is for the caller to know. Of ``world`` ranks, each removes those
+    whose number is its own modulo ``world`` (an earlier job may have had more ranks), and only names that this package
+    gives. The last one to find the attempt's directory empty removes it; anything foreign in it keeps it.
+    """
+    folder = directory / attempt.name
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        names = []
+    if rank == 0 and _SLOT in names:
+        with contextlib.suppress(OSError):
+            withdraw(directory, attempt)
+    for name in names:
+        owner = rank_of(name)
+        if owner is not None and owner % world == rank:
+            with contextlib.suppress(OSError):
+                operations.unlink(folder / name, phase)
+    with contextlib.suppress(OSError):
+        operations.remove_directory(folder, phase)
+
+
+def remove_attempt(directory: Path, attempt: Attempt, phase: str = "cleanup") -> None:
+    """:func:`remove_files` of all ranks."""
+    remove_files(directory, attempt, 0, 1, phase)
+
+
+def remove_unborn(directory: Path, before: Attempt) -> None:
+    """Remove what claims older than ``before`` left that were cut off. One that is merely slow claims once more.
+
+    Never raises.
+    """
+    with contextlib.suppress(OSError):
+        for name in os.listdir(directory):
+            attempt = Attempt.parse(name[1:]) if name.startswith(".") else None
+            if attempt is not None and attempt < before:
+                for path in (directory / name / _SLOT, directory / name):
+                    with contextlib.suppress(OSError):
+                        operations.remove_directory(path, "cleanup")

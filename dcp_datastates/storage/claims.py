@@ -1,0 +1,108 @@
+"""Claiming an attempt: unique at its path, and newer than every commit that its job could have seen.
+
+Attempts order checkpoints (``latest``, ``retain``), so clocks must not: a new attempt's number is greater than all
+that are at its path, and all that are committed beside it, in the directory that the path lies in.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.attempt import Attempt, next_attempt
+from dcp_datastates.errors import StorageError
+from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.lock import Hold
+
+__all__ = ["Claim", "Neighbours", "claim"]
+
+_CLAIMS: Final = 100
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the coordinator holds while its save is under way.
+
+    Attributes:
+        attempt: the save's own.
+        after: the newest attempt that was there, at the path or beside it; None if there was none, or what is beside
+            the path cannot be listed.
+        seen: which file ``.metadata`` was, before.
+        hold: says that the attempt is in flight.
+    """
+
+    attempt: Attempt
+    after: Attempt | None
+    seen: local.Signature | None
+    hold: Hold
+
+
+class Neighbours:
+    """The checkpoints beside those that a job saves; each is looked at when it is new there, or was replaced.
+
+    One thread at a time uses it.
+    """
+
+    def __init__(self) -> None:
+        self._root: Path | None = None
+        self._known: dict[
+            str, tuple[int, int]
+        ] = {}  # of what is in it now, so that it does not grow with the job
+        self._newest: Attempt | None = None
+
+    def newest(self, root: Path) -> Attempt | None:
+        """The newest attempt in the checkpoints that are committed in ``root``, and of :meth:`note`."""
+        if root != self._root:
+            self._root, self._known, self._newest = root, {}, None
+        try:
+            with os.scandir(root) as entries:
+                names = [entry.name for entry in entries if entry.is_dir()]
+        except OSError:  # it may be writable, and not readable
+            return None
+        known, self._known = self._known, {}
+        for name in names:
+            try:
+                status = os.stat(root / name / local.METADATA_NAME)
+            except OSError:
+                continue
+            self._known[name] = status.st_ino, status.st_mtime_ns
+            if known.get(name) != self._known[name]:
+                for attempt in attempts.present(root / name)[-1:]:
+                    self.note(attempt)
+        return self._newest
+
+    def note(self, attempt: Attempt) -> None:
+        """This job has claimed, or seen, ``attempt`` in the directory that :meth:`newest` was asked about."""
+        self._newest = attempt if self._newest is None else max(attempt, self._newest)
+
+
+def claim(directory: Path, neighbours: Neighbours) -> Claim:
+    """Claim a new attempt at ``directory``: steps 1 and 2 of docs/commit.md.
+
+    Two jobs that claim at once at one path get different ones, and the older sees the newer, or the newer the older:
+    so who publishes has seen, and withdrawn, every older attempt that may yet be published.
+    """
+    for _ in range(_CLAIMS):
+        seen = local.signature(directory)
+        beside = neighbours.newest(directory.parent)
+        there = [*attempts.present(directory), *([] if beside is None else [beside])]
+        after = max(there, default=None)
+        attempt = next_attempt(after)
+        if not attempts.claim(directory, attempt):  # another job's
+            continue
+        # A job that commits in between takes what no process holds for left over, and removes it.
+        hold = Hold.on(directory / attempt.name)
+        if hold is None:
+            continue
+        if attempts.present(directory)[-1:] == [attempt]:
+            neighbours.note(attempt)
+            return Claim(attempt, after, seen, hold)
+        hold.release()
+        attempts.remove_attempt(directory, attempt)
+    raise StorageError(
+        None,
+        "other jobs keep taking away the directory of this save; are several saving to one path?",
+        str(directory),
+    )

@@ -1,0 +1,77 @@
+"""Names of what is stored: chosen by keys, and left unread.
+
+A stored name (FQN) is the path of a value in the state that was saved, joined by dots. A key is such a name, or what
+one begins with up to a dot.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
+from typing import Final
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+
+__all__ = ["as_keys", "chosen", "is_under", "unread"]
+
+_SHOWN: Final = 5
+
+
+def as_keys(option: str, keys: str | Iterable[str]) -> frozenset[str]:
+    """One key or several, as a set; :class:`ConfigurationError` for anything else."""
+    if isinstance(keys, str):
+        return frozenset([keys])
+    if isinstance(keys, Iterable):
+        found = list(keys)
+        if all(isinstance(key, str) for key in found):
+            return frozenset(found)
+    raise ConfigurationError(f"{option}={keys!r} must be a name, or names, such as 'model'")
+
+
+def is_under(name: str, keys: frozenset[str]) -> bool:
+    """Whether one of ``keys`` is ``name``, or what it begins with."""
+    return bool(keys) and not keys.isdisjoint(_prefixes(name))
+
+
+def chosen(names: Iterable[str], keys: frozenset[str]) -> list[str]:
+    """Those of ``names`` that are under ``keys``, in their order.
+
+    Raises :class:`IncompatibleStateError` for a key that nothing is under, with the names that are most like it.
+    """
+    found = [name for name in names if is_under(name, keys)]
+    missing = keys.difference(chain.from_iterable(map(_prefixes, found)))
+    if missing:
+        key = min(missing)
+        raise IncompatibleStateError(f"the checkpoint has no {key!r}; {_near(list(names), key)}")
+    return found
+
+
+def unread(stored: Mapping[str, object], asked: set[str]) -> list[str]:
+    """Those of the names in ``stored`` that were not ``asked`` for; what has no bytes does not count."""
+    return [
+        name
+        for name, saved in stored.items()
+        if name not in asked and not (isinstance(saved, TensorStorageMetadata) and 0 in saved.size)
+    ]
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """``a.b.c`` has ``a``, ``a.b`` and itself."""
+    for place, character in enumerate(name):
+        if character == ".":
+            yield name[:place]
+    yield name
+
+
+def _near(names: list[str], key: str) -> str:
+    keys = dict.fromkeys(prefix for name in names for prefix in _prefixes(name))
+    near = [known for known in keys if known.endswith(f".{key}")][:_SHOWN]
+    near += difflib.get_close_matches(key, keys.keys() - near, _SHOWN - len(near) or 1)
+    if near:
+        return f"did you mean {' or '.join(map(repr, near[:_SHOWN]))}?"
+    first = list(dict.fromkeys(next(_prefixes(name)) for name in names))
+    more = ", …" if len(first) > _SHOWN else ""
+    return f"it has {', '.join(map(repr, first[:_SHOWN]))}{more}" if first else "it is empty"

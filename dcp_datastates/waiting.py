@@ -1,0 +1,109 @@
+"""Waits that last: a line of the log says what they wait for, and one without progress is given up."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import time
+from collections.abc import Callable, Hashable
+
+from dcp_datastates.errors import SaveStalledError
+
+__all__ = ["FIRST_LINE_SECONDS", "Latch", "Stall", "WaitLog"]
+
+FIRST_LINE_SECONDS = 5.0
+"""A wait of this length is worth a line; the next come at twice the time each."""
+
+
+class WaitLog:
+    """Says, now and then, what one wait waits for. Of the thread that waits.
+
+    Args:
+        logger: of the module that waits.
+        who: what waits, as the line begins.
+        first: seconds until the first line, if not :data:`FIRST_LINE_SECONDS`.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        who: str,
+        first: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._logger = logger
+        self._who = who
+        self._clock = clock
+        self._began = clock()
+        self._next = FIRST_LINE_SECONDS if first is None else first
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been waited."""
+        return self._clock() - self._began
+
+    def look(self, what: str) -> None:
+        """Called while waiting for ``what``. Costs a look at the clock."""
+        waited = self.seconds
+        if waited >= self._next:
+            self._next = 2 * waited
+            self._logger.warning("%s has waited for %.0f s: %s", self._who, waited, what)
+
+
+class Stall:
+    """A wait that is given up after some time without progress. Of the thread that waits.
+
+    Args:
+        logger: of the module that waits.
+        who: what waits, as the line begins.
+        limit: seconds without progress.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        logger: logging.Logger,
+        who: str,
+        limit: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._log = WaitLog(logger, who, clock=clock)
+        self._who = who
+        self._limit = limit
+        self._moved = 0.0
+        self._progress: Hashable = None
+
+    def look(self, progress: Hashable, what: str) -> None:
+        """Called while waiting for ``what``; ``progress`` changes as long as something goes on.
+
+        Raises :class:`SaveStalledError` when it has not changed for the limit.
+        """
+        waited = self._log.seconds
+        if progress != self._progress:
+            self._progress, self._moved = progress, waited
+        idle = waited - self._moved
+        if idle >= self._limit:
+            raise SaveStalledError(
+                f"{self._who} has waited for {waited:.0f} s, the last {idle:.0f} s without any progress "
+                f"(commit_timeout={self._limit:g}): {what}"
+            )
+        self._log.look(what)
+
+
+class Latch:
+    """Wakes threads that poll. Unlike ``threading.Event`` it has no lock that a signal handler could find held."""
+
+    def __init__(self) -> None:
+        self._set: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        """Wake those that wait now, or later."""
+        self._set.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Return when it was set, mostly; or after ``seconds``."""
+        with contextlib.suppress(queue.Empty):
+            self._set.get(timeout=seconds)
+            self._set.put(None)  # for the others

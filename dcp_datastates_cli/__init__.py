@@ -1,0 +1,51 @@
+"""The command line ``dcp-datastates``; ``python -m dcp_datastates`` is the same.
+
+It is a package beside ``dcp_datastates``, because importing that registers the step hook, for which it imports torch:
+seconds. :mod:`dcp_datastates_cli.main` reads the arguments first, so ``--help``, ``--version`` and usage
+errors answer at once.
+
+Results go to the standard output; errors, warnings, questions and the progress bar to the standard error. Exit status:
+
+====  =====================================================================================================
+0     verify: every byte is as it was written. inspect: described. latest: found. retain, rm: done
+1     verify: damaged. inspect: the metadata are damaged. latest: there is none. rm: the answer was not yes
+2     wrong usage, no checkpoint of this package at the path, or the system refused to read or to delete
+130   interrupted
+====  =====================================================================================================
+
+Where ``verify`` meets both damage and a checkpoint that it cannot read, the status is 1.
+
+``--json`` prints one JSON document. Sizes are bytes, times are seconds (of dates: since the epoch); what is not
+known is null. Fields may be added, and keep their names.
+
+``verify --json`` of a checkpoint::
+
+    kind: "checkpoint", path, whole, attempt, files, nbytes, tensors, objects, seconds    files …: how many
+    damages: [{file, offset, nbytes, problem, tensors: [name]}]           file: relative to path
+
+``verify --json`` of a directory of checkpoints::
+
+    kind: "directory", path, whole
+    checkpoints: [as above]
+    unchecked: [{path, problem}]                                          stock DCP's, and what cannot be read
+
+``inspect --json`` of a checkpoint (tensors and objects are null without ``--tensors``)::
+
+    kind: "checkpoint", path, committed, attempt, committed_at, nbytes, ranks, tensor_count, object_count
+    files: [{path, rank, nbytes, found_nbytes}]                           path: relative to the checkpoint
+    dtypes: [{dtype, tensors, nbytes}]
+    tensors: [{name, shape, dtype, nbytes, chunks}]
+    objects: [{name, nbytes}]
+    uncommitted: [{attempt, state, files, nbytes}]                        state: in flight, abandoned, unknown
+
+``inspect --json`` of a directory of checkpoints::
+
+    kind: "directory", path, latest
+    checkpoints: [{name, step, format, committed, attempt, nbytes, ranks, committed_at, problem}]
+
+The others (of paths: absolute)::
+
+    latest --json    root, latest, step                                   latest: a path, or null
+    retain --json    root, dry_run, kept: [path], deleted: [path]         newest first
+    rm --json        dry_run, deleted: [path], failed: [{path, problem}]
+"""

@@ -1,0 +1,55 @@
+"""Running a command: which function it is, what is logged meanwhile, and what an error means."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
+from dcp_datastates_cli import delete, describe, find, verify
+from dcp_datastates_cli.output import DAMAGED, TROUBLE, complain
+
+__all__ = ["run"]
+
+_COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
+    "verify": verify.run,
+    "inspect": describe.run,
+    "latest": find.run,
+    "retain": delete.run_retain,
+    "rm": delete.run_rm,
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):  # a path may hold bytes that are no text
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        with _log_shown():
+            return _COMMANDS[options.command](options)
+    except DataStatesError as error:
+        complain(str(error))
+        return DAMAGED if isinstance(error, CheckpointCorruptError) else TROUBLE
+
+
+@contextlib.contextmanager
+def _log_shown() -> Iterator[None]:
+    """Show the package's log: what a command leaves out, or alone, and why."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("dcp-datastates: %(message)s"))
+    logger = logging.getLogger("dcp_datastates")
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]

@@ -1,0 +1,107 @@
+"""``dcp-datastates retain`` and ``dcp-datastates rm``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from dcp_datastates.checkpoints.delete import delete
+from dcp_datastates.checkpoints.retention import retain_here
+from dcp_datastates.committed import open_committed
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    DataStatesError,
+    ForeignCheckpointError,
+)
+from dcp_datastates.storage import attempts, local
+from dcp_datastates.text import count, size
+from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, date, pipe_may_close, print_json
+
+__all__ = ["run_retain", "run_rm"]
+
+
+def run_retain(options: argparse.Namespace) -> int:
+    """Delete old checkpoints in ``options.root``; returns the exit status."""
+    root = local.local_path(options.root)
+    if not root.exists():
+        raise ConfigurationError(
+            f"root={str(root)!r} does not exist; pass a directory of checkpoints"
+        )
+    retained = retain_here(root, keep=options.keep, verify=options.verify, dry_run=options.dry_run)
+    if options.json:
+        print_json(
+            {
+                "root": root,
+                "dry_run": options.dry_run,
+                "kept": retained.kept,
+                "deleted": retained.deleted,
+            }
+        )
+        return OK
+    with pipe_may_close():
+        for path in retained.kept:
+            print(f"{'would keep' if options.dry_run else 'kept'} {path}")
+        for path in retained.deleted:
+            print(f"{'would delete' if options.dry_run else 'deleted'} {path}")
+    return OK
+
+
+def run_rm(options: argparse.Namespace) -> int:
+    """Delete the checkpoints at ``options.paths``; returns the exit status."""
+    paths = list(dict.fromkeys(map(local.local_path, options.paths)))
+    # All are looked at before any is deleted: a word too many in the command deletes nothing.
+    found = [f"{path} ({_what_is_at(path)})" for path in paths]
+    if not (options.dry_run or options.yes):
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            complain("nothing is deleted without a terminal to ask on; pass --yes, or --dry-run")
+            return TROUBLE
+        if not _is_confirmed(found):
+            complain("nothing was deleted")
+            return NO
+    deleted, failed = [], []
+    for path, description in zip(paths, found, strict=True):
+        try:
+            if not options.dry_run:
+                delete(path)
+        except DataStatesError as error:
+            complain(str(error))
+            failed.append({"path": path, "problem": str(error)})
+            continue
+        deleted.append(path)
+        if not options.json:
+            with pipe_may_close():
+                print(f"{'would delete' if options.dry_run else 'deleted'} {description}")
+    if options.json:
+        print_json({"dry_run": options.dry_run, "deleted": deleted, "failed": failed})
+    return TROUBLE if failed else OK
+
+
+def _what_is_at(path: Path) -> str:
+    if path.is_symlink():
+        raise ConfigurationError(
+            f"{path} is a symbolic link; name the checkpoint that it points to: {path.resolve()}"
+        )
+    try:
+        committed = open_committed(path)
+    except CheckpointCorruptError:
+        return "its metadata are damaged"
+    except ForeignCheckpointError:
+        raise
+    except CheckpointNotFoundError:
+        if not attempts.present(path):
+            raise
+        return "not committed"
+    return (
+        f"committed {date(committed.committed_at)}, {size(committed.nbytes)} in "
+        f"{count(len(committed.note.files), 'file')}"
+    )
+
+
+def _is_confirmed(found: list[str]) -> bool:
+    lines = "".join(f"  {each}\n" for each in found)
+    print(f"{lines}Delete {count(len(found), 'checkpoint')}? [y/N] ", end="", file=sys.stderr)
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

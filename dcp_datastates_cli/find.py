@@ -1,0 +1,28 @@
+"""``dcp-datastates latest``."""
+
+from __future__ import annotations
+
+import argparse
+
+from dcp_datastates.checkpoints.find import latest
+from dcp_datastates.checkpoints.listing import step_of
+from dcp_datastates.storage import local
+from dcp_datastates_cli.output import NO, OK, complain, pipe_may_close, print_json
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the path of the newest checkpoint in ``options.root``; returns the exit status."""
+    root = local.local_path(options.root)
+    found = latest(root, verify=options.verify)
+    if options.json:
+        step = None if found is None else step_of(found.name)
+        print_json({"root": root, "latest": found, "step": step})
+    elif found is not None:
+        with pipe_may_close():
+            print(found)
+    else:
+        there = "no whole checkpoint in it" if root.is_dir() else "there is no such directory"
+        complain(f"{root}: {there}")
+    return NO if found is None else OK

@@ -1,0 +1,87 @@
+"""What all commands say it with: exit statuses, messages, JSON documents, dates, tables."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any, Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+__all__ = [
+    "DAMAGED",
+    "NO",
+    "OK",
+    "TROUBLE",
+    "complain",
+    "date",
+    "pipe_may_close",
+    "print_json",
+    "print_table",
+    "table",
+]
+
+OK: Final = 0
+DAMAGED: Final = 1
+NO: Final = 1
+"""The question that the command asks has the answer no: there is no latest checkpoint."""
+TROUBLE: Final = 2
+
+_PLAIN_WIDTH: Final = 160
+"""Columns of a table that is printed to no terminal."""
+
+
+@contextlib.contextmanager
+def pipe_may_close() -> Iterator[None]:
+    """Output inside of this is cut off where the reader of a pipe has gone; the exit status stays."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is buffered must not be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def complain(message: str) -> None:
+    """An error, on the standard error."""
+    with contextlib.suppress(BrokenPipeError):
+        print(f"dcp-datastates: {message}", file=sys.stderr, flush=True)
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """The document, and nothing else, on the standard output."""
+    with pipe_may_close():
+        json.dump(document, sys.stdout, indent=2, default=os.fspath)
+        sys.stdout.write("\n")
+
+
+def date(seconds: float | None) -> str:
+    """Local date and time of seconds since the epoch; nothing for None."""
+    return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let it through: rich would exit with 1, which here means damage."""
+        raise BrokenPipeError
+
+
+def table(*headers: str) -> Table:
+    """A table with these columns. ``>`` at a header's end aligns its column to the right."""
+    made = Table(box=box.SIMPLE_HEAD)
+    for header in headers:
+        right = header.endswith(">")
+        made.add_column(header.rstrip(">"), justify="right" if right else "left", overflow="fold")
+    return made
+
+
+def print_table(shown: Table) -> None:
+    """As wide as the terminal; names are not taken for markup."""
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    _Console(width=width, highlight=False, markup=False).print(shown)

@@ -1,0 +1,123 @@
+"""``dcp-datastates verify``: one checkpoint, or all in a directory."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from dcp_datastates.checkpoints.listing import committed_in, is_committed
+from dcp_datastates.checkpoints.verify import Report, verify
+from dcp_datastates.errors import ConfigurationError, DataStatesError, ForeignCheckpointError
+from dcp_datastates.storage import local
+from dcp_datastates.text import count
+from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, complain, pipe_may_close, print_json
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Verify what is at ``options.path``; returns the exit status."""
+    path = local.local_path(options.path)
+    below = _without_links(committed_in(path)) if path.is_dir() else []
+    if below:
+        return _verify_all(path, [path, *below] if is_committed(path) else below, options)
+    report = _verify(path, options)
+    if options.json:
+        print_json(_document(report))
+    else:
+        _print(report, options.quiet)
+    return OK if report.whole else DAMAGED
+
+
+def _without_links(paths: list[Path]) -> list[Path]:
+    """Leave out links to others of the checkpoints: their bytes need not be read twice."""
+    real = {path for path in paths if not path.is_symlink()}
+    return [path for path in paths if path in real or path.resolve() not in real]
+
+
+def _verify_all(root: Path, paths: list[Path], options: argparse.Namespace) -> int:
+    reports: list[Report] = []
+    unchecked: list[tuple[Path, DataStatesError]] = []
+    for path in paths:
+        try:
+            report = _verify(path, options)
+        except ConfigurationError:  # an option is wrong, not a checkpoint
+            raise
+        except DataStatesError as error:
+            unchecked.append((path, error))
+            complain(f"not checked: {error}")
+        else:
+            reports.append(report)
+            if not options.json:
+                _print(report, options.quiet)
+    damaged = sum(not report.whole for report in reports)
+    if options.json:
+        print_json(
+            {
+                "kind": "directory",
+                "path": root,
+                "whole": not damaged,
+                "checkpoints": list(map(_document, reports)),
+                "unchecked": [{"path": path, "problem": str(error)} for path, error in unchecked],
+            }
+        )
+    elif not options.quiet:
+        with pipe_may_close():
+            print(
+                f"{count(len(paths), 'checkpoint')} in {root}: {len(reports) - damaged} whole, "
+                f"{damaged} damaged, {len(unchecked)} not checked"
+            )
+    if damaged:
+        return DAMAGED
+    foreign = (isinstance(error, ForeignCheckpointError) for _, error in unchecked)
+    return OK if reports and all(foreign) else TROUBLE
+
+
+def _verify(path: Path, options: argparse.Namespace) -> Report:
+    with _progress_bar(path, shown=sys.stderr.isatty() and not options.quiet) as progress:
+        return verify(path, threads=options.threads, progress=progress)
+
+
+@contextlib.contextmanager
+def _progress_bar(path: Path, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
+    if not shown:
+        yield None
+        return
+    columns = (
+        TextColumn("verifying {task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(path.name, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print(report: Report, quiet: bool) -> None:
+    with pipe_may_close():
+        if not quiet:
+            print(report)
+            return
+        for damage in report.damages:
+            print(f"{report.path}/{damage}")
+
+
+def _document(report: Report) -> dict[str, Any]:
+    return {"kind": "checkpoint", **dataclasses.asdict(report), "whole": report.whole}

@@ -1,0 +1,216 @@
+"""The step gate does not wait without a bound, not in a signal handler either, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import assert_same, async_save, committed, load, raises, writer, zeros
+from support.scripts import run_script
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from dcp_datastates import SaveStalledError, track
+
+SECONDS = 60.0
+
+
+class Slow(DefaultSavePlanner):
+    """Plans when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_plan = threading.Event()
+
+    def create_local_plan(self) -> Any:
+        assert self.may_plan.wait(SECONDS)
+        return super().create_local_plan()
+
+
+def _owned(number: float) -> tuple[dict[str, torch.Tensor], torch.optim.Optimizer]:
+    parameter = torch.nn.Parameter(torch.full((1_000_000,), number))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    track(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    return {"w": parameter.detach()}, optimizer
+
+
+def test_a_save_that_is_never_planned_is_given_up_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, optimizer = _owned(2.0)
+    planner = Slow()
+    future = async_save(state, tmp_path, planner=planner, commit_timeout=1.0)
+    optimizer.step()
+    assert state["w"][0] == 1.0
+    planner.may_plan.set()
+    with raises(SaveStalledError, "commit_timeout=1", "plan"):
+        future.result(SECONDS)
+    assert "training goes on" in caplog.text
+    assert not committed(tmp_path)
+    async_save(state, tmp_path).result(SECONDS)
+    assert_same(load(zeros(state), tmp_path), state)
+
+
+def test_moving_memory_waits_no_longer_than_a_step(tmp_path: Path) -> None:
+    state, _optimizer = _owned(2.0)
+    planner = Slow()
+    future = async_save(state, tmp_path, planner=planner, commit_timeout=1.0)
+    state["w"].share_memory_()
+    planner.may_plan.set()
+    with raises(SaveStalledError):
+        future.result(SECONDS)
+    assert not committed(tmp_path)
+
+
+SLOW_STORAGE = """
+os.environ["DCP_DATASTATES_FAILPOINTS"] = "flush.write.before=sleep:{pause}"
+parameter = torch.nn.Parameter(torch.full((32 << 20,), 2.0))  # four times the host cache
+optimizer = torch.optim.SGD([parameter], lr=1.0)
+track(optimizer)
+parameter.grad = torch.ones_like(parameter)
+saving = writer(host_cache_size="32MiB", commit_timeout={timeout})
+future = dcp.async_save({{"w": parameter.detach()}}, storage_writer=saving)
+began = time.monotonic()
+optimizer.step()
+waited = time.monotonic() - began
+assert parameter[0].item() == 1.0
+"""
+
+
+def test_reads_that_stand_still_fail_the_save_and_nothing_is_committed(tmp_path: Path) -> None:
+    ended = run_script(
+        SLOW_STORAGE.format(pause=8, timeout=1.0)
+        + """
+try:
+    future.result(60)
+except BaseException as error:
+    assert "SaveStalledError" in repr(error), error
+else:
+    raise AssertionError("committed")
+assert not os.path.exists(path + "/.metadata")
+""",
+        tmp_path / "c",
+        timeout=90,
+    )
+    ended.assert_clean()
+
+
+def test_a_slow_save_that_goes_on_is_waited_for(tmp_path: Path) -> None:
+    ended = run_script(
+        SLOW_STORAGE.format(pause=1, timeout=3.0)
+        + """
+assert waited > 3, waited  # longer than the timeout
+future.result(60)
+found = {"w": torch.zeros(32 << 20)}
+dcp.load(found, storage_reader=DataStatesReader(path), no_dist=True)
+assert found["w"].unique().tolist() == [2.0]
+""",
+        tmp_path / "c",
+        timeout=90,
+    )
+    ended.assert_clean()
+
+
+def test_a_signal_handler_saves_while_the_gate_waits(tmp_path: Path) -> None:
+    ended = run_script(
+        """
+import threading
+
+def handler(*_):
+    mine = {"w": torch.full((1_000_000,), 9.0)}
+    dcp.save(mine, storage_writer=writer(path + "-preempted"), no_dist=True)
+    print("saved")
+
+signal.signal(signal.SIGTERM, handler)
+os.environ["DCP_DATASTATES_FAILPOINTS"] = "flush.write.before=sleep:0.5"
+parameter = torch.nn.Parameter(torch.full((32 << 20,), 2.0))  # four times the host cache
+optimizer = torch.optim.SGD([parameter], lr=1.0)
+track(optimizer)
+parameter.grad = torch.ones_like(parameter)
+saving = writer(host_cache_size="32MiB", read_deadline=3600)
+future = dcp.async_save({"w": parameter.detach()}, storage_writer=saving)
+time.sleep(1)  # planned by now: the step opens the window, and is the first to wait for the reads
+threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+optimizer.step()
+future.result(60)
+assert number_at(path + "-preempted") == 9.0
+found = {"w": torch.zeros(32 << 20)}
+dcp.load(found, storage_reader=DataStatesReader(path), no_dist=True)
+assert found["w"].unique().tolist() == [2.0]
+""",
+        tmp_path / "c",
+        timeout=90,
+    )
+    ended.assert_clean()
+    assert ended.stdout.split() == ["saved"]
+
+
+def test_a_signal_handler_saves_whatever_it_interrupts(tmp_path: Path) -> None:
+    """At random moments of saves and steps; the handler's save is done or fails, and nothing hangs."""
+    ended = run_script(
+        """
+import random
+state, optimizer = owned(0)
+handled = []
+
+ours = writer(path + "-h", commit_timeout=1.0)
+
+def handler(*_):
+    try:
+        dcp.save({"w": torch.full((1_000_000,), 9.0)}, storage_writer=ours, no_dist=True)
+        handled.append(None)
+    except BaseException as error:  # DCP's CheckpointException is one
+        handled.append(error)
+
+signal.signal(signal.SIGALRM, handler)
+for number in range(12):
+    signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.03))
+    expected = state["w"][0].item()
+    future = dcp.async_save(state, storage_writer=writer(commit_timeout=5.0))
+    optimizer.step()
+    future.result(30)
+    assert number_at() == expected
+    signal.setitimer(signal.ITIMER_REAL, 0)
+print(sum(error is None for error in handled), len(handled), [error for error in handled if error])
+""",
+        tmp_path / "c",
+        timeout=120,
+    )
+    ended.assert_clean()
+    assert int(ended.stdout.split()[0]) > 0, ended.stdout
+
+
+def test_gradient_hooks_go_with_their_optimizer(tmp_path: Path) -> None:
+    model = torch.nn.Linear(512, 512)
+    ours = writer()
+    for number in range(10):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        track(optimizer)
+        path = tmp_path / str(number % 2)
+        async_save(model.state_dict(), None, by=ours, checkpoint_id=path).result(SECONDS)
+    hooks = [len(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()]
+    assert max(hooks) == 1
+    del optimizer
+    gc.collect()
+    assert [len(parameter._post_accumulate_grad_hooks) for parameter in model.parameters()] == [
+        0
+    ] * 2
+
+
+def test_the_window_still_opens_with_the_backward_pass_of_a_newer_optimizer(tmp_path: Path) -> None:
+    model = torch.nn.Linear(512, 512)
+    for number in range(3):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        track(optimizer)
+        future = async_save(model.state_dict(), tmp_path / str(number), read_deadline=3600)
+        model(torch.ones(1, 512)).sum().backward()
+        deadline = time.monotonic() + SECONDS
+        while not future.done():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        optimizer.zero_grad()

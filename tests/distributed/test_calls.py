@@ -1,0 +1,214 @@
+"""One call is one save: ranks that call, fail or leave out calls; and what is said of those who wait for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import CACHE, async_save, committed, load_everything, raises, writer
+from support.groups import own_group
+from support.logs import lines
+from support.ranks import ranks
+
+import dcp_datastates
+from dcp_datastates import RankLostError, SaveFailedError, waiting
+from dcp_datastates.commit import heart, peers
+
+
+class Loader:
+    """A data loader, whose ``state_dict()`` may fail."""
+
+    fails = False
+
+    def state_dict(self):
+        if self.fails:
+            raise OSError("the loader's cache is gone")
+        return {"position": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def _state(number, loader=None):
+    state = {f"w{dist.get_rank()}": torch.full((50_000,), float(number))}
+    return state if loader is None else {**state, "loader": loader}
+
+
+def _begin(number, path, loader=None, **options):
+    options = {"host_cache_size": CACHE, "read_window": "immediate", **options}
+    return dcp_datastates.async_save(_state(number, loader), path, **options)
+
+
+def _numbers(path):
+    found = load_everything(path)
+    return {found[f"w{rank}"].unique().item() for rank in range(dist.get_world_size())}
+
+
+@ranks(2)
+def test_a_rank_that_does_not_call_is_named_while_it_is_waited_for_and_fails_the_save(shared_dir):
+    _begin(0, shared_dir / "0").result(60)
+    with pytest.MonkeyPatch.context() as patch, lines(logging.WARNING) as said:
+        patch.setattr(waiting, "FIRST_LINE_SECONDS", 2.0)
+        if dist.get_rank() == 0:
+            handle = _begin(1, shared_dir / "1", commit_timeout=5)
+            with pytest.raises(RankLostError, match="rank 1 has not called async_save for"):
+                handle.result(60)
+            waits, end = said[0], said[-1]
+            assert "rank 1 has not called async_save" in waits
+            assert str(shared_dir / "1") in waits
+            assert "rank 1 has not called async_save" in end
+            dist.barrier()
+        else:
+            dist.barrier()  # and only then does this rank call: it is told at once
+            with pytest.raises(SaveFailedError, match="rank 1 has not called async_save for"):
+                _begin(1, shared_dir / "1", commit_timeout=3600).result(30)
+    _begin(2, shared_dir / "2").result(60)
+    assert not committed(shared_dir / "1")
+    assert _numbers(shared_dir / "2") == {2.0}
+
+
+@ranks(3)
+def test_ranks_that_wait_for_the_first_rank_say_which_rank_it_waits_for(shared_dir):
+    _begin(0, shared_dir / "0").result(60)
+    with pytest.MonkeyPatch.context() as patch, lines(logging.WARNING) as said:
+        patch.setattr(waiting, "FIRST_LINE_SECONDS", 2.0)
+        if dist.get_rank() < 2:
+            handle = _begin(1, shared_dir / "1", commit_timeout=8)
+            with pytest.raises(RankLostError, match="rank 2"):
+                handle.result(60)
+            waits = [line for line in said if "has waited for" in line]
+            assert any("rank 2 has not called async_save" in line for line in waits), said
+        dist.barrier()
+        if dist.get_rank() == 2:
+            with pytest.raises(SaveFailedError, match="rank 2"):
+                _begin(1, shared_dir / "1").result(30)
+    _begin(2, shared_dir / "2").result(60)
+
+
+@ranks(2)
+def test_a_call_that_fails_on_one_rank_fails_on_all_and_the_next_calls_pair_rightly(shared_dir):
+    path = shared_dir / "c"  # always the same: paths do not tell the calls apart
+    loader = Loader()
+    _begin(1, path, loader).result(60)
+    loader.fails = dist.get_rank() == 1
+    if loader.fails:
+        with pytest.raises(OSError, match="the loader's cache is gone"):
+            _begin(2, path, loader)
+    else:
+        with pytest.raises(SaveFailedError, match="rank 1 of 2: OSError: the loader's cache"):
+            _begin(2, path, loader).result(60)
+    loader.fails = False
+    for number in (3, 4):
+        _begin(number, path, loader).result(60)
+        assert _numbers(path) == {float(number)}
+
+
+@ranks(2)
+def test_an_option_that_fails_on_one_rank_fails_the_save_on_all(shared_dir):
+    if dist.get_rank() == 1:
+        with pytest.raises(dcp_datastates.ConfigurationError, match="read_window"):
+            _begin(1, shared_dir / "c", read_window="never")
+    else:
+        with pytest.raises(dcp_datastates.ConfigurationError, match="rank 1 of 2: read_window"):
+            _begin(1, shared_dir / "c").result(60)
+    _begin(2, shared_dir / "c").result(60)
+
+
+@ranks(2)
+def test_a_call_that_one_rank_leaves_out_is_named_and_the_ranks_get_in_step_again(shared_dir):
+    _begin(0, shared_dir / "step-0").result(60)
+    handles = {
+        number: _begin(number, shared_dir / f"step-{number}", max_in_flight=8)
+        for number in range(1, 6)
+        if dist.get_rank() == 0 or number != 2
+    }
+    outcomes = {number: handle.committed.exception(60) for number, handle in handles.items()}
+    assert outcomes[1] is None
+    assert "left out a call" in str(outcomes[3 if dist.get_rank() else 2])
+    if dist.get_rank() == 0:
+        assert "step-3" in str(outcomes[3])
+    assert outcomes[4] is outcomes[5] is None
+    dist.barrier()
+    for number in range(6):
+        path = shared_dir / f"step-{number}"
+        assert committed(path) == (number not in (2, 3))
+        assert not committed(path) or _numbers(path) == {float(number)}
+
+
+@ranks(2)
+def test_a_failed_call_of_stock_dcp_is_seen_by_the_vote_of_the_next_save(shared_dir):
+    # DCP calls state_dict() before it comes to the writer: its own collectives pair off by one from then on.
+    group, loader, path = own_group(), Loader(), shared_dir / "c"
+    async_save(_state(1, loader), path, group=group).result(60)
+    loader.fails = dist.get_rank() == 1
+    if loader.fails:
+        with pytest.raises(OSError, match="the loader's cache is gone"):
+            async_save(_state(2, loader), path, group=group)
+        loader.fails = False
+        last = async_save(_state(3, loader), path, group=group)  # meets the other rank's call of 2
+    else:
+        last = async_save(_state(2, loader), path, group=group)
+    with raises(SaveFailedError, "the ranks mean different saves"):
+        last.result(60)
+    assert _numbers(path) == {1.0}
+
+
+@ranks(2)
+def test_the_training_thread_asks_nothing_of_the_ranks_store(shared_dir):
+    me, asked = threading.current_thread(), []
+    within = peers.within
+
+    def watched(seconds, call):
+        asked.append(threading.current_thread())
+        return within(seconds, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "within", watched)
+        for number in range(3):
+            _begin(number, shared_dir / "c").result(60)
+    assert asked, "the ranks have met without the store"
+    assert me not in asked
+
+
+@ranks(2)
+def test_saving_on_one_rank_alone_does_not_fail_for_the_silence_of_the_other(shared_dir):
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heart, "_UNSEEN_SECONDS", 1.0)
+        for number in range(3):
+            future = dcp.async_save(
+                _state(number), storage_writer=writer(shared_dir / f"{number}"), no_dist=True
+            )
+            future.result(60)
+            time.sleep(1.5)
+        dcp_datastates.save(_state(3), shared_dir / "3", no_dist=True, host_cache_size=CACHE)
+    assert all(committed(shared_dir / f"{number}") for number in range(4))
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_job_that_destroys_its_process_group_finishes_its_saves_first(shared_dir):
+    _begin(0, shared_dir / "0").result(60)
+    handles = [
+        _begin(number, shared_dir / f"{number}", read_window="backward", read_deadline=3600)
+        for number in (1, 2)
+    ]
+    group = dcp_datastates.rank_context._all  # the groups of the pool's default group stay
+    assert group
+    for handle in handles:
+        assert not handle.committed.done() or committed(handle.path)
+    shutdowns = [
+        each for each in dist.distributed_c10d._world.pg_names if type(each).__name__ == "DcpGroup"
+    ]
+    assert shutdowns, "torch's books have no group of this package's"
+    for each in shutdowns:
+        each.shutdown()  # as destroy_process_group() does with each group in its books
+    assert all(handle.committed.done() for handle in handles)
+    assert _numbers(shared_dir / "2") == {2.0}

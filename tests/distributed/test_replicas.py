@@ -1,0 +1,238 @@
+"""What several ranks write parts of must be equal on them: a difference fails the save, and no mixture is committed."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import CACHE, assert_same, load_everything, raises
+from support.groups import own_group
+from support.planners import own_step
+from support.ranks import ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import dcp_datastates
+from dcp_datastates import (
+    DataStatesReader,
+    DataStatesSavePlanner,
+    DataStatesWriter,
+    ReplicasDifferError,
+    SnapshotTornError,
+    track,
+)
+
+SHAPE = (3000, 200)
+"""Of float32: large enough to be cut."""
+
+
+class _Model:
+    """Weights that an optimizer owns, the same on all ranks, and more that none owns."""
+
+    def __init__(self, count=3):
+        torch.manual_seed(3)
+        self.weights = {f"w{n}": torch.nn.Parameter(torch.randn(SHAPE)) for n in range(count)}
+        self.optimizer = torch.optim.SGD(self.weights.values(), lr=0.0)
+        track(self.optimizer)
+
+    def state(self, **more):
+        return {**{name: weight.detach() for name, weight in self.weights.items()}, **more}
+
+
+def _writer(path, **options):
+    options = {"read_window": "immediate", "host_cache_size": CACHE, **options}
+    return DataStatesWriter(path, **options)
+
+
+def _save(how, state, path, planner, **options):
+    if how == "save":
+        by = _writer(path, **options)
+        dcp.save(state, storage_writer=by, planner=planner, process_group=own_group())
+        by.committed.result(60)
+    else:
+        dcp_datastates.async_save(
+            state, writer=_writer(path, **options), planner=planner
+        ).upload_completion.result(60)
+    dist.barrier()
+
+
+def _chunks(path, name):
+    metadata = DataStatesReader(path).read_metadata()
+    dist.barrier()
+    return len(metadata.state_dict_metadata[name].chunks)
+
+
+def _found(path):
+    found = load_everything(path)
+    dist.barrier()
+    return found
+
+
+@ranks(3)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("defer", ["owned", "none"])
+def test_what_no_optimizer_owns_is_never_a_mixture(defer, how, shared_dir):
+    model, planner = _Model(), DataStatesSavePlanner()
+    mine = torch.full((4 * SHAPE[0], SHAPE[1]), float(dist.get_rank()))
+    for _ in range(3):
+        _save(how, model.state(statistics=mine), shared_dir / "c", planner, defer=defer)
+        found = _found(shared_dir / "c")
+        assert len(found["statistics"].unique()) == 1, "parts of several ranks' tensors"
+        assert_same({name: found[name] for name in model.weights}, model.state())
+    assert _chunks(shared_dir / "c", "statistics") == 1
+    assert sum(_chunks(shared_dir / "c", name) for name in model.weights) > 3, "none was cut"
+
+
+@ranks(3)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_replicas_that_differ_fail_the_save_by_name_and_no_other(at, how, shared_dir):
+    model, planner = _Model(), DataStatesSavePlanner()
+    for number in range(at):
+        _save(how, model.state(number=number), shared_dir / "c", planner)
+    if dist.get_rank() == 2:
+        model.weights["w1"].data.add_(1)
+    with raises(ReplicasDifferError, "rank 0 and rank 2", "'w1'", "split_replicas=False"):
+        _save(how, model.state(number=9), shared_dir / "c", planner)
+    dist.barrier()
+    if at:
+        assert _found(shared_dir / "c")["number"] == at - 1
+    else:
+        assert not (shared_dir / "c" / ".metadata").exists()
+    dist.barrier()
+    if dist.get_rank() == 2:
+        model.weights["w1"].data.sub_(1)
+    dist.broadcast(model.weights["w1"].data, 0)
+    for number in range(10, 12):
+        _save(how, model.state(number=number), shared_dir / "c", planner)
+        assert_same(_found(shared_dir / "c"), model.state(number=number))
+
+
+@ranks(2)
+def test_equal_is_equal_bit_for_bit(shared_dir):
+    model, planner = _Model(), DataStatesSavePlanner()
+    for number, payload in enumerate((0x7FC00001, 0x7FC00001 + dist.get_rank())):
+        for weight in model.weights.values():
+            weight.data.view(torch.int32).fill_(payload)
+        if number == 0:
+            _save("async_save", model.state(), shared_dir / "c", planner)
+            assert_same(_found(shared_dir / "c"), model.state())
+        else:
+            with raises(ReplicasDifferError, "rank 0 and rank 1"):
+                _save("async_save", model.state(), shared_dir / "c", planner)
+
+
+@ranks(4)
+@pytest.mark.parametrize("placements", [[Replicate(), Replicate()], [Replicate(), Shard(0)]])
+def test_replicas_of_dtensors_are_compared_too(placements, shared_dir):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    local = torch.full(SHAPE, 1.0)
+    state = {"w": DTensor.from_local(local, mesh, placements), "v": torch.ones(3)}
+    planner = DataStatesSavePlanner()
+    for _ in range(2):
+        _save("async_save", state, shared_dir / "c", planner)
+    assert _chunks(shared_dir / "c", "w") in (4, 4)
+    if dist.get_rank() == 3:
+        local.fill_(2.0)
+    with raises(ReplicasDifferError, "rank 3", "'w'"):
+        _save("async_save", state, shared_dir / "c", planner)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_the_values_count_and_not_how_they_lie_in_memory(how, shared_dir):
+    torch.manual_seed(1)
+    values = torch.randn(64, 64, 16, 16)
+    strided = values.contiguous(memory_format=torch.channels_last)
+    weight = torch.nn.Parameter(strided if dist.get_rank() else values)
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    track(optimizer)
+    planner = DataStatesSavePlanner()
+    for _ in range(3):
+        _save(how, {"w": weight.detach()}, shared_dir / "c", planner)
+        assert_same(_found(shared_dir / "c"), {"w": values})
+    assert _chunks(shared_dir / "c", "w") == 2
+
+
+@ranks(3)
+def test_ranks_that_have_more_besides_are_compared_in_what_they_share(shared_dir):
+    model, planner = _Model(), DataStatesSavePlanner()
+    more = {f"rank{dist.get_rank()}": torch.ones(SHAPE), "loader": {"at": dist.get_rank()}}
+    _save("async_save", model.state(**more), shared_dir / "c", planner)
+    if dist.get_rank() == 1:
+        model.weights["w2"].data.add_(1)
+    for _ in range(2):
+        with raises(ReplicasDifferError, "rank 1", "'w2'"):
+            _save("async_save", model.state(**more), shared_dir / "c", planner)
+
+
+@ranks(2)
+def test_without_splitting_nothing_is_compared(shared_dir):
+    model, planner = _Model(), DataStatesSavePlanner(split_replicas=False)
+    model.weights["w0"].data.fill_(dist.get_rank())
+    for _ in range(2):
+        _save("async_save", model.state(), shared_dir / "c", planner)
+        assert len(_found(shared_dir / "c")["w0"].unique()) == 1
+
+
+@ranks(2)
+def test_an_optimizer_that_appears_changes_the_plan(shared_dir):
+    planner = DataStatesSavePlanner()
+    weight = torch.nn.Parameter(torch.ones(SHAPE))
+    for _ in range(2):
+        _save("async_save", {"w": weight.detach()}, shared_dir / "c", planner)
+    assert _chunks(shared_dir / "c", "w") == 1
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    track(optimizer)
+    _save("async_save", {"w": weight.detach()}, shared_dir / "c", planner)
+    assert _chunks(shared_dir / "c", "w") == 2
+
+
+class _Measured(DataStatesWriter):
+    def write_data(self, plan, planner):
+        future = super().write_data(plan, planner)
+        self.sent = len(pickle.dumps(future.value()))
+        return future
+
+
+@ranks(2)
+def test_a_steady_save_sends_a_few_bytes_for_it(shared_dir):
+    model, planner = _Model(40), DataStatesSavePlanner()
+    by = _Measured(shared_dir / "c", host_cache_size=CACHE, read_window="immediate")
+    for number in range(3):
+        dcp_datastates.async_save(
+            model.state(), writer=by, planner=planner
+        ).upload_completion.result(60)
+        assert by.last_save.steady == (number > 0)
+    assert by.sent < 400
+
+
+@ranks(2)
+def test_replicas_whose_memory_has_gone_tear_the_save_and_crash_nothing(shared_dir):
+    weight = torch.nn.Parameter(
+        torch.ones(50_000, 200)
+    )  # large: the allocator unmaps what is freed
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+    track(optimizer)
+    planner, go_on = DataStatesSavePlanner(), threading.Event()
+    state = {"w": weight.detach()}
+    for _ in range(2):
+        _save("async_save", state, shared_dir / "c", planner)
+
+    def held(plain, *args):
+        assert go_on.wait(60)
+        return plain(*args)
+
+    by = _writer(shared_dir / "c", read_window="backward", read_deadline=30)
+    with own_step("finish_plan", held):
+        handle = dcp_datastates.async_save(state, writer=by, planner=planner)
+        if dist.get_rank() == 1:
+            state["w"].resize_(100_000, 200)  # moves the memory, and tells no one
+        go_on.set()
+        with raises(SnapshotTornError, "rank 1"):
+            handle.upload_completion.result(60)
+    dist.barrier()

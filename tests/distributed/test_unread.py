@@ -1,0 +1,149 @@
+"""On several ranks, what counts is what no rank asks for, and one rank says it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import load, raises, save, zeros
+from support.groups import own_group
+from support.meshes import Block, collect, fsdp_tp
+from support.ranks import ranks
+
+import dcp_datastates
+from dcp_datastates import DataStatesReader, IncompatibleStateError
+
+
+class _Warnings(logging.Handler):
+    """What this rank says on the package's logger."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+    def __enter__(self):
+        logging.getLogger("dcp_datastates").addHandler(self)
+        return self
+
+    def __exit__(self, *_):
+        logging.getLogger("dcp_datastates").removeHandler(self)
+
+    def of_all_ranks(self):
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, self.messages)
+        return gathered
+
+
+def _saved(path):
+    """A sharded state, in which some ranks' shards of some tensors are empty."""
+    state = collect(*fsdp_tp(Block(), (4, 1)))
+    save(state, path)
+    return state
+
+
+@ranks(4)
+def test_shards_that_are_empty_here_are_no_news(shared_dir):
+    state = _saved(shared_dir / "c")
+    with _Warnings() as warnings:
+        load(zeros(state), shared_dir / "c", strict=True)
+        dcp.load(
+            zeros(state),
+            storage_reader=DataStatesReader(shared_dir / "c", strict=True),
+            no_dist=True,
+        )
+        assert warnings.of_all_ranks() == [[], [], [], []]
+
+
+@ranks(4)
+@pytest.mark.parametrize("no_dist", [False, True])
+def test_one_rank_says_what_no_rank_asks_for(no_dist, shared_dir):
+    state = _saved(shared_dir / "c")
+    target = {
+        name: tensor for name, tensor in zeros(state).items() if not name.startswith("layers.1")
+    }
+    assert len(target) < len(state)
+    with _Warnings() as warnings:
+        dcp.load(target, storage_reader=DataStatesReader(shared_dir / "c"), no_dist=no_dist)
+        first, *others = warnings.of_all_ranks()
+    assert others == [[], [], []]
+    (said,) = first
+    assert f"{len(state) - len(target)} of the {len(state)}" in said
+    assert "'layers.1" in said
+
+
+@ranks(4)
+def test_ranks_that_ask_for_different_names_leave_nothing(shared_dir):
+    path = shared_dir / "c"
+    rank = dist.get_rank()
+    save({f"of {rank}": torch.full((50,), float(rank))}, path)
+    with _Warnings() as warnings:
+        load({f"of {rank}": torch.zeros(50)}, path, strict=True)
+        assert warnings.of_all_ranks() == [[], [], [], []]
+        if rank < 3:
+            load({f"of {rank}": torch.zeros(50)}, path)
+        else:
+            load({}, path)
+        first, *others = warnings.of_all_ranks()
+    assert others == [[], [], []]
+    assert ["1 of the 4" in said and "'of 3'" in said for said in first] == [True]
+
+
+@ranks(4)
+@pytest.mark.parametrize("no_dist", [False, True])
+def test_strict_fails_on_every_rank_before_anything_is_read(no_dist, shared_dir):
+    state = _saved(shared_dir / "c")
+    name = next(iter(state))
+    target = {name: zeros(state)[name]}
+    with raises(IncompatibleStateError, "stay unread"):
+        dcp.load(
+            target, storage_reader=DataStatesReader(shared_dir / "c", strict=True), no_dist=no_dist
+        )
+    assert not target[name].to_local().any()
+
+
+@ranks(4)
+def test_the_coordinator_of_the_group_says_it(shared_dir):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = groups[dist.get_rank() // 2]
+    path = shared_dir / f"c{dist.get_rank() // 2}"
+    dcp.save(
+        {"a": torch.ones(3), "b": torch.ones(3)},
+        storage_writer=dcp_datastates.DataStatesWriter(
+            path, process_group=mine, host_cache_size="64MiB"
+        ),
+        process_group=mine,
+    )
+    with _Warnings() as warnings:
+        dcp_datastates.load(path, {"a": torch.zeros(3)}, process_group=mine)
+        said = warnings.of_all_ranks()
+    assert [len(each) for each in said] == [1, 0, 1, 0]
+
+
+@ranks(4)
+def test_load_takes_any_sharding_and_the_group_that_it_is_given(shared_dir):
+    state = _saved(shared_dir / "c")
+    group = own_group()
+    other = zeros(collect(*fsdp_tp(Block(seed=1), (2, 2))))
+    assert dcp_datastates.load(shared_dir / "c", other, process_group=group, strict=True) is other
+    whole = dcp_datastates.load(shared_dir / "c")
+    for name, tensor in state.items():
+        dense = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        again = other[name].full_tensor() if hasattr(other[name], "full_tensor") else other[name]
+        assert torch.equal(again, dense)
+        assert torch.equal(whole[name], dense)
+
+
+@ranks(2)
+def test_errors_are_the_same_on_every_rank(shared_dir):
+    with pytest.raises(dcp_datastates.CheckpointNotFoundError, match="nowhere"):
+        dcp_datastates.load(shared_dir / "nowhere", {"a": torch.zeros(3)})
+    save({"a": torch.ones(3)}, shared_dir / "c")
+    dtype = torch.float32 if dist.get_rank() == 0 else torch.float64
+    with pytest.raises(IncompatibleStateError, match="allow_cast"):
+        dcp_datastates.load(shared_dir / "c", {"a": torch.zeros(3, dtype=dtype)})

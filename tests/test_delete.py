@@ -1,0 +1,204 @@
+"""``delete`` removes one checkpoint of this package, and nothing else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import committed, load_everything, raises, save
+from support.files import flip_bit, reseal_metadata
+
+from dcp_datastates import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    ForeignCheckpointError,
+    StorageError,
+    delete,
+)
+from dcp_datastates.storage import lock, operations
+
+NEWER, OLDER = "7fffffffffffffff-00000001", "0000000000000001-00000001"
+
+
+@pytest.fixture
+def path(tmp_path):
+    save({"w": torch.arange(1000.0), "step": 3}, tmp_path / "ckpt" / "step-3")
+    return tmp_path / "ckpt" / "step-3"
+
+
+def _attempt(path, name):
+    """What a save that has not committed has on storage."""
+    (path / name).mkdir(parents=True)
+    (path / name / "r00000-0.safetensors").write_bytes(b"x" * 100)
+    return path / name
+
+
+def test_a_checkpoint_goes_with_its_directory_and_its_neighbours_stay(path):
+    save({"w": torch.ones(3)}, path.with_name("step-4"))
+    _attempt(path, OLDER)  # abandoned
+    delete(path)
+    assert os.listdir(path.parent) == ["step-4"]
+    assert load_everything(path.with_name("step-4"))["w"].eq(1).all()
+    with pytest.raises(CheckpointNotFoundError):
+        delete(path)
+
+
+def test_a_relative_path_will_do(path, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    delete("step-3")
+    assert not path.exists()
+
+
+def test_what_others_put_there_stays_and_is_named(path, caplog):
+    (path / "notes.txt").write_text("mine")
+    (folder,) = (entry for entry in path.iterdir() if entry.is_dir())
+    (folder / "r00000-0.safetensors.bak").write_text("mine, too")
+    delete(path)
+    assert not committed(path)
+    assert sorted(p.name for p in path.rglob("*") if p.is_file()) == [
+        "notes.txt",
+        "r00000-0.safetensors.bak",
+    ]
+    assert "notes.txt" in caplog.text
+
+
+class _Crash(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("when", range(9))
+def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(
+    when, path, monkeypatch
+):
+    done = []
+
+    def counted(name):
+        real = getattr(operations, name)
+
+        def operation(where, phase):
+            if len(done) == when:
+                raise _Crash
+            done.append((name, where.name))
+            real(where, phase)
+
+        return operation
+
+    for name in ("unlink", "sync_directory", "remove_directory"):
+        monkeypatch.setattr(operations, name, counted(name))
+    try:
+        delete(path)
+    except _Crash:
+        monkeypatch.undo()
+        if when <= 1:
+            assert load_everything(path)["step"] == 3
+        assert committed(path) == (when <= 1), "the metadata go first"
+        if path.exists() and os.listdir(path):
+            delete(path)
+    else:
+        assert when >= 6
+    withdrawn = ("remove_directory", "publishing")
+    first = [withdrawn, ("unlink", ".metadata"), ("sync_directory", "step-3")]
+    assert done[:3] == first[: len(done)]
+    assert not path.exists() or not os.listdir(path)
+
+
+def test_a_save_that_failed_can_be_deleted(path):
+    (path / ".metadata").unlink()
+    delete(path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("attempt", [NEWER, OLDER])
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_save_in_flight_is_named_and_nothing_is_touched(attempt, is_committed, path):
+    if not is_committed:
+        (path / ".metadata").unlink()
+    folder = _attempt(path, attempt)
+    before = sorted(path.rglob("*"))
+    hold = lock.Hold(folder)
+    try:
+        with pytest.raises(StorageError, match=attempt) as caught:
+            delete(path)
+    finally:
+        hold.release()
+    assert caught.value.errno == errno.EBUSY
+    assert str(path) in str(caught.value)
+    assert sorted(path.rglob("*")) == before
+    delete(path)
+    assert not path.exists()
+
+
+def test_a_save_that_is_being_published_there_is_not_disturbed(path):
+    with lock.exclusive(path, 1.0), pytest.raises(StorageError, match="published"):
+        delete(path)
+    assert committed(path)
+
+
+def test_without_locks_what_may_be_in_flight_stays(path, monkeypatch):
+    monkeypatch.setattr(lock, "in_flight", lambda directory: None)
+    newer = _attempt(path, NEWER)
+    with pytest.raises(StorageError, match=NEWER):
+        delete(path)
+    shutil.rmtree(newer)
+    _attempt(path, OLDER)
+    delete(path)
+    assert not path.exists()
+    _attempt(path, OLDER)
+    with pytest.raises(StorageError, match="by hand"):
+        delete(path)
+
+
+# --- what is not one of ours ----------------------------------------------------------------------------
+
+
+def test_what_is_no_checkpoint_is_left_alone_and_named(path, tmp_path):
+    root = path.parent
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    for where, words in {
+        root: "checkpoints below it",
+        tmp_path / "nowhere": "does not exist",
+        tmp_path / "empty": "empty",
+        tmp_path / "file": "file",
+    }.items():
+        with raises(CheckpointNotFoundError, str(where), words):
+            delete(where)
+    assert committed(path)
+    assert (tmp_path / "empty").exists()
+    assert (tmp_path / "file").exists()
+
+
+def test_a_stock_checkpoint_is_left_alone(path, tmp_path):
+    stock = tmp_path / "stock"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=stock, no_dist=True)
+    _attempt(stock, OLDER)
+    before = sorted(stock.rglob("*"))
+    with pytest.raises(ForeignCheckpointError):
+        delete(stock)
+    assert sorted(stock.rglob("*")) == before
+
+
+def test_a_symbolic_link_is_refused_with_what_it_points_to(path, tmp_path):
+    link = tmp_path / "latest"
+    link.symlink_to(path)
+    with raises(ConfigurationError, "symbolic link", str(path)):
+        delete(link)
+    assert committed(path)
+    assert link.is_symlink()
+
+
+def test_damaged_metadata_can_be_deleted_and_those_of_a_newer_release_are_not(path):
+    save({"w": torch.ones(3)}, path.with_name("step-4"))
+    flip_bit(path.with_name("step-4") / ".metadata", 50)
+    delete(path.with_name("step-4"))
+    assert not path.with_name("step-4").exists()
+    reseal_metadata(
+        path / ".metadata", lambda metadata: vars(metadata)["dcp_datastates"].update(version=99)
+    )
+    with pytest.raises(StorageError, match="version 99"):
+        delete(path)
+    assert committed(path)

@@ -1,0 +1,231 @@
+"""``dcp_datastates.load``: into a state, or as it was saved, with nothing but a path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.checkpoints import assert_same, save, zeros
+from support.chunks import boxes, save_by_ranks
+from support.files import data_files, flip_bit
+from support.metadata import rewritten
+from support.scripts import run_script
+from support.states import Opinion, filled
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_datastates import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    ForeignCheckpointError,
+    IncompatibleStateError,
+    UnsafeObjectError,
+    load,
+)
+
+
+def _state():
+    return {
+        "model": {
+            "layer": {
+                "0": {"weight": filled((300, 40), torch.bfloat16)},
+                "10": {"weight": filled((3,), torch.int8)},
+            },
+            "scale": filled((), torch.float64),
+            "nothing": torch.empty(0, 7),
+        },
+        "history": [filled((5,), torch.float32, 1), {"best": filled((2, 2), torch.float32, 2)}],
+        "opinion": Opinion("kept"),
+        "step": 7,
+    }
+
+
+@pytest.fixture
+def path(tmp_path):
+    save(_state(), tmp_path / "c")
+    return tmp_path / "c"
+
+
+# --- without a state ------------------------------------------------------------------------------------
+
+
+def test_everything_comes_back_nested_as_it_was_saved(path):
+    assert_same(load(path), _state())
+
+
+def test_it_needs_no_process_group_and_is_quiet(path):
+    ended = run_script(
+        """
+        warnings.resetwarnings()
+        import dcp_datastates
+        found = dcp_datastates.load(path)
+        assert not torch.distributed.is_initialized()
+        print(sorted(found), found["step"], found["model"]["layer"]["0"]["weight"].shape)
+        """,
+        path,
+    )
+    ended.assert_clean()
+    assert ended.stderr == ""
+    assert "['history', 'model', 'opinion', 'step'] 7 torch.Size([300, 40])" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("step", lambda s: {"step": s["step"]}),
+        ("model.layer", lambda s: {"model": {"layer": s["model"]["layer"]}}),
+        ("model.layer.1", None),
+        ("model.layer.10", lambda s: {"model": {"layer": {"10": s["model"]["layer"]["10"]}}}),
+        (["step", "model.scale"], lambda s: {"step": 7, "model": {"scale": s["model"]["scale"]}}),
+        ({"history.1.best"}, lambda s: {"history": [None, {"best": s["history"][1]["best"]}]}),
+        ((), lambda s: {}),
+    ],
+)
+def test_keys_choose_names_and_what_lies_under_them(keys, expected, path):
+    if expected is None:
+        with pytest.raises(IncompatibleStateError, match=r"model\.layer\.10"):
+            load(path, keys=keys)
+        return
+    assert_same(load(path, keys=keys), expected(_state()))
+
+
+def test_only_what_is_chosen_is_read(path, tmp_path):
+    state = {"a": filled((3 << 20,), torch.uint8), "b": filled((3 << 20,), torch.uint8, 1)}
+    save(state, tmp_path / "two")
+    (file,) = data_files(tmp_path / "two")
+    flip_bit(file, (4 << 20) + 10)  # in b, in a block of its own
+    assert_same(load(tmp_path / "two", keys="a"), {"a": state["a"]})
+    with pytest.raises(CheckpointCorruptError, match="'b'"):
+        load(tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("modle", "did you mean 'model'"),
+        ("model.layers.0", "'model.layer.0'"),
+        ("scale", "'model.scale'"),
+        ("xyzzy", "it has 'model', 'history'"),
+        (["step", "stop"], "no 'stop'; did you mean 'step'"),
+    ],
+)
+def test_a_name_that_is_not_there_is_an_error_with_names_that_are_like_it(key, words, path):
+    with pytest.raises(IncompatibleStateError) as caught:
+        load(path, keys=key)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("keys", [7, [1], b"model"])
+def test_keys_that_are_no_names_are_refused(keys, path):
+    with pytest.raises(ConfigurationError, match="keys="):
+        load(path, keys=keys)
+
+
+def test_shards_of_many_ranks_are_put_together(tmp_path):
+    state = {"w": filled((30, 41), torch.float32), "v": filled((64,), torch.int64, 1)}
+    w, v = boxes((30, 41), ([7, 20], [11])), boxes((64,), ([1, 63],))
+    of_ranks = [{"w": (state["w"], w[n::3]), "v": (state["v"], v[n::3])} for n in range(3)]
+    save_by_ranks(tmp_path, of_ranks)
+    assert_same(load(tmp_path), state)
+
+
+def _forget_a_chunk(metadata):
+    del metadata.state_dict_metadata["w"].chunks[1]
+    del metadata.storage_data[MetadataIndex("w", (10, 0))]
+
+
+def test_a_tensor_of_which_a_part_was_never_saved_is_refused_by_name(tmp_path):
+    state = {"w": filled((30, 4), torch.float32), "v": filled((6,), torch.float32, 1)}
+    save_by_ranks(
+        tmp_path,
+        [{"w": (state["w"], boxes((30, 4), ([10], []))), "v": (state["v"], boxes((6,), ([],)))}],
+    )
+    rewritten(tmp_path, _forget_a_chunk)
+    with pytest.raises(IncompatibleStateError, match="'w', 40 of 120 elements"):
+        load(tmp_path)
+    assert_same(load(tmp_path, keys="v"), {"v": state["v"]})
+
+
+def test_objects_are_refused_unless_they_are_left_out(path):
+    with pytest.raises(UnsafeObjectError, match="allow_objects"):
+        load(path, allow_objects=False)
+    assert_same(load(path, keys="model", allow_objects=False), {"model": _state()["model"]})
+
+
+def test_what_is_there_instead_of_a_checkpoint_is_said(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        load(tmp_path / "nowhere")
+    torch.distributed.checkpoint.save(
+        {"w": torch.ones(2)}, checkpoint_id=tmp_path / "stock", no_dist=True
+    )
+    with pytest.raises(ForeignCheckpointError, match="FileSystemReader"):
+        load(tmp_path / "stock")
+
+
+def test_torch_save_of_it_is_a_checkpoint_that_torch_loads(path, tmp_path):
+    torch.save(load(path, keys=["model", "step"]), tmp_path / "model.pt")
+    found = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert_same(found, {"model": _state()["model"], "step": 7})
+
+
+# --- into a state, in one process -----------------------------------------------------------------------
+
+
+class _Counting:
+    """A stateful object."""
+
+    def __init__(self) -> None:
+        self.state = {"tensor": torch.zeros(4), "count": 0}
+        self.loaded = 0
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.loaded += 1
+        self.state = state
+
+
+def test_a_state_is_filled_in_place_and_returned(path):
+    target = zeros(_state())
+    target["opinion"] = target["step"] = None
+    weight = target["model"]["layer"]["0"]["weight"]
+    assert load(path, target) is target
+    assert_same(target, _state())
+    assert weight is target["model"]["layer"]["0"]["weight"]
+
+
+def test_stateful_objects_are_given_what_was_loaded(tmp_path):
+    saved = _Counting()
+    saved.state = {"tensor": torch.arange(4.0), "count": 9}
+    save({"it": saved, "n": 1}, tmp_path)
+    found = _Counting()
+    load(tmp_path, {"it": found, "n": 0})
+    assert_same(found.state, saved.state)
+    assert found.loaded == 1
+
+
+def test_keys_keep_the_rest_of_a_state_as_it_is(path):
+    target = {**zeros({"model": _state()["model"]}), "step": -1}
+    load(path, target, keys="model")
+    assert_same(target, {"model": _state()["model"], "step": -1})
+    with pytest.raises(IncompatibleStateError, match="did you mean 'model'"):
+        load(path, target, keys="modle")
+
+
+def test_errors_are_the_packages_own_not_wrapped(path, tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="nowhere"):
+        load(tmp_path / "nowhere", {"step": 0})
+    wrong = {"model": {"scale": torch.zeros((), dtype=torch.float32)}}
+    with pytest.raises(IncompatibleStateError, match="allow_cast"):
+        load(path, wrong, keys="model.scale")
+    load(path, wrong, keys="model.scale", allow_cast=True)
+    assert (
+        wrong["model"]["scale"] == _state()["model"]["scale"].float()
+        or wrong["model"]["scale"].isnan()
+    )
+
+
+@pytest.mark.parametrize("state", [[], [("step", 1)], torch.zeros(3)])
+def test_a_state_that_is_no_dict_is_refused(state, path):
+    with pytest.raises(ConfigurationError, match="dict"):
+        load(path, state)

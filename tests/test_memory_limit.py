@@ -1,0 +1,124 @@
+"""How much memory the process may use, read from made-up files; what the host cache makes of it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+from support.checkpoints import raises
+
+from dcp_datastates import ConfigurationError, DataStatesWriter, engine
+from dcp_datastates.config import parse_host_cache_size
+from dcp_datastates.memory_limit import MemoryLimit, default_host_cache_bytes, memory_limit
+
+GIB = 1 << 30
+
+
+def _machine(root: Path, *, gibibytes: int = 64, cgroup: str = "", **files: str | int) -> Path:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal:       {gibibytes << 20} kB\nMemFree: 5 kB\n")
+    (root / "proc/self/limits").write_text(
+        "Limit                     Soft Limit           Hard Limit           Units     \n"
+        "Max address space         unlimited            unlimited            bytes     \n"
+    )
+    (root / "proc/self/cgroup").write_text(cgroup)
+    for path, content in files.items():
+        _write(root, path, content)
+    return root
+
+
+def _write(root: Path, path: str, content: str | int) -> None:
+    file = root / "sys/fs/cgroup" / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"{content}\n")
+
+
+def test_a_machine_without_limits_has_its_memory(tmp_path: Path) -> None:
+    root = _machine(tmp_path, cgroup="0::/user.slice\n")
+    _write(root, "user.slice/memory.max", "max")
+    assert memory_limit(root) == MemoryLimit(64 * GIB, "this machine's memory")
+    assert default_host_cache_bytes(root) == 4 * GIB
+
+
+def test_the_limit_of_a_cgroup_counts_and_is_named(tmp_path: Path) -> None:
+    root = _machine(tmp_path, cgroup="0::/job/step\n")
+    _write(root, "job/step/memory.max", 8 * GIB)
+    _write(root, "job/memory.max", "max")
+    limit = memory_limit(root)
+    assert limit.nbytes == 8 * GIB
+    assert "/sys/fs/cgroup/job/step/memory.max" in limit.source
+
+
+def test_so_does_that_of_a_cgroup_above(tmp_path: Path) -> None:
+    root = _machine(tmp_path, cgroup="0::/job/step/task\n")
+    _write(root, "job/step/memory.max", 8 * GIB)
+    _write(root, "job/memory.max", 6 * GIB)
+    assert memory_limit(root).nbytes == 6 * GIB
+
+
+@pytest.mark.parametrize("where", ["memory/docker/abc", "memory"])
+def test_version_1_counts_also_where_only_the_containers_root_is_seen(
+    where: str, tmp_path: Path
+) -> None:
+    root = _machine(tmp_path, cgroup="7:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/\n")
+    _write(root, f"{where}/memory.limit_in_bytes", 2 * GIB)
+    _write(root, "cpu/docker/abc/memory.limit_in_bytes", 1)
+    assert memory_limit(root).nbytes == 2 * GIB
+
+
+def test_version_1_without_a_limit_says_a_huge_number(tmp_path: Path) -> None:
+    root = _machine(tmp_path, cgroup="4:memory:/\n")
+    _write(root, "memory/memory.limit_in_bytes", 9223372036854771712)
+    assert memory_limit(root).nbytes == 64 * GIB
+
+
+def test_a_limit_of_the_address_space_counts(tmp_path: Path) -> None:
+    root = _machine(tmp_path)
+    (root / "proc/self/limits").write_text(
+        "Max address space         3221225472           unlimited            bytes     \n"
+    )
+    assert memory_limit(root) == MemoryLimit(3 * GIB, "RLIMIT_AS (ulimit -v)")
+
+
+def test_nothing_that_can_be_read_leaves_the_machines_memory(tmp_path: Path) -> None:
+    assert memory_limit(tmp_path).nbytes > 0
+
+
+def test_the_default_is_a_quarter_of_less_memory_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    caplog.set_level(logging.INFO, "dcp_datastates")
+    root = _machine(tmp_path, gibibytes=8)
+    assert default_host_cache_bytes(root) == 2 * GIB
+    assert "2048 MiB" in caplog.text
+    assert "this machine's memory" in caplog.text
+
+
+def test_the_ranks_of_a_machine_share_the_quarter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert default_host_cache_bytes(_machine(tmp_path, gibibytes=16)) == GIB // 2
+
+
+def test_the_default_is_never_less_than_the_engine_needs(tmp_path: Path) -> None:
+    root = _machine(tmp_path, cgroup="0::/\n")
+    _write(root, "memory.max", 64 << 20)
+    assert default_host_cache_bytes(root) == 32 << 20
+
+
+def test_auto_is_a_size() -> None:
+    assert 32 << 20 <= parse_host_cache_size("auto") <= 4 * GIB
+
+
+def test_a_size_beyond_the_limit_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = _machine(tmp_path / "root", cgroup="0::/\n")
+    _write(root, "memory.max", 1 << 40)
+    limit = MemoryLimit(memory_limit(root).nbytes, memory_limit(root).source)
+    monkeypatch.setattr(engine, "memory_limit", lambda: limit)
+    with raises(ConfigurationError, f"{100 * GIB}", f"{64 * GIB}", "this machine's memory"):
+        DataStatesWriter(tmp_path / "c", host_cache_size="100GiB")

@@ -1,0 +1,114 @@
+"""Every save ends in one line of the log, and asking for its outcome starts its reads."""
+
+from __future__ import annotations
+
+from concurrent.futures import wait
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import CACHE, async_save, save, writer
+from support.failing import armed
+from support.logs import lines
+from support.scripts import run_script
+
+import dcp_datastates
+from dcp_datastates import StorageError
+
+
+def _owned():
+    parameter = torch.nn.Parameter(torch.ones(1_000_000))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    dcp_datastates.track(optimizer)
+    return {"w": parameter}, optimizer
+
+
+def test_a_commit_is_one_line_with_path_time_bytes_and_stall(tmp_path):
+    state, _optimizer = _owned()
+    with lines() as said:
+        dcp_datastates.async_save(state, tmp_path / "step-7", host_cache_size=CACHE).result(30)
+        future = async_save(state, tmp_path / "step-8")
+        future.result(30)
+        save(state, tmp_path / "step-9")
+    assert len(said) == 3, said
+    for line, step in zip(said, (7, 8, 9), strict=True):
+        assert line.startswith(f"committed {str(tmp_path / f'step-{step}')!r}")
+        assert "MiB" in line
+        assert "GB/s" in line
+    assert "training waited" in said[0]
+    assert "training waited" in said[1]
+    assert "training waited" not in said[2]
+
+
+@pytest.mark.parametrize("how", ["own", "dcp", "sync"])
+def test_a_failure_is_one_line_with_its_cause_at_once_whoever_asks(how, tmp_path):
+    with lines() as said, armed("publish.rename.before=error:ENOSPC"):
+        if how == "own":
+            handle = dcp_datastates.async_save(
+                {"w": torch.ones(10)}, tmp_path / "c", host_cache_size=CACHE
+            )
+            assert wait([handle.committed], 30).done
+        elif how == "dcp":
+            ours = writer(tmp_path / "c")
+            dcp.async_save({"w": torch.ones(10)}, storage_writer=ours)
+            assert wait([ours.committed], 30).done
+        else:
+            with pytest.raises(dcp.api.CheckpointException):
+                save({"w": torch.ones(10)}, tmp_path / "c")
+    (line,) = said
+    assert line.startswith(f"the save to {str(tmp_path / 'c')!r} failed")
+    assert "No space left on device" in line
+
+
+def test_a_failure_reaches_stderr_in_a_program_without_logging(tmp_path):
+    ended = run_script(
+        """
+        import dcp_datastates
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "flush.write.before=error:ENOSPC"
+        dcp_datastates.async_save({"w": torch.ones(10)}, path, host_cache_size="64MiB")
+        """,
+        tmp_path / "c",
+    )
+    assert ended.returncode == 0
+    assert "No space left on device" in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1, ended.stderr
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda handle: handle.result(30),
+        lambda handle: handle.wait(30),
+        lambda handle: handle.captured.result(30),
+        lambda handle: handle.committed.exception(30),
+        lambda handle: handle.upload_completion.result(30),
+        lambda handle: handle.staging_completion.result(30),
+    ],
+    ids=["result", "wait", "captured", "committed", "upload_completion", "staging_completion"],
+)
+def test_asking_for_an_outcome_starts_the_reads(ask, tmp_path):
+    state, optimizer = _owned()
+    handle = dcp_datastates.async_save(
+        state, tmp_path / "c", read_deadline=3600, host_cache_size=CACHE
+    )
+    ask(handle)
+    assert handle.captured.done()
+    handle.result(30)
+    assert handle.path == tmp_path / "c"
+    assert handle.stats.deferred_bytes == 4_000_000
+    del optimizer
+
+
+def test_save_returns_when_it_is_committed_or_raises(tmp_path):
+    state, _optimizer = _owned()
+    stats = dcp_datastates.save(state, tmp_path / "c", host_cache_size=CACHE)
+    assert (tmp_path / "c" / ".metadata").is_file()
+    assert stats.bytes_written > 4_000_000
+    with armed("publish.rename.before=error:ENOSPC"), pytest.raises(StorageError, match="No space"):
+        dcp_datastates.save(state, tmp_path / "d", host_cache_size=CACHE)
+
+
+def test_save_copies_nothing_that_can_be_read_in_place(tmp_path):
+    free = {"w": torch.ones(1_000_000)}  # no optimizer owns it
+    stats = dcp_datastates.save(free, tmp_path / "c", host_cache_size=CACHE)
+    assert stats.eager_bytes == 0

@@ -1,0 +1,257 @@
+"""What the documents print is true: programs run as printed, names exist, defaults and links are right."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.checkpoints import assert_same, attempts, committed, load_everything
+from support.documents import (
+    ROOT,
+    blocks,
+    documents,
+    program,
+    run,
+    started,
+    table_cells,
+    torchrun,
+)
+from support.ranks import under_torchrun
+
+import dcp_datastates as ds
+
+pytestmark = pytest.mark.skipif(under_torchrun(), reason="starts torchrun itself")
+
+QUICK_START = "Quick start"
+ONE_PROCESS = "One process"
+DDP = "DDP"
+FSDP2 = "FSDP2, resumed at another size"
+NOTEBOOK = "Notebook"
+
+DDP_LINE = "    model = torch.nn.parallel.DistributedDataParallel(model)\n"
+"""The line of the quick start that the recipe for FSDP2 replaces."""
+
+
+def write(directory: Path, text: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "train.py").write_text(text)
+    return directory
+
+
+def python(*arguments: str | int) -> list[str]:
+    return [sys.executable, "train.py", *map(str, arguments)]
+
+
+def begin_from(checkpoint: Path, root: Path) -> None:
+    """Make a copy of ``checkpoint`` the only one in ``root``."""
+    shutil.copytree(checkpoint, root / checkpoint.name)
+
+
+def await_commit(checkpoint: Path, process: subprocess.Popen[str]) -> None:
+    """Return when ``process`` has committed ``checkpoint``."""
+    deadline = time.monotonic() + 120
+    while not committed(checkpoint):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{checkpoint} was not committed"
+        time.sleep(0.01)
+
+
+def children(process: int) -> list[int]:
+    return [
+        int(child)
+        for task in Path(f"/proc/{process}/task").iterdir()
+        for child in (task / "children").read_text().split()
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quick start, run for 13 steps in one process."""
+    directory = write(tmp_path_factory.mktemp("uninterrupted"), program(QUICK_START))
+    run(python(13), directory)
+    return directory
+
+
+# --- the quick start ------------------------------------------------------------------------------
+
+
+def test_the_quick_start_deletes_old_checkpoints_and_awaits_its_last_save(uninterrupted):
+    left = {path.name for path in (uninterrupted / "ckpt").iterdir()}
+    assert {f"step-{step}" for step in (8, 9, 10, 11, 12)} <= left
+    assert "step-6" not in left
+    assert all(committed(uninterrupted / "ckpt" / name) for name in left)
+
+
+def test_the_quick_start_goes_on_after_a_kill_as_if_nothing_had_happened(uninterrupted, tmp_path):
+    directory = write(tmp_path, program(QUICK_START))
+    begin_from(uninterrupted / "ckpt" / "step-8", directory / "ckpt")
+    killed = {"DCP_DATASTATES_FAILPOINTS": "publish.rename.before@3=kill"}
+    run(python(13), directory, expect=-signal.SIGKILL, **killed)
+    assert ds.latest(directory / "ckpt") == directory / "ckpt" / "step-10"
+    ended = run(python(13), directory)
+    assert re.search(r"going on from .*step-10\b", ended.stdout)
+    assert_same_checkpoint(directory, uninterrupted)
+
+
+def test_the_quick_start_under_torchrun_goes_on_as_if_it_had_not_ended(uninterrupted, tmp_path):
+    long, resumed = (write(tmp_path / name, program(QUICK_START)) for name in ("long", "resumed"))
+    begin_from(uninterrupted / "ckpt" / "step-8", long / "ckpt")  # by one process
+    run(torchrun(2, "train.py", 13), long)
+    begin_from(long / "ckpt" / "step-10", resumed / "ckpt")
+    ended = run(torchrun(2, "train.py", 13), resumed)
+    assert {f"rank {rank}: going on from" in ended.stdout for rank in (0, 1)} == {True}
+    assert not committed(resumed / "ckpt" / "step-9")
+    (attempt,) = attempts(resumed / "ckpt" / "step-12")
+    assert {path.name[:6] for path in attempt.iterdir()} == {"r00000", "r00001"}
+    assert_same_checkpoint(resumed, long)
+
+
+def assert_same_checkpoint(found: Path, expected: Path) -> None:
+    """The last checkpoint of the quick start is the same, bit for bit, in both folders."""
+    states = [load_everything(directory / "ckpt" / "step-12") for directory in (found, expected)]
+    assert_same(*states)
+
+
+# --- the recipes ----------------------------------------------------------------------------------
+
+
+def test_one_process_takes_a_last_save_when_it_is_told_to_stop(tmp_path):
+    directory = write(tmp_path, program(ONE_PROCESS))
+    slowly = {"DCP_DATASTATES_FAILPOINTS": "read.before=sleep:0.1"}  # and the gate waits for reads
+    with started(python(), directory, **slowly) as process:
+        await_commit(directory / "one" / "step-1", process)
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=120)
+    assert process.returncode == 0, log
+    end = directory / "one" / "end"
+    stopped = ds.load(end)["step"]
+    assert 1 <= stopped < 99
+    assert str(end) in log, "the log tells of the last save"
+
+    run(python(), directory)
+    assert ds.latest(directory / "one") == end
+    last = ds.load(end)
+    assert last["step"] == 99
+    assert last["optimizer"]["state"]["weight"]["step"] == 100, "the optimizer was not resumed"
+
+
+def test_ddp_stops_on_all_ranks_when_one_is_told_to(tmp_path):
+    directory = write(tmp_path, program(DDP))
+    with started(torchrun(2, "train.py"), directory) as process:
+        await_commit(directory / "ddp" / "step-1", process)
+        os.kill(children(process.pid)[0], signal.SIGTERM)
+        _, log = process.communicate(timeout=120)
+    assert process.returncode == 0, log
+    saves = list((directory / "ddp").iterdir())
+    assert all(map(committed, saves)), "a save was lost"
+    last = load_everything(ds.latest(directory / "ddp"))
+    assert last["step"] == len(saves) - 1
+    assert {"rng-0", "rng-1"} <= set(last)
+
+
+def test_fsdp2_goes_on_at_another_size(tmp_path):
+    quick_start = program(QUICK_START)
+    assert DDP_LINE in quick_start
+    directory = write(tmp_path, quick_start.replace(DDP_LINE, program(FSDP2)))
+    run(torchrun(2, "train.py", 3), directory)
+    ended = run(torchrun(1, "train.py", 5), directory)
+    assert re.search(r"going on from .*step-2\b", ended.stdout)
+    state = load_everything(directory / "ckpt" / "step-4")
+    assert state["step"] == 4
+    assert state["optimizer"]["state"]["0.weight"]["step"] == 5, "the optimizer was not resumed"
+
+
+def test_the_notebook_looks_into_a_checkpoint(uninterrupted):
+    pytest.importorskip("safetensors")
+    (uninterrupted / "notebook.py").write_text(program(NOTEBOOK))
+    ended = run([sys.executable, "notebook.py"], uninterrupted)
+    assert "step-12" in ended.stdout
+    assert "tensor(" in ended.stdout
+    assert "'model.0.weight'" in ended.stdout, "the names in rank 0's file"
+
+
+# --- all documents --------------------------------------------------------------------------------
+
+
+def test_every_program_in_the_readme_is_run_by_a_test_above():
+    programs = [block.heading for block in blocks("README.md") if block.language == "python"]
+    assert programs == [QUICK_START, ONE_PROCESS, DDP, FSDP2, NOTEBOOK]
+
+
+@pytest.mark.parametrize(
+    ("document", "heading"),
+    [
+        (block.document, block.heading)
+        for document in documents()[1:]
+        for block in blocks(document)
+        if block.language == "python"
+    ],
+)
+def test_programs_in_other_documents_run(document, heading, tmp_path):
+    run(python(), write(tmp_path, program(heading, document)))
+
+
+@pytest.mark.parametrize("document", documents())
+def test_names_in_documents_exist(document):
+    text = (ROOT / document).read_text()
+    called = re.findall(r"\b(?:ds|dcp_datastates)\.([A-Za-z_]+)\b", text)
+    errors = re.findall(r"\b((?:[A-Z][a-z]+)+(?:Error|Skipped|Unknown))\b", text)
+    ours = [name for name in errors if not hasattr(builtins, name)]
+    modules = {path.stem for path in (ROOT / "dcp_datastates").iterdir()}
+    missing = {name for name in [*called, *ours] if not hasattr(ds, name) and name not in modules}
+    assert not missing
+
+
+def test_commands_in_documents_exist():
+    text = "".join((ROOT / document).read_text() for document in documents())
+    commands = set(re.findall(r"\bdcp-datastates ([a-z]+)\b", text))
+    assert commands >= {"inspect", "verify", "latest", "retain", "rm"}
+    known = run([sys.executable, "-m", "dcp_datastates", "--help"], ROOT).stdout
+    assert not {command for command in commands if not re.search(rf"^ +{command}\b", known, re.M)}
+
+
+def test_the_table_of_functions_names_what_they_take():
+    for name, *_ in table_cells("README.md", "name"):
+        for call in re.findall(r"`(\w+(?:\(.*?\))?)`", name):
+            function, _, rest = call.partition("(")
+            taken = inspect.signature(getattr(ds, function)).parameters
+            for argument in filter(None, re.split(r",\s*", rest.rstrip(")"))):
+                argument, _, default = argument.partition("=")
+                assert argument == "…" or argument in taken, f"{function} takes no {argument}"
+                if default not in ("", "…"):
+                    assert repr(taken[argument].default) == default.replace('"', "'")
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/dcp.md"])
+def test_options_and_their_defaults_are_those_of_the_writer(document):
+    taken = inspect.signature(ds.DataStatesWriter).parameters
+    for option, default, *_ in table_cells(document, "option"):
+        name = option.strip("`")
+        assert name in taken, f"the writer has no option {name}"
+        if default.startswith("`"):
+            printed = repr(taken[name].default).replace("'", '"').removesuffix(".0")
+            assert default.strip("`").removesuffix(".0") == printed
+
+
+@pytest.mark.parametrize("document", documents())
+def test_links_lead_somewhere(document):
+    here = (ROOT / document).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text()):
+        if target.startswith("https://"):
+            continue
+        file, _, anchor = target.partition("#")
+        path = here / file if file else ROOT / document
+        assert path.is_file(), f"{document} links to {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", each).lower().replace(" ", "-") for each in headings}
+            assert anchor in anchors, f"{document} links to {target}"

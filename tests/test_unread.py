@@ -1,0 +1,137 @@
+"""A load that leaves stored tensors unread says so; ``strict=True`` makes it an error."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from support.checkpoints import load as load_by_dcp
+from support.checkpoints import raises, save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from dcp_datastates import ConfigurationError, DataStatesReader, IncompatibleStateError, load
+
+
+def _trained():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(30, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(30)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def path(tmp_path):
+    model, optimizer = _trained()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "empty": torch.empty(0, 3),
+        "step": 3,
+    }
+    save(state, tmp_path / "c")
+    return tmp_path / "c"
+
+
+def _fresh():
+    """What a resume has before its first step."""
+    model = torch.nn.Linear(30, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "empty": torch.empty(0, 3),
+        "step": 0,
+    }
+
+
+def _said(caplog):
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("dcp_datastates") and record.levelno == logging.WARNING
+    ]
+
+
+def test_a_resume_that_forgets_the_optimizers_state_is_told(path, caplog):
+    load_by_dcp(_fresh(), path)
+    (said,) = _said(caplog)
+    assert "6 of the" in said, "two parameters with three tensors each"
+    assert "'optimizer.state.0.step'" in said
+    assert "3 more" in said
+    assert str(path) in said
+    assert "get_optimizer_state_dict" in said
+
+
+def test_strict_makes_it_an_error_before_anything_is_read(path):
+    target = _fresh()
+    before = target["model"]["weight"].clone()
+    with raises(IncompatibleStateError, "optimizer.state.0.step", "keys="):
+        load_by_dcp(target, path, strict=True)
+    assert torch.equal(target["model"]["weight"], before)
+    with pytest.raises(IncompatibleStateError, match=r"optimizer\.state"):
+        load(path, _fresh(), strict=True)
+
+
+def test_a_load_of_everything_is_quiet_and_passes_strictly(path, caplog):
+    model, optimizer = _trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 0}
+    load_by_dcp(state, path, strict=True)  # without "empty", which has no bytes
+    assert _said(caplog) == []
+
+
+def test_the_way_out_that_the_message_names_works(tmp_path, caplog):
+    model, optimizer = _trained()
+    save({"optimizer": get_optimizer_state_dict(model, optimizer)}, tmp_path)
+    fresh = torch.nn.Linear(30, 20)
+    load_by_dcp(
+        {"optimizer": get_optimizer_state_dict(fresh, torch.optim.AdamW(fresh.parameters()))},
+        tmp_path,
+        strict=True,
+    )
+    assert _said(caplog) == []
+
+
+def test_forgotten_objects_count(path, caplog):
+    model, optimizer = _trained()
+    load_by_dcp({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    (said,) = _said(caplog)
+    assert "1 of the" in said
+    assert "'step'" in said
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_is_left_on_purpose_does_not_count(path, strict, caplog):
+    load(path, {"model": _fresh()["model"]}, keys="model", strict=strict)
+    load(path, keys="optimizer", strict=strict)
+    load_by_dcp(
+        {"model": _fresh()["model"]}, path, strict=strict, leave=["optimizer", "step", "not there"]
+    )
+    tensors = {"model": _fresh()["model"]}
+    load_by_dcp(tensors, path, strict=strict, allow_objects=False, leave="optimizer.state")
+    assert _said(caplog) == []
+
+
+def test_what_keys_choose_and_the_state_lacks_does_count(path, caplog):
+    load(path, {"model": {"weight": torch.zeros(20, 30)}}, keys="model")
+    (said,) = _said(caplog)
+    assert "'model.bias'" in said
+    assert "optimizer.state.0" not in said
+    with pytest.raises(IncompatibleStateError, match=r"model\.bias"):
+        load(path, {"model": {"weight": torch.zeros(20, 30)}}, keys="model", strict=True)
+
+
+def test_leave_is_about_whole_parts_of_names(path, caplog):
+    load_by_dcp({"model": _fresh()["model"]}, path, leave=["opt", "ste"])
+    (said,) = _said(caplog)
+    assert "'optimizer" in said
+
+
+@pytest.mark.parametrize(
+    "options", [{"strict": 1}, {"strict": None}, {"leave": 3}, {"leave": [None]}]
+)
+def test_options_that_cannot_work_are_refused(options, path):
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        DataStatesReader(path, **options)

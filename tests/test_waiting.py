@@ -1,0 +1,56 @@
+"""Waits that last say so, and are given up without progress: by a clock of the test's own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from support.checkpoints import raises
+
+from dcp_datastates import SaveStalledError
+from dcp_datastates.waiting import Stall
+
+logger = logging.getLogger("dcp_datastates.test")
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_only_time_without_progress_counts() -> None:
+    clock = Clock()
+    stall = Stall(logger, "a step", 10.0, clock)
+    for moved in range(50):
+        clock.now += 9
+        stall.look(moved, "reads")
+    clock.now += 9
+    stall.look(moved, "reads")
+    clock.now += 1
+    with raises(SaveStalledError, "a step has waited for 460 s, the last 10 s", "reads"):
+        stall.look(moved, "reads")
+
+
+def test_without_any_progress_the_time_counts_from_the_start() -> None:
+    clock = Clock()
+    stall = Stall(logger, "a step", 10.0, clock)
+    clock.now += 9
+    stall.look(None, "reads")
+    clock.now += 1
+    with raises(SaveStalledError):
+        stall.look(None, "reads")
+
+
+def test_a_wait_of_five_seconds_is_logged_and_then_ever_more_rarely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    clock = Clock()
+    stall = Stall(logger, "a step", 1000.0, clock)
+    for _ in range(100):
+        clock.now += 1
+        stall.look(None, "its reads")
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 5  # at 5, 10, 20, 40, 80
+    assert lines[0] == "a step has waited for 5 s: its reads"
