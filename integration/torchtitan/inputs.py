@@ -6,8 +6,6 @@ import json
 import random
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers
-
 __all__ = ["make_inputs"]
 
 _BEGIN, _END = "<|begin|>", "<|end|>"
@@ -17,6 +15,12 @@ _WORDS = 60
 
 def make_inputs(directory: Path) -> tuple[Path, Path]:
     """Write ``tokenizer/`` and ``text/`` below ``directory``; the paths of the two. The same at every call."""
+    from tokenizers import (
+        Tokenizer,
+        models,
+        pre_tokenizers,
+    )  # a test that needs none is collected without
+
     dice = random.Random(20)
     words = ["".join(dice.choices("abdeghiklmnorstuw", k=dice.randint(2, 7))) for _ in range(800)]
     tokenizer = directory / "tokenizer"
