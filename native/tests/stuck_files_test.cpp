@@ -277,8 +277,8 @@ void late_returns_touch_nothing() {
 void a_shutdown_alone_is_patient_and_bounded() {
     Scene scene("pwrite", {.copy = 2, .flush = 2});
     const auto stuck = scene.save("f");
+    scene.ops->wait_stuck(2);  // both threads write f, so that the fault below is f's
     const auto behind = scene.save("g", 1);
-    scene.ops->wait_stuck(2);
     const auto began = Clock::now();
     scene.engine->shutdown();
     check_takes_about_patience(began);
