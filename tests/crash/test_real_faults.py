@@ -179,7 +179,8 @@ def test_a_full_file_system_is_told_with_what_was_needed_and_what_is_free(shared
         error = caught.value
         assert error.errno == errno.ENOSPC
         assert str(error).count(str(small)) == 1, f"the path more than once: {error}"
-        assert str(error).count("28") == 1, f"the number more than once: {error}"
+        words = str(error).replace(error.filename, "")  # an attempt's name may have any digits
+        assert words.count("28") == 1, f"the number more than once: {error}"
         assert "12.00 MiB were to be written, and 8.00 MiB are free" in str(error)
 
 
