@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 
@@ -9,8 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from dcp_datastates.commit import heart as heart_module
+from dcp_datastates.commit.decision import Decision, Outcome
+from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.heart import Beat, Heart, Loss
 from dcp_datastates.commit.peers import Peers
+from dcp_datastates.commit.protocol import Said
 
 
 @pytest.fixture(autouse=True)
@@ -137,18 +141,39 @@ def test_what_went_before_a_round_does_not_count_against_it(hearts):
     assert first.stalled(0, 1.0) == []
 
 
-def test_decisions_of_the_followed_round_are_seen(hearts, tmp_path):
+def test_what_the_coordinator_decided_in_the_followed_round_is_seen(hearts, tmp_path):
+    ended = -1
+
+    def status():
+        return Beat(ended=ended)
+
+    first, second = hearts(0, status=status), hearts(1)
+    second.follow(3)
+    _until(lambda: second.losses() == [] and first.ended(0) == [])
+    assert second.said is None
+    log = DecisionLog(
+        Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
+    )
+    log.note(3, Decision(Outcome.COMMITTED))
+    log.note(4, Decision(Outcome.FAILED))
+    assert second.said is None, "the coordinator has not ended it"
+    ended = 3
+    _until(lambda: second.said == Said(Decision(Outcome.COMMITTED)))
+    second.follow(4)
+    ended = 4
+    _until(lambda: second.said == Said(Decision(Outcome.FAILED)))
+    second.follow(5)
+    ended = 6
+    _until(lambda: second.said == Said(None))
+    second.follow(None)
+    assert second.said is None
+
+
+def test_the_coordinator_sees_which_ranks_have_ended_a_round(hearts):
     first = hearts(0)
-    first.follow(3)
-    assert first.decision is None
-    other = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
-    other.set("decision/3", "x")
-    other.set("decision/4", "y")
-    _until(lambda: first.decision == b"x")
-    first.follow(4)
-    _until(lambda: first.decision == b"y")
-    first.follow(None)
-    assert first.decision is None
+    hearts(1, status=lambda: Beat(ended=7))
+    _until(lambda: first.ended(7) == [1])
+    assert first.ended(8) == []
 
 
 def test_close_ends_the_thread(hearts):
@@ -157,9 +182,12 @@ def test_close_ends_the_thread(hearts):
     assert not first._thread.is_alive()
 
 
-def test_losses_travel():
+def test_beats_travel():
     losses = [Loss(3, 'is dead: "quoted"', True), Loss(5, "has been silent")]
-    assert Loss.decode(Loss.encode(losses).encode()) == losses
+    beat = Beat(3, 7, "reading | x", 1, 4, 2, [list(dataclasses.astuple(loss)) for loss in losses])
+    found = Beat.decode(beat.encode(9).encode())
+    assert found == beat
+    assert [Loss(*loss) for loss in found.lost] == losses
 
 
 def test_a_listener_that_raises_does_not_end_the_heart(hearts, monkeypatch):

@@ -1,26 +1,24 @@
-"""What a vote says, as the integers of one all-reduce (elementwise maximum).
-
-Every value that must be the same on all ranks is sent twice, once negated: the two maxima belong
-together only if all ranks sent the same.
-"""
+"""What a vote says, as the integers of one all-reduce (elementwise maximum)."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from dcp_datastates.attempt import Attempt
 
-__all__ = ["Ballot", "Count"]
-
-_MASK = (1 << 62) - 1
+__all__ = ["Ballot", "is_unanimous"]
 
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's vote: whether its bytes are durable, and which save it means."""
+    """One rank's vote: whether its bytes are durable, and which save it means.
+
+    ``missed``: calls of ``dcp.async_save`` that failed on this rank before they came to a writer.
+    """
 
     ok: bool
     number: int
@@ -30,35 +28,22 @@ class Ballot:
     missed: int = 0
 
     def encode(self) -> list[int]:
-        """First 0 for yes and 1 for no, then each of the values and its negative."""
-        values = [0 if self.ok else 1]
-        for value in (self.number, *self._identity()):
-            values += [value, -value]
-        return values
+        """First 0 for yes and 1 for no; then a digest of the save, and its negative."""
+        digest = self._digest()
+        return [0 if self.ok else 1, digest, -digest]
 
-    def _identity(self) -> tuple[int, int, int, int, int]:
-        if self.attempt is None:
-            return (0, 0, 0, self.world, self.missed)
+    def _digest(self) -> int:
         # Of the path only its last part: the same directory may be mounted elsewhere on other machines.
-        name = "" if self.directory is None else self.directory.name
-        digest = int.from_bytes(hashlib.sha1(os.fsencode(name)).digest()[:8], "big")
-        incarnation = self.attempt.incarnation & _MASK
-        return (incarnation, self.attempt.sequence, digest & _MASK, self.world, self.missed)
+        name = b"" if self.directory is None else os.fsencode(self.directory.name)
+        attempt = None if self.attempt is None else astuple(self.attempt)
+        save = repr((self.number, attempt, name, self.world, self.missed))
+        return int.from_bytes(hashlib.sha1(save.encode()).digest()[:8], "big") >> 2
 
 
-@dataclass(frozen=True)
-class Count:
-    """All ranks' votes together."""
+def is_unanimous(maxima: Sequence[int]) -> bool:
+    """Whether, by the maxima of all ranks' votes, all are durable and mean the same save.
 
-    failed: bool
-    agreed: bool
-
-    @staticmethod
-    def of(maxima: list[int]) -> Count:
-        pairs = zip(maxima[1::2], maxima[2::2], strict=True)
-        return Count(maxima[0] != 0, all(value == -negated for value, negated in pairs))
-
-    @property
-    def unanimous(self) -> bool:
-        """All ranks are durable, and mean the same save."""
-        return self.agreed and not self.failed
+    The two maxima of a digest and its negative belong together only if all ranks sent the same.
+    """
+    no, digest, negated = maxima
+    return not no and digest == -negated

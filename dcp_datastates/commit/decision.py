@@ -11,19 +11,18 @@ from typing import Final
 from dcp_datastates import errors
 from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveFailedError
 
-__all__ = ["REASON_BYTES", "Decision", "Outcome", "Reason"]
+__all__ = ["Decision", "Outcome", "Reason"]
 
-REASON_BYTES: Final = 768
-"""Room for one rank's reason in the gather that follows a failed vote."""
+_LONGEST: Final = 768
+"""Of a reason's message, in characters: it travels through the store."""
 
 _SHOWN: Final = 3
 """Ranks whose reasons are spelt out."""
 
 
 class Outcome(Enum):
-    """Of a round. ``PUBLISHING``: the coordinator has begun to publish, and nobody else may decide."""
+    """Of a round."""
 
-    PUBLISHING = "publishing"
     COMMITTED = "committed"
     FAILED = "failed"
     UNKNOWN = "unknown"
@@ -38,54 +37,36 @@ class Reason:
 
     @staticmethod
     def of(error: BaseException) -> Reason:
-        return Reason(type(error).__name__, str(error))
-
-    def encode(self) -> bytes:
-        """At most :data:`REASON_BYTES`, never cut within a character."""
-        kind = self.kind[:80]
         # It may name a file whose name is not UTF-8.
-        message = self.message.encode(errors="backslashreplace")
-        message = message[: REASON_BYTES - len(kind.encode()) - 1]
-        return f"{kind}\n{message.decode(errors='ignore')}".encode()
-
-    @staticmethod
-    def decode(data: bytes) -> Reason | None:
-        """None for the padding of a rank that has no reason."""
-        text = data.rstrip(b"\0").decode(errors="replace")
-        kind, separator, message = text.partition("\n")
-        return Reason(kind, message) if separator else None
+        message = str(error).encode(errors="backslashreplace").decode()
+        return Reason(type(error).__name__, message[:_LONGEST])
 
 
 @dataclass(frozen=True)
 class Decision:
     """The outcome, and why, by rank. Rank -1 stands for no rank in particular.
 
-    ``given_up``: decided because a rank was lost, and not by the votes of all.
+    ``given_up``: decided because a rank was lost, and not by the votes of all. ``more`` ranks failed, too.
     """
 
     outcome: Outcome
     reasons: Mapping[int, Reason] = field(default_factory=dict)
     given_up: bool = False
+    more: int = 0
 
     @staticmethod
     def failed(rank: int, error: BaseException) -> Decision:
         return Decision(Outcome.FAILED, {rank: Reason.of(error)})
 
-    @property
-    def final(self) -> bool:
-        return self.outcome is not Outcome.PUBLISHING
-
     def encode(self) -> str:
         reasons = {str(rank): [why.kind, why.message] for rank, why in self.reasons.items()}
-        return json.dumps(
-            {"outcome": self.outcome.value, "reasons": reasons, "given_up": self.given_up}
-        )
+        return json.dumps([self.outcome.value, reasons, self.given_up, self.more])
 
     @staticmethod
     def decode(value: bytes) -> Decision:
-        found = json.loads(value)
-        reasons = {int(rank): Reason(*why) for rank, why in found["reasons"].items()}
-        return Decision(Outcome(found["outcome"]), reasons, found["given_up"])
+        outcome, reasons, given_up, more = json.loads(value)
+        found = {int(rank): Reason(*why) for rank, why in reasons.items()}
+        return Decision(Outcome(outcome), found, given_up, more)
 
     def error(self, where: str, world: int) -> DataStatesError | None:
         """What a user is told; None if committed.
@@ -95,9 +76,8 @@ class Decision:
         if self.outcome is Outcome.COMMITTED:
             return None
         shown = sorted(self.reasons.items())[:_SHOWN]
-        more = (
-            f"; and {len(self.reasons) - _SHOWN} more ranks" if len(self.reasons) > _SHOWN else ""
-        )
+        further = len(self.reasons) - len(shown) + self.more
+        more = f"; and {further} more ranks" if further else ""
         text = "; ".join(self._say(rank, why, world) for rank, why in shown) + more
         if self.outcome is Outcome.UNKNOWN:
             return CommitOutcomeUnknown(f"{where}: {text}")

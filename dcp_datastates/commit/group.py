@@ -1,53 +1,66 @@
 """Committed or absent: the ranks agree on the outcome of every save, in the order of the saves.
 
-A :class:`CommitGroup` has a gloo group of its own, never the training job's, one thread that runs the
-rounds, and a heart (``heart.py``) that tells who is lost. A round, on every rank:
-
-1. wait for this rank's files: durable, or failed with a reason;
-2. vote: one small all-reduce; if a rank failed, or they mean different saves, gather who and why;
-3. if all are durable, the coordinator (rank 0) publishes ``.metadata`` (``publish.py``);
-4. the outcome goes to all ranks by another all-reduce; what is not referenced goes; futures resolve.
-
-Who cannot go on by gloo goes on by the store, where the first to write decides (``record.py``). A broken
-connection that nobody is to blame for fails no round: the ranks meet again in the next ``generation`` and
-vote again.
-
-A rank that voted yes and then loses the coordinator withdraws the attempt, so that it cannot be published any more, and
-looks at the path (``cut_off.py``): a ``.metadata`` of this attempt means committed, any other failed. If storage does
-not tell, it raises :class:`CommitOutcomeUnknown`. Alone, the group is trivial and the same code runs.
-
-Why a rank that votes again never votes for another save than the others: the coordinator writes its decision to
-the store before it goes on to the next round, and a generation begins only when the coordinator has come to it. So
-whoever has met the others in a new generation looks at the store before it votes: in each round, until it comes
-to one that is not decided. It may be several behind, as a coordinator that fails goes on without the others.
+A :class:`CommitGroup` has gloo connections of its own, never the training job's, one thread that runs the rounds, and a
+heart (``heart.py``) that tells which ranks are lost. What a rank does in a round, ``protocol.py`` says; this module
+carries it out. Every wait looks at the heart several times a second. Alone, a rank runs the same code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from typing import Final
 
-from dcp_datastates.commit.ballot import Ballot, Count
+from dcp_datastates.commit.ballot import Ballot, is_unanimous
 from dcp_datastates.commit.behind import Policy
-from dcp_datastates.commit.cut_off import given_up, look, said
-from dcp_datastates.commit.decision import REASON_BYTES, Decision, Outcome, Reason
+from dcp_datastates.commit.decision import Decision, Outcome, Reason
+from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.heart import SILENCE_SECONDS, Beat, Heart, Loss
 from dcp_datastates.commit.lane import Lane, LaneBroken
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.progress import Progress
+from dcp_datastates.commit.protocol import (
+    Action,
+    AwaitFiles,
+    Broke,
+    Collect,
+    Collected,
+    Counted,
+    Decided,
+    Done,
+    Event,
+    Explain,
+    Hear,
+    Leave,
+    Look,
+    Lost,
+    Meet,
+    Note,
+    Publish,
+    Refused,
+    Said,
+    Settle,
+    Tell,
+    Told,
+    Vote,
+    Written,
+    follow,
+    lead,
+)
 from dcp_datastates.commit.publish import (
     find_older,
     publish,
+    settle,
     tidy_after_commit,
     tidy_after_failure,
 )
-from dcp_datastates.commit.record import Decided, Record
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.dcp.frames import release_frames
 from dcp_datastates.errors import (
+    CheckpointCorruptError,
     CommitOutcomeUnknown,
     RankLostError,
     SaveFailedError,
@@ -62,8 +75,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 
-_GIVE_UP_SECONDS: Final = 0.5
-"""Between two tries to give up a round that the coordinator is publishing."""
+_OUTCOMES: Final = list(Outcome)
+"""As an outcome travels by gloo: its place."""
 
 _PATIENCE_SECONDS: Final = 15.0
 """A rank that cannot meet the others gives a round up no sooner than hearts find who is lost, and this."""
@@ -103,15 +116,14 @@ class CommitGroup:
         self._cast = -1  # the newest round that this rank has voted in
         self._doing = "idle"
         self._ticks = 0
-        self._tried = 0.0
-        self._caught_up = False  # this rank is in the round that the others have met for
+        self._ended = -1  # the newest round whose outcome is known here
         self._apart: float | None = None  # since when this rank has not met the others
         self._reading: Progress | None = None
         self.heart: Heart | None = None
-        self._record = Record()
+        self._log = DecisionLog()
         self._lane = Lane(peers, "vote")  # another one from the first round on
         if peers.world > 1:
-            self._record = Record(peers.connect("commit"))
+            self._log = DecisionLog(peers.connect("commit"))
             self.heart = Heart(peers, peers.connect("commit"), self._status)
 
     # ---- any thread --------------------------------------------------------------------------
@@ -189,7 +201,7 @@ class CommitGroup:
         if self.heart is None:
             return error
         losses = self.heart.await_loss()
-        return RankLostError(said(losses)) if losses else error
+        return RankLostError(Loss.reason_of(losses).message) if losses else error
 
     def _status(self) -> Beat:
         round_, reading = self._current, self._reading
@@ -197,7 +209,7 @@ class CommitGroup:
         doing = self._doing if not self._planning or round_ is not None else self._planning
         if reading is not None:
             progress, doing = progress + reading.value, "reading"
-        return Beat(self._cast, progress, doing, calls=self.calls)
+        return Beat(self._cast, progress, doing, calls=self.calls, ended=self._ended)
 
     # ---- the commit thread -------------------------------------------------------------------
 
@@ -210,30 +222,10 @@ class CommitGroup:
             while self.peers.world > 1 and self._expected < round_.number:
                 self._finish(Round.missing(self._expected, round_.first, round_.timeout))
             self._finish(round_)
-        except BaseException as error:  # a defect, or a failpoint: still, nobody may wait for ever
+        except BaseException as error:  # a defect: still, no rank may wait for ever
             logger.exception("a commit round ended unexpectedly")
-            round_.resolve(self._break_off(round_, error))
-
-    def _break_off(self, round_: Round, error: BaseException) -> BaseException:
-        """Tell the others that this rank's commit thread failed in the round; the error for its user."""
-        if self.heart is None:
-            return error
-        reasons = {self.peers.rank: Reason.of(error)}
-        try:
-            standing = self._record.decide(
-                round_.number, Decision(Outcome.FAILED, reasons, given_up=True)
-            )
-        except Decided as decided:
-            standing = decided.decision
-        except Exception as failed:
-            standing = Decision(Outcome.UNKNOWN)
-            logger.warning("could not tell the other ranks: %s", failed)
-        self._lane.leave()
-        if standing.outcome is Outcome.FAILED:
-            return self._error(round_, standing) or error
-        return CommitOutcomeUnknown(
-            f"this rank failed while the coordinator was publishing {str(round_.directory)!r}: {error!r}"
-        )
+            self._lane.leave()
+            round_.resolve(error)
 
     def _finish(self, round_: Round) -> None:
         self._current = round_
@@ -241,16 +233,17 @@ class CommitGroup:
         if self.heart is not None:
             self.heart.follow(round_.number)
         try:
-            decision = self._decide(round_)
+            decision = self._agree(round_)
         finally:
             self._say("idle", round_)
             self._expected = round_.number + 1
-            self._cast = max(self._cast, round_.number)
+            self._cast = self._ended = max(self._cast, round_.number)
             self._current = None
             if self.heart is not None:
                 self.heart.follow(None)
-            if self.is_coordinator:
-                self._record.forget_before(round_.number)
+        if self.is_coordinator:
+            with contextlib.suppress(RuntimeError):
+                self._log.forget_before(round_.number)
         try:
             self._tidy(round_, decision)
         except Exception:  # what is left over goes with the next commit; the outcome stands
@@ -289,198 +282,230 @@ class CommitGroup:
         """It is not this rank that stands still."""
         self._ticks += 1
 
-    def _decide(self, round_: Round) -> Decision:
-        while True:
-            try:
-                return self._agree(round_)
-            except Decided as decided:
-                return decided.decision
-            except LaneBroken as broken:
-                logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
-                self._lane.leave()
+    def _agree(self, round_: Round) -> Decision:
+        """Carry out the protocol's actions, until it ends."""
+        steps = lead() if self.is_coordinator else follow()
+        action = next(steps)
+        try:
+            while True:
                 try:
-                    self._after_break(round_, broken)
-                except Decided as decided:
-                    return decided.decision
+                    event = self._do(action, round_)
+                except Exception as error:
+                    logger.exception("%s failed in save %d", action, round_.number - round_.first)
+                    action = steps.throw(error)
+                else:
+                    action = steps.send(event)
+        except StopIteration as ended:
+            decision: Decision = ended.value
+            return decision
 
-    def _after_break(self, round_: Round, broken: LaneBroken) -> None:
-        """Step 18: see whether a lost rank is behind it; and do not try for ever if none is."""
+    def _do(self, action: Action, round_: Round) -> Event:
+        match action:
+            case AwaitFiles():
+                return self._await_files(round_)
+            case Meet():
+                return self._meet(round_)
+            case Vote(ok):
+                return self._vote(round_, ok)
+            case Publish():
+                return self._publish(round_)
+            case Tell(decision):
+                return self._tell(round_, decision)
+            case Hear():
+                return self._hear(round_)
+            case Settle(why):
+                return Decided(self._settle(round_, why))
+            case Leave():
+                self._lane.leave()
+                return Done()
+        try:
+            return self._ask_store(action, round_)
+        except RuntimeError as error:
+            logger.info("save %d: the store fails: %s", round_.number - round_.first, error)
+            return Collected({}) if isinstance(action, Collect) else Said(None)
+
+    def _ask_store(self, action: Action, round_: Round) -> Event:
+        match action:
+            case Explain(reason):
+                self._log.explain(round_.number, self.peers.rank, reason)
+            case Note(decision):
+                self._log.note(round_.number, decision)
+            case Collect():
+                return self._log.collect(round_.number)
+            case Look():
+                return Said(self._log.find(round_.number))
+        return Done()
+
+    # ---- actions ---------------------------------------------------------------------------------
+
+    def _await_files(self, round_: Round) -> Event:
+        self._say("flushing", round_)
+        while not round_.part.wait(_POLL_SECONDS):
+            if (event := self._notice(round_)) is not None:
+                return event
+        find_older(round_)  # 5
+        error = round_.part.error
+        return Written(None if error is None else Reason.of(error))
+
+    def _meet(self, round_: Round) -> Event:
+        if self.peers.world == 1:
+            return Done()
+        self._say("voting", round_)
+        try:
+            if self.is_coordinator:
+                self._log.flush()  # or a rank that is behind would vote for another save
+            if not self._lane.join(lambda: self._interrupt(round_, joining=True)):
+                return Done()
+            self._apart = None
+            found = None if self.is_coordinator else self._log.find(round_.number)
+            return Done() if found is None else Said(found)
+        except _Interrupted as interrupted:
+            self._lane.leave()
+            return interrupted.event
+        except (LaneBroken, RuntimeError) as broken:
+            return self._after_break(round_, broken)
+
+    def _after_break(self, round_: Round, broken: Exception) -> Event:
+        """See whether a lost rank is behind it; and do not try for ever if none is."""
+        logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
         now = time.monotonic()
         if self._apart is None:
             self._apart = now
         time.sleep(_POLL_SECONDS)
-        self._check_others(round_, joining=True)
-        if now - self._apart > max(round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS):
+        self._tick()
+        event = self._notice(round_, joining=True)
+        if event is None and now - self._apart > max(
+            round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS
+        ):
             why = f"has not met the others for {now - self._apart:.0f} s ({broken})"
-            self._give_up(round_, [Loss(self.peers.rank, why)])
+            event = Lost(Loss.reason_of([Loss(self.peers.rank, why)]))
+        return event or Broke()
 
-    def _agree(self, round_: Round) -> Decision:
-        self._await_part(round_)
-        # The numbers in comments are the steps of docs/commit.md.
-        find_older(round_)  # 5
-        ok = round_.part.error is None
+    def _vote(self, round_: Round, ok: bool) -> Event:
         ballot = Ballot(
             ok, round_.number, round_.attempt, round_.path, self.peers.world, round_.missed
         )
         hit("vote.before")
-        count = Count.of(self._vote(round_, ballot))  # 6
+        maxima = ballot.encode()
+        if self.peers.world > 1:
+            self._cast = round_.number
+            found = self._max(round_, maxima)
+            if not isinstance(found, list):
+                return found
+            maxima = found
         hit("vote.after")
-        if not count.unanimous:
-            return self._reasons(round_, count)  # 7
-        return self._share(round_, self._publish(round_) if self.is_coordinator else None)
+        if is_unanimous(maxima):
+            return Counted(True)
+        return Counted(False, None if maxima[0] else Reason.of(_different(round_)))
 
-    def _await_part(self, round_: Round) -> None:
-        self._say("flushing", round_)
-        while not round_.part.wait(_POLL_SECONDS):
-            self._check(round_)
-
-    def _vote(self, round_: Round, ballot: Ballot) -> list[int]:
-        if self.peers.world == 1:
-            return ballot.encode()
-        self._say("voting", round_)
-        self._join(round_)
-        self._cast = round_.number
-        return self._lane.max(ballot.encode(), lambda: self._check_others(round_))
-
-    def _join(self, round_: Round) -> None:
-        if self._lane.join(lambda: self._check_others(round_, joining=True)):
-            self._apart = None
-            self._caught_up = False
-        if self._caught_up:
-            return
-        found = self._record.find(round_.number)
-        if found is None:
-            self._caught_up = True
-            return
-        if found.final:
-            raise Decided(found)
-        # The coordinator was publishing, and does not come here again for this round: the outcome
-        # that it should have noted did not reach the store.
-        if not self.is_coordinator:
-            raise Decided(self._look(round_, [Loss(0, "could not note the outcome")]))
-
-    def _reasons(self, round_: Round, count: Count) -> Decision:
-        """Gather who failed and why; the coordinator notes it for ranks that gloo does not reach."""
-        mine = round_.part.error
-        if mine is None and not count.agreed and not count.failed:
-            mine = SaveFailedError(
-                f"the ranks mean different saves; here it is attempt "
-                f"{round_.attempt and round_.attempt.name} at {str(round_.path)!r}, and "
-                f"{round_.missed} calls of dcp.async_save failed before. If that differs from rank to rank, no save "
-                f"can be committed until the job restarts; dcp_datastates.async_save goes on after such a failure"
-            )
-        if self.peers.world == 1:
-            assert mine is not None
-            return Decision.failed(0, mine)
-        data = b"" if mine is None else Reason.of(mine).encode()
-        gathered = self._lane.gather(data, REASON_BYTES, lambda: self._check_others(round_))
-        reasons = {
-            rank: reason
-            for rank, reason in enumerate(map(Reason.decode, gathered))
-            if reason is not None
-        }
-        return self._settle(round_, Decision(Outcome.FAILED, reasons))
-
-    def _publish(self, round_: Round) -> Decision:
+    def _publish(self, round_: Round) -> Event:
         """Coordinator: all ranks are durable."""
         self._say("waiting for DCP to gather the results", round_)
         while not round_.await_consolidated(_POLL_SECONDS):
-            self._check(round_)
-        consolidated = round_.consolidated
+            if (event := self._notice(round_)) is not None:
+                return event
+        self._say("publishing", round_)
         try:
-            if consolidated is None:
+            if round_.consolidated is None:
                 assert round_.abandoned is not None
                 raise round_.abandoned
-            self._record.decide(round_.number, Decision(Outcome.PUBLISHING))  # 8
-            self._say("publishing", round_)
-            publish(round_, consolidated, self._tick)  # 9 to 11
-        except Decided:
-            raise
+            publish(round_, round_.consolidated, self._tick)  # 8 to 10
         except CommitOutcomeUnknown as error:
             round_.failure = error
-            decision = Decision(Outcome.UNKNOWN, {0: Reason.of(error)})
+            return Decided(Decision(Outcome.UNKNOWN, {0: Reason.of(error)}))
         except Exception as error:
             round_.failure = error
-            decision = Decision.failed(0, error)
-        else:
-            decision = Decision(Outcome.COMMITTED)
-        return self._settle(round_, decision)
+            return Decided(Decision.failed(0, error))
+        return Decided(Decision(Outcome.COMMITTED))
 
-    def _settle(self, round_: Round, decision: Decision) -> Decision:
-        if self.is_coordinator:
-            self._record.settle(round_.number, decision)
-        return decision
-
-    def _share(self, round_: Round, decision: Decision | None) -> Decision:
-        """Step 12: the coordinator's decision, on every rank."""
+    def _tell(self, round_: Round, decision: Decision) -> Event:  # 11
         if self.peers.world == 1:
-            assert decision is not None
-            return decision
+            return Done()
         hit("outcome.before")
-        committed = -1 if decision is None else int(decision.outcome is Outcome.COMMITTED)
-        try:
-            self._say("waiting for the outcome", round_)
-            (committed,) = self._lane.max([committed], lambda: self._check_others(round_))
-        except (LaneBroken, Decided):
-            # A coordinator has decided, and perhaps published: without the store it could only guess
-            # here, and would remove the files of a committed checkpoint.
-            if decision is None:
-                raise
-            self._lane.leave()
-            return decision  # the others find it in the store
+        self._say("telling the outcome", round_)
+        told = [round_.number, _OUTCOMES.index(decision.outcome)]
+        event = self._max(round_, told, telling=True)
         hit("outcome.after")
-        if decision is not None:
-            return decision
-        if committed:
-            return Decision(Outcome.COMMITTED)
-        found = self._record.find(round_.number)
-        assert found is not None, "the coordinator writes its decision down before it shares it"
-        return found
+        return Done() if isinstance(event, list) else event
+
+    def _hear(self, round_: Round) -> Event:
+        hit("outcome.before")
+        self._say("waiting for the outcome", round_)
+        found = self._max(round_, [-1, -1])
+        if not isinstance(found, list):
+            return found
+        hit("outcome.after")
+        number, outcome = found
+        return Told(number == round_.number, _OUTCOMES[outcome])
+
+    def _settle(self, round_: Round, why: Reason) -> Decision:  # 15
+        assert round_.directory is not None
+        assert round_.attempt is not None
+        try:
+            committed = settle(round_.directory, round_.attempt)
+            unclear = "another job has committed there since"
+        except (OSError, CheckpointCorruptError) as failed:  # this rank's files must stay
+            committed, unclear = None, f"storage does not tell ({failed})"
+        if committed is not None:
+            return Decision(Outcome.COMMITTED) if committed else Decision(Outcome.FAILED, {-1: why})
+        error = CommitOutcomeUnknown(
+            f"{why.message}; and {unclear}. Attempt {round_.attempt.name} is committed if the path's .metadata names "
+            f"it: `python -m dcp_datastates inspect` tells, and dcp_datastates.latest() finds the newest"
+        )
+        return Decision(Outcome.UNKNOWN, {-1: Reason.of(error)})
 
     # ---- while waiting ---------------------------------------------------------------------------
 
-    def _check_others(self, round_: Round, *, joining: bool = False) -> None:
-        """:meth:`_check` while this rank has done its part: that it stands still is not its own fault."""
-        self._tick()
-        self._check(round_, joining=joining)
+    def _max(self, round_: Round, values: list[int], *, telling: bool = False) -> list[int] | Event:
+        try:
+            return self._lane.max(values, lambda: self._interrupt(round_, telling=telling))
+        except _Interrupted as interrupted:
+            return interrupted.event
+        except LaneBroken as broken:
+            return self._after_break(round_, broken)
 
-    def _check(self, round_: Round, *, joining: bool = False) -> None:
-        """Called while waiting. Raises the way out, if there is one."""
+    def _interrupt(self, round_: Round, *, joining: bool = False, telling: bool = False) -> None:
+        self._tick()  # this rank has done its part: that it stands still is not its own fault
+        if (event := self._notice(round_, joining=joining, telling=telling)) is not None:
+            raise _Interrupted(event)
+
+    def _notice(
+        self, round_: Round, *, joining: bool = False, telling: bool = False
+    ) -> Event | None:
+        """What the heart knows that ends this wait.
+
+        Args:
+            round_: the round.
+            joining: this rank is connected with no other.
+            telling: the coordinator has decided.
+        """
         heart = self.heart
         if heart is None:
-            return
-        if heart.decision is not None:
-            decision = Decision.decode(heart.decision)
-            # Others come by gloo as well, which must not be left in the middle of an operation.
-            if decision.given_up or (joining and decision.final):
-                self._lane.leave()
-                raise Decided(decision)
+            return None
         losses = heart.losses() or heart.stalled(round_.number, round_.timeout)
-        if losses and time.monotonic() - self._tried > _GIVE_UP_SECONDS:
-            self._tried = time.monotonic()
-            self._give_up(round_, losses)
+        if self.is_coordinator:
+            if losses:
+                return Lost(Loss.reason_of(losses))
+            ended = [] if telling else heart.ended(round_.number)
+            return Refused(ended) if ended else None
+        said = heart.said
+        # Others are told by gloo as well, which must not be left in the middle of an operation.
+        if said is not None and (said.decision is None or said.decision.given_up or joining):
+            return said
+        if any(loss.rank == 0 for loss in losses):
+            return Lost(Loss.reason_of(losses))
+        return None
 
-    def _give_up(self, round_: Round, losses: list[Loss]) -> None:
-        """Steps 15 to 17: the round has failed because of ranks that are lost; raises :class:`Decided`.
 
-        Returns if the coordinator is publishing: it will tell.
-        """
-        decision = given_up(losses)
-        reached = True
-        try:
-            standing = self._record.decide(round_.number, decision)
-        except Decided:
-            self._lane.leave()
-            raise
-        except Exception:  # the store is gone, and with it rank 0 or torchrun's agent
-            reached = False
-            standing = decision if self.is_coordinator else Decision(Outcome.PUBLISHING)
-        if standing.final:
-            self._lane.leave()
-            raise Decided(standing)
-        if not reached or any(loss.rank == 0 for loss in losses):
-            self._lane.leave()
-            raise Decided(self._look(round_, losses))
+class _Interrupted(Exception):
+    def __init__(self, event: Event) -> None:
+        super().__init__(event)
+        self.event = event
 
-    def _look(self, round_: Round, losses: list[Loss]) -> Decision:
-        return look(round_, losses, voted=self._cast >= round_.number)
+
+def _different(round_: Round) -> SaveFailedError:
+    return SaveFailedError(
+        f"the ranks mean different saves; on rank 0 it is attempt {round_.attempt and round_.attempt.name} at "
+        f"{str(round_.path)!r}, and {round_.missed} calls of dcp.async_save failed before. If that differs from rank "
+        f"to rank, no save can be committed until the job restarts; dcp_datastates.async_save goes on after such a failure"
+    )

@@ -1,8 +1,8 @@
 """Heartbeats in a c10d store: who is alive, who makes progress, and what the others have decided.
 
 gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once
-a second, the coordinator reads everybody's and says who is lost, and everybody reads the coordinator's
-beat and what it says (a few requests a second and rank). A rank is
+a second. The coordinator reads all of them, and says in its own who is lost; the others read the coordinator's: two
+requests a second and rank. A rank is
 
 - *dead* if its process is gone, which is certain, and seen at once, on the same machine;
 - *silent* if its beat has stood still for :data:`SILENCE_SECONDS`: dead, stopped, or cut off. A rank
@@ -26,12 +26,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from dcp_datastates.commit.decision import Reason
+from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.peers import Connection, Peers
+from dcp_datastates.commit.protocol import Said
+from dcp_datastates.errors import RankLostError
 from dcp_datastates.forks import ProcessLock
 
 __all__ = ["SILENCE_SECONDS", "Beat", "Heart", "Loss"]
@@ -65,7 +69,8 @@ class Beat:
 
     ``progress`` is a number that changes as long as there is any; ``doing`` says in words what it counts;
     ``late`` is by how many seconds its latest beat has come too late; ``calls`` is how many saves it has been called
-    for.
+    for; ``ended`` is the last round whose outcome it knows. ``lost`` is what the coordinator says of other ranks, as
+    the fields of a :class:`Loss`.
     """
 
     voted: int = -1
@@ -73,14 +78,15 @@ class Beat:
     doing: str = "idle"
     late: int = 0
     calls: int = 0
+    ended: int = -1
+    lost: Sequence[Sequence[Any]] = ()
 
     def encode(self, count: int) -> str:
-        return f"{count}|{self.voted}|{self.progress}|{self.late}|{self.calls}|{self.doing}"
+        return json.dumps([count, *dataclasses.astuple(self)])
 
     @staticmethod
     def decode(value: bytes) -> Beat:
-        _, voted, progress, late, calls, doing = value.decode().split("|", 5)
-        return Beat(int(voted), int(progress), doing, int(late), int(calls))
+        return Beat(*json.loads(value)[1:])
 
 
 @dataclass(frozen=True)
@@ -92,12 +98,10 @@ class Loss:
     certain: bool = False
 
     @staticmethod
-    def encode(losses: list[Loss]) -> str:
-        return json.dumps([[loss.rank, loss.reason, loss.certain] for loss in losses])
-
-    @staticmethod
-    def decode(value: bytes) -> list[Loss]:
-        return [Loss(*loss) for loss in json.loads(value)]
+    def reason_of(losses: Sequence[Loss]) -> Reason:
+        """Which ranks are lost, and why; the first few of them."""
+        more = f"; and {len(losses) - 3} more ranks" if len(losses) > 3 else ""
+        return Reason.of(RankLostError("; ".join(map(str, losses[:3])) + more))
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"
@@ -167,6 +171,7 @@ class Heart:
     def __init__(self, peers: Peers, store: Connection, status: Callable[[], Beat]) -> None:
         self._peers = peers
         self._store = store
+        self._decisions = DecisionLog(store)
         self._status = status
         self._watched = {
             rank: _Watched()
@@ -175,16 +180,15 @@ class Heart:
         }
         self._lock = ProcessLock()  # guards what follows
         self._round: int | None = None
-        self._decision: bytes | None = None
+        self._said: Said | None = None  # what the coordinator has decided in it
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
         self._told: list[Loss] = []  # what the coordinator says
-        # What this rank, as the coordinator, has said; not yet even that all is well.
-        self._said = ""
         self._silent: list[Loss] = []
         self._gone: list[Loss] = []
         self._visited = 0.0
         self._late = 0
+        self._count = 0  # of this rank's beats
         self._active = 0
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
@@ -244,17 +248,22 @@ class Heart:
         """Look for the others' decision about this round with every beat from now on."""
         with self._lock:
             self._round = round_number
-            self._decision = None
+            self._said = None
             self._expect_unheard()  # it came to its first save just now, perhaps late
             for watched in self._watched.values():
                 watched.still = 0.0  # before the round, there was nothing to make progress with
         self._wake.set()
 
     @property
-    def decision(self) -> bytes | None:
-        """What the store says about the round that is followed; None so far."""
+    def said(self) -> Said | None:
+        """What the coordinator has decided in the round that is followed; None so far, and on the coordinator."""
         with self._lock:
-            return self._decision
+            return self._said
+
+    def ended(self, round_number: int) -> list[int]:
+        """The other ranks that know an outcome of the round."""
+        with self._lock:
+            return [rank for rank, each in self._watched.items() if each.beat.ended >= round_number]
 
     def losses(self) -> list[Loss]:
         """The ranks that are dead or silent now."""
@@ -349,19 +358,16 @@ class Heart:
     # ---- the heart's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        count = 0
         due = time.monotonic()
         while not self._stopping:
             self._wake.clear()
             began = time.monotonic()
             self._late = max(self._late, int(began - due))
-            count += 1
             try:
-                beat = dataclasses.replace(self._status(), late=self._late)
                 if not self._introduced.is_set():
                     self._store.set(f"who/{self._peers.rank}", self._identity)
                     self._introduced.set()
-                self._store.set(f"beat/{self._peers.rank}", beat.encode(count))
+                self._beat()
                 self._look()
                 error = None
             except Exception as failed:
@@ -392,34 +398,37 @@ class Heart:
                 until = min(until, time.monotonic() + 0.1)
         return until
 
+    def _beat(self) -> None:
+        beat = dataclasses.replace(self._status(), late=self._late)
+        if self._peers.rank == 0:
+            lost = [dataclasses.astuple(loss) for loss in self.losses()]
+            beat = dataclasses.replace(beat, lost=lost)
+        self._count += 1
+        self._store.set(f"beat/{self._peers.rank}", beat.encode(self._count))
+
     def _look(self) -> None:
         # This thread may itself have been kept from running: then the others' beats are no older than
         # its last look, however late it is, and it counts no more silence than an interval or two.
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * _ACTIVE_SECONDS)
         self._looked_at = now
+        before = self.losses()
         self._read_beats(passed)
-        told: list[Loss] = []
         if self._peers.rank == 0:
-            said = Loss.encode(self.losses())
-            if said != self._said:
-                self._store.set("lost", said)
-                self._said = said
-        elif self._store.check(["lost"]):
-            told = [
-                loss
-                for loss in Loss.decode(self._store.get("lost"))
-                if loss.rank != self._peers.rank
-            ]
+            if self.losses() != before:
+                self._beat()  # the others are waiting to know
+            return
+        coordinator = self._watched[0]
+        told = [Loss(*loss) for loss in coordinator.beat.lost if loss[0] != self._peers.rank]
         with self._lock:
-            self._told = told
+            self._told = told if coordinator.heard else []
             round_number = self._round
-        decision = None
-        if round_number is not None and self._store.check([f"decision/{round_number}"]):
-            decision = self._store.get(f"decision/{round_number}")
+        if round_number is None or coordinator.beat.ended < round_number:
+            return
+        decision = self._decisions.find(round_number)
         with self._lock:
-            if self._round == round_number and decision is not None:
-                self._decision = decision
+            if self._round == round_number:
+                self._said = Said(decision)
 
     def _read_beats(self, passed: float) -> None:
         for rank, watched in self._watched.items():

@@ -62,6 +62,10 @@ class Connection:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return bytes(self._do(lambda store: store.compare_set(key, expected, desired)))
 
+    def add(self, key: str, amount: int) -> int:
+        """May add twice, where the connection breaks."""
+        return int(self._do(lambda store: store.add(key, amount)))
+
     def delete_key(self, key: str) -> bool:
         return bool(self._do(lambda store: store.delete_key(key)))
 

@@ -1,0 +1,94 @@
+"""What the coordinator has decided, in the store: for ranks that gloo does not reach, and for the reasons.
+
+The coordinator alone writes decisions. A rank that fails a save leaves its reason there before it votes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Final
+
+from dcp_datastates.commit.decision import Decision, Reason
+from dcp_datastates.commit.peers import Connection
+from dcp_datastates.commit.protocol import Collected
+
+__all__ = ["DecisionLog"]
+
+_KEPT: Final = 64
+"""Decisions of so many rounds stay in the store, for ranks that are behind."""
+
+_EXPLAINED: Final = 8
+"""Of so many ranks that fail one save the reasons are kept."""
+
+
+class DecisionLog:
+    """Decisions by round. Of the commit thread; without a store (one rank alone) it is empty.
+
+    All raise RuntimeError if the store cannot be reached.
+    """
+
+    def __init__(self, store: Connection | None = None) -> None:
+        self._store = store
+        self._unsaid: dict[int, Decision] = {}
+
+    def find(self, number: int) -> Decision | None:
+        """What was decided in the round, as far as it is written down."""
+        if self._store is None:
+            return None
+        key = _decision(number)
+        return Decision.decode(self._store.get(key)) if self._store.check([key]) else None
+
+    def note(self, number: int, decision: Decision) -> None:
+        """Coordinator: write the decision down; if that fails, :meth:`flush` will."""
+        if self._store is not None:
+            self._unsaid[number] = decision
+            self.flush()
+
+    def flush(self) -> None:
+        """Coordinator: write down what could not be written before."""
+        assert self._store is not None or not self._unsaid
+        for number, decision in list(self._unsaid.items()):
+            assert self._store is not None
+            self._store.set(_decision(number), decision.encode())
+            del self._unsaid[number]
+
+    def explain(self, number: int, rank: int, reason: Reason) -> None:
+        """Leave why ``rank`` fails the round; the first few ranks' reasons are kept."""
+        if self._store is None:
+            return
+        # A request may be made twice: then one reason too many is counted, and none is lost.
+        place = self._store.add(_reasons(number), 1)
+        if place <= _EXPLAINED:
+            text = json.dumps([rank, reason.kind, reason.message])
+            self._store.set(f"{_reasons(number)}/{place}", text)
+
+    def collect(self, number: int) -> Collected:
+        """Coordinator: what the ranks have explained."""
+        if self._store is None:
+            return Collected({})
+        count = self._store.add(_reasons(number), 0)
+        keys = [f"{_reasons(number)}/{place + 1}" for place in range(min(count, _EXPLAINED))]
+        reasons = {}
+        for key in keys:
+            if self._store.check([key]):
+                rank, kind, message = json.loads(self._store.get(key))
+                reasons[rank] = Reason(kind, message)
+        return Collected(reasons, max(0, count - len(keys)))
+
+    def forget_before(self, number: int) -> None:
+        """Coordinator, once a round: drop what no rank asks for any more."""
+        if self._store is not None:
+            old = number - _KEPT
+            if self._store.check([_reasons(old)]):
+                for place in range(_EXPLAINED):
+                    self._store.delete_key(f"{_reasons(old)}/{place + 1}")
+                self._store.delete_key(_reasons(old))
+            self._store.delete_key(_decision(old))
+
+
+def _decision(number: int) -> str:
+    return f"decision/{number}"
+
+
+def _reasons(number: int) -> str:
+    return f"reasons/{number}"

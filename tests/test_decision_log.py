@@ -1,0 +1,80 @@
+"""Decisions and reasons in the store: what is written is found, what no rank asks for any more goes."""
+
+import pytest
+import torch.distributed as dist
+
+from dcp_datastates.commit import decision_log
+from dcp_datastates.commit.decision import Decision, Outcome, Reason
+from dcp_datastates.commit.decision_log import DecisionLog
+from dcp_datastates.commit.protocol import Collected
+
+FAILED = Decision(Outcome.FAILED, given_up=True)
+COMMITTED = Decision(Outcome.COMMITTED)
+
+
+class _Failing:
+    """A store that fails while ``down``."""
+
+    def __init__(self):
+        self.store = dist.HashStore()
+        self.down = False
+
+    def __getattr__(self, name):
+        if self.down:
+            raise RuntimeError("Connection reset by peer")
+        return getattr(self.store, name)
+
+
+def test_what_the_coordinator_notes_all_ranks_find():
+    store = dist.HashStore()
+    coordinator, other = DecisionLog(store), DecisionLog(store)
+    assert other.find(7) is None
+    coordinator.note(7, FAILED)
+    assert other.find(7) == FAILED
+    assert other.find(8) is None
+
+
+def test_what_could_not_be_noted_is_noted_later():
+    store = _Failing()
+    log = DecisionLog(store)
+    store.down = True
+    with pytest.raises(RuntimeError):
+        log.note(7, COMMITTED)
+    store.down = False
+    assert log.find(7) is None
+    log.flush()
+    assert log.find(7) == COMMITTED
+
+
+def test_reasons_are_collected_by_rank_and_the_rest_is_counted():
+    store = dist.HashStore()
+    for rank in range(11):
+        DecisionLog(store).explain(7, rank, Reason("OSError", f"disk {rank}"))
+    found = DecisionLog(store).collect(7)
+    assert found.reasons == {rank: Reason("OSError", f"disk {rank}") for rank in range(8)}
+    assert found.more == 3
+    assert DecisionLog(store).collect(8) == Collected({})
+
+
+def test_old_keys_are_dropped_and_only_those():
+    store = dist.HashStore()
+    kept = DecisionLog(store)
+    for number in range(2 * decision_log._KEPT):
+        kept.explain(number, 1, Reason("OSError", ""))
+        kept.note(number, FAILED)
+        kept.forget_before(number)
+    found = [number for number in range(2 * decision_log._KEPT) if kept.find(number) is not None]
+    assert found == list(range(decision_log._KEPT, 2 * decision_log._KEPT))
+    assert not store.check(["reasons/0"])
+    assert not store.check(["reasons/0/1"])
+    assert store.check([f"reasons/{decision_log._KEPT}/1"])
+
+
+def test_a_rank_alone_needs_no_store():
+    alone = DecisionLog()
+    alone.note(7, FAILED)
+    alone.explain(7, 0, Reason("OSError", ""))
+    alone.flush()
+    alone.forget_before(7)
+    assert alone.find(7) is None
+    assert alone.collect(7) == Collected({})
