@@ -81,18 +81,19 @@ def test_a_rank_that_comes_late_to_its_first_save_is_not_lost(shared_dir):
 def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_has_told(shared_dir):
     _forget_groups()
     group = _group()
-    tell, hear = group._tell, group._hear
+    voter = group._voter
+    tell, hear = voter._tell, voter._hear
 
     def tell_without_the_store(*arguments):
         heart = group.heart
-        group._log._store = heart._store = heart._decisions._store = _Broken()
+        group._decisions._store = heart._store = heart._decisions._store = _Broken()
         return tell(*arguments)
 
     def hear_late(*arguments):
         time.sleep(4)
         return hear(*arguments)
 
-    group._tell, group._hear = tell_without_the_store, hear_late
+    voter._tell, voter._hear = tell_without_the_store, hear_late
     _save(1, shared_dir / "c")
     dist.barrier()
     assert len(load_everything(shared_dir / "c")) == 2
@@ -107,8 +108,10 @@ def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shar
     with pytest.MonkeyPatch.context() as patch, armed_on(0, entries, shared_dir / "fired"):
         if behind:  # it learns of what the coordinator decides when it meets it in the third round
             patch.setattr(type(group.heart), "said", None)
-            wait = group._await_files
-            patch.setattr(group, "_await_files", lambda round_: (time.sleep(2), wait(round_))[1])
+            wait = group._voter._await_files
+            patch.setattr(
+                group._voter, "_await_files", lambda round_: (time.sleep(2), wait(round_))[1]
+            )
         ours = writer(shared_dir / "c", max_in_flight=3, read_window="immediate")
         saves = [dcp_datastates.async_save(_state(n), writer=ours) for n in range(3)]
         outcomes = [save.upload_completion.exception(60) for save in saves]
@@ -153,7 +156,7 @@ def lose_the_stores_host(path):
     )
     _save(1, Path(path, "a"))
     if rank == 0:
-        _group()._vote = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        _group()._voter._vote = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     response = dcp_datastates.async_save(_state(2), Path(path, "b"), host_cache_size=CACHE)
     with pytest.raises(RankLostError, match="rank 0"):
         response.upload_completion.result(40)
