@@ -132,7 +132,7 @@ def test_a_call_that_one_rank_leaves_out_is_named_and_the_ranks_get_in_step_agai
     assert "left out a call" in str(outcomes[3 if dist.get_rank() else 2])
     if dist.get_rank() == 0:
         assert "step-3" in str(outcomes[3])
-    assert outcomes[4] is outcomes[5] is None
+    assert outcomes[4] is outcomes[5] is None, outcomes
     dist.barrier()
     for number in range(6):
         path = shared_dir / f"step-{number}"
