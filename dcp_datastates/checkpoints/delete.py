@@ -89,6 +89,8 @@ def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
         _withdraw(path, claimed)
         if local.signature(path) != seen:
             raise NotDeleted(path, "it was replaced a moment ago")
+        if victim.attempt is not None:
+            attempts.mark_deleted(path, victim.attempt, _PHASE)
         # Where there are no locks, another process may be deleting it, too.
         with contextlib.suppress(FileNotFoundError):
             operations.unlink(path / local.METADATA_NAME, _PHASE)

@@ -162,10 +162,10 @@ def _withdraw_older(directory: Path, attempt: Attempt) -> None:
 
 
 def settle(directory: Path, attempt: Attempt) -> bool | None:
-    """Step 17: whether the attempt is committed, durably; from now on it cannot be any more. Any rank, at any time.
+    """Step 15: whether the attempt is committed, durably; from now on it cannot be any more. Any rank, at any time.
 
-    None if that cannot be known any more: another job has committed there since. Raises OSError if storage does not
-    tell, and :class:`CheckpointCorruptError`.
+    None if that cannot be known any more: another job has committed there since, or it was deleted. Raises OSError if
+    storage does not tell, and :class:`CheckpointCorruptError`.
     """
     attempts.withdraw(directory, attempt)
     there = _now_published(directory)
@@ -173,7 +173,10 @@ def settle(directory: Path, attempt: Attempt) -> bool | None:
         # Its coordinator may have died before it did:
         operations.sync_directory(directory, "publish")
         return True
-    return None if there is not None and there > attempt else False
+    if there is not None and there > attempt:
+        return None
+    # Looked at last: a deletion says so before ``.metadata`` goes.
+    return None if attempts.is_deleted(directory, attempt) else False
 
 
 def _now_published(directory: Path) -> Attempt | None:

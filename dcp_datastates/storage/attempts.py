@@ -19,10 +19,12 @@ from typing import Final
 from dcp_datastates.attempt import Attempt
 from dcp_datastates.errors import CheckpointSupersededError, CommitOutcomeUnknown
 from dcp_datastates.storage import operations
-from dcp_datastates.storage.local import METADATA_NAME, explained
+from dcp_datastates.storage.local import METADATA_NAME, Signature, explained, signature_of
 
 __all__ = [
     "claim",
+    "is_deleted",
+    "mark_deleted",
     "present",
     "publish",
     "rank_of",
@@ -35,6 +37,9 @@ __all__ = [
 _DATA_FILE = re.compile(r"r(\d{5,})-\d+\.safetensors")
 
 _SLOT: Final = "publishing"
+
+_DELETING: Final = "deleting"
+"""A directory in the attempt's: it is being deleted. There from before ``.metadata`` goes until all files are gone."""
 
 _TRIES: Final = 100
 """A slot that cannot be emptied so often holds what this package did not put there."""
@@ -86,7 +91,9 @@ def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
     with explained("publishing", target, len(data)):
         try:
             operations.write_new_file(source, data, "publish")
-            inode = os.stat(source).st_ino
+            ours, before = signature_of(source), signature_of(target)
+            if ours is None:
+                raise _withdrawn(directory, attempt)
         except FileNotFoundError as error:
             raise _withdrawn(directory, attempt) from error
         except OSError:
@@ -97,7 +104,7 @@ def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
             operations.rename(source, target, "publish")
         except OSError as error:
             # Storage that fails may have renamed all the same, or may yet do so: without the slot it will not.
-            if not _was_renamed(directory, attempt, inode, error):
+            if not _was_renamed(directory, attempt, ours, before, error):
                 if error.errno == errno.ENOENT:
                     raise _withdrawn(directory, attempt) from error
                 raise
@@ -119,17 +126,32 @@ def _withdrawn(directory: Path, attempt: Attempt) -> CheckpointSupersededError:
     )
 
 
-def _was_renamed(directory: Path, attempt: Attempt, inode: int, error: OSError) -> bool:
+def _was_renamed(
+    directory: Path,
+    attempt: Attempt,
+    ours: Signature | None,
+    before: Signature | None,
+    error: OSError,
+) -> bool:
+    """Whether ``.metadata`` has become ``ours``, in place of the one ``before``; if not, it will not any more."""
     try:
         withdraw(directory, attempt)
-        return os.stat(directory / METADATA_NAME).st_ino == inode
-    except FileNotFoundError:
-        return False
+        now = signature_of(directory / METADATA_NAME)
+        deleted = is_deleted(directory, attempt)
     except OSError:
         raise CommitOutcomeUnknown(
             f"{directory / METADATA_NAME} may name attempt {attempt.name}, or may yet come to do so: storage fails "
             f"({error.strerror})"
         ) from error
+    if now == ours:
+        return True
+    # The slot was gone: unless a server lost its answer and was asked again, nothing has happened.
+    if error.errno == errno.ENOENT or (now == before and not deleted):
+        return False
+    raise CommitOutcomeUnknown(
+        f"{directory / METADATA_NAME} may have named attempt {attempt.name} for a while: storage failed "
+        f"({error.strerror}), and another process has published or deleted there since"
+    ) from error
 
 
 def withdraw(directory: Path, attempt: Attempt) -> None:
@@ -150,6 +172,24 @@ def withdraw(directory: Path, attempt: Attempt) -> None:
         with contextlib.suppress(FileNotFoundError):
             operations.unlink(slot / METADATA_NAME, "withdraw")
     raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(slot))
+
+
+def mark_deleted(directory: Path, attempt: Attempt, phase: str) -> None:
+    """Say that the attempt is being deleted, so that no rank takes it for one that was never committed."""
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        operations.make_directory(directory / attempt.name / _DELETING, phase)
+
+
+def is_deleted(directory: Path, attempt: Attempt) -> bool:
+    """Whether the attempt was removed, or is being removed, by one who deletes checkpoints. Raises OSError.
+
+    Of an attempt that was not, a rank that has written files finds its own.
+    """
+    try:
+        names = os.listdir(directory / attempt.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    return not names or _DELETING in names
 
 
 def rank_of(name: str) -> int | None:
@@ -181,6 +221,8 @@ def remove_files(
             with contextlib.suppress(OSError):
                 operations.unlink(folder / name, phase)
     with contextlib.suppress(OSError):
+        if rank == 0 and _DELETING in names:  # as long as there are files, so is it
+            operations.remove_directory(folder / _DELETING, phase)
         operations.remove_directory(folder, phase)
 
 

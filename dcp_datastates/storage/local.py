@@ -28,6 +28,7 @@ __all__ = [
     "local_path",
     "make_directories",
     "signature",
+    "signature_of",
     "sync_directories",
     "working_directory",
 ]
@@ -190,13 +191,18 @@ class Signature:
 def signature(directory: Path) -> Signature | None:
     """Of the committed checkpoint in ``directory``; None if there is none."""
     with explained("stat", directory / METADATA_NAME):
-        try:
-            # Opened, so that a network file system asks its server.
-            descriptor = os.open(directory / METADATA_NAME, os.O_RDONLY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        try:
-            status = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
+        return signature_of(directory / METADATA_NAME)
+
+
+def signature_of(path: Path) -> Signature | None:
+    """Of the ``.metadata`` at ``path``; None if there is none. Raises OSError."""
+    try:
+        # Opened, so that a network file system asks its server.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        status = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
     return Signature(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

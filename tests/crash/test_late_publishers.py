@@ -20,6 +20,7 @@ from dcp_datastates import (
     DataStatesError,
     StorageError,
     attempt,
+    delete,
     latest,
     retain,
 )
@@ -135,6 +136,7 @@ def test_survivors_settle_while_the_coordinator_publishes(step, at, tmp_path):
     old = _begun(tmp_path)
     assert _end(old) is None
     new = _begun(tmp_path)
+    (tmp_path / new.attempt.name / "a survivor's").write_text("")
     found = []
 
     def settle():
@@ -153,6 +155,19 @@ def test_what_another_job_has_replaced_is_not_known(tmp_path):
     mine, other = _begun(tmp_path), _begun(tmp_path)
     assert _end(other) is None
     assert publish.settle(tmp_path, mine.attempt) is None
+
+
+@pytest.mark.parametrize(
+    "step", ["delete.mkdir.after", "delete.unlink.after", "delete.rmdir.after"]
+)
+def test_what_was_deleted_is_not_known_to_have_failed(step, at, tmp_path):
+    mine = _begun(tmp_path)
+    assert _end(mine) is None
+    found = []
+    todo = at(step, lambda: found.append(publish.settle(tmp_path, mine.attempt)))
+    delete(tmp_path)
+    assert not todo, f"{step} was not passed"
+    assert found == [True if step == "delete.mkdir.after" else None]
 
 
 @pytest.mark.parametrize("number", ["EIO", "ETIMEDOUT"])
