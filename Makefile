@@ -7,6 +7,7 @@ TEST_WORKERS ?= auto
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_SAVES ?= 1000
+SEEDS ?= 100000
 GPU_PYTHON ?= python3
 GPU_TEST_SECONDS ?= 540
 GPU_BENCH_ARGS ?=
@@ -52,7 +53,7 @@ export OMP_NUM_THREADS ?= 1
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test python-test newest-test native-test native-plain native-tsan native-asan ptx soak bench lint format clean \
+.PHONY: help install demo test python-test newest-test native-test native-plain native-tsan native-asan ptx simulate soak bench lint format clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-bench
 
@@ -64,6 +65,7 @@ help:
 	@echo "                  (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
 	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan; and ptx"
 	@echo "make ptx          assemble the CUDA kernel for all architectures of today"
+	@echo "make simulate     $(SEEDS) schedules of the commit protocol (SEEDS=...)"
 	@echo "make soak         $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
 	@echo "make bench        the stall benchmark (BENCH_ARGS=... are passed on)"
 	@echo "make gpu-test     the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
@@ -93,6 +95,9 @@ NEWEST_TESTS := tests/test_torch_versions.py tests/test_round_trip_tensors.py te
 
 newest-test:
 	$(MAKE) python-test TORCH=$(NEWEST_TORCH) PYTEST_ARGS="$(NEWEST_TESTS) $(PYTEST_ARGS)"
+
+simulate: $(VENV)/installed
+	SIMULATIONS=$(SEEDS) $(BIN)/python -m pytest -s --timeout 0 tests/crash/test_simulation.py $(PYTEST_ARGS)
 
 soak: $(VENV)/installed
 	SOAK_SAVES=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/crash/test_soak.py $(PYTEST_ARGS)

@@ -21,6 +21,7 @@ from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.errors import RankLostError, SaveFailedError
 
 __all__ = [
+    "MAY_RAISE",
     "Action",
     "AwaitFiles",
     "Broke",
@@ -47,6 +48,7 @@ __all__ = [
     "Vote",
     "Written",
     "follow",
+    "interruption",
     "lead",
 ]
 
@@ -141,6 +143,9 @@ Action = (
     | Settle
 )
 
+MAY_RAISE = (AwaitFiles, Meet, Vote, Publish, Tell, Hear)
+"""Carrying these out may raise (a defect), which is thrown into the protocol; the others never raise."""
+
 # ---- events ----------------------------------------------------------------------------------
 
 
@@ -217,6 +222,32 @@ Event = Done | Written | Counted | Collected | Decided | Told | Broke | Said | L
 
 Steps = Generator[Action, Event, Decision]
 
+
+def interruption(
+    ended: Sequence[int],
+    said: Said | None,
+    lost: Lost | None,
+    *,
+    joining: bool = False,
+    telling: bool = False,
+) -> Event | None:
+    """What ends a wait, of what a rank has heard by heartbeats; None: it waits on.
+
+    Args:
+        ended: on the coordinator, the ranks that have ended the round; else nothing.
+        said: on the other ranks, what the coordinator has decided.
+        lost: that ranks are lost, as far as they matter to this one.
+        joining: this rank is connected with no other.
+        telling: the coordinator has decided, and shares the outcome.
+    """
+    # Others are told by gloo as well, which must not be left in the middle of an operation.
+    if said is not None and (lost or joining or said.decision is None or said.decision.given_up):
+        return said
+    if lost is None and ended and not telling:
+        return Refused(ended)
+    return lost
+
+
 # ---- the coordinator -------------------------------------------------------------------------
 
 
@@ -251,11 +282,11 @@ def _decide() -> Steps:
     match event:
         case Decided(decision):
             return decision
-        case Refused(ranks):
+        case Refused(ranks):  # 14
             return _failed((yield Collect()), _gave_up(ranks), given_up=True)
         case Counted(why=why):  # 7
             return _failed((yield Collect()), why)
-    assert isinstance(event, Lost)  # 13
+    assert isinstance(event, Lost)  # 14
     return Decision(Outcome.FAILED, {-1: event.reason}, given_up=True)
 
 
@@ -303,7 +334,7 @@ def follow() -> Steps:
                         event = yield Hear()  # 11
                     if isinstance(event, Told) and event.mine:
                         return (yield from _told(event.outcome))
-                    yield Leave()
+                    yield Leave()  # 17
         else:
             yield Leave()
     except Exception as error:  # a defect
@@ -317,9 +348,9 @@ def follow() -> Steps:
             yield Explain(why)  # the coordinator may be there, and see this rank end the round
         case _:
             why = Reason.of(RankLostError("rank 0 has gone on, and does not say what it decided"))
-    if not voted:  # 14
+    if not voted:  # 15
         return Decision(Outcome.FAILED, {-1: why})
-    event = yield Settle(why)  # 15
+    event = yield Settle(why)  # 16
     assert isinstance(event, Decided)
     return event.decision
 

@@ -3,14 +3,14 @@
 The coordinator comes here when every rank's bytes and directory entries are on stable storage (the numbers are
 those of docs/commit.md):
 
-9. withdraw all older attempts at the path (``storage/attempts.py``): a job that was stopped for long, or a coordinator
+8. withdraw all older attempts at the path (``storage/attempts.py``): a job that was stopped for long, or a coordinator
    that was taken for dead, cannot publish one of them any more;
-10. see that ``.metadata`` is still the file that it was when this attempt was claimed, or one that this
+9. see that ``.metadata`` is still the file that it was when this attempt was claimed, or one that this
     process has published since: a job must not overwrite its successor's;
-11. make the new ``.metadata`` durable in the attempt's slot, rename it, sync the directory.
+10. make the new ``.metadata`` durable in the attempt's slot, rename it, sync the directory.
 
-Only then does anything old go, each rank removing its own files (13). Step 9 meets every older attempt that may yet
-be published, for a claim that comes later sees this one and is newer (``storage/claims.py``). So once step 11 has
+Only then does anything old go, each rank removing its own files (12). Step 8 meets every older attempt that may yet
+be published, for a claim that comes later sees this one and is newer (``storage/claims.py``). So once step 10 has
 succeeded, ``.metadata`` never names an older attempt again, and all that were there when the ranks voted may go:
 whatever is late, and whether or not there are locks, what ``.metadata`` names is whole. The lock of the path is taken
 so that a job which deletes there waits.
@@ -162,7 +162,7 @@ def _withdraw_older(directory: Path, attempt: Attempt) -> None:
 
 
 def settle(directory: Path, attempt: Attempt) -> bool | None:
-    """Step 15: whether the attempt is committed, durably; from now on it cannot be any more. Any rank, at any time.
+    """Step 16: whether the attempt is committed, durably; from now on it cannot be any more. Any rank, at any time.
 
     None if that cannot be known any more: another job has committed there since, or it was deleted. Raises OSError if
     storage does not tell, and :class:`CheckpointCorruptError`.

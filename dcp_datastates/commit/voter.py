@@ -33,7 +33,6 @@ from dcp_datastates.commit.protocol import (
     Meet,
     Note,
     Publish,
-    Refused,
     Said,
     Settle,
     Tell,
@@ -41,11 +40,12 @@ from dcp_datastates.commit.protocol import (
     Vote,
     Written,
     follow,
+    interruption,
     lead,
 )
 from dcp_datastates.commit.publish import find_older, publish, settle
 from dcp_datastates.commit.round import Round
-from dcp_datastates.errors import CheckpointCorruptError, CommitOutcomeUnknown, SaveFailedError
+from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError
 from dcp_datastates.failpoints import hit
 
 __all__ = ["Voter"]
@@ -147,17 +147,19 @@ class Voter:
                 return self._hear(round_)
             case Settle(why):
                 return Decided(self._settle(round_, why))
-            case Leave():
-                self._leave()
-                return Done()
+        # These must not fail: the round ends by them.
         try:
-            return self._ask_store(action, round_)
-        except RuntimeError as error:
-            logger.info("save %d: the store fails: %s", round_.number - round_.first, error)
+            return self._try(action, round_)
+        except Exception as error:
+            logger.warning(
+                "save %d: %s: %s", round_.number - round_.first, type(action).__name__, error
+            )
             return Collected({}) if isinstance(action, Collect) else Said(None)
 
-    def _ask_store(self, action: Action, round_: Round) -> Event:
+    def _try(self, action: Action, round_: Round) -> Event:
         match action:
+            case Leave():
+                self._leave()
             case Explain(reason):
                 self._decisions.explain(round_.number, self._peers.rank, reason)
             case Note(decision):
@@ -271,13 +273,13 @@ class Voter:
         number, outcome = found
         return Told(number == round_.number, _OUTCOMES[outcome])
 
-    def _settle(self, round_: Round, why: Reason) -> Decision:  # 15
+    def _settle(self, round_: Round, why: Reason) -> Decision:  # 16
         assert round_.directory is not None
         assert round_.attempt is not None
         try:
             committed = settle(round_.directory, round_.attempt)
-            unclear = "another job has committed there since"
-        except (OSError, CheckpointCorruptError) as failed:  # this rank's files must stay
+            unclear = "another job has committed there since, or the attempt was deleted"
+        except Exception as failed:  # this rank's files must stay
             committed, unclear = None, f"storage does not tell ({failed})"
         if committed is not None:
             return Decision(Outcome.COMMITTED) if committed else Decision(Outcome.FAILED, {-1: why})
@@ -317,18 +319,15 @@ class Voter:
         if heart is None:
             return None
         losses = heart.losses() or heart.stalled(round_.number, round_.timeout)
-        if self._is_coordinator:
-            if losses:
-                return Lost(Loss.reason_of(losses))
-            ended = [] if telling else heart.ended(round_.number)
-            return Refused(ended) if ended else None
-        said = heart.said
-        # Others are told by gloo as well, which must not be left in the middle of an operation.
-        if said is not None and (said.decision is None or said.decision.given_up or joining):
-            return said
-        if any(loss.rank == 0 for loss in losses):
-            return Lost(Loss.reason_of(losses))
-        return None
+        if not self._is_coordinator:
+            losses = [loss for loss in losses if loss.rank == 0]  # of the others, rank 0 decides
+        return interruption(
+            heart.ended(round_.number) if self._is_coordinator else (),
+            heart.said,
+            Lost(Loss.reason_of(losses)) if losses else None,
+            joining=joining,
+            telling=telling,
+        )
 
     def _leave(self) -> None:
         if self._lane is not None:

@@ -1,0 +1,744 @@
+"""A simulated world for the commit protocol: ranks, their store, gloo, storage, heartbeats, and a seeded scheduler.
+
+The ranks run the real ``commit/protocol.py``. All else is a model, small and hostile: any step of a process may be its
+last, or come late; storage may hold a rename up and carry it out after its caller died; connections break, networks are
+cut, stores end, ranks take others for lost that are not. After each step, :meth:`World.check` says what must hold.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+
+from dcp_datastates.commit import protocol
+from dcp_datastates.commit.decision import Decision, Outcome, Reason
+
+__all__ = ["Broken", "Job", "World"]
+
+Thread = Generator[None, None, None]
+Attempt = int
+
+_PATIENCE = 400
+"""Looks in vain after which a rank that waits counts the others as lost (``commit_timeout``)."""
+
+
+_JOBS = 10
+"""At most, in one world."""
+
+
+class Broken(AssertionError):
+    """Something that must always hold does not."""
+
+
+@dataclass
+class Path:
+    """One checkpoint's directory."""
+
+    slots: set[Attempt] = field(default_factory=set)
+    files: dict[Attempt, set[int]] = field(default_factory=dict)  # of the attempts that are there
+    deleting: set[Attempt] = field(default_factory=set)
+    named: Attempt | None = None
+    signature: int = 0
+
+    def present(self) -> list[Attempt]:
+        return sorted(self.files)
+
+
+@dataclass
+class Save:
+    """One save of one job, as its coordinator has claimed it."""
+
+    number: int
+    attempt: Attempt
+    seen: int
+
+
+class Group:
+    """Connections between all ranks of a job; the k-th operation of each rank meets the k-th of the others."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.operations: list[dict[int, tuple[str, Sequence[int]]]] = []
+        self.gone: set[int] = set()
+
+    def begin(self, place: int, rank: int, kind: str, values: Sequence[int]) -> None:
+        while len(self.operations) <= place:
+            self.operations.append({})
+        self.operations[place][rank] = kind, values
+
+    def result(self, place: int) -> list[int] | None:
+        given = self.operations[place]
+        if len(given) < self.world:
+            return None
+        kinds = {kind for kind, _ in given.values()}
+        if kinds not in ({"vote"}, {"tell", "hear"}):
+            raise Broken(f"operations that do not belong together met: {given}")
+        return [
+            max(column) for column in zip(*(values for _, values in given.values()), strict=True)
+        ]
+
+
+class Job:
+    """A set of ranks with a store of its own."""
+
+    def __init__(self, world: World, ranks: int, saves: int, first: int, clock: int) -> None:
+        self.world = world
+        self.saves = saves
+        self.first = first
+        self.clock = clock
+        self.store: dict[str, object] = {}
+        self.has_store = True
+        self.generation = 0
+        self.ready: dict[int, set[int]] = {}
+        self.groups: dict[int, Group] = {}
+        self.tickets: dict[int, Save | None] = {}
+        self.ranks = [Rank(self, rank) for rank in range(ranks)]
+
+    @property
+    def over(self) -> bool:
+        return all(rank.over for rank in self.ranks)
+
+
+class Rank:
+    """One process: its commit thread and, on the coordinator, its planning thread."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job = job
+        self.world = job.world
+        self.rank = rank
+        self.name = f"job{job.first}.{rank}"
+        self.killed = False
+        self.frozen = 0
+        self.is_cut = False
+        self.threads: list[Thread] = [self._commit()]
+        if rank == 0:
+            self.threads.append(self._plan())
+        self.renaming: tuple[Path, Attempt] | None = None  # under way in the file system
+        # What its beats say, and what it has heard of the others' (by rank).
+        self.ended = job.first - 1
+        self.done = False
+        self.heard: dict[int, int] = {}
+        self._expected = job.first
+        self._group: Group | None = None
+        self._generation = 0
+        self._place = 0
+        self._unsaid: dict[int, Decision] = {}
+        self._waited = 0
+        self._older: list[Attempt] = []
+
+    @property
+    def over(self) -> bool:
+        return self.killed or not self.threads
+
+    @property
+    def reaches_store(self) -> bool:
+        return self.job.has_store and not self.is_cut
+
+    def _chance(self, probability: float) -> bool:
+        return self.world.random.random() < probability
+
+    # ---- planning, on the coordinator -----------------------------------------------------------
+
+    def _plan(self) -> Thread:
+        path = self.world.path
+        for index in range(self.job.saves):
+            number = self.job.first + index
+            while self.ended < number - 2:  # no more than two in flight
+                yield
+            while True:
+                yield from self._storage()
+                seen = path.signature
+                newest = max([*path.present(), path.named or 0]) if path.files or path.named else 0
+                yield from self._storage()
+                attempt = self.world.next_attempt(self.job, newest)
+                if attempt in path.files:
+                    continue
+                path.files[attempt] = set()  # with its slot, at once
+                path.slots.add(attempt)
+                yield from self._storage()
+                if not self.world.looks_again or path.present()[-1:] == [attempt]:
+                    break
+                self.world.remove(attempt)
+            self.job.tickets[number] = Save(number, attempt, seen)
+
+    # ---- the commit thread ----------------------------------------------------------------------
+
+    def _commit(self) -> Thread:
+        for index in range(self.job.saves):
+            number = self.job.first + index
+            self._waited = 0
+            while number not in self.job.tickets:
+                yield
+                self._hear()
+                self._waited += 1
+                if self.job.ranks[0].killed or self._waited > 4 * _PATIENCE:
+                    return  # planning fails without the coordinator
+            save = self.job.tickets[number]
+            if self.rank and self._chance(0.05):
+                continue  # its planning failed: it hears of the save only by the next
+            while self._expected < number:
+                yield from self._round(Save(self._expected, -1, 0), Reason("X", "no such save"))
+            assert save is not None
+            yield from self._round(save, None)
+        self.done = True
+
+    def _round(self, save: Save, failed: Reason | None) -> Thread:
+        self._expected = save.number + 1
+        steps = protocol.follow() if self.rank else protocol.lead()
+        action = next(steps)
+        try:
+            while True:
+                self._waited = 0
+                if isinstance(action, protocol.MAY_RAISE) and self._chance(self.world.defects):
+                    self.world.log(self, f"a defect in {action}")
+                    action = steps.throw(OSError("a defect"))
+                    continue
+                self.world.log(self, f"{save.number}: {action}")
+                event = yield from self._do(action, save, failed)
+                self.world.log(self, f"{save.number}:   {event}")
+                action = steps.send(event)
+        except StopIteration as ended:
+            decision: Decision = ended.value
+        yield
+        self.world.told(self, save, decision.outcome)
+        self.ended = save.number
+        yield from self._tidy(save, decision)
+
+    def _do(
+        self, action: protocol.Action, save: Save, failed: Reason | None
+    ) -> Generator[None, None, protocol.Event]:
+        yield
+        match action:
+            case protocol.AwaitFiles():
+                return (yield from self._write(save, failed))
+            case protocol.Meet():
+                return (yield from self._meet(save))
+            case protocol.Vote(ok):
+                ballot = [0 if ok else 1, save.attempt, -save.attempt, save.number, -save.number]
+                found = yield from self._operate("vote", ballot, save)
+                if not isinstance(found, list):
+                    return found
+                no, attempt, negated, number, unnumber = found
+                return protocol.Counted(not no and attempt == -negated and number == -unnumber)
+            case protocol.Tell(decision):
+                place = list(Outcome).index(decision.outcome)
+                found = yield from self._operate("tell", [save.number, place], save)
+                return protocol.Done() if isinstance(found, list) else found
+            case protocol.Hear():
+                found = yield from self._operate("hear", [-1, -1], save)
+                if not isinstance(found, list):
+                    return found
+                mine = found[0] == save.number or self.world.believes_all
+                return protocol.Told(mine, list(Outcome)[found[1]])
+            case protocol.Publish():
+                return (yield from self._publish(save))
+            case protocol.Settle():
+                return (yield from self._settle(save))
+            case protocol.Leave():
+                self._leave()
+                return protocol.Done()
+        return self._ask_store(action, save)
+
+    def _ask_store(self, action: protocol.Action, save: Save) -> protocol.Event:
+        store = self.job.store
+        if isinstance(action, protocol.Note):
+            self._unsaid[save.number] = action.decision
+        if not self.reaches_store:
+            return (
+                protocol.Collected({})
+                if isinstance(action, protocol.Collect)
+                else protocol.Said(None)
+            )
+        match action:
+            case protocol.Note():
+                self._flush()
+            case protocol.Explain(reason):
+                store[f"reason/{save.number}/{self.rank}"] = reason
+            case protocol.Collect():
+                reasons = {
+                    rank: reason
+                    for rank in range(len(self.job.ranks))
+                    if isinstance(reason := store.get(f"reason/{save.number}/{rank}"), Reason)
+                }
+                return protocol.Collected(reasons)
+            case protocol.Look():
+                return protocol.Said(self._find(save))
+        return protocol.Done()
+
+    def _find(self, save: Save) -> Decision | None:
+        found = self.job.store.get(f"decision/{save.number}")
+        assert found is None or isinstance(found, Decision)
+        return found
+
+    def _flush(self) -> None:
+        for number, decision in self._unsaid.items():
+            self.job.store[f"decision/{number}"] = decision
+        self._unsaid.clear()
+
+    # ---- waiting --------------------------------------------------------------------------------
+
+    def _hear(self) -> None:
+        """Now and then, the others' newest beats come."""
+        if self.reaches_store and self._chance(0.3):
+            for other in self.job.ranks if self.rank == 0 else self.job.ranks[:1]:
+                if other is not self and other.reaches_store:
+                    self.heard[other.rank] = other.ended
+
+    def _interruption(
+        self, save: Save, *, joining: bool = False, telling: bool = False
+    ) -> protocol.Event | None:
+        self._hear()
+        self._waited += 1
+        said = None
+        if self.rank and self.heard.get(0, -1) >= save.number and self.reaches_store:
+            said = protocol.Said(self._find(save))
+        lost = protocol.Lost(Reason("RankLostError", "")) if self._misses() else None
+        ended = [rank for rank, number in self.heard.items() if number >= save.number]
+        return protocol.interruption(
+            [] if self.rank else ended, said, lost, joining=joining, telling=telling
+        )
+
+    def _misses(self) -> bool:
+        """Whether ranks count as lost: rightly, wrongly, or because nothing has come of waiting."""
+        if self._waited > _PATIENCE or self._chance(self.world.false_losses):
+            return True
+        watched = self.job.ranks[1:] if self.rank == 0 else self.job.ranks[:1]
+        gone = any(other.killed or other.is_cut or other.frozen > 20 for other in watched)
+        return (gone or not self.reaches_store) and self._chance(0.05)
+
+    # ---- gloo -----------------------------------------------------------------------------------
+
+    def _meet(self, save: Save) -> Generator[None, None, protocol.Event]:
+        if self._group is not None:
+            return protocol.Done()
+        job = self.job
+        connecting: int | None = None
+        while True:
+            yield
+            if not self.reaches_store:
+                event = self._interruption(save, joining=True)
+                return event or protocol.Broke()
+            if self.rank == 0:
+                self._flush()
+            if connecting is None:
+                self._generation = max(self._generation, job.generation)
+                ready = job.ready.setdefault(self._generation, set())
+                ready.add(self.rank)
+                if len(ready) == len(job.ranks):
+                    connecting = self._generation
+                    group = job.groups.setdefault(connecting, Group(len(job.ranks)))
+                    group.begin(0, self.rank, "vote", [])  # it connects
+            elif len(group.operations[0]) == len(job.ranks):
+                group.operations[0] = {rank: ("vote", []) for rank in range(len(job.ranks))}
+                self._group, self._place = group, 1
+                if self.rank == 0 or not self.world.looks_when_met:
+                    return protocol.Done()
+                found = self._find(save)
+                return protocol.Done() if found is None else protocol.Said(found)
+            elif self._chance(0.01) or job.generation > connecting:
+                self._leave()
+                return protocol.Broke()
+            if (event := self._interruption(save, joining=True)) is not None:
+                self._leave()
+                return event
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.gone.add(self.rank)
+            self._group = None
+        self._generation += 1
+        if self.reaches_store:
+            self.job.generation = max(self.job.generation, self._generation)
+
+    def _operate(
+        self, kind: str, values: Sequence[int], save: Save
+    ) -> Generator[None, None, list[int] | protocol.Event]:
+        group = self._group
+        if group is None:
+            return protocol.Broke()
+        place, self._place = self._place, self._place + 1
+        group.begin(place, self.rank, kind, values)
+        while True:
+            yield
+            found = group.result(place)
+            left = group.gone or self.job.generation > self._generation
+            dead = any(rank.killed for rank in self.job.ranks)
+            apart = any(rank.is_cut for rank in self.job.ranks)
+            if found is not None and not apart and self._chance(0.5):
+                return found
+            if (left or dead) and self._chance(0.3):
+                return protocol.Broke()
+            if self._chance(self.world.breaks):
+                return protocol.Broke()
+            event = self._interruption(save, telling=kind == "tell")
+            if event is not None:
+                return event
+
+    # ---- storage --------------------------------------------------------------------------------
+
+    def _storage(self) -> Thread:
+        """A call of storage's, which may take its time."""
+        if self._chance(self.world.stalls):
+            self.frozen = self.world.random.randrange(300)
+        yield
+
+    def _write(self, save: Save, failed: Reason | None) -> Generator[None, None, protocol.Event]:
+        path = self.world.path
+        if failed is None:
+            for _ in range(self.world.random.randrange(4)):
+                yield
+                if (event := self._interruption(save)) is not None:
+                    return event
+            if self._chance(0.04) or save.attempt not in path.files:
+                failed = Reason("StorageError", "disk full")
+            else:
+                path.files[save.attempt].add(self.rank)
+        yield
+        self._older = [attempt for attempt in path.present() if attempt < save.attempt]
+        return protocol.Written(failed)
+
+    def _publish(self, save: Save) -> Generator[None, None, protocol.Event]:
+        world = self.world
+        failed = protocol.Decided(Decision(Outcome.FAILED, {0: Reason("StorageError", "")}))
+        for _ in range(world.random.randrange(3)):  # DCP gathers the results
+            yield
+            if (event := self._interruption(save)) is not None:
+                return event
+        if self._chance(0.02):
+            return failed
+        while not world.lock(self):
+            yield
+        try:
+            return (yield from self._publish_locked(save, failed))
+        finally:
+            world.holders.remove(self)
+
+    def _publish_locked(
+        self, save: Save, failed: protocol.Decided
+    ) -> Generator[None, None, protocol.Event]:
+        path, world = self.world.path, self.world
+        if world.withdraws_older:
+            for older in path.present():
+                if older < save.attempt:
+                    yield from self._storage()
+                    path.slots.discard(older)
+        yield from self._storage()
+        if path.signature != save.seen and path.signature not in world.published_by(self.job):
+            return failed
+        yield from self._storage()
+        if save.attempt not in path.slots:
+            return failed
+        self.renaming = path, save.attempt
+        yield from self._storage()  # storage may hold it up, and the process may die meanwhile
+        landed = world.rename(self)
+        ours = path.signature
+        if self._chance(0.03):  # storage says that it failed, whatever it did
+            yield from self._storage()
+            if world.withdraws_on_error:
+                path.slots.discard(save.attempt)
+                yield from self._storage()
+                if path.signature != ours:
+                    return protocol.Decided(Decision(Outcome.UNKNOWN, {}))
+            else:
+                landed = False
+        if not landed:
+            return failed
+        yield from self._storage()
+        if self._chance(0.01):  # it could not be made durable
+            world.storage_failed.add(save.attempt)
+            return protocol.Decided(Decision(Outcome.UNKNOWN, {}))
+        return protocol.Decided(Decision(Outcome.COMMITTED))
+
+    def _settle(self, save: Save) -> Generator[None, None, protocol.Event]:
+        path = self.world.path
+        for _ in range(self.world.random.randrange(3)):
+            yield from self._storage()
+        if self._chance(0.02):
+            self.world.storage_failed.add(save.attempt)
+            return protocol.Decided(Decision(Outcome.UNKNOWN, {}))
+        if self.world.guesses:
+            return protocol.Decided(Decision(Outcome.FAILED, {}))
+        if self.world.withdraws_when_settling:
+            path.slots.discard(save.attempt)
+        yield from self._storage()
+        if path.named == save.attempt:
+            return protocol.Decided(Decision(Outcome.COMMITTED))
+        newer = path.named is not None and path.named > save.attempt
+        yield from self._storage()
+        deleted = save.attempt in path.deleting or save.attempt not in path.files
+        outcome = Outcome.UNKNOWN if newer or deleted else Outcome.FAILED
+        return protocol.Decided(Decision(outcome, {}))
+
+    def _tidy(self, save: Save, decision: Decision) -> Thread:
+        path = self.world.path
+        yield from self._storage()
+        if decision.outcome is Outcome.COMMITTED:
+            older = self._older
+            if self.world.tidies_by_a_later_look:
+                older = [attempt for attempt in path.present() if attempt < save.attempt]
+            for attempt in older:
+                yield from self._storage()
+                self.world.remove(attempt, self.rank)
+        elif decision.outcome is Outcome.FAILED and save.attempt >= 0:
+            yield
+            if self.rank == 0:
+                path.slots.discard(save.attempt)
+                yield
+            self.world.remove(save.attempt, self.rank)
+
+
+class World:
+    """All of it. The attributes before the last group say how hostile it is; those after it put defects back.
+
+    Args:
+        seed: of the schedule.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.kills = self.random.choice([0.0, 0.0005, 0.003])
+        self.freezes = self.random.choice([0.0, 0.005, 0.02])
+        self.cuts = self.random.choice([0.0, 0.0, 0.002])
+        self.store_ends = self.random.choice([0.0, 0.0, 0.001])
+        self.breaks = self.random.choice([0.0, 0.002, 0.02])
+        self.false_losses = self.random.choice([0.0, 0.0005, 0.005])
+        self.defects = self.random.choice([0.0, 0.0, 0.005])
+        self.stalls = self.random.choice([0.0, 0.05, 0.2])
+        self.deletes = self.random.choice([0.0, 0.003])
+
+        self.looks_again = True
+        self.looks_when_met = True
+        self.withdraws_older = True
+        self.withdraws_on_error = True
+        self.withdraws_when_settling = True
+        self.tidies_by_a_later_look = False
+        self.orders_by_clocks = False
+        self.marks_deletions = True
+        self.guesses = False
+        self.believes_all = False
+        self.keeps_one_store = False
+
+        self.path = Path()
+        self.jobs: list[Job] = []
+        self.outcomes: dict[Attempt, set[Outcome]] = {}
+        self.published: list[Attempt] = []
+        self.storage_failed: set[Attempt] = set()
+        self.deleted: set[Attempt] = set()
+        self.zombies: list[tuple[Path, Attempt]] = []
+        self.holders: list[
+            Rank
+        ] = []  # of the path's lock, which keeps publications and deletions apart
+        self.deleting: Thread | None = None
+        self.trace: list[str] = []
+        self.counts = dict.fromkeys(Outcome, 0)
+        self._owner: dict[Attempt, Job] = {}
+        self._signatures: dict[int, Attempt] = {}
+
+    def start_job(self) -> Job:
+        first = 0 if self.keeps_one_store else 100 * len(self.jobs)
+        ranks, saves = self.random.choice([2, 2, 3, 4]), self.random.randrange(1, 4)
+        job = Job(self, ranks, saves, first, clock=self.random.randrange(1, 1000))
+        if self.keeps_one_store and self.jobs:
+            job.store = self.jobs[0].store
+        self.jobs.append(job)
+        return job
+
+    def log(self, rank: Rank | None, text: str) -> None:
+        self.trace.append(f"{rank.name if rank else 'world'}: {text}")
+
+    def next_attempt(self, job: Job, newest: Attempt) -> Attempt:
+        """Newer than ``newest``, and no other job's."""
+        job.clock += 1
+        if not self.orders_by_clocks:
+            job.clock = max(job.clock, newest // _JOBS + 1)
+        attempt = _JOBS * job.clock + self.jobs.index(job)
+        self._owner[attempt] = job
+        return attempt
+
+    def lock(self, rank: Rank) -> bool:
+        """Whether ``rank`` may publish: no deletion is under way. Publications are not kept apart."""
+        if self.deleting is not None:
+            return False
+        self.holders.append(rank)
+        return True
+
+    def _delete(self) -> Thread:
+        """A user deletes the checkpoint, and all attempts that he finds there."""
+        path = self.path
+        found = path.present()
+        self.log(None, f"{found} are deleted")
+        path.slots.difference_update(found)
+        yield
+        self.deleted.update(found)
+        if path.named in found:
+            if self.marks_deletions:
+                path.deleting.add(path.named)
+                yield
+            path.named = None
+            path.signature += 1
+        for attempt in found:
+            yield
+            self.remove(attempt)
+
+    def published_by(self, job: Job) -> set[int]:
+        return {
+            signature
+            for signature, attempt in self._signatures.items()
+            if self._owner[attempt] is job
+        }
+
+    def rename(self, rank: Rank) -> bool:
+        """The rename takes place; False if the slot is gone."""
+        assert rank.renaming is not None
+        path, attempt = rank.renaming
+        rank.renaming = None
+        return self._land(path, attempt)
+
+    def _land(self, path: Path, attempt: Attempt) -> bool:
+        if attempt not in path.slots:
+            return False
+        self.log(None, f"{attempt} is published")
+        path.slots.discard(attempt)
+        if path.named is not None and attempt < path.named:
+            raise Broken(f"latest went back from {path.named} to {attempt}")
+        path.named = attempt
+        path.signature += 1
+        self._signatures[path.signature] = attempt
+        self.published.append(attempt)
+        return True
+
+    def remove(self, attempt: Attempt, rank: int | None = None) -> None:
+        """Remove an attempt's files: those of one rank, or all. Ranks of a smaller world remove more."""
+        files = self.path.files.get(attempt)
+        if files is None:
+            return
+        if rank is None:
+            files.clear()
+        else:
+            files.discard(rank)
+        if not files and attempt not in self.path.slots:
+            del self.path.files[attempt]
+        elif rank is None:
+            self.path.slots.discard(attempt)
+            del self.path.files[attempt]
+
+    def told(self, rank: Rank, save: Save, outcome: Outcome) -> None:
+        """A rank's user is told an outcome."""
+        self.log(rank, f"{save.number} ({save.attempt}): {outcome.value}")
+        if save.attempt < 0:
+            if outcome is not Outcome.FAILED:
+                raise Broken(f"{rank.name} has no such save, and was told {outcome}")
+            return
+        self.counts[outcome] += 1
+        if outcome is Outcome.UNKNOWN:
+            newer = any(other > save.attempt for other in self.published)
+            if not newer and save.attempt not in self.storage_failed | self.deleted:
+                raise Broken(f"the outcome of {save.attempt} could be known")
+            return
+        self.outcomes.setdefault(save.attempt, set()).add(outcome)
+
+    def check(self) -> None:
+        """What must hold at every instant."""
+        for attempt, outcomes in self.outcomes.items():
+            if len(outcomes) > 1:
+                raise Broken(f"ranks were told opposite things of {attempt}")
+            if (attempt in self.published) != (Outcome.COMMITTED in outcomes):
+                raise Broken(
+                    f"{attempt} was told to be {outcomes}, and published: {self.published}"
+                )
+        named = self.path.named
+        if named is not None:
+            ranks = len(self._owner[named].ranks)
+            if self.path.files.get(named, set()) != set(range(ranks)):
+                raise Broken(
+                    f"{named} is named, and of its files only {self.path.files.get(named)} are there"
+                )
+
+    def run(self, jobs: int = 3, steps: int = 60_000) -> None:
+        """Play the schedule. Raises :class:`Broken`."""
+        for _ in range(self.random.choice([1, 1, 2])):
+            self.start_job()
+        for step in range(steps):
+            if len(self.jobs) < jobs and (self.jobs[-1].over or self._is(0.0005)):
+                self.start_job()
+            calm = step > 3000
+            ranks = [rank for job in self.jobs for rank in job.ranks if not rank.over]
+            if not ranks:
+                break
+            rank = self.random.choice(ranks)
+            if calm:
+                rank.frozen = 0
+                self._calm()
+            elif not self._disturb(rank):
+                continue
+            self._step(rank)
+            self.check()
+        else:
+            raise Broken(f"these have not ended: {[rank.name for rank in ranks]}")
+        for path, attempt in self.zombies:
+            self._land(path, attempt)
+            self.check()
+
+    def _is(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def _calm(self) -> None:
+        self.breaks = self.false_losses = self.defects = self.stalls = 0.0
+        while self.deleting is not None:
+            self._go_on_deleting()
+
+    def _go_on_deleting(self) -> None:
+        assert self.deleting is not None
+        try:
+            next(self.deleting)
+        except StopIteration:
+            self.deleting = None
+
+    def _disturb(self, rank: Rank) -> bool:
+        """Whether the rank may take its step all the same."""
+        if self.deleting is not None:
+            if self._is(0.2):
+                self._go_on_deleting()
+        elif self._is(self.deletes) and not any(not holder.over for holder in self.holders):
+            self.deleting = self._delete()
+        if self.zombies and self._is(0.01):
+            self._land(*self.zombies.pop())
+        if rank.frozen:
+            rank.frozen -= 1
+            return False
+        if self._is(self.kills) or (rank.renaming and self._is(10 * self.kills)):
+            self.log(rank, "killed")
+            rank.killed = True
+            if rank.renaming is not None:
+                self.zombies.append(rank.renaming)
+            return False
+        if self._is(self.freezes):
+            rank.frozen = self.random.randrange(200)
+            return False
+        if self._is(self.cuts):
+            self.log(rank, "cut" if not rank.is_cut else "back")
+            rank.is_cut = not rank.is_cut
+        if self._is(self.store_ends):
+            self.log(rank, "its store ends")
+            rank.job.has_store = False
+        return True
+
+    def _step(self, rank: Rank) -> None:
+        thread = self.random.choice(rank.threads)
+        try:
+            next(thread)
+        except StopIteration:
+            rank.threads.remove(thread)
+
+
+def play(seed: int, prepare: Callable[[World], None] = lambda world: None) -> World:
+    """One schedule, by its seed; ``prepare`` may put a defect back. An error carries what happened."""
+    world = World(seed)
+    prepare(world)
+    try:
+        world.run()
+    except Exception as error:
+        error.add_note("\n".join([f"seed {seed}", *world.trace[-120:]]))
+        raise
+    return world
