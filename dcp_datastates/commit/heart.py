@@ -184,6 +184,7 @@ class Heart:
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
         self._told: list[Loss] = []  # what the coordinator says
+        self._old_news = b""  # its beat before the save began: not to be believed any more
         self._silent: list[Loss] = []
         self._gone: list[Loss] = []
         self._visited = 0.0
@@ -221,6 +222,8 @@ class Heart:
         with self._lock:
             self._active += 1
             self._expect_unheard()
+            if self._peers.rank != 0:  # a rank that was lost may be back since
+                self._told, self._old_news = [], self._watched[0].value
         self.introduce(0.0)
         self._wake.set()
 
@@ -367,8 +370,11 @@ class Heart:
                 if not self._introduced.is_set():
                     self._store.set(f"who/{self._peers.rank}", self._identity)
                     self._introduced.set()
+                if self._peers.rank == 0:  # it says what it has seen
+                    self._look()
                 self._beat()
-                self._look()
+                if self._peers.rank != 0:
+                    self._look()
                 error = None
             except Exception as failed:
                 error = str(failed).partition("\n")[0][:200] or type(failed).__name__
@@ -412,16 +418,14 @@ class Heart:
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * _ACTIVE_SECONDS)
         self._looked_at = now
-        before = self.losses()
         self._read_beats(passed)
         if self._peers.rank == 0:
-            if self.losses() != before:
-                self._beat()  # the others are waiting to know
             return
         coordinator = self._watched[0]
         told = [Loss(*loss) for loss in coordinator.beat.lost if loss[0] != self._peers.rank]
         with self._lock:
-            self._told = told if coordinator.heard else []
+            news = coordinator.heard and coordinator.value != self._old_news
+            self._told = told if news else []
             round_number = self._round
         if round_number is None or coordinator.beat.ended < round_number:
             return

@@ -340,14 +340,13 @@ def follow() -> Steps:
     except Exception as error:  # a defect
         event = Lost(Reason.of(error))
         yield Leave()
+    why = Reason.of(RankLostError("rank 0 has gone on, and does not say what it decided"))
+    if isinstance(event, Lost):
+        why, event = event.reason, (yield Look())  # it may have decided before it was lost
     match event:
         case Said(Decision() as decision):
             return decision
-        case Lost(reason):
-            why = reason
-            yield Explain(why)  # the coordinator may be there, and see this rank end the round
-        case _:
-            why = Reason.of(RankLostError("rank 0 has gone on, and does not say what it decided"))
+    yield Explain(why)  # the coordinator may be there, and see this rank end the round
     if not voted:  # 15
         return Decision(Outcome.FAILED, {-1: why})
     event = yield Settle(why)  # 16

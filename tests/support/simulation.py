@@ -152,6 +152,7 @@ class Rank:
                 newest = max([*path.present(), path.named or 0]) if path.files or path.named else 0
                 yield from self._storage()
                 attempt = self.world.next_attempt(self.job, newest)
+                yield from self._storage()
                 if attempt in path.files:
                     continue
                 path.files[attempt] = set()  # with its slot, at once
