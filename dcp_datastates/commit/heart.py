@@ -263,6 +263,12 @@ class Heart:
         with self._lock:
             return self._said
 
+    @property
+    def misses_store(self) -> bool:
+        """Whether the store did not answer the latest beat."""
+        with self._lock:
+            return self._store_error is not None
+
     def ended(self, round_number: int) -> list[int]:
         """The other ranks that know an outcome of the round."""
         with self._lock:

@@ -76,6 +76,7 @@ class Voter:
         self._decisions = decisions
         self._lane: Lane | None = None  # from the first round on
         self._apart: float | None = None  # since when this rank has not met the others
+        self._store_failed = False  # in this round
         # The heart's thread reads these:
         self.round: Round | None = None
         """The one under way."""
@@ -96,6 +97,7 @@ class Voter:
         """The ranks' decision about the round."""
         self.round = round_
         self._apart = None
+        self._store_failed = False
         if self._lane is None:
             # A store may outlive a default group, and with it the keys of a former one's connections.
             self._lane = Lane(self._peers, f"vote/{round_.first}")
@@ -147,10 +149,17 @@ class Voter:
                 return self._hear(round_)
             case Settle(why):
                 return Decided(self._settle(round_, why))
-        # These must not fail: the round ends by them.
+            case Leave():
+                self._leave()
+                return Done()
+        # These must not fail, and not wait for a store that is gone again and again: the round ends by them.
         try:
+            gone = self._heart is not None and (self._store_failed or self._heart.misses_store)
+            if gone and not isinstance(action, Note):  # which is kept, to be written later
+                raise RuntimeError("the ranks' store does not answer")
             return self._try(action, round_)
         except Exception as error:
+            self._store_failed = True
             logger.warning(
                 "save %d: %s: %s", round_.number - round_.first, type(action).__name__, error
             )
@@ -158,8 +167,6 @@ class Voter:
 
     def _try(self, action: Action, round_: Round) -> Event:
         match action:
-            case Leave():
-                self._leave()
             case Explain(reason):
                 self._decisions.explain(round_.number, self._peers.rank, reason)
             case Note(decision):
