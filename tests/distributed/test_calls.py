@@ -161,14 +161,14 @@ def test_a_failed_call_of_stock_dcp_is_seen_by_the_vote_of_the_next_save(shared_
 @ranks(2)
 def test_the_training_thread_asks_nothing_of_the_ranks_store(shared_dir):
     me, asked = threading.current_thread(), []
-    within = peers.within
+    ask = peers._Client.ask
 
-    def watched(seconds, call):
+    def watched(client, request):
         asked.append(threading.current_thread())
-        return within(seconds, call)
+        return ask(client, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "within", watched)
+        patch.setattr(peers._Client, "ask", watched)
         for number in range(3):
             _begin(number, shared_dir / "c").result(60)
     assert asked, "the ranks have met without the store"
