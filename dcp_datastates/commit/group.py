@@ -32,9 +32,9 @@ from typing import Final
 from dcp_datastates.commit.ballot import Ballot, Count
 from dcp_datastates.commit.behind import Policy
 from dcp_datastates.commit.cut_off import given_up, look, said
-from dcp_datastates.commit.decision import REASON_BYTES, Decision, Outcome, Reason
+from dcp_datastates.commit.decision import Decision, Outcome, Reason
+from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.heart import SILENCE_SECONDS, Beat, Heart, Loss
-from dcp_datastates.commit.lane import Lane, LaneBroken
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.progress import Progress
 from dcp_datastates.commit.publish import (
@@ -109,10 +109,10 @@ class CommitGroup:
         self._reading: Progress | None = None
         self.heart: Heart | None = None
         self._record = Record()
-        self._lane = Lane(peers, "vote")  # another one from the first round on
+        self._lane = GlooTree(peers, "vote")  # another one from the first round on
         if peers.world > 1:
             self._record = Record(peers.connect("commit"))
-            self.heart = Heart(peers, peers.connect("commit"), self._status)
+            self.heart = Heart(peers, peers.connect_alone("commit"), self._status)
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class CommitGroup:
             if self._expected is None:
                 self._expected = round_.first
                 # A store may outlive a default group, and with it the keys of a former one's lane.
-                self._lane = Lane(self.peers, f"vote/{round_.first}")
+                self._lane = GlooTree(self.peers, f"vote/{round_.first}")
             while self.peers.world > 1 and self._expected < round_.number:
                 self._finish(Round.missing(self._expected, round_.first, round_.timeout))
             self._finish(round_)
@@ -295,7 +295,7 @@ class CommitGroup:
                 return self._agree(round_)
             except Decided as decided:
                 return decided.decision
-            except LaneBroken as broken:
+            except GroupBroken as broken:
                 logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
                 self._lane.leave()
                 try:
@@ -303,7 +303,7 @@ class CommitGroup:
                 except Decided as decided:
                     return decided.decision
 
-    def _after_break(self, round_: Round, broken: LaneBroken) -> None:
+    def _after_break(self, round_: Round, broken: GroupBroken) -> None:
         """Step 18: see whether a lost rank is behind it; and do not try for ever if none is."""
         now = time.monotonic()
         if self._apart is None:
@@ -373,13 +373,20 @@ class CommitGroup:
             assert mine is not None
             return Decision.failed(0, mine)
         data = b"" if mine is None else Reason.of(mine).encode()
-        gathered = self._lane.gather(data, REASON_BYTES, lambda: self._check_others(round_))
-        reasons = {
-            rank: reason
-            for rank, reason in enumerate(map(Reason.decode, gathered))
-            if reason is not None
-        }
-        return self._settle(round_, Decision(Outcome.FAILED, reasons))
+        gathered = self._lane.gather(data, lambda: self._check_others(round_))
+        decision: Decision | None = None
+        if gathered is not None:
+            reasons = {rank: why for rank, why in enumerate(map(Reason.decode, gathered)) if why}
+            decision = self._settle(round_, Decision(Outcome.FAILED, reasons))
+        mine_to_tell = b"" if decision is None else decision.encode().encode()
+        try:
+            told = self._lane.broadcast(mine_to_tell, lambda: self._check_others(round_))
+        except (GroupBroken, Decided):
+            if decision is None:
+                raise
+            self._lane.leave()
+            return decision  # the others find it in the store
+        return Decision.decode(told)
 
     def _publish(self, round_: Round) -> Decision:
         """Coordinator: all ranks are durable."""
@@ -421,7 +428,7 @@ class CommitGroup:
         try:
             self._say("waiting for the outcome", round_)
             (committed,) = self._lane.max([committed], lambda: self._check_others(round_))
-        except (LaneBroken, Decided):
+        except (GroupBroken, Decided):
             # A coordinator has decided, and perhaps published: without the store it could only guess
             # here, and would remove the files of a committed checkpoint.
             if decision is None:
