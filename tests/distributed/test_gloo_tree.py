@@ -2,68 +2,35 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 from support.residue import Residue, assert_nothing_left
+from support.threads import MemoryStore, peers, together
 
 from dcp_datastates.commit import gloo_group, gloo_tree
 from dcp_datastates.commit.gloo_group import GlooGroup, GroupBroken, Meeting
 from dcp_datastates.commit.gloo_tree import GlooTree, places
-from dcp_datastates.commit.peers import Connection, Peers
-
-
-class _Store:
-    """A store in memory. All ranks are here, and their connections are one."""
-
-    def __init__(self):
-        self.real = dist.HashStore()
-
-    def clone(self):
-        return self.real
+from dcp_datastates.commit.peers import Connection
 
 
 def _trees(world, store=None, **options):
-    store = store or _Store()
-    return [
-        GlooTree(Peers(rank, tuple(range(world)), store), "t", **options) for rank in range(world)
-    ]
+    return [GlooTree(each, "t", **options) for each in peers(world, store or MemoryStore())]
 
 
 def _nothing():
     pass
 
 
-def _together(trees, work):
-    """What ``work(tree, rank)`` returns or raises, of each rank in a thread of its own."""
-    outcomes = [None] * len(trees)
-
-    def run(rank):
-        try:
-            outcomes[rank] = work(trees[rank], rank)
-        except Exception as error:
-            outcomes[rank] = error.with_traceback(None)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(trees))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank is stuck"
-    return outcomes
-
-
 def _joined(world, store=None, **options):
     trees = _trees(world, store, **options)
-    assert _together(trees, lambda tree, _: tree.join(_nothing)) == [True] * world
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * world
     return trees
 
 
 def _close(trees):
-    _together(trees, lambda tree, _: tree.close())
+    together(trees, lambda tree, _: tree.close())
 
 
 @pytest.mark.parametrize("world", [1, 2, 7, 16, 17, 40, 129, 16_384])
@@ -91,19 +58,19 @@ def test_values_and_bytes_of_any_length_go_up_and_down(world):
     trees = _joined(world)
     assert not trees[0].join(_nothing), "met twice"
     assert (
-        _together(trees, lambda tree, rank: tree.max([rank, -rank, 2**62], _nothing))
+        together(trees, lambda tree, rank: tree.max([rank, -rank, 2**62], _nothing))
         == [[world - 1, 0, 2**62]] * world
     )
     parts = [bytes([rank % 251]) * (0, 1, 70_000, 3)[rank % 4] for rank in range(world)]
-    gathered = _together(trees, lambda tree, rank: tree.gather(parts[rank], _nothing))
+    gathered = together(trees, lambda tree, rank: tree.gather(parts[rank], _nothing))
     assert gathered == [parts] + [None] * (world - 1)
     given = [parts[::-1]] + [None] * (world - 1)
-    assert _together(trees, lambda tree, rank: tree.scatter(given[rank], _nothing)) == parts[::-1]
+    assert together(trees, lambda tree, rank: tree.scatter(given[rank], _nothing)) == parts[::-1]
     for told in (b"", b"of rank 0"):
         says = [told] + [None] * (world - 1)
-        heard = _together(trees, lambda tree, rank, says=says: tree.broadcast(says[rank], _nothing))
+        heard = together(trees, lambda tree, rank, says=says: tree.broadcast(says[rank], _nothing))
         assert heard == [told] * world
-    assert _together(trees, lambda tree, _: tree.gather(b"", _nothing))[0] == [b""] * world
+    assert together(trees, lambda tree, _: tree.gather(b"", _nothing))[0] == [b""] * world
     _close(trees)
     del trees
     assert_nothing_left(before)
@@ -113,7 +80,7 @@ def test_values_and_bytes_of_any_length_go_up_and_down(world):
 @pytest.mark.parametrize("left_by", [0, 1, -1])
 def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generation(world, left_by):
     before = Residue.now()
-    store = _Store()
+    store = MemoryStore()
     trees = _joined(world, store)
     left_by %= world
     generation = trees[0].generation
@@ -130,30 +97,30 @@ def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generatio
             tree.leave()
 
     began = time.monotonic()
-    outcomes = _together(trees, wait)
+    outcomes = together(trees, wait)
     assert time.monotonic() - began < 4, "sockets did not tell, and the store was asked"
     assert [isinstance(each, GroupBroken) for each in outcomes] == [
         rank != left_by for rank in range(world)
     ], outcomes
-    assert _together(trees, lambda tree, _: tree.join(_nothing)) == [True] * world
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * world
     assert {tree.generation for tree in trees} == {generation + 1}, (
         "met twice in one, or left one out"
     )
-    assert _together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[world - 1]] * world
+    assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[world - 1]] * world
     _close(trees)
     del trees
     assert_nothing_left(before)
 
 
 def test_keys_do_not_grow_with_generations_or_operations():
-    store = _Store()
+    store = MemoryStore()
     trees = _joined(20, store)
     keys = store.real.num_keys()
     assert keys == 1, "more than the generation"
     for _ in range(3):
-        _together(trees, lambda tree, rank: tree.max([rank], _nothing))
-        _together(trees, lambda tree, _: tree.leave())
-        assert _together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 20
+        together(trees, lambda tree, rank: tree.max([rank], _nothing))
+        together(trees, lambda tree, _: tree.leave())
+        assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 20
     assert store.real.num_keys() == keys
     _close(trees)
 
@@ -168,8 +135,8 @@ def test_building_asks_the_store_for_little(monkeypatch):
     # Without looks for those who are late: there are a few, as threads come one after the other.
     assert len(asked) < 40 * 12
     del asked[:]
-    _together(trees, lambda tree, rank: tree.max([rank], _nothing))
-    _together(trees, lambda tree, rank: tree.gather(b"x", _nothing))
+    together(trees, lambda tree, rank: tree.max([rank], _nothing))
+    together(trees, lambda tree, rank: tree.gather(b"x", _nothing))
     assert not asked, "an operation asks the store"
     _close(trees)
 
@@ -183,12 +150,12 @@ def test_check_ends_a_wait_for_a_rank_that_does_not_come():
         if time.monotonic() > until:
             raise InterruptedError("no use")
 
-    outcomes = _together(trees[:2], lambda tree, _: tree.join(check))
+    outcomes = together(trees[:2], lambda tree, _: tree.join(check))
     assert any(isinstance(each, InterruptedError) for each in outcomes)
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes)
-    assert _together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
     until = time.monotonic() + 0.5
-    outcomes = _together(trees[:2], lambda tree, _: tree.max([1], check))
+    outcomes = together(trees[:2], lambda tree, _: tree.max([1], check))
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes), outcomes
     _close(trees)
 
@@ -223,7 +190,7 @@ def test_a_generation_that_could_not_be_counted_up_is_not_met_in_again():
         store, tree._store = tree._store, None  # it cannot be reached
         tree.leave()
         tree._store = store
-    assert _together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 2
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 2
     assert {tree.generation for tree in trees} == {generation + 1}
     _close(trees)
 
@@ -236,8 +203,8 @@ def test_a_rank_that_comes_to_a_meeting_that_others_have_left_goes_on_to_the_nex
         if time.monotonic() > until:
             raise InterruptedError("no use")
 
-    _together(trees[:1], lambda tree, _: tree.join(check))  # one comes, and goes
-    assert _together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
+    together(trees[:1], lambda tree, _: tree.join(check))  # one comes, and goes
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
     assert {tree.generation for tree in trees} == {1}
     _close(trees)
 
@@ -276,16 +243,17 @@ def test_a_release_of_torch_that_asks_for_more_meets_by_its_own_rendezvous(monke
 
     monkeypatch.setattr(gloo_group._MeetingStore, "wait", lacking)
     trees = _joined(3)
-    assert _together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[2]] * 3
+    assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[2]] * 3
     _close(trees)
 
 
 def test_a_member_that_has_died_since_it_came_breaks_the_group(monkeypatch):
     """Its address stands in the store, and its sockets are closed."""
     monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=2))
-    store = _Store()
-    peers = [Peers(rank, (0, 1), store) for rank in range(2)]
-    meetings = [Meeting(each.connect("t"), "0", each.rank, 2, 0.1, _nothing) for each in peers]
+    store = MemoryStore()
+    meetings = [
+        Meeting(each.connect("t"), "0", each.rank, 2, 0.1, _nothing) for each in peers(2, store)
+    ]
     exchange = Meeting._exchange
 
     def told_and_died(meeting):
@@ -302,6 +270,6 @@ def test_a_member_that_has_died_since_it_came_breaks_the_group(monkeypatch):
         finally:
             group.leave()
 
-    outcomes = _together(meetings, use)
+    outcomes = together(meetings, use)
     assert isinstance(outcomes[0], InterruptedError), outcomes
     assert isinstance(outcomes[1], GroupBroken), outcomes
