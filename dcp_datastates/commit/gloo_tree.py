@@ -160,9 +160,9 @@ class GlooTree:
     def max(self, values: Sequence[int], check: Check) -> list[int]:
         """Elementwise maximum of 64-bit integers over all ranks, on all ranks."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        for _, group in self._groups:
+        for _, group in self._joined():
             group.max(tensor, self._while_waiting(check))
-        for place, group in reversed(self._groups):
+        for place, group in reversed(self._joined()):
             if not place.top:
                 group.broadcast(tensor, self._while_waiting(check))
         return [int(value) for value in tensor.tolist()]
@@ -170,7 +170,7 @@ class GlooTree:
     def gather(self, data: bytes, check: Check) -> list[bytes] | None:
         """All ranks' bytes, of any length, on rank 0; None elsewhere."""
         parts = [data]
-        for place, group in self._groups:
+        for place, group in self._joined():
             gathered = group.gather(_pack(parts), self._while_waiting(check))
             if place.rank:
                 return None
@@ -180,7 +180,7 @@ class GlooTree:
     def scatter(self, parts: Sequence[bytes] | None, check: Check) -> bytes:
         """This rank's one of the ``parts`` that rank 0 gives, of any length."""
         mine = list(parts or ())
-        for place, group in reversed(self._groups):
+        for place, group in reversed(self._joined()):
             shares = [_pack(mine[at : at + place.span]) for at in range(0, len(mine), place.span)]
             mine = _unpack(group.scatter(shares, self._while_waiting(check)))
         return mine[0]
@@ -188,7 +188,7 @@ class GlooTree:
     def broadcast(self, data: bytes | None, check: Check) -> bytes:
         """The bytes that rank 0 gives, on all ranks."""
         told = (data or b"") if self._peers.rank == 0 else b""
-        for _, group in reversed(self._groups):
+        for _, group in reversed(self._joined()):
             size = torch.tensor([len(told)], dtype=torch.int64)
             group.broadcast(size, self._while_waiting(check))
             content = torch.zeros(int(size), dtype=torch.uint8)
@@ -197,6 +197,11 @@ class GlooTree:
                 group.broadcast(content, self._while_waiting(check))
             told = content.numpy().tobytes()
         return told
+
+    def _joined(self) -> list[tuple[Place, GlooGroup]]:
+        if not self._met:  # without groups, this rank would be told what it says itself
+            raise GroupBroken("these connections were given up")
+        return self._groups
 
     def _build(self, store: Connection, check: Check) -> None:
         """Lowest group first: so a rank leads into a group above only when all ranks below it are there."""

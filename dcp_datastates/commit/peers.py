@@ -51,7 +51,7 @@ class _Client:
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self._connect = connect
-        self._lock = ProcessLock()  # guards _line and _process
+        self._lock = ProcessLock()  # guards what follows
         self._line: queue.SimpleQueue[_Asked | None] | None = None
         self._process = os.getpid()
 
@@ -83,14 +83,15 @@ class _Client:
         threading.Thread(
             target=_serve, args=(line, self._connect), name="dcp_datastates-store", daemon=True
         ).start()
-        weakref.finalize(self, line.put, None).atexit = False
+        self._end = weakref.finalize(self, line.put, None)
+        self._end.atexit = False
         return line
 
     def _drop(self, line: queue.SimpleQueue[_Asked | None]) -> None:
         with self._lock:
             if self._line is line:
                 self._line = None
-                line.put(None)
+                self._end()
 
 
 class _Overdue(RuntimeError):

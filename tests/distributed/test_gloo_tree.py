@@ -112,6 +112,20 @@ def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generatio
     assert_nothing_left(before)
 
 
+def test_a_rank_that_has_left_is_not_told_what_it_says_itself():
+    trees = _joined(2)
+    trees[0].leave()
+    for operation in (
+        lambda: trees[0].max([1], _nothing),
+        lambda: trees[0].gather(b"", _nothing),
+        lambda: trees[0].scatter([b"", b""], _nothing),
+        lambda: trees[0].broadcast(b"", _nothing),
+    ):
+        with pytest.raises(GroupBroken, match="given up"):
+            operation()
+    _close(trees)
+
+
 def test_keys_do_not_grow_with_generations_or_operations():
     store = MemoryStore()
     trees = _joined(20, store)
