@@ -197,17 +197,15 @@ class GlooGroup:
         gloo, self._gloo = self._gloo, None
         pending, self._pending = self._pending, None
         if gloo is not None:
-            _unblock(
-                gloo, self._rank, self._world
-            )  # an error that is kept may keep it open by its frames
+            # Not left to its destructor: an error that is kept may hold it by a frame.
+            _unblock(gloo, self._rank, self._world)
             if pending is not None:
                 let_go(gloo, pending)
 
     def max(self, values: torch.Tensor, check: Check) -> None:
-        """Have ``values`` be the elementwise maximum over all ranks."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        self._do(lambda gloo: gloo.allreduce([values], options), check)
+        """On rank 0, have ``values`` be the elementwise maximum over all ranks."""
+        for each in self._collect(values, check):
+            torch.maximum(values, each, out=values)
 
     def broadcast(self, values: torch.Tensor, check: Check) -> None:
         """Have ``values`` be what they are on rank 0."""
@@ -215,14 +213,12 @@ class GlooGroup:
 
     def gather(self, data: bytes, check: Check) -> list[bytes]:
         """All ranks' bytes on rank 0, elsewhere an empty list."""
-        sizes = torch.zeros(self._world, dtype=torch.int64)
-        sizes[self._rank] = len(data)
-        self.max(sizes, check)
+        sizes = self._collect(torch.tensor([len(data)], dtype=torch.int64), check)
         if self._rank:
             self._exchange(data, [len(data)] + [0] * (self._world - 1), [0] * self._world, check)
             return []
         # What rank 0 has itself does not travel.
-        coming = [0, *sizes.tolist()[1:]]
+        coming = [0, *(int(size) for size in sizes[1:])]
         return [data, *_cut(self._exchange(b"", [0] * self._world, coming, check), coming)[1:]]
 
     def scatter(self, parts: Sequence[bytes], check: Check) -> bytes:
@@ -236,6 +232,13 @@ class GlooGroup:
             return parts[0]
         coming = [int(sizes[self._rank])] + [0] * (self._world - 1)
         return self._exchange(b"", [0] * self._world, coming, check)
+
+    def _collect(self, values: torch.Tensor, check: Check) -> list[torch.Tensor]:
+        """All ranks' values on rank 0, elsewhere an empty list. One message each; gloo's all-reduce is a ring."""
+        found = [] if self._rank else [torch.empty_like(values) for _ in range(self._world)]
+        everyone = [] if self._rank else [found]
+        self._do(lambda gloo: gloo.gather(everyone, [values], dist.GatherOptions()), check)
+        return found
 
     def _exchange(self, data: bytes, going: list[int], coming: list[int], check: Check) -> bytes:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _EMPTY

@@ -61,14 +61,12 @@ class Place:
         rank: within the group; the leader is 0.
         size: how many ranks the group has.
         span: how many ranks of all stand behind each of its own, but for the last.
-        top: whether it is the group above all.
     """
 
     name: str
     rank: int
     size: int
     span: int
-    top: bool
 
 
 def places(rank: int, world: int) -> Iterator[Place]:
@@ -79,7 +77,7 @@ def places(rank: int, world: int) -> Iterator[Place]:
         index, place = divmod(rank, width)
         size = min(width, count - index * width)
         if size > 1:
-            yield Place(f"{level}.{index}", place, size, span, count <= width)
+            yield Place(f"{level}.{index}", place, size, span)
         if place:
             return
         rank, count, span = index, -(-count // width), span * width
@@ -162,9 +160,8 @@ class GlooTree:
         tensor = torch.tensor(values, dtype=torch.int64)
         for _, group in self._joined():
             group.max(tensor, self._while_waiting(check))
-        for place, group in reversed(self._joined()):
-            if not place.top:
-                group.broadcast(tensor, self._while_waiting(check))
+        for _, group in reversed(self._joined()):
+            group.broadcast(tensor, self._while_waiting(check))
         return [int(value) for value in tensor.tolist()]
 
     def gather(self, data: bytes, check: Check) -> list[bytes] | None:

@@ -95,9 +95,8 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_as_dcp_has_it_and_they_stay_
         assert isinstance(outcome, CheckpointException), outcome
         assert list(outcome.failures) == [failing]
         assert isinstance(outcome.failures[failing][0], KeyError)
-    generation = plans[0]._tree.generation
     assert together(plans, lambda plan, _: _step(plan, 2)) == [[(2, None)] * 3] * 3
-    assert plans[0]._tree.generation == generation, "connected again without need"
+    assert plans[0]._tree.generation == 0, "connected again without need"
     _close(plans)
 
 
@@ -134,6 +133,7 @@ def test_ranks_that_come_with_different_entries_fail_the_older_ones_and_get_in_s
                 assert "given this save up" in outcome, (rank, entry, outcome)
             else:
                 assert outcome == [(entry, None)] * 3, (rank, entry, outcome)
+    assert plans[0]._tree.generation == 0, "connected again without need"
     _close(plans)
 
 
@@ -178,18 +178,32 @@ def test_a_rank_that_fails_between_two_steps_fails_the_entry_on_all_and_the_next
     _close(plans)
 
 
-def test_a_rank_that_the_heart_counts_out_is_named():
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_rank_that_the_heart_counts_out_is_named(comes):
+    """Before it comes to the entry, and in the middle of it."""
     plans = _plans(2)
     together(plans, lambda plan, _: _step(plan, 1))
+    told = threading.Event()
 
-    def lose():
+    def plan(plan, rank):
+        if rank == 0:
+            with plan.entry(2, _nothing) as these:
+                plan._heart.lost = [Loss(1, "is dead", True)]
+                return these.gather_object(rank)
+        with plan.entry(2, _nothing):
+            told.wait(30)
+
+    if not comes:
         plans[0]._heart.lost = [Loss(1, "is dead", True)]
-
-    timer = threading.Timer(0.3, lose)
-    timer.start()
-    with pytest.raises(RankLostError, match="rank 1 is dead"):
-        _step(plans[0], 2)
-    timer.join()
+        outcome = together(plans[:1], lambda plan, _: _step(plan, 2))[0]
+    else:
+        threads = threading.Thread(target=plan, args=(plans[1], 1))
+        threads.start()
+        (outcome,) = together(plans[:1], plan)
+        told.set()
+        threads.join()
+    assert isinstance(outcome, RankLostError), outcome
+    assert "rank 1 is dead" in str(outcome)
     _close(plans)
 
 
