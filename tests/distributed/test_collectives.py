@@ -186,22 +186,22 @@ def test_a_rank_that_the_heart_counts_out_is_named(comes):
     told = threading.Event()
 
     def plan(plan, rank):
-        if rank == 0:
-            with plan.entry(2, _nothing) as these:
+        with plan.entry(2, _nothing) as these:
+            if rank == 1:
+                told.wait(30)
+            else:
                 plan._heart.lost = [Loss(1, "is dead", True)]
-                return these.gather_object(rank)
-        with plan.entry(2, _nothing):
-            told.wait(30)
+                these.gather_object(rank)
 
     if not comes:
         plans[0]._heart.lost = [Loss(1, "is dead", True)]
         outcome = together(plans[:1], lambda plan, _: _step(plan, 2))[0]
     else:
-        threads = threading.Thread(target=plan, args=(plans[1], 1))
-        threads.start()
+        other = threading.Thread(target=plan, args=(plans[1], 1))
+        other.start()
         (outcome,) = together(plans[:1], plan)
         told.set()
-        threads.join()
+        other.join()
     assert isinstance(outcome, RankLostError), outcome
     assert "rank 1 is dead" in str(outcome)
     _close(plans)

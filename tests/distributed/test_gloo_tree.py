@@ -166,7 +166,16 @@ def test_check_ends_a_wait_for_a_rank_that_does_not_come():
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes)
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
     until = time.monotonic() + 0.5
-    outcomes = together(trees[:2], lambda tree, _: tree.max([1], check))
+
+    def wait(tree, _):
+        try:
+            tree.max([1], check)
+        finally:
+            tree.leave()
+
+    outcomes = together(trees[:2], wait)
+    assert time.monotonic() - until < 4
+    assert not gloo_group.abandoned(), "an operation was left under way"
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes), outcomes
     _close(trees)
 
