@@ -1,36 +1,45 @@
-"""Which process group a save's planning runs on, in saves by this package's ``async_save``; agreed by all ranks.
+"""How the ranks plan their saves together: they meet for each, over a tree of gloo groups (``commit/gloo_tree.py``).
 
-A group that nothing else uses, made anew when ranks were lost. What the ranks do in a save is decided in
-the store, for all of them: one that went on while another gave up would wait for it for ever. A group that a rank
-knows to be broken is noted there too, and why: one that was stopped meanwhile does not know.
+Each rank counts its calls: the *entries*. An entry begins with the ranks' numbers going up the tree, and the greatest
+and the least of them coming down. If these are the same, the steps of planning follow, in the same generation of the
+tree. Once the tree is built, the store is asked for nothing.
+
+**No two ranks pair different entries.** Steps follow only where all ranks have named the same entry in this
+generation. A rank that does not finish the steps of an entry leaves the generation, so nothing that it says later is
+taken for one of them. Ranks with different numbers have all seen that. Those with a smaller number fail their entry
+and come with the next, until they have caught up; those with the greatest meet again.
+
+**None waits for ever.** A rank that leaves closes its sockets: its neighbours fail the entry as well, and theirs
+after them. Before, it notes in the store that the entry is given up, and why: a rank that comes late, and does not
+find the others, finds the note. What sockets do not tell, the heart knows (dead, silent, cut off), and so does
+``look``, which bounds the wait for a rank that does not call or comes no further. If a note is lost, the late rank is
+told by the others' next entry, or by ``look``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
 
-from dcp_datastates.commit.heart import Heart, Loss
-from dcp_datastates.commit.lane import meet
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.commit.heart import Heart
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.config import MAX_IN_FLIGHT
-from dcp_datastates.dcp_group import DcpGroup
+from dcp_datastates.dcp.destroy_hook import DestroyHook
+from dcp_datastates.dcp.ranks import Ranks
 from dcp_datastates.errors import RankLostError
 
 __all__ = ["Collectives"]
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT: Final = timedelta(seconds=60)
-"""For making that group, once all ranks are there."""
-
-_COLLECTIVE_TIMEOUT: Final = timedelta(days=1)
-"""Nothing is timed out by gloo: ``look`` knows who is late, and says so sooner."""
+T = TypeVar("T")
 
 _RETURN_SECONDS: Final = 12.0
 """How long a rank that was silent may take to be heard again: a beat of its own, a look of the coordinator's and one of
@@ -38,17 +47,22 @@ this rank's, each after four seconds at most."""
 
 _POLL_SECONDS: Final = 0.1
 
-_LOOK_SECONDS: Final = 0.5
-"""Between two looks, in an operation, whether others have given the group up."""
+_NOTE_SECONDS: Final = 2.0
+_NOTE_SECONDS_PER_RANK: Final = 1e-3
+"""Between two looks whether the others have given up the entry that this rank waits for them with."""
+
+_TRIES: Final = 8
+"""How often connections may break before an entry begins: then the ranks cannot reach each other."""
 
 _KEPT_ENTRIES: Final = 2 * MAX_IN_FLIGHT
-"""No rank is further behind another than saves may be in flight."""
+"""Notes of so many entries stay. No rank is further behind another than saves may be in flight."""
+
+_UNKNOWN: Final = "?"
+"""Begins a note whose writer does not know who is to blame."""
 
 
 class Collectives:
-    """The group for planning among ``peers``.
-
-    Of the planning thread; :meth:`cut` is any thread's.
+    """The meetings of ``peers`` for planning. Of the planning thread.
 
     Args:
         peers: the ranks.
@@ -60,32 +74,102 @@ class Collectives:
         self._peers = peers
         self._heart = heart
         self._on_destroy = on_destroy
-        self._store = peers.connect("collectives")
-        self._made_by: int | None = None  # the entry that made the group
-        self._group: DcpGroup | None = None
+        self._hook: DestroyHook | None = None
+        self._store = peers.connect("planning")
+        self._tree = GlooTree(peers, "planning")
+        # Whose entries these are: a store may outlive a default group, and with it the notes of a former one. The
+        # coordinator's clock, known to all once they have met.
+        self._since = time.time_ns() if peers.rank == 0 else 0
+        self._noted: list[int] = []  # entries that this rank has noted
+        self._in_step = False  # all ranks know that this one fails its entry: it need not leave
         self._look: Callable[[], None] = lambda: None
         self._looked = 0.0
 
-    def get(self, entry: int, look: Callable[[], None]) -> DcpGroup:
-        """The group to use for this ``entry``, a number that every rank counts: the same one on every rank.
+    @contextlib.contextmanager
+    def entry(self, entry: int, look: Callable[[], None]) -> Iterator[Ranks]:
+        """DCP's steps for this ``entry``, a number that every rank counts, once all ranks have come to it.
 
-        ``look`` is called by what waits from here on, until the next entry; it raises :class:`RankLostError` if it has
-        waited for too long. Raises that, on every rank that is there: the first to come, or to find in vain that
-        another does not, decides.
+        In the block, all ranks make the same steps. If it raises anything but DCP's ``CheckpointException``, which all
+        ranks see, the entry fails on all of them.
+
+        ``look`` is called by what waits; it raises :class:`RankLostError` if it has waited for too long. Raises that if
+        a rank is lost, or the others have given this entry up; :class:`GroupBroken` if connections broke and it is
+        not known why.
         """
-        self._look = look
-        if entry > _KEPT_ENTRIES and self._peers.rank == 0:
-            self._store.delete_key(f"call/{entry - _KEPT_ENTRIES}")
-        lost = self._lost_for_good()
-        group = self._group
-        renew = group is None or group.is_cut or bool(self._why_broken())
-        wanted = lost or str(entry if renew else self._made_by)
-        decided = self._store.compare_set(f"call/{entry}", "", wanted).decode()
-        if not decided.isdigit():
-            raise RankLostError(decided)
-        if int(decided) != self._made_by or group is None:
-            group = self._renew(int(decided))
-        return group
+        if self._hook is None:
+            self._hook = DestroyHook(f"dcp_datastates/{self._peers.digest}", self._on_destroy)
+        self._look, self._in_step = look, False
+        self._forget_notes(entry)
+        try:
+            self._meet(entry)
+            yield Ranks(
+                self._peers.rank,
+                self._peers.world,
+                lambda data: self._step(entry, lambda: self._tree.gather(data, self._check)),
+                lambda parts: self._step(entry, lambda: self._tree.scatter(parts, self._check)),
+            )
+        except BaseException as error:
+            if not self._in_step and not isinstance(error, CheckpointException):
+                self._note(entry, error)
+                self._tree.leave()
+            raise
+
+    def close(self) -> None:
+        """Let go of the connections. Idempotent."""
+        self._tree.close()
+        if self._hook is not None:
+            self._hook.close()
+
+    def _meet(self, entry: int) -> None:
+        self._looked = 0.0
+        check = functools.partial(self._check_meeting, entry)
+        tries = 0
+        newest, oldest = entry, 0
+        while newest != -oldest:
+            try:
+                self._tree.join(check)
+                # The coordinator's clock goes with it.
+                newest, oldest, self._since = self._tree.max([entry, -entry, self._since], check)
+            except GroupBroken as broken:
+                self._tree.leave()
+                self._find_note(entry)
+                tries += 1
+                if tries > _TRIES:
+                    raise
+                logger.info("the ranks connect for planning again: %s", broken)
+                check()
+                time.sleep(tries * _POLL_SECONDS)
+                continue
+            if newest > entry:
+                self._in_step = True
+                self._find_note(entry)
+                raise RankLostError(
+                    f"the other ranks have given this save up, and have come to one {newest - entry} later"
+                )
+
+    def _step(self, entry: int, step: Callable[[], T]) -> T:
+        try:
+            return step()
+        except GroupBroken:
+            self._find_note(entry)  # that was there before the connection broke
+            raise
+
+    def _check(self) -> None:
+        """Called by what waits in a step."""
+        if losses := self._heart.losses():
+            raise RankLostError("; ".join(map(str, losses[:3])))
+        self._look()
+
+    def _check_meeting(self, entry: int) -> None:
+        """Called while the ranks are waited for."""
+        if self._heart.losses() and (lost := self._lost_for_good()):
+            raise RankLostError(lost)
+        now = time.monotonic()
+        if now - self._looked > max(_NOTE_SECONDS, _NOTE_SECONDS_PER_RANK * self._peers.world):
+            if self._looked:  # not at once: mostly, all ranks are about to come
+                self._find_note(entry)
+            self._looked = now
+        self._look()
 
     def _lost_for_good(self) -> str:
         """Who is lost; empty if no rank is. A rank that was silent, and is back, may not have been heard yet."""
@@ -96,78 +180,32 @@ class Collectives:
             time.sleep(_POLL_SECONDS)
         return ""
 
-    def _renew(self, entry: int) -> DcpGroup:
-        former, self._group = self._group, None
-        if former is not None:
-            former.close()
-        refused = f"refused/{entry}"
+    # ---- notes in the store; without the store, the heart says so ----------------------------------
 
-        def refuse(why: str) -> RankLostError:
-            return RankLostError(self._store.compare_set(refused, "", why).decode())
-
-        def check() -> None:
-            if self._store.check([refused]):
-                raise RankLostError(self._store.get(refused).decode())
-            if self._heart.losses() and (lost := self._lost_for_good()):
-                raise refuse(lost)
-            try:
-                self._look()
-            except RankLostError as late:
-                raise refuse(str(late)) from None
-
-        # Making a group cannot be interrupted: so first see that all ranks are there.
-        meet(self._store, str(entry), self._peers, check)
-        self._group = DcpGroup(
-            self._peers,
-            str(entry),
-            connecting=_CONNECT_TIMEOUT,
-            operation=_COLLECTIVE_TIMEOUT,
-            check=self._check,
-            on_destroy=self._on_destroy,
-        )
-        self._made_by = entry
-        return self._group
-
-    def _check(self) -> None:
-        """Called by what waits in the group: raises :class:`RankLostError` if the group was given up, or must be."""
-        now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS:
+    def _note(self, entry: int, error: BaseException) -> None:
+        if not self._since:
             return
-        self._looked = now
-        with contextlib.suppress(RuntimeError):  # the store is gone: the heart will say so
-            if why := self._why_broken():
+        why = str(error) or type(error).__name__
+        if isinstance(error, GroupBroken):
+            why = f"{_UNKNOWN}{why}"
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set(self._key(entry), "", why)
+            self._noted.append(entry)
+
+    def _find_note(self, entry: int) -> None:
+        """Raise what is noted of the entry, if it is given up."""
+        with contextlib.suppress(RuntimeError):
+            if self._since and self._store.check([self._key(entry)]):
+                why = self._store.get(self._key(entry)).decode()
+                if why.startswith(_UNKNOWN):
+                    raise GroupBroken(why[len(_UNKNOWN) :])
                 raise RankLostError(why)
-        try:
-            self._look()
-        except RankLostError as late:
-            raise RankLostError(self._note(str(late))) from None
 
-    def note_broken(self, why: str) -> None:
-        """The group is of no use any more, on any rank; the next entry makes another."""
-        if self._group is not None:
-            self._group.cut()
-        with contextlib.suppress(RuntimeError):  # the store may be gone, and the job with it
-            self._note(why)
+    def _forget_notes(self, entry: int) -> None:
+        with contextlib.suppress(RuntimeError):
+            while self._noted and self._noted[0] <= entry - _KEPT_ENTRIES:
+                self._store.delete_key(self._key(self._noted[0]))
+                self._noted.pop(0)
 
-    def _note(self, why: str) -> str:
-        """Note why the group is broken, unless that is noted; returns what is."""
-        return self._store.compare_set(f"broken/{self._made_by}", "", why).decode()
-
-    def _why_broken(self) -> str:
-        key = f"broken/{self._made_by}"
-        return self._store.get(key).decode() if self._store.check([key]) else ""
-
-    def cut(self, losses: list[Loss]) -> None:
-        """Called by the heart, which must not wait: the planning thread, if it waits in the group, waits in vain."""
-        if self._group is None or self._group.is_cut:
-            return
-        self._group.cut()
-        # A rank that was stopped, and goes on, must find it noted before it comes with its next save.
-        why, made_by = "; ".join(map(str, losses[:3])), self._made_by
-        logger.info("%s; the ranks' planning is broken off", why)
-
-        def note() -> None:
-            with contextlib.suppress(RuntimeError):  # the store may be gone, and the job with it
-                self._peers.connect("collectives").compare_set(f"broken/{made_by}", "", why)
-
-        threading.Thread(target=note, name="dcp_datastates-note", daemon=True).start()
+    def _key(self, entry: int) -> str:
+        return f"given_up/{self._since}/{entry}"

@@ -17,6 +17,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -79,7 +80,6 @@ class RankContext:
         self._collectives: Collectives | None = None
         if group.heart is not None:
             self._collectives = Collectives(group.peers, group.heart, finish_saves)
-            group.heart.listen(self._collectives.cut)
         self._entries = 0  # how often the ranks have met here
         self._stray: set[str] = set()  # what others saved when the ranks came with different calls
 
@@ -103,8 +103,9 @@ class RankContext:
             def fail() -> Any:
                 raise error
 
-            ranks = self._meet(_Presence(self, f"the save to {str(path)!r}", _REFUSING_SECONDS))
-            ranks.reduce_scatter("plan", fail, lambda _: [])
+            presence = _Presence(self, f"the save to {str(path)!r}", _REFUSING_SECONDS)
+            with self._meet(presence) as ranks:
+                ranks.reduce_scatter("plan", fail, lambda _: [])
 
         def run() -> None:
             try:
@@ -123,7 +124,9 @@ class RankContext:
 
         def run() -> None:
             try:
-                ended.set_result(work(self._meet(_Presence(self, what, timeout))))
+                with self._meet(_Presence(self, what, timeout)) as ranks:
+                    done = work(ranks)
+                ended.set_result(done)
             except BaseException as error:
                 ended.set_exception(error)
 
@@ -134,6 +137,8 @@ class RankContext:
 
     def close(self) -> None:
         """End the thread when what was submitted is over. Idempotent; does not wait."""
+        if self._collectives is not None:
+            self._worker.post(self._collectives.close)
         self._worker.finish()
 
     # ---- the planning thread -----------------------------------------------------------------
@@ -159,17 +164,18 @@ class RankContext:
             )
         state = writer.begin(save, planner)
         presence = _Presence(self, f"the save to {str(save.path)!r}", save.timeout, save)
-        ranks = self._meet(presence)
-        writer.run(save)
-        save_together(state, name, writer, planner, ranks, self._agree)
+        with self._meet(presence) as ranks:
+            writer.run(save)
+            written = save_together(state, name, writer, planner, ranks, self._agree)
+        written.finish(writer)
         self._stray.clear()
 
-    def _meet(self, presence: _Presence) -> _DistWrapper:
+    def _meet(self, presence: _Presence) -> AbstractContextManager[_DistWrapper]:
         if self._collectives is None:
-            return _DistWrapper(None, False, 0)
+            return nullcontext(_DistWrapper(None, False, 0))
         self._entries += 1
         presence.expect(self._entries)
-        return _DistWrapper(self._collectives.get(self._entries, presence.look), True, 0)
+        return self._collectives.entry(self._entries, presence.look)
 
     @staticmethod
     def _agree(names: Sequence[str]) -> None:
@@ -201,8 +207,6 @@ class RankContext:
             told.__cause__ = error
             save.fail(told)
             return
-        if self._collectives is not None and not save.has_round:
-            self._collectives.note_broken(str(error) or type(error).__name__)
         if save.has_round:
             return
         if world == 1 or isinstance(error, DataStatesError):

@@ -1,20 +1,19 @@
 """What happens when saves come faster than they commit: wait, skip this one, or drop the oldest unbegun.
 
-The last two are decided by all ranks together, for a save that only some of them left out could never be
-committed. That vote cannot queue behind the late commit that it is about: it has a lane (a gloo
-group and a thread) of its own. ``async_save`` does not wait for it; DCP's thread does, before it looks at the
-state, so nothing of a save is read that may yet be left out.
+The last two are decided by all ranks together, for a save that only some of them left out could never be committed.
+That vote cannot queue behind the late commit that it is about: it has a tree of gloo groups and a thread of its own,
+from the first question on. ``async_save`` does not wait for it; DCP's thread does, before it looks at the state, so
+nothing of a save is read that may yet be left out.
 """
 
 from __future__ import annotations
 
 import logging
-import struct
 from pathlib import Path
 from typing import Final, Protocol
 
+from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.heart import Heart
-from dcp_datastates.commit.lane import Lane, LaneBroken
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.config import WhenBehind
@@ -26,13 +25,14 @@ __all__ = ["Policy", "Waiting", "await_room", "enter", "in_flight"]
 
 logger = logging.getLogger(__name__)
 
-_ROW: Final = struct.Struct("<qqQ")
 _POLL_SECONDS: Final = 0.1
 
 _CLOSE_SECONDS: Final = 5.0
 
 _DEPTH: Final = 64
 """How many saves back one may be dropped."""
+
+_ALL: Final = (1 << _DEPTH) - 1
 
 
 class Waiting(Protocol):
@@ -109,7 +109,7 @@ class Policy:
         self._lock = ProcessLock()  # guards _asked and _recent
         self._asked = 0
         self._recent: dict[int, Waiting] = {}  # by number of the question
-        self._lane = Lane(peers, "policy")
+        self._tree = GlooTree(peers, "policy")
 
     def ask(self, save: Waiting, limit: int, mode: WhenBehind) -> None:
         """Whether to leave out ``save``, or an older one. Returns at once; ``save.decided()`` follows."""
@@ -134,35 +134,30 @@ class Policy:
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._worker.close(_CLOSE_SECONDS)
-        self._lane.close()
+        self._tree.close()
 
     def _decide(
         self, save: Waiting, number: int, behind: bool, mask: int, mode: WhenBehind
     ) -> None:
         try:
-            rows = self._gather(_ROW.pack(number, behind, mask))
-        except LaneBroken as broken:
+            asked, least, late, unable = self._ask_all(number, behind, mask)
+        except GroupBroken as broken:
             # The saves take their course; if a rank is lost, their commit will say so.
             logger.warning("the ranks could not decide whether to leave out a save: %s", broken)
             save.decided()
             return
         try:
-            if len({row[0] for row in rows}) > 1:
-                logger.error("the ranks ask about different saves (%s); none is left out", rows)
-            elif any(row[1] for row in rows):
-                self._leave_out(save, number, rows, mode)
+            if asked != least:
+                logger.error("the ranks ask about different saves; none is left out")
+            elif late:
+                self._leave_out(save, number, _ALL & ~unable, mode)
         finally:
             save.decided()
 
-    def _leave_out(
-        self, save: Waiting, number: int, rows: list[tuple[int, int, int]], mode: WhenBehind
-    ) -> None:
+    def _leave_out(self, save: Waiting, number: int, common: int, mode: WhenBehind) -> None:
         if mode == "skip":
             save.skip(CheckpointSkipped("earlier saves are late: all ranks skip this one (skip)"))
             return
-        common = rows[0][2]
-        for row in rows:
-            common &= row[2]
         if common:
             with self._lock:
                 oldest = self._recent.get(number - common.bit_length())
@@ -173,20 +168,25 @@ class Policy:
                     )
                 )
 
-    def _gather(self, row: bytes) -> list[tuple[int, int, int]]:
-        if self._heart is None:
-            return [_ROW.unpack(row)]
-        try:
-            self._lane.join(self._check)
-            return [_ROW.unpack(data) for data in self._lane.gather(row, _ROW.size, self._check)]
-        except LaneBroken:
-            self._lane.leave()
-            raise
+    def _ask_all(self, number: int, behind: bool, mask: int) -> tuple[int, int, bool, int]:
+        """The greatest and the least number asked about, whether any rank is behind, and which saves not every rank
+        can leave out.
+        """
+        unable = [1 - (mask >> bit & 1) for bit in range(_DEPTH)]
+        said = [number, -number, int(behind), *unable]
+        if self._heart is not None:
+            try:
+                self._tree.join(self._check)
+                said = self._tree.max(said, self._check)
+            except GroupBroken:
+                self._tree.leave()
+                raise
+        return said[0], -said[1], bool(said[2]), sum(bit << at for at, bit in enumerate(said[3:]))
 
     def _check(self) -> None:
         assert self._heart is not None
         if losses := self._heart.losses():
-            raise LaneBroken("; ".join(map(str, losses)))
+            raise GroupBroken("; ".join(map(str, losses)))
 
 
 def _left_out(save: Waiting) -> bool:

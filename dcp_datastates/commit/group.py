@@ -68,7 +68,7 @@ class CommitGroup:
         self.heart: Heart | None = None
         if peers.world > 1:
             self._decisions = DecisionLog(peers.connect("commit"))
-            self.heart = Heart(peers, peers.connect("commit"), self._status)
+            self.heart = Heart(peers, peers.connect_alone("commit"), self._status)
         self._voter = Voter(peers, self.heart, self._decisions)
 
     # ---- any thread --------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Note:
 
 @dataclass(frozen=True)
 class Tell:
-    """Coordinator: share the outcome with all ranks: :class:`Done`."""
+    """Coordinator: share the decision with all ranks: :class:`Done`, whether or not all have heard it."""
 
     decision: Decision
 
@@ -186,10 +186,9 @@ class Decided:
 
 @dataclass(frozen=True)
 class Told:
-    """The coordinator shared an outcome; ``mine`` if it is that of this round."""
+    """What the coordinator shared; None if it is not of this round."""
 
-    mine: bool
-    outcome: Outcome
+    decision: Decision | None
 
 
 @dataclass(frozen=True)
@@ -332,8 +331,8 @@ def follow() -> Steps:
                     event = yield Vote(ok)  # 6
                     if isinstance(event, Counted):
                         event = yield Hear()  # 11
-                    if isinstance(event, Told) and event.mine:
-                        return (yield from _told(event.outcome))
+                    if isinstance(event, Told) and event.decision is not None:
+                        return event.decision
                     yield Leave()  # 17
         else:
             yield Leave()
@@ -352,12 +351,3 @@ def follow() -> Steps:
     event = yield Settle(why)  # 16
     assert isinstance(event, Decided)
     return event.decision
-
-
-def _told(outcome: Outcome) -> Steps:
-    if outcome is Outcome.COMMITTED:
-        return Decision(outcome)
-    match (yield Look()):
-        case Said(Decision() as decision):
-            return decision
-    return Decision(outcome, {0: Reason.of(SaveFailedError("why could not be read in the store"))})

@@ -6,14 +6,16 @@ Of the commit thread. Every wait looks at the heart several times a second; what
 from __future__ import annotations
 
 import logging
+import struct
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from dcp_datastates.commit.ballot import Ballot, is_unanimous
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.decision_log import DecisionLog
+from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.heart import SILENCE_SECONDS, Heart, Loss
-from dcp_datastates.commit.lane import Lane, LaneBroken
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.protocol import (
     Action,
@@ -54,8 +56,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 
-_OUTCOMES: Final = list(Outcome)
-"""As an outcome travels by gloo: its place."""
+_TOLD: Final = struct.Struct("<q")
+"""The round's number, before the decision in it."""
+
+T = TypeVar("T")
 
 _PATIENCE_SECONDS: Final = 15.0
 """A rank that cannot meet the others gives a round up no sooner than hearts find who is lost, and this."""
@@ -74,7 +78,7 @@ class Voter:
         self._peers = peers
         self._heart = heart
         self._decisions = decisions
-        self._lane: Lane | None = None  # from the first round on
+        self._tree: GlooTree | None = None  # from the first round on
         self._apart: float | None = None  # since when this rank has not met the others
         self._store_failed = False  # in this round
         # The heart's thread reads these:
@@ -98,9 +102,9 @@ class Voter:
         self.round = round_
         self._apart = None
         self._store_failed = False
-        if self._lane is None:
+        if self._tree is None:
             # A store may outlive a default group, and with it the keys of a former one's connections.
-            self._lane = Lane(self._peers, f"vote/{round_.first}")
+            self._tree = GlooTree(self._peers, f"vote/{round_.first}")
         if self._heart is not None:
             self._heart.follow(round_.number)
         try:
@@ -114,8 +118,8 @@ class Voter:
 
     def close(self) -> None:
         """Let go of the connections."""
-        if self._lane is not None:
-            self._lane.close()
+        if self._tree is not None:
+            self._tree.close()
 
     def _follow_protocol(self, round_: Round) -> Decision:
         steps = lead() if self._is_coordinator else follow()
@@ -195,8 +199,8 @@ class Voter:
         try:
             if self._is_coordinator:
                 self._decisions.flush()  # or a rank that is behind would vote for another save
-            assert self._lane is not None
-            if not self._lane.join(lambda: self._interrupt(round_, joining=True)):
+            assert self._tree is not None
+            if not self._tree.join(lambda: self._interrupt(round_, joining=True)):
                 return Done()
             self._apart = None
             found = None if self._is_coordinator else self._decisions.find(round_.number)
@@ -204,7 +208,7 @@ class Voter:
         except _Interrupted as interrupted:
             self._leave()
             return interrupted.event
-        except (LaneBroken, RuntimeError) as broken:
+        except (GroupBroken, RuntimeError) as broken:
             return self._after_break(round_, broken)
 
     def _after_break(self, round_: Round, broken: Exception) -> Event:
@@ -231,7 +235,7 @@ class Voter:
         maxima = ballot.encode()
         if self._peers.world > 1:
             self.voted = round_.number
-            found = self._max(round_, maxima)
+            found = self._wait(round_, lambda tree, check: tree.max(maxima, check))
             if not isinstance(found, list):
                 return found
             maxima = found
@@ -265,20 +269,21 @@ class Voter:
             return Done()
         hit("outcome.before")
         self._say("telling the outcome", round_)
-        told = [round_.number, _OUTCOMES.index(decision.outcome)]
-        event = self._max(round_, told, telling=True)
+        told = _TOLD.pack(round_.number) + decision.encode().encode()
+        event = self._wait(round_, lambda tree, check: tree.broadcast(told, check), telling=True)
         hit("outcome.after")
-        return Done() if isinstance(event, list) else event
+        return Done() if isinstance(event, bytes) else event
 
     def _hear(self, round_: Round) -> Event:
         hit("outcome.before")
         self._say("waiting for the outcome", round_)
-        found = self._max(round_, [-1, -1])
-        if not isinstance(found, list):
+        found = self._wait(round_, lambda tree, check: tree.broadcast(None, check))
+        if not isinstance(found, bytes):
             return found
         hit("outcome.after")
-        number, outcome = found
-        return Told(number == round_.number, _OUTCOMES[outcome])
+        (number,) = _TOLD.unpack_from(found)
+        mine = number == round_.number
+        return Told(Decision.decode(found[_TOLD.size :]) if mine else None)
 
     def _settle(self, round_: Round, why: Reason) -> Decision:  # 16
         assert round_.directory is not None
@@ -298,13 +303,20 @@ class Voter:
 
     # ---- while waiting ---------------------------------------------------------------------------
 
-    def _max(self, round_: Round, values: list[int], *, telling: bool = False) -> list[int] | Event:
+    def _wait(
+        self,
+        round_: Round,
+        operation: Callable[[GlooTree, Callable[[], None]], T],
+        *,
+        telling: bool = False,
+    ) -> T | Event:
+        """What the ``operation`` of all ranks gives, or what ends it."""
+        assert self._tree is not None
         try:
-            assert self._lane is not None
-            return self._lane.max(values, lambda: self._interrupt(round_, telling=telling))
+            return operation(self._tree, lambda: self._interrupt(round_, telling=telling))
         except _Interrupted as interrupted:
             return interrupted.event
-        except LaneBroken as broken:
+        except GroupBroken as broken:
             return self._after_break(round_, broken)
 
     def _interrupt(self, round_: Round, *, joining: bool = False, telling: bool = False) -> None:
@@ -337,8 +349,8 @@ class Voter:
         )
 
     def _leave(self) -> None:
-        if self._lane is not None:
-            self._lane.leave()
+        if self._tree is not None:
+            self._tree.leave()
 
     def _say(self, doing: str, round_: Round) -> None:
         self.doing = doing if doing == "idle" else f"{doing} (save {round_.number - round_.first})"

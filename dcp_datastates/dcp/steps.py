@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-__all__ = ["Call", "save_together"]
+__all__ = ["Call", "Written", "save_together"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,23 @@ class Call:
     plan: SavePlan
 
 
+@dataclass(frozen=True)
+class Written:
+    """What writing came to on this rank, and on the coordinator on all."""
+
+    failure: BaseException | None
+    metadata: Sequence[Metadata]
+    results: list[Any] | None
+
+    def finish(self, writer: StorageWriter) -> None:
+        """The writer's ``finish`` on the coordinator. Raises what this rank's writing raised."""
+        if self.failure is not None:
+            raise self.failure
+        # Of a rank that failed there are no results. Its vote will say so; nothing is published without them.
+        if self.results is not None and all(isinstance(each, list) for each in self.results):
+            writer.finish(metadata=self.metadata[0], results=self.results)
+
+
 def save_together(
     state: dict[str, Any],
     name: str,
@@ -36,8 +53,8 @@ def save_together(
     planner: SavePlanner,
     ranks: _DistWrapper,
     agree: Callable[[Sequence[str]], None],
-) -> None:
-    """Plan and write; the writer's ``finish`` runs on the coordinator.
+) -> Written:
+    """Plan and write. When this returns, no other rank waits for this one.
 
     Args:
         state: the staged state dict.
@@ -47,8 +64,7 @@ def save_together(
         ranks: DCP's collectives.
         agree: the coordinator's look at all ranks' names; raises if these are different saves.
 
-    Raises DCP's ``CheckpointException``, on all ranks, if planning fails on any; what this rank's writing raised;
-    what the process group raises.
+    Raises DCP's ``CheckpointException``, on all ranks, if planning fails on any; what ``ranks`` raises.
     """
     metadata: list[Metadata] = []
 
@@ -77,9 +93,4 @@ def save_together(
     except BaseException as error:
         failure = error
         written = _wrap_exception(error)
-    results = ranks.gather_object(written)
-    if failure is not None:
-        raise failure
-    # Of a rank that failed there are no results. Its vote will say so; nothing is published without them.
-    if results is not None and all(isinstance(result, list) for result in results):
-        writer.finish(metadata=metadata[0], results=results)
+    return Written(failure, metadata, ranks.gather_object(written))

@@ -18,6 +18,7 @@ from support.ranks import ranks
 import dcp_datastates
 from dcp_datastates import RankLostError, SaveFailedError, waiting
 from dcp_datastates.commit import heart, peers
+from dcp_datastates.dcp.destroy_hook import DestroyHook
 
 
 class Loader:
@@ -161,14 +162,14 @@ def test_a_failed_call_of_stock_dcp_is_seen_by_the_vote_of_the_next_save(shared_
 @ranks(2)
 def test_the_training_thread_asks_nothing_of_the_ranks_store(shared_dir):
     me, asked = threading.current_thread(), []
-    within = peers.within
+    ask = peers._Client.ask
 
-    def watched(seconds, call):
+    def watched(client, request):
         asked.append(threading.current_thread())
-        return within(seconds, call)
+        return ask(client, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers, "within", watched)
+        patch.setattr(peers._Client, "ask", watched)
         for number in range(3):
             _begin(number, shared_dir / "c").result(60)
     assert asked, "the ranks have met without the store"
@@ -205,9 +206,9 @@ def test_a_job_that_destroys_its_process_group_finishes_its_saves_first(shared_d
     for handle in handles:
         assert not handle.committed.done() or committed(handle.path)
     shutdowns = [
-        each for each in dist.distributed_c10d._world.pg_names if type(each).__name__ == "DcpGroup"
+        each for each in dist.distributed_c10d._world.pg_names if isinstance(each, DestroyHook)
     ]
-    assert shutdowns, "torch's books have no group of this package's"
+    assert shutdowns, "torch's books have nothing of this package's"
     for each in shutdowns:
         each.shutdown()  # as destroy_process_group() does with each group in its books
     assert all(handle.committed.done() for handle in handles)

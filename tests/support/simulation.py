@@ -8,8 +8,9 @@ cut, stores end, ranks take others for lost that are not. After each step, :meth
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from typing import Any
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
@@ -59,24 +60,26 @@ class Group:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.operations: list[dict[int, tuple[str, Sequence[int]]]] = []
+        self.operations: list[dict[int, tuple[str, tuple[Any, ...]]]] = []
         self.gone: set[int] = set()
 
-    def begin(self, place: int, rank: int, kind: str, values: Sequence[int]) -> None:
+    def begin(self, place: int, rank: int, kind: str, value: tuple[Any, ...]) -> None:
         while len(self.operations) <= place:
             self.operations.append({})
-        self.operations[place][rank] = kind, values
+        self.operations[place][rank] = kind, value
 
-    def result(self, place: int) -> list[int] | None:
+    def result(self, place: int, rank: int) -> tuple[Any, ...] | None:
+        """What it gives to ``rank``; None as long as it gives nothing."""
         given = self.operations[place]
+        kinds = {kind for kind, _ in given.values()}
+        if not (kinds <= {"vote"} or kinds <= {"tell", "hear"}):
+            raise Broken(f"operations that do not belong together met: {given}")
+        if kinds != {"vote"}:  # the coordinator waits for no other, and each other for it
+            return given[0][1] if 0 in given else None
         if len(given) < self.world:
             return None
-        kinds = {kind for kind, _ in given.values()}
-        if kinds not in ({"vote"}, {"tell", "hear"}):
-            raise Broken(f"operations that do not belong together met: {given}")
-        return [
-            max(column) for column in zip(*(values for _, values in given.values()), strict=True)
-        ]
+        values = [value for _, value in given.values()]
+        return tuple(max(column) for column in zip(*values, strict=True))
 
 
 class Job:
@@ -216,22 +219,22 @@ class Rank:
             case protocol.Meet():
                 return (yield from self._meet(save))
             case protocol.Vote(ok):
-                ballot = [0 if ok else 1, save.attempt, -save.attempt, save.number, -save.number]
+                ballot = (0 if ok else 1, save.attempt, -save.attempt, save.number, -save.number)
                 found = yield from self._operate("vote", ballot, save)
-                if not isinstance(found, list):
+                if isinstance(found, protocol.Event):
                     return found
                 no, attempt, negated, number, unnumber = found
                 return protocol.Counted(not no and attempt == -negated and number == -unnumber)
             case protocol.Tell(decision):
-                place = list(Outcome).index(decision.outcome)
-                found = yield from self._operate("tell", [save.number, place], save)
-                return protocol.Done() if isinstance(found, list) else found
+                found = yield from self._operate("tell", (save.number, decision), save)
+                return found if isinstance(found, protocol.Event) else protocol.Done()
             case protocol.Hear():
-                found = yield from self._operate("hear", [-1, -1], save)
-                if not isinstance(found, list):
+                found = yield from self._operate("hear", (), save)
+                if isinstance(found, protocol.Event):
                     return found
-                mine = found[0] == save.number or self.world.believes_all
-                return protocol.Told(mine, list(Outcome)[found[1]])
+                number, decision = found
+                mine = number == save.number or self.world.believes_all
+                return protocol.Told(decision if mine else None)
             case protocol.Publish():
                 return (yield from self._publish(save))
             case protocol.Settle():
@@ -329,9 +332,9 @@ class Rank:
                 if len(ready) == len(job.ranks):
                     connecting = self._generation
                     group = job.groups.setdefault(connecting, Group(len(job.ranks)))
-                    group.begin(0, self.rank, "vote", [])  # it connects
+                    group.begin(0, self.rank, "vote", ())  # it connects
             elif len(group.operations[0]) == len(job.ranks):
-                group.operations[0] = {rank: ("vote", []) for rank in range(len(job.ranks))}
+                group.operations[0] = dict.fromkeys(range(len(job.ranks)), ("vote", ()))
                 self._group, self._place = group, 1
                 if self.rank == 0 or not self.world.looks_when_met:
                     return protocol.Done()
@@ -353,16 +356,16 @@ class Rank:
             self.job.generation = max(self.job.generation, self._generation)
 
     def _operate(
-        self, kind: str, values: Sequence[int], save: Save
-    ) -> Generator[None, None, list[int] | protocol.Event]:
+        self, kind: str, value: tuple[Any, ...], save: Save
+    ) -> Generator[None, None, tuple[Any, ...] | protocol.Event]:
         group = self._group
         if group is None:
             return protocol.Broke()
         place, self._place = self._place, self._place + 1
-        group.begin(place, self.rank, kind, values)
+        group.begin(place, self.rank, kind, value)
         while True:
             yield
-            found = group.result(place)
+            found = group.result(place, self.rank)
             left = group.gone or self.job.generation > self._generation
             dead = any(rank.killed for rank in self.job.ranks)
             apart = any(rank.is_cut for rank in self.job.ranks)

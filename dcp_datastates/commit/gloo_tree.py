@@ -1,0 +1,258 @@
+"""What the ranks say to each other: values reduced up a tree of small gloo groups, and told down again.
+
+One gloo group of N ranks costs 2 N² requests to the store and N sockets per rank. Here the ranks stand in groups of 8
+(the ranks of one host, mostly), the first rank of each in groups of 16, the first of those in groups of 16 again: at
+16,384 ranks four levels, at most 7 + 15 + 15 + 7 connections on one rank, and some six requests per rank to build it.
+Up to 16 ranks are one group.
+
+When any connection breaks, the whole tree is given up and built anew: that is cheap, and there is only one thing to
+agree on, the *generation*. It is counted in the store. A rank that leaves counts it up and closes its sockets: the
+operations of its neighbours fail, so they leave too, and theirs after them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from dcp_datastates.commit.gloo_group import (
+    Check,
+    GlooGroup,
+    GroupBroken,
+    Meeting,
+    said_as_broken,
+)
+from dcp_datastates.commit.peers import Connection, Peers
+
+__all__ = ["GlooTree", "GroupBroken", "Place", "places"]
+
+_FAN_IN: Final = 16
+_HOST: Final = 8
+"""Ranks in a lowest group, where there are several: consecutive ranks share a host, and hosts mostly have 8."""
+
+_STORE_PAUSE: Final = 0.1
+_STORE_PAUSE_PER_RANK: Final = 75e-6
+"""Longest time between two looks for the other ranks of a group, in seconds. A request takes 11.3 us of the store's
+only thread: 16,384 ranks that wait at once, each asking every 1.2 s, take 15 % of it."""
+
+_LOOK_SECONDS: Final = 5.0
+_LOOK_SECONDS_PER_RANK: Final = 1e-3
+"""Between two looks whether others have left, while an operation waits. Mostly sockets tell. At 16,384
+ranks one look every 16 s: 1 % of the store's thread."""
+
+_MEETING_LOOK_SECONDS: Final = 0.5
+_MEETING_LOOK_SECONDS_PER_RANK: Final = 300e-6
+"""The same while ranks are looked for, which no socket tells of: 4 % of the store's thread."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in one group of the tree.
+
+    Attributes:
+        name: of the group, within the tree.
+        rank: within the group; the leader is 0.
+        size: how many ranks the group has.
+        span: how many ranks of all stand behind each of its own, but for the last.
+    """
+
+    name: str
+    rank: int
+    size: int
+    span: int
+
+
+def places(rank: int, world: int) -> Iterator[Place]:
+    """The groups that a ``rank`` is in, from the lowest: it leads all of them but the last."""
+    width = _FAN_IN if world <= _FAN_IN else _HOST
+    level, span, count = 0, 1, world
+    while count > 1:
+        index, place = divmod(rank, width)
+        size = min(width, count - index * width)
+        if size > 1:
+            yield Place(f"{level}.{index}", place, size, span)
+        if place:
+            return
+        rank, count, span = index, -(-count // width), span * width
+        level, width = level + 1, _FAN_IN
+
+
+class GlooTree:
+    """The ranks of ``peers``, connected when first needed and anew after :meth:`leave`.
+
+    No generation is met in twice. Of the operations, all ranks make the same ones in the same order. Each raises
+    :class:`GroupBroken`, or what its ``check`` raises, which is called all the time while it waits: then :meth:`leave`
+    comes next. One thread uses a tree.
+
+    Args:
+        peers: its ranks.
+        name: prefix of its keys in the store.
+    """
+
+    def __init__(self, peers: Peers, name: str) -> None:
+        self._peers = peers
+        self._name = name
+        self._store: Connection | None = None
+        self._generation = 0
+        self._met = (
+            False  # this rank takes part in the generation, at least by looking for the others
+        )
+        self._groups: list[tuple[Place, GlooGroup]] = []
+        self._keys: list[str] = []  # set by this rank; of no use once all are connected
+        self._looked = 0.0
+
+    @property
+    def generation(self) -> int:
+        """The newest one that this rank knows of. Any thread's."""
+        return self._generation
+
+    def join(self, check: Check) -> bool:
+        """Meet the others, unless that is done. Returns whether they met now: then all ranks have.
+
+        Raises :class:`GroupBroken`, or what ``check`` raises; the tree is left then.
+        """
+        if self._met:
+            return False
+        try:
+            with said_as_broken("the store fails"):
+                if self._store is None:
+                    self._store = self._peers.connect(self._name)
+                self._count_up(self._store)
+            self._met = True
+            self._looked = time.monotonic()
+            self._build(self._store, check)
+            self.max([0], check)
+            with said_as_broken("the store fails"):
+                self._clean_up(self._store)
+        except BaseException:
+            self.leave()
+            raise
+        return True
+
+    def leave(self) -> None:
+        """Give this generation up, for all. Returns soon, whatever the other ranks do. Idempotent."""
+        groups, self._groups = self._groups, []
+        while groups:
+            groups.pop()[1].leave()
+        if self._met:
+            self._met = False
+            self._generation += 1
+            if self._store is not None:
+                with contextlib.suppress(Exception):  # then it is counted up in join()
+                    self._count_up(self._store)
+
+    def close(self) -> None:
+        """Let go of the groups at the end of this process's part in it, when the store may be gone already."""
+        self._store = None
+        self.leave()
+
+    def max(self, values: Sequence[int], check: Check) -> list[int]:
+        """Elementwise maximum of 64-bit integers over all ranks, on all ranks."""
+        tensor = torch.tensor(values, dtype=torch.int64)
+        for _, group in self._joined():
+            group.max(tensor, self._while_waiting(check))
+        for _, group in reversed(self._joined()):
+            group.broadcast(tensor, self._while_waiting(check))
+        return [int(value) for value in tensor.tolist()]
+
+    def gather(self, data: bytes, check: Check) -> list[bytes] | None:
+        """All ranks' bytes, of any length, on rank 0; None elsewhere."""
+        parts = [data]
+        for place, group in self._joined():
+            gathered = group.gather(_pack(parts), self._while_waiting(check))
+            if place.rank:
+                return None
+            parts = [part for each in gathered for part in _unpack(each)]
+        return parts
+
+    def scatter(self, parts: Sequence[bytes] | None, check: Check) -> bytes:
+        """This rank's one of the ``parts`` that rank 0 gives, of any length."""
+        mine = list(parts or ())
+        for place, group in reversed(self._joined()):
+            shares = [_pack(mine[at : at + place.span]) for at in range(0, len(mine), place.span)]
+            mine = _unpack(group.scatter(shares, self._while_waiting(check)))
+        return mine[0]
+
+    def broadcast(self, data: bytes | None, check: Check) -> bytes:
+        """The bytes that rank 0 gives, on all ranks."""
+        told = (data or b"") if self._peers.rank == 0 else b""
+        for _, group in reversed(self._joined()):
+            size = torch.tensor([len(told)], dtype=torch.int64)
+            group.broadcast(size, self._while_waiting(check))
+            content = torch.zeros(int(size), dtype=torch.uint8)
+            content.numpy()[: len(told)] = bytearray(told)
+            if len(content):
+                group.broadcast(content, self._while_waiting(check))
+            told = content.numpy().tobytes()
+        return told
+
+    def _joined(self) -> list[tuple[Place, GlooGroup]]:
+        if not self._met:  # without groups, this rank would be told what it says itself
+            raise GroupBroken("these connections were given up")
+        return self._groups
+
+    def _build(self, store: Connection, check: Check) -> None:
+        """Lowest group first: so a rank leads into a group above only when all ranks below it are there."""
+        world = self._peers.world
+        pause = max(_STORE_PAUSE, _STORE_PAUSE_PER_RANK * world)
+        looking = self._while_waiting(
+            check, max(_MEETING_LOOK_SECONDS, _MEETING_LOOK_SECONDS_PER_RANK * world)
+        )
+        for place in places(self._peers.rank, world):
+            name = f"{self._generation}/{place.name}"
+            meeting = Meeting(store, name, place.rank, place.size, pause, looking)
+            self._keys.append(meeting.key(place.rank))
+            plain_store = functools.partial(self._peers.raw_store, f"{self._name}/{name}/gloo")
+            self._groups.append((place, GlooGroup(meeting, plain_store)))
+
+    def _while_waiting(self, check: Check, seconds: float | None = None) -> Check:
+        """``check``, and whether other ranks have left; that is asked of the store every so many ``seconds``."""
+        if seconds is None:
+            seconds = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._peers.world)
+
+        def look() -> None:
+            check()
+            now = time.monotonic()
+            if now - self._looked > seconds and self._store is not None:
+                self._looked = now
+                with said_as_broken("the store fails"):
+                    newest = int(self._store.get("generation"))
+                if newest > self._generation:
+                    raise GroupBroken("another rank has given these connections up")
+
+        return look
+
+    def _count_up(self, store: Connection) -> None:
+        """Have the store count no less than this rank, and this rank no less than the store."""
+        newest = int(store.compare_set("generation", "", str(self._generation)))
+        while newest < self._generation:
+            newest = int(store.compare_set("generation", str(newest), str(self._generation)))
+        self._generation = newest
+
+    def _clean_up(self, store: Connection) -> None:
+        """All ranks are connected: what they have told each other for that goes, of former generations too."""
+        while self._keys:
+            store.delete_key(self._keys[-1])
+            self._keys.pop()
+
+
+def _pack(parts: Sequence[bytes]) -> bytes:
+    sizes = list(map(len, parts))
+    return struct.pack(f"<{len(parts) + 1}Q", len(parts), *sizes) + b"".join(parts)
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    (count,) = struct.unpack_from("<Q", data)
+    sizes = struct.unpack_from(f"<{count}Q", data, 8)
+    parts, at = [], 8 + 8 * count
+    for size in sizes:
+        parts.append(data[at : at + size])
+        at += size
+    return parts

@@ -1,0 +1,298 @@
+"""How the ranks plan together: each call pairs with the same call of the others, and no rank is stuck in one."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoints import CACHE
+from support.planners import FailingPlanner
+from support.ranks import ranks
+from support.residue import Residue, assert_nothing_left
+from support.threads import MemoryStore, peers, together
+from torch.distributed.checkpoint.api import CheckpointException
+
+import dcp_datastates
+from dcp_datastates import RankLostError, collectives
+from dcp_datastates.collectives import Collectives
+from dcp_datastates.commit.gloo_tree import GroupBroken
+from dcp_datastates.commit.heart import Loss
+from dcp_datastates.commit.peers import Connection
+from dcp_datastates.dcp.destroy_hook import DestroyHook
+
+
+class _Heart:
+    """Knows of no loss, until it is told of one."""
+
+    def __init__(self):
+        self.lost = []
+
+    def losses(self):
+        return list(self.lost)
+
+
+def _nothing():
+    pass
+
+
+def _plans(world, store=None):
+    return [Collectives(each, _Heart(), _nothing) for each in peers(world, store or MemoryStore())]
+
+
+def _step(plan, entry, say=None, look=_nothing):
+    """What this rank is told in an entry in which all say something to the coordinator."""
+    with plan.entry(entry, look) as these:
+        return these.reduce_scatter("plan", lambda: (entry, say), lambda said: [said] * len(said))
+
+
+def _close(plans):
+    together(plans, lambda plan, _: plan.close())
+
+
+@pytest.mark.parametrize("world", [2, 18])
+def test_the_steps_of_dcp_run_on_all_ranks_and_nothing_is_left(world):
+    before = Residue.now()
+    plans = _plans(world)
+
+    def plan(plan, rank):
+        with plan.entry(1, _nothing) as these:
+            assert (these.rank, these.get_world_size()) == (rank, world)
+            assert these.is_coordinator == (rank == 0)
+            told = these.reduce_scatter("plan", lambda: rank, lambda said: [-each for each in said])
+            return told, these.gather_object({"rank": rank})
+
+    outcomes = together(plans, plan)
+    assert outcomes == [(0, [{"rank": rank} for rank in range(world)])] + [
+        (-rank, None) for rank in range(1, world)
+    ]
+    _close(plans)
+    del plans
+    assert_nothing_left(before)
+
+
+@pytest.mark.parametrize("where", ["map", "reduce"])
+def test_a_step_that_fails_on_one_rank_fails_on_all_as_dcp_has_it_and_they_stay_in_step(where):
+    plans = _plans(3)
+
+    def plan(plan, rank):
+        def fail(*_):
+            raise KeyError("of one rank")
+
+        with plan.entry(1, _nothing) as these:
+            these.reduce_scatter(
+                "plan",
+                fail if where == "map" and rank == 1 else lambda: rank,
+                fail if where == "reduce" else lambda said: said,
+            )
+
+    failing = 1 if where == "map" else 0
+    for outcome in together(plans, plan):
+        assert isinstance(outcome, CheckpointException), outcome
+        assert list(outcome.failures) == [failing]
+        assert isinstance(outcome.failures[failing][0], KeyError)
+    assert together(plans, lambda plan, _: _step(plan, 2)) == [[(2, None)] * 3] * 3
+    assert plans[0]._tree.generation == 0, "connected again without need"
+    _close(plans)
+
+
+def test_an_entry_asks_nothing_of_the_store(monkeypatch):
+    plans = _plans(3)
+    together(plans, lambda plan, _: _step(plan, 1))
+    asked = []
+    real = Connection._ask
+    monkeypatch.setattr(
+        Connection, "_ask", lambda self, request: (asked.append(1), real(self, request))[1]
+    )
+    for entry in range(2, 5):
+        together(plans, lambda plan, _, entry=entry: _step(plan, entry))
+    assert not asked
+    _close(plans)
+
+
+def test_ranks_that_come_with_different_entries_fail_the_older_ones_and_get_in_step():
+    plans = _plans(3)
+    together(plans, lambda plan, _: _step(plan, 1))
+    outcomes = [{} for _ in plans]
+
+    def go_on(plan, rank):
+        for entry in range((2, 4, 3)[rank], 6):
+            try:
+                outcomes[rank][entry] = _step(plan, entry)
+            except RankLostError as error:
+                outcomes[rank][entry] = str(error)
+
+    together(plans, go_on)
+    for rank, mine in enumerate(outcomes):
+        for entry, outcome in mine.items():
+            if entry < 4:
+                assert "given this save up" in outcome, (rank, entry, outcome)
+            else:
+                assert outcome == [(entry, None)] * 3, (rank, entry, outcome)
+    assert plans[0]._tree.generation == 0, "connected again without need"
+    _close(plans)
+
+
+def test_a_rank_that_comes_late_is_told_why_its_entry_was_given_up_and_need_not_wait_for_the_next(
+    monkeypatch,
+):
+    monkeypatch.setattr(collectives, "_NOTE_SECONDS", 0.2)
+    plans = _plans(2)
+    together(plans, lambda plan, _: _step(plan, 1))
+    until = time.monotonic() + 0.3
+
+    def look():
+        if time.monotonic() > until:
+            raise RankLostError("rank 1 has not called")
+
+    with pytest.raises(RankLostError, match="rank 1 has not called"):
+        _step(plans[0], 2, look=look)
+    for _ in range(2):  # also where it finds out in a meeting
+        with pytest.raises(RankLostError, match="rank 1 has not called"):
+            _step(plans[1], 2)
+    assert together(plans, lambda plan, _: _step(plan, 3)) == [[(3, None)] * 2] * 2
+    _close(plans)
+
+
+def test_a_rank_that_fails_between_two_steps_fails_the_entry_on_all_and_the_next_pairs_rightly():
+    plans = _plans(18)
+    together(plans, lambda plan, _: _step(plan, 1))
+
+    def plan(plan, rank):
+        with plan.entry(2, _nothing) as these:
+            these.gather_object(rank)
+            if rank == 17:
+                raise OSError("in between")
+            these.gather_object(rank)
+            return these.scatter_object(list(range(18)) if rank == 0 else None)
+
+    outcomes = together(plans, plan)
+    assert isinstance(outcomes[17], OSError)
+    assert all(isinstance(each, RankLostError | GroupBroken) for each in outcomes[:17]), outcomes
+    assert any("in between" in str(each) for each in outcomes[:17])
+    assert together(plans, lambda plan, _: _step(plan, 3)) == [[(3, None)] * 18] * 18
+    _close(plans)
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_a_rank_that_the_heart_counts_out_is_named(comes):
+    """Before it comes to the entry, and in the middle of it."""
+    plans = _plans(2)
+    together(plans, lambda plan, _: _step(plan, 1))
+    told = threading.Event()
+
+    def plan(plan, rank):
+        with plan.entry(2, _nothing) as these:
+            if rank == 1:
+                told.wait(30)
+            else:
+                plan._heart.lost = [Loss(1, "is dead", True)]
+                these.gather_object(rank)
+
+    if not comes:
+        plans[0]._heart.lost = [Loss(1, "is dead", True)]
+        outcome = together(plans[:1], lambda plan, _: _step(plan, 2))[0]
+    else:
+        other = threading.Thread(target=plan, args=(plans[1], 1))
+        other.start()
+        (outcome,) = together(plans[:1], plan)
+        told.set()
+        other.join()
+    assert isinstance(outcome, RankLostError), outcome
+    assert "rank 1 is dead" in str(outcome)
+    _close(plans)
+
+
+def test_notes_in_the_store_do_not_grow(monkeypatch):
+    monkeypatch.setattr(collectives, "_KEPT_ENTRIES", 2)
+    store = MemoryStore()
+    plans = _plans(2, store)
+
+    def fail(plan, rank, entry):
+        with plan.entry(entry, _nothing):
+            raise OSError(f"{rank}")
+
+    keys = []
+    for entry in range(1, 9):
+        together(plans, lambda plan, rank, entry=entry: fail(plan, rank, entry))
+        keys.append(store.real.num_keys())
+    assert keys[-1] <= keys[3], keys
+    _close(plans)
+
+
+def test_a_store_that_has_outlived_a_job_does_not_fail_the_next_ones_saves():
+    store = MemoryStore()
+
+    def fail(plan, rank):
+        with plan.entry(2, _nothing):
+            raise OSError(f"{rank}")
+
+    for _ in range(2):
+        plans = _plans(2, store)
+        assert together(plans, lambda plan, _: _step(plan, 1)) == [[(1, None)] * 2] * 2
+        together(plans, fail)
+        assert together(plans, lambda plan, _: _step(plan, 3)) == [[(3, None)] * 2] * 2
+        # The next job comes with this entry, too.
+        _close(plans)
+    plans = _plans(2, store)
+    together(plans, lambda plan, _: _step(plan, 1))
+    plans[1]._tree.leave()  # so that the ranks look for notes
+    assert together(plans, lambda plan, _: _step(plan, 2)) == [[(2, None)] * 2] * 2
+    _close(plans)
+
+
+def test_connections_that_break_before_an_entry_begins_fail_nothing():
+    plans = _plans(2)
+    together(plans, lambda plan, _: _step(plan, 1))
+    plans[1]._tree.leave()
+    assert together(plans, lambda plan, _: _step(plan, 2)) == [[(2, None)] * 2] * 2
+    _close(plans)
+
+
+@ranks(2)
+def test_destroying_the_jobs_groups_tells_of_it(shared_dir):
+    told = []
+    hook = DestroyHook("dcp_datastates/test", lambda: told.append(dist.is_initialized()))
+    books = dist.distributed_c10d._world.pg_names
+    assert hook in books
+    hook.close()
+    assert hook not in books
+    hook = DestroyHook("dcp_datastates/test", lambda: told.append(dist.is_initialized()))
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    assert told == [True]
+    hook.close()
+    store = dist.FileStore(str(shared_dir / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["set_up_planner", "create_local_plan", "resolve_data"])
+def test_an_error_that_is_kept_keeps_nothing_that_the_save_was_given(where, shared_dir):
+    weight, planner = torch.ones(1000), FailingPlanner(where)
+    gone = [weakref.ref(weight)]
+    if (
+        where != "resolve_data"
+    ):  # DCP's function that calls it is a closure: its frame keeps the planner
+        gone.append(weakref.ref(planner))
+    response = dcp_datastates.async_save(
+        {"weight": weight},
+        shared_dir / "c",
+        planner=planner,
+        read_window="immediate",
+        host_cache_size=CACHE,
+    )
+    kept = response.upload_completion.exception(60)
+    assert "refused in" in str(kept)
+    del weight, planner
+    deadline = time.monotonic() + 10
+    while held := [each() for each in gone if each() is not None]:
+        assert time.monotonic() < deadline, held
+        del held
+        gc.collect()
+        time.sleep(0.01)
+    dist.barrier()

@@ -1,0 +1,295 @@
+"""The tree of gloo groups: what it carries, and that no rank is stuck in it; ranks are threads, over one store."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+from support.residue import Residue, assert_nothing_left
+from support.threads import MemoryStore, peers, together
+
+from dcp_datastates.commit import gloo_group, gloo_tree
+from dcp_datastates.commit.gloo_group import GlooGroup, GroupBroken, Meeting
+from dcp_datastates.commit.gloo_tree import GlooTree, places
+from dcp_datastates.commit.peers import Connection
+
+
+def _trees(world, store=None, **options):
+    return [GlooTree(each, "t", **options) for each in peers(world, store or MemoryStore())]
+
+
+def _nothing():
+    pass
+
+
+def _joined(world, store=None, **options):
+    trees = _trees(world, store, **options)
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * world
+    return trees
+
+
+def _close(trees):
+    together(trees, lambda tree, _: tree.close())
+
+
+@pytest.mark.parametrize("world", [1, 2, 7, 16, 17, 40, 129, 16_384])
+def test_every_rank_has_its_place_in_a_tree_of_small_groups_below_the_first_rank(world):
+    groups = {}
+    for rank in range(world):
+        mine = list(places(rank, world))
+        assert [place.rank for place in mine[:-1]] == [0] * (len(mine) - 1), "only leaders go up"
+        assert (rank == 0) == all(place.rank == 0 for place in mine)
+        for place in mine:
+            groups.setdefault((place.name, place.size), []).append(place.rank)
+    for (_, size), members in groups.items():
+        assert sorted(members) == list(range(size))
+        assert 2 <= size <= 16
+    assert sum(size - 1 for _, size in groups) == world - 1, "a tree has no other edges"
+    assert sum(place.size - 1 for place in places(0, world)) <= 44
+
+
+@pytest.mark.parametrize("world", [2, 16, 17, 40])
+def test_values_and_bytes_of_any_length_go_up_and_down(world):
+    before = Residue.now()
+    trees = _joined(world)
+    assert not trees[0].join(_nothing), "met twice"
+    assert (
+        together(trees, lambda tree, rank: tree.max([rank, -rank, 2**62], _nothing))
+        == [[world - 1, 0, 2**62]] * world
+    )
+    parts = [bytes([rank % 251]) * (0, 1, 70_000, 3)[rank % 4] for rank in range(world)]
+    gathered = together(trees, lambda tree, rank: tree.gather(parts[rank], _nothing))
+    assert gathered == [parts] + [None] * (world - 1)
+    given = [parts[::-1]] + [None] * (world - 1)
+    assert together(trees, lambda tree, rank: tree.scatter(given[rank], _nothing)) == parts[::-1]
+    for told in (b"", b"of rank 0"):
+        says = [told] + [None] * (world - 1)
+        heard = together(trees, lambda tree, rank, says=says: tree.broadcast(says[rank], _nothing))
+        assert heard == [told] * world
+    assert together(trees, lambda tree, _: tree.gather(b"", _nothing))[0] == [b""] * world
+    _close(trees)
+    del trees
+    assert_nothing_left(before)
+
+
+@pytest.mark.parametrize("world", [2, 20])
+@pytest.mark.parametrize("left_by", [0, 1, -1])
+def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generation(world, left_by):
+    before = Residue.now()
+    store = MemoryStore()
+    trees = _joined(world, store)
+    left_by %= world
+    generation = trees[0].generation
+
+    def wait(tree, rank):
+        if rank == left_by:
+            time.sleep(0.2)
+            tree.leave()
+            tree.leave()  # changes nothing
+            return None
+        try:
+            return tree.max([rank], _nothing)
+        finally:
+            tree.leave()
+
+    began = time.monotonic()
+    outcomes = together(trees, wait)
+    assert time.monotonic() - began < 4, "sockets did not tell, and the store was asked"
+    assert [isinstance(each, GroupBroken) for each in outcomes] == [
+        rank != left_by for rank in range(world)
+    ], outcomes
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * world
+    assert {tree.generation for tree in trees} == {generation + 1}, (
+        "met twice in one, or left one out"
+    )
+    assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[world - 1]] * world
+    _close(trees)
+    del trees
+    assert_nothing_left(before)
+
+
+def test_a_rank_that_has_left_is_not_told_what_it_says_itself():
+    trees = _joined(2)
+    trees[0].leave()
+    for operation in (
+        lambda: trees[0].max([1], _nothing),
+        lambda: trees[0].gather(b"", _nothing),
+        lambda: trees[0].scatter([b"", b""], _nothing),
+        lambda: trees[0].broadcast(b"", _nothing),
+    ):
+        with pytest.raises(GroupBroken, match="given up"):
+            operation()
+    _close(trees)
+
+
+def test_keys_do_not_grow_with_generations_or_operations():
+    store = MemoryStore()
+    trees = _joined(20, store)
+    keys = store.real.num_keys()
+    assert keys == 1, "more than the generation"
+    for _ in range(3):
+        together(trees, lambda tree, rank: tree.max([rank], _nothing))
+        together(trees, lambda tree, _: tree.leave())
+        assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 20
+    assert store.real.num_keys() == keys
+    _close(trees)
+
+
+def test_building_asks_the_store_for_little(monkeypatch):
+    asked = []
+    real = Connection._ask
+    monkeypatch.setattr(
+        Connection, "_ask", lambda self, request: (asked.append(1), real(self, request))[1]
+    )
+    trees = _joined(40)
+    # Without looks for those who are late: there are a few, as threads come one after the other.
+    assert len(asked) < 40 * 12
+    del asked[:]
+    together(trees, lambda tree, rank: tree.max([rank], _nothing))
+    together(trees, lambda tree, rank: tree.gather(b"x", _nothing))
+    assert not asked, "an operation asks the store"
+    _close(trees)
+
+
+def test_check_ends_a_wait_for_a_rank_that_does_not_come():
+    """In a meeting, and in an operation; the others are let go, too."""
+    trees = _trees(3)
+    until = time.monotonic() + 0.5
+
+    def check():
+        if time.monotonic() > until:
+            raise InterruptedError("no use")
+
+    outcomes = together(trees[:2], lambda tree, _: tree.join(check))
+    assert any(isinstance(each, InterruptedError) for each in outcomes)
+    assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes)
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
+    until = time.monotonic() + 0.5
+
+    def wait(tree, _):
+        try:
+            tree.max([1], check)
+        finally:
+            tree.leave()
+
+    outcomes = together(trees[:2], wait)
+    assert time.monotonic() - until < 4
+    assert not gloo_group.abandoned(), "an operation was left under way"
+    assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes), outcomes
+    _close(trees)
+
+
+def test_a_rank_that_hears_otherwise_that_others_have_left_gets_out():
+    """As where a network is cut: no socket tells."""
+    heard = 0
+    trees = _joined(2, told=lambda: heard)
+    heard = trees[0].generation + 1
+    with pytest.raises(GroupBroken, match="given these connections up"):
+        trees[1].max([1], _nothing)
+    trees[1].leave()
+    _close(trees)
+
+
+def test_a_rank_looks_by_itself_whether_others_have_left(monkeypatch):
+    monkeypatch.setattr(gloo_tree, "_LOOK_SECONDS", 0.3)
+    trees = _joined(2)
+    # Rank 0 counts up, and its connections stay: as where they are cut.
+    trees[0]._generation += 1
+    trees[0]._count_up(trees[0]._store)
+    with pytest.raises(GroupBroken, match="given these connections up"):
+        trees[1].max([1], _nothing)
+    trees[1].leave()
+    _close(trees)
+
+
+def test_a_generation_that_could_not_be_counted_up_is_not_met_in_again():
+    trees = _joined(2)
+    generation = trees[0].generation
+    for tree in trees:
+        store, tree._store = tree._store, None  # it cannot be reached
+        tree.leave()
+        tree._store = store
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 2
+    assert {tree.generation for tree in trees} == {generation + 1}
+    _close(trees)
+
+
+def test_a_rank_that_comes_to_a_meeting_that_others_have_left_goes_on_to_the_next():
+    trees = _trees(3)
+    until = time.monotonic() + 0.3
+
+    def check():
+        if time.monotonic() > until:
+            raise InterruptedError("no use")
+
+    together(trees[:1], lambda tree, _: tree.join(check))  # one comes, and goes
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
+    assert {tree.generation for tree in trees} == {1}
+    _close(trees)
+
+
+class _Stuck:
+    """An operation that gloo has forgotten."""
+
+    def is_completed(self):
+        return False
+
+    def wait(self, timeout=None):
+        raise RuntimeError("Operation timed out!")
+
+
+def test_an_operation_that_gloo_has_forgotten_keeps_no_rank(monkeypatch):
+    monkeypatch.setattr(gloo_group, "_LETTING_GO_SECONDS", 0.2)
+    trees = _joined(2)
+    ((_, group),) = trees[0]._groups
+
+    def check():
+        raise InterruptedError("no use")
+
+    with pytest.raises(InterruptedError):
+        group._do(lambda gloo: _Stuck(), check)
+    began = time.monotonic()
+    trees[0].leave()
+    assert time.monotonic() - began < 3
+    assert len(gloo_group._abandoned) == 1
+    gloo_group._abandoned.clear()
+    _close(trees)
+
+
+def test_a_release_of_torch_that_asks_for_more_meets_by_its_own_rendezvous(monkeypatch):
+    def lacking(self, keys, timeout=None):
+        raise RuntimeError('Tried to call pure virtual function "Store::wait"')
+
+    monkeypatch.setattr(gloo_group._MeetingStore, "wait", lacking)
+    trees = _joined(3)
+    assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[2]] * 3
+    _close(trees)
+
+
+def test_a_member_that_has_died_since_it_came_breaks_the_group(monkeypatch):
+    """Its address stands in the store, and its sockets are closed."""
+    monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=2))
+    store = MemoryStore()
+    meetings = [
+        Meeting(each.connect("t"), "0", each.rank, 2, 0.1, _nothing) for each in peers(2, store)
+    ]
+    exchange = Meeting._exchange
+
+    def told_and_died(meeting):
+        exchange(meeting)
+        if meeting is meetings[0]:
+            raise InterruptedError("dies")
+
+    monkeypatch.setattr(Meeting, "_exchange", told_and_died)
+
+    def use(meeting, _):
+        group = GlooGroup(meeting, lambda: None)
+        try:
+            return group.gather(b"", _nothing)  # the system may have accepted for the other one
+        finally:
+            group.leave()
+
+    outcomes = together(meetings, use)
+    assert isinstance(outcomes[0], InterruptedError), outcomes
+    assert isinstance(outcomes[1], GroupBroken), outcomes

@@ -1,0 +1,49 @@
+"""Ranks as threads of one process, over one store in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from dcp_datastates.commit.peers import Peers
+
+__all__ = ["MemoryStore", "peers", "together"]
+
+SECONDS = 60.0
+
+
+class MemoryStore:
+    """All ranks are here, so their connections are one."""
+
+    def __init__(self) -> None:
+        self.real: Any = dist.HashStore()  # type: ignore[attr-defined]
+
+    def clone(self) -> Any:
+        return self.real
+
+
+def peers(world: int, store: MemoryStore) -> list[Peers]:
+    """Each rank's view of ``world`` ranks."""
+    return [Peers(rank, tuple(range(world)), store) for rank in range(world)]
+
+
+def together(ranks: Sequence[Any], work: Callable[[Any, int], Any]) -> list[Any]:
+    """What ``work(each, rank)`` returns or raises for each of the ``ranks``, in threads of their own."""
+    outcomes: list[Any] = [None] * len(ranks)
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = work(ranks[rank], rank)
+        except BaseException as error:  # DCP has one that is no Exception
+            outcomes[rank] = error.with_traceback(None)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(ranks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "a rank is stuck"
+    return outcomes
