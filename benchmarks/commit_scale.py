@@ -32,6 +32,7 @@ from rich.table import Table
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.collectives import Collectives
+from dcp_datastates.commit import heart
 from dcp_datastates.commit import peers as store_of_ranks
 from dcp_datastates.commit.gloo_tree import GlooTree, places
 from dcp_datastates.commit.group import CommitGroup
@@ -273,7 +274,7 @@ def reckon(rows: list[Row]) -> dict[str, float]:
     By the tree's real shape: requests for building go with the memberships in groups, sockets are counted, and a vote
     passes up and down through as many groups as the tree has levels; each takes what one of 8 ranks took (of more
     threads, two cores spend the time on taking turns). A save's requests are the coordinator's alone; those for beats
-    go with the ranks.
+    go with the ranks and with how often these beat.
     """
     last = rows[-1]
     flat = max((row for row in rows if row.ranks <= 8), key=lambda row: row.ranks)
@@ -284,7 +285,9 @@ def reckon(rows: list[Row]) -> dict[str, float]:
         "save_requests": max(row.save_requests for row in rows),
         "vote_seconds": flat.vote_seconds * levels,
         "most_sockets": _most_sockets(RECKONED),
-        "beat_requests_per_second": last.beat_requests_per_second * (RECKONED / last.ranks),
+        "beat_requests_per_second": last.beat_requests_per_second
+        * (RECKONED / last.ranks)
+        * (heart.seconds_between_beats(last.ranks) / heart.seconds_between_beats(RECKONED)),
     }
 
 

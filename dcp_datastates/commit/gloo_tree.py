@@ -1,9 +1,8 @@
 """What the ranks say to each other: values reduced up a tree of small gloo groups, and told down again.
 
 One gloo group of N ranks costs 2 N² requests to the store and N sockets per rank. Here the ranks stand in groups of 8
-(the ranks of one host, mostly), the first rank of each in groups of 16, the first of those in groups of 16 again: at
-16,384 ranks four levels, at most 7 + 15 + 15 + 7 connections on one rank, and some six requests per rank to build it.
-Up to 16 ranks are one group.
+(the ranks of one host, mostly), the first rank of each in groups of 8, and so on: at 16,384 ranks five levels, at most
+7 + 7 + 7 + 7 + 3 connections on one rank, and some six requests per rank to build it. Up to 8 ranks are one group.
 
 When any connection breaks, the whole tree is given up and built anew: that is cheap, and there is only one thing to
 agree on, the *generation*. It is counted in the store. A rank that leaves counts it up and closes its sockets: the
@@ -33,9 +32,8 @@ from dcp_datastates.commit.peers import Connection, Peers
 
 __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
 
-_FAN_IN: Final = 16
-_HOST: Final = 8
-"""Ranks in a lowest group, where there are several: consecutive ranks share a host, and hosts mostly have 8."""
+_WIDTH: Final = 8
+"""Ranks in a group: consecutive ranks share a host, and hosts mostly have 8."""
 
 _STORE_PAUSE: Final = 0.1
 _STORE_PAUSE_PER_RANK: Final = 75e-6
@@ -71,17 +69,15 @@ class Place:
 
 def places(rank: int, world: int) -> Iterator[Place]:
     """The groups that a ``rank`` is in, from the lowest: it leads all of them but the last."""
-    width = _FAN_IN if world <= _FAN_IN else _HOST
     level, span, count = 0, 1, world
     while count > 1:
-        index, place = divmod(rank, width)
-        size = min(width, count - index * width)
+        index, place = divmod(rank, _WIDTH)
+        size = min(_WIDTH, count - index * _WIDTH)
         if size > 1:
             yield Place(f"{level}.{index}", place, size, span)
         if place:
             return
-        rank, count, span = index, -(-count // width), span * width
-        level, width = level + 1, _FAN_IN
+        rank, count, span, level = index, -(-count // _WIDTH), span * _WIDTH, level + 1
 
 
 class GlooTree:

@@ -66,6 +66,11 @@ _SECONDS_PER_RANK: Final = 1.2e-4
 """Between two beats, at the least: two requests of 11.3 us each then take a fifth of the store's only thread."""
 
 
+def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
+    """Of one of so many ranks; ``active`` while a save is in flight."""
+    return max(_ACTIVE_SECONDS if active else _IDLE_SECONDS, _SECONDS_PER_RANK * ranks)
+
+
 @dataclass(frozen=True)
 class Beat:
     """What a rank says of itself: the last round it voted in, and how far it has come towards the next.
@@ -394,8 +399,7 @@ class Heart:
                     if error is not None and self._active:
                         logger.warning("the store that the ranks meet at fails: %s", error)
                 active = self._active > 0 or self._round is not None
-                seconds = _ACTIVE_SECONDS if active else _IDLE_SECONDS
-                self._interval = max(seconds, _SECONDS_PER_RANK * self._peers.world)
+                self._interval = seconds_between_beats(self._peers.world, active=active)
                 listeners = list(self._listeners) if active else []
             if listeners and (losses := self.losses()):
                 for listener in listeners:

@@ -67,6 +67,21 @@ def test_a_new_group_over_the_same_store_does_not_believe_the_former_ones_outcom
 
 
 @ranks(2)
+def test_a_new_group_over_the_same_store_plans_and_saves_at_once(shared_dir):
+    def begin(number, path):
+        state = {f"w{dist.get_rank()}": torch.full((8,), float(number))}
+        return dcp_datastates.async_save(state, path, host_cache_size=CACHE).upload_completion
+
+    for number in range(3):
+        _forget_groups()
+        began = time.monotonic()
+        begin(number, shared_dir / "a").result(60)
+        begin(number, shared_dir / "b").result(60)
+        assert time.monotonic() - began < 30, "it believed the former group's keys"
+    assert committed(shared_dir / "a")
+
+
+@ranks(2)
 def test_a_rank_that_comes_late_to_its_first_save_is_not_lost(shared_dir):
     _forget_groups()
     with pytest.MonkeyPatch.context() as patch:

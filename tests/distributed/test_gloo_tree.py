@@ -33,7 +33,7 @@ def _close(trees):
     together(trees, lambda tree, _: tree.close())
 
 
-@pytest.mark.parametrize("world", [1, 2, 7, 16, 17, 40, 129, 16_384])
+@pytest.mark.parametrize("world", [1, 2, 7, 8, 9, 17, 40, 129, 16_384])
 def test_every_rank_has_its_place_in_a_tree_of_small_groups_below_the_first_rank(world):
     groups = {}
     for rank in range(world):
@@ -44,12 +44,12 @@ def test_every_rank_has_its_place_in_a_tree_of_small_groups_below_the_first_rank
             groups.setdefault((place.name, place.size), []).append(place.rank)
     for (_, size), members in groups.items():
         assert sorted(members) == list(range(size))
-        assert 2 <= size <= 16
+        assert 2 <= size <= 8
     assert sum(size - 1 for _, size in groups) == world - 1, "a tree has no other edges"
-    assert sum(place.size - 1 for place in places(0, world)) <= 44
+    assert sum(place.size - 1 for place in places(0, world)) <= 31
 
 
-@pytest.mark.parametrize("world", [2, 16, 17, 40])
+@pytest.mark.parametrize("world", [2, 8, 9, 17, 40])
 def test_values_and_bytes_of_any_length_go_up_and_down(world):
     before = Residue.now()
     trees = _joined(world)
@@ -177,17 +177,6 @@ def test_check_ends_a_wait_for_a_rank_that_does_not_come():
     assert time.monotonic() - until < 4
     assert not gloo_group.abandoned(), "an operation was left under way"
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes), outcomes
-    _close(trees)
-
-
-def test_a_rank_that_hears_otherwise_that_others_have_left_gets_out():
-    """As where a network is cut: no socket tells."""
-    heard = 0
-    trees = _joined(2, told=lambda: heard)
-    heard = trees[0].generation + 1
-    with pytest.raises(GroupBroken, match="given these connections up"):
-        trees[1].max([1], _nothing)
-    trees[1].leave()
     _close(trees)
 
 
