@@ -90,7 +90,7 @@ python-test: $(VENV)/installed
 NEWEST_TESTS := tests/test_torch_versions.py tests/test_round_trip_tensors.py tests/test_round_trip_structure.py \
     tests/test_loading.py tests/test_planners.py tests/test_planning_core.py tests/test_emit.py \
     tests/test_metadata_safety.py tests/test_refusals.py tests/consistency/test_training.py \
-    tests/distributed/test_named_shards.py tests/distributed/test_dcp_group.py \
+    tests/distributed/test_named_shards.py tests/distributed/test_collectives.py tests/distributed/test_gloo_tree.py \
     tests/distributed/test_hugging_face.py tests/distributed/test_planner_changes.py
 
 newest-test:

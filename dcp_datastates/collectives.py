@@ -73,8 +73,8 @@ class Collectives:
     def __init__(self, peers: Peers, heart: Heart, on_destroy: Callable[[], None]) -> None:
         self._peers = peers
         self._heart = heart
-        self._on_destroy = on_destroy
-        self._hook: DestroyHook | None = None
+        # Now, in the thread of the call: torch names some groups by the number of groups that there are.
+        self._hook = DestroyHook(f"dcp_datastates/{peers.digest}", on_destroy)
         self._store = peers.connect("planning")
         self._tree = GlooTree(peers, "planning")
         # Whose entries these are: a store may outlive a default group, and with it the notes of a former one. The
@@ -96,8 +96,6 @@ class Collectives:
         a rank is lost, or the others have given this entry up; :class:`GroupBroken` if connections broke and it is
         not known why.
         """
-        if self._hook is None:
-            self._hook = DestroyHook(f"dcp_datastates/{self._peers.digest}", self._on_destroy)
         self._look, self._in_step = look, False
         self._forget_notes(entry)
         try:
@@ -117,8 +115,7 @@ class Collectives:
     def close(self) -> None:
         """Let go of the connections. Idempotent."""
         self._tree.close()
-        if self._hook is not None:
-            self._hook.close()
+        self._hook.close()
 
     def _meet(self, entry: int) -> None:
         self._looked = 0.0

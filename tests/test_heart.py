@@ -201,3 +201,25 @@ def test_a_listener_that_raises_does_not_end_the_heart(hearts, monkeypatch):
     monkeypatch.setattr(first, "losses", lambda: [Loss(1, "is lost")])
     first.listen(listener)
     _until(lambda: len(told) >= 2)
+
+
+def test_the_coordinator_does_not_tell_the_others_that_it_missed_the_store(hearts, monkeypatch):
+    first, second = hearts(0), hearts(1)
+    _until(lambda: second.said_by_coordinator)
+    real, fails = first._store.set, [True]
+
+    def failing_once(key, value):
+        if fails:
+            fails.clear()
+            raise RuntimeError("Connection reset by peer")
+        real(key, value)
+
+    monkeypatch.setattr(first._store, "set", failing_once)
+    _until(lambda: first.misses_store)
+    heard = []
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        heard += second.losses()
+        time.sleep(0.02)
+    assert not first.misses_store
+    assert heard == []

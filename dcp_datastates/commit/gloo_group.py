@@ -247,8 +247,12 @@ class GlooGroup:
         return got.numpy().tobytes()
 
     def _do(self, start: Callable[[Any], Any], check: Check) -> None:
+        gloo = self._gloo
+        if gloo is None:
+            raise GroupBroken("these connections were given up")
         with said_as_broken("gloo"):
-            self._pending = work = start(self._gloo)
+            self._pending = work = start(gloo)
+        del gloo  # an error that is kept holds this frame
         try:
             pause = _FIRST_PAUSE
             while not _ended(work, pause):

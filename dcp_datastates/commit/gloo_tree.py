@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,8 @@ from dcp_datastates.commit.gloo_group import (
 from dcp_datastates.commit.peers import Connection, Peers
 
 __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
+
+logger = logging.getLogger(__name__)
 
 _WIDTH: Final = 8
 """Ranks in a group: consecutive ranks share a host, and hosts mostly have 8."""
@@ -101,6 +104,7 @@ class GlooTree:
             False  # this rank takes part in the generation, at least by looking for the others
         )
         self._groups: list[tuple[Place, GlooGroup]] = []
+        self._closed = False
         self._keys: list[str] = []  # set by this rank; of no use once all are connected
         self._looked = 0.0
 
@@ -114,6 +118,8 @@ class GlooTree:
 
         Raises :class:`GroupBroken`, or what ``check`` raises; the tree is left then.
         """
+        if self._closed:
+            raise GroupBroken("these connections were closed: the process is ending")
         if self._met:
             return False
         try:
@@ -133,28 +139,39 @@ class GlooTree:
         return True
 
     def leave(self) -> None:
-        """Give this generation up, for all. Returns soon, whatever the other ranks do. Idempotent."""
+        """Give this generation up, for all. Returns soon, whatever the other ranks do. Idempotent; never raises."""
+        was_met, self._met = (
+            self._met,
+            False,
+        )  # first: without its groups, a rank would be told what it says itself
         groups, self._groups = self._groups, []
-        while groups:
-            groups.pop()[1].leave()
-        if self._met:
-            self._met = False
+        for _, group in reversed(groups):
+            try:
+                group.leave()
+            except Exception:
+                logger.exception("a group could not be left")
+        if was_met:
             self._generation += 1
             if self._store is not None:
                 with contextlib.suppress(Exception):  # then it is counted up in join()
                     self._count_up(self._store)
 
     def close(self) -> None:
-        """Let go of the groups at the end of this process's part in it, when the store may be gone already."""
+        """Let go of the groups at the end of this process's part in it, when the store may be gone already.
+
+        Any thread's: an operation that is under way raises, and so does :meth:`join` from now on.
+        """
+        self._closed = True
         self._store = None
         self.leave()
 
     def max(self, values: Sequence[int], check: Check) -> list[int]:
         """Elementwise maximum of 64-bit integers over all ranks, on all ranks."""
         tensor = torch.tensor(values, dtype=torch.int64)
-        for _, group in self._joined():
+        groups = self._joined()
+        for _, group in groups:
             group.max(tensor, self._while_waiting(check))
-        for _, group in reversed(self._joined()):
+        for _, group in reversed(groups):
             group.broadcast(tensor, self._while_waiting(check))
         return [int(value) for value in tensor.tolist()]
 
@@ -190,9 +207,10 @@ class GlooTree:
         return told
 
     def _joined(self) -> list[tuple[Place, GlooGroup]]:
-        if not self._met:  # without groups, this rank would be told what it says itself
+        groups = list(self._groups)  # another thread may close the tree
+        if not self._met or self._closed or (not groups and self._peers.world > 1):
             raise GroupBroken("these connections were given up")
-        return self._groups
+        return groups
 
     def _build(self, store: Connection, check: Check) -> None:
         """Lowest group first: so a rank leads into a group above only when all ranks below it are there."""

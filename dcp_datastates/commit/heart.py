@@ -241,9 +241,9 @@ class Heart:
         ``seconds``.
         """
         with self._lock:
-            start, self._started = not self._started, True
-            if start:
+            if not self._started:
                 self._thread.start()
+                self._started = True
         self._introduced.wait(seconds)
 
     def _expect_unheard(self) -> None:
@@ -422,7 +422,8 @@ class Heart:
     def _beat(self) -> None:
         beat = dataclasses.replace(self._status(), late=self._late)
         if self._peers.rank == 0:
-            lost = [dataclasses.astuple(loss) for loss in self.losses()]
+            # That it has missed the store itself is over when it can say so.
+            lost = [dataclasses.astuple(loss) for loss in self.losses() if loss.rank != 0]
             beat = dataclasses.replace(beat, lost=lost)
         self._count += 1
         self._store.set(f"beat/{self._peers.rank}", beat.encode(self._count))
@@ -442,7 +443,7 @@ class Heart:
             news = coordinator.heard and coordinator.value != self._old_news
             self._told = told if news else []
             round_number = self._round
-        if round_number is None or coordinator.beat.ended < round_number:
+        if round_number is None or not coordinator.heard or coordinator.beat.ended < round_number:
             return
         decision = self._decisions.find(round_number)
         with self._lock:

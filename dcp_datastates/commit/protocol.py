@@ -2,14 +2,16 @@
 
 Pure: no sockets, clocks, threads or files. :func:`lead` is the coordinator's part (rank 0), :func:`follow` that of each
 other rank. Both are generators: they yield an action, are sent the event that came of it, and return the decision.
-``commit/group.py`` drives them with gloo, the store, heartbeats and storage; ``tests/simulation`` drives them through
+``commit/voter.py`` drives them with gloo, the store, heartbeats and storage; ``tests/support/simulation.py`` through
 thousands of schedules.
 
-The numbers in comments are the steps of docs/commit.md. Three rules carry the proof:
+The numbers in comments are the steps of docs/commit.md. Two rules carry the proof:
 
 - the coordinator alone decides, and notes what it decided before it goes on to the next save;
-- a rank that cannot hear the coordinator's decision makes one true at the path: it withdraws the attempt, and looks;
-- a rank believes what it is told only if it is told of the save that it is in.
+- a rank that cannot hear the coordinator's decision makes one true at the path: it withdraws the attempt, and looks.
+
+Two more keep a healthy save from failing because of another: a rank that has met the others anew looks in the store
+first, and believes what it is told only if that is of the save that it is in.
 """
 
 from __future__ import annotations
@@ -227,7 +229,7 @@ def interruption(
     said: Said | None,
     lost: Lost | None,
     *,
-    joining: bool = False,
+    waits_in_vain: bool = False,
     telling: bool = False,
 ) -> Event | None:
     """What ends a wait, of what a rank has heard by heartbeats; None: it waits on.
@@ -236,11 +238,13 @@ def interruption(
         ended: on the coordinator, the ranks that have ended the round; else nothing.
         said: on the other ranks, what the coordinator has decided.
         lost: that ranks are lost, as far as they matter to this one.
-        joining: this rank is connected with no other.
+        waits_in_vain: this rank is connected with no other, or a rank that passes the decision on may be lost.
         telling: the coordinator has decided, and shares the outcome.
     """
     # Others are told by gloo as well, which must not be left in the middle of an operation.
-    if said is not None and (lost or joining or said.decision is None or said.decision.given_up):
+    if said is not None and (
+        lost or waits_in_vain or said.decision is None or said.decision.given_up
+    ):
         return said
     if lost is None and ended and not telling:
         return Refused(ended)

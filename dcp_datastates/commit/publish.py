@@ -90,24 +90,31 @@ def publish(
     assert claim is not None
     meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
     data = _document(meta, claim, consolidated)
+    published = False
     hit("publish.lock.before")
-    with exclusive(directory, round_.timeout, waiting):
-        hit("publish.lock.after")
-        check_overwrite(directory, round_.overwrite)
-        warn_if_replaced(directory)
-        _withdraw_older(directory, attempt)
-        _check_not_superseded(directory, attempt, claim.seen)
-        try:
-            attempts.publish(directory, attempt, data)
-        finally:
-            # An outcome that is not known may be this one; and one that is known must not be lost here.
-            with contextlib.suppress(DataStatesError):
-                _remember(directory, attempt)
-    operations.tell(directory, attempt.name)
-    with _lock:
-        before = [path for path in _published if path != directory][-1:]
-    for path in before:  # a job that saves each step elsewhere comes to this one only
-        warn_if_replaced(path)
+    try:
+        with exclusive(directory, round_.timeout, waiting):
+            hit("publish.lock.after")
+            check_overwrite(directory, round_.overwrite)
+            warn_if_replaced(directory)
+            _withdraw_older(directory, attempt)
+            _check_not_superseded(directory, attempt, claim.seen)
+            try:
+                attempts.publish(directory, attempt, data)
+                published = True
+            finally:
+                # An outcome that is not known may be this one; and one that is known must not be lost here.
+                with contextlib.suppress(DataStatesError):
+                    _remember(directory, attempt)
+        operations.tell(directory, attempt.name)
+        with _lock:
+            before = [path for path in _published if path != directory][-1:]
+        for path in before:  # a job that saves each step elsewhere comes to this one only
+            warn_if_replaced(path)
+    except Exception:
+        if not published:
+            raise
+        logger.exception("after %s was committed", directory)  # which it is, all the same
 
 
 def _remember(directory: Path, attempt: Attempt) -> None:

@@ -202,7 +202,6 @@ class Voter:
             assert self._tree is not None
             if not self._tree.join(lambda: self._interrupt(round_, joining=True)):
                 return Done()
-            self._apart = None
             found = None if self._is_coordinator else self._decisions.find(round_.number)
             return Done() if found is None else Said(found)
         except _Interrupted as interrupted:
@@ -239,6 +238,7 @@ class Voter:
             if not isinstance(found, list):
                 return found
             maxima = found
+        self._apart = None
         hit("vote.after")
         if is_unanimous(maxima):
             return Counted(True)
@@ -338,13 +338,12 @@ class Voter:
         if heart is None:
             return None
         losses = heart.losses() or heart.stalled(round_.number, round_.timeout)
-        if not self._is_coordinator:
-            losses = [loss for loss in losses if loss.rank == 0]  # of the others, rank 0 decides
+        mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
         return interruption(
             heart.ended(round_.number) if self._is_coordinator else (),
             heart.said,
-            Lost(Loss.reason_of(losses)) if losses else None,
-            joining=joining,
+            Lost(Loss.reason_of(mine)) if mine else None,
+            waits_in_vain=joining or bool(losses),
             telling=telling,
         )
 

@@ -221,7 +221,7 @@ def remove_files(
             with contextlib.suppress(OSError):
                 operations.unlink(folder / name, phase)
     with contextlib.suppress(OSError):
-        if rank == 0 and _DELETING in names:  # as long as there are files, so is it
+        if rank == 0 and os.listdir(folder) == [_DELETING]:  # as long as there are files, so is it
             operations.remove_directory(folder / _DELETING, phase)
         operations.remove_directory(folder, phase)
 

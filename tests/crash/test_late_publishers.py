@@ -262,3 +262,21 @@ def test_what_is_known_of_neighbours_does_not_grow_with_the_job(monkeypatch, tmp
         neighbours.newest(tmp_path)
         shutil.rmtree(path)
     assert len(neighbours._known) <= 2
+
+
+def test_what_fails_after_the_commit_changes_nothing(monkeypatch, tmp_path):
+    def fail(*_):
+        raise OSError(errno.EIO, "")
+
+    monkeypatch.setattr(operations, "tell", fail)
+    mine = _begun(tmp_path)
+    assert _end(mine) is None
+    _assert_whole(tmp_path, [mine])
+
+
+def test_what_was_deleted_but_for_a_file_is_not_known_to_have_failed(tmp_path):
+    mine = _begun(tmp_path)
+    (tmp_path / mine.attempt.name / ".nfs0001").write_text("somebody has it open")
+    assert _end(mine) is None
+    delete(tmp_path)
+    assert publish.settle(tmp_path, mine.attempt) is None

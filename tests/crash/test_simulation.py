@@ -1,4 +1,4 @@
-"""The commit protocol under thousands of simulated schedules; and each rule of it, taken away, is missed.
+"""The commit protocol under thousands of simulated schedules; and each defect that it had, put back, is found.
 
 ``make simulate SEEDS=100000`` tries more than ``make test``; ``SIMULATION=<seed>`` repeats one that failed.
 """
@@ -37,8 +37,17 @@ DEFECTS = {
     "older attempts can be published late": ({"withdraws_older": False}, 0),
     "a rename that fails counts as one that did not happen": ({"withdraws_on_error": False}, 0),
     "a new group finds a former one's decisions": ({"keeps_one_store": True}, 0),
-    "deleting looks like never committed": ({"marks_deletions": False}, 995),
-    "what a later look finds is removed": ({"tidies_by_a_later_look": True}, 5435),
+    "deleting looks like never committed": (
+        {
+            "marks_deletions": False,
+            "deletes": 0.02,
+            "false_losses": 0.01,
+            "stalls": 0.2,
+            "kills": 0.0,
+        },
+        3610,
+    ),
+    "what a later look finds is removed": ({"tidies_by_a_later_look": True}, 2145),
 }
 
 

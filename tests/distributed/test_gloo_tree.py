@@ -282,3 +282,27 @@ def test_a_member_that_has_died_since_it_came_breaks_the_group(monkeypatch):
     outcomes = together(meetings, use)
     assert isinstance(outcomes[0], InterruptedError), outcomes
     assert isinstance(outcomes[1], GroupBroken), outcomes
+
+
+def test_a_tree_that_another_thread_closes_tells_no_rank_what_it_says_itself():
+    trees = _joined(2)
+    seen = []
+
+    class Leaving:
+        def leave(self):  # takes its time
+            with pytest.raises(GroupBroken):
+                trees[0].join(_nothing)
+            with pytest.raises(GroupBroken):
+                trees[0].max([1], _nothing)
+            seen.append(True)
+            raise MemoryError
+
+    place, group = trees[0]._groups[0]
+    trees[0]._groups = [(place, Leaving())]
+    trees[0].close()
+    assert seen
+    with pytest.raises(GroupBroken, match="closed"):
+        trees[0].join(_nothing)
+    group.leave()
+    trees[1].leave()
+    _close(trees)

@@ -300,7 +300,11 @@ class Rank:
         lost = protocol.Lost(Reason("RankLostError", "")) if self._misses() else None
         ended = [rank for rank, number in self.heard.items() if number >= save.number]
         return protocol.interruption(
-            [] if self.rank else ended, said, lost, joining=joining, telling=telling
+            [] if self.rank else ended,
+            said,
+            lost,
+            waits_in_vain=joining or self._chance(0.01),
+            telling=telling,
         )
 
     def _misses(self) -> bool:
