@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cells import POINTS
+from support.checkpoints import committed
 from support.failing import armed_on
 from support.faults import fault_between_saves
 from support.mounts import bind_permissions, fill, remount, tmpfs
@@ -380,6 +381,33 @@ def test_a_rank_that_is_stopped_and_goes_on_takes_part_in_the_next_save(point, v
     )
     _all_failed(everyone)
     assert any("silent" in error.text for error in everyone[others[0]])
+
+
+@ranks(4)
+def test_a_rank_above_one_that_is_stopped_hears_of_the_commit(shared_dir):
+    """Gloo's broadcast goes by rank 1 to rank 3: rank 1 waits for it, and need not."""
+    pids = [None] * 4
+    dist.all_gather_object(pids, os.getpid())
+    rank, log = dist.get_rank(), shared_dir / "fired"
+    save_over({f"w{rank}": torch.ones(1000)}, shared_dir / "c").result(60)
+    dist.barrier()
+    with armed_on(0, "publish.lock.before=sleep:3", log):
+        save = save_over({f"w{rank}": torch.zeros(1000)}, shared_dir / "c")
+        if rank == 0:
+            await_fired(log, "publish.lock.before")
+            time.sleep(0.5)  # all have voted by now, and wait for the outcome
+            stop(pids[3])
+        try:
+            save.result(60)
+        finally:
+            if rank != 3:
+                (shared_dir / f"told{rank}").touch()
+            if rank == 0:
+                while not all((shared_dir / f"told{other}").exists() for other in range(3)):
+                    time.sleep(0.05)
+                go_on(pids[3])
+    assert committed(shared_dir / "c")
+    dist.barrier()
 
 
 # --- a planner that raises ----------------------------------------------------------------------------
