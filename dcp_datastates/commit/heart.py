@@ -2,7 +2,7 @@
 
 gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once
 a second. The coordinator reads all of them, and says in its own who is lost; the others read the coordinator's: two
-requests a second and rank. A rank is
+requests a second and rank, less often in a large job. A rank is
 
 - *dead* if its process is gone, which is certain, and seen at once, on the same machine;
 - *silent* if its beat has stood still for :data:`SILENCE_SECONDS`: dead, stopped, or cut off. A rank
@@ -12,7 +12,7 @@ requests a second and rank. A rank is
   ``commit_timeout``.
 
 A beat says how far the rank's own save has come, so flushes that take longer on one rank than on another
-time nobody out. One thread, ``dcp_datastates-heart``: it ends with :meth:`Heart.close`, and touches nothing but
+time no rank out. One thread, ``dcp_datastates-heart``: it ends with :meth:`Heart.close`, and touches nothing but
 the store and the fields below ``_lock``.
 """
 
@@ -155,7 +155,7 @@ def _identity() -> str:
     """Machine, process and start: enough for a neighbour to see that the process is gone."""
     try:
         return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
-    except OSError:  # then nobody sees its process
+    except OSError:  # then no rank sees its process
         return f"{socket.gethostname()}||{os.getpid()}|"
 
 

@@ -1,4 +1,4 @@
-"""The commit protocol under thousands of simulated schedules; and each defect that it had, put back, is found.
+"""The commit protocol under thousands of simulated schedules; and defects that it had, put back, are found.
 
 ``make simulate SEEDS=100000`` tries more than ``make test``; ``SIMULATION=<seed>`` repeats one that failed.
 """

@@ -233,8 +233,7 @@ class Rank:
                 if isinstance(found, protocol.Event):
                     return found
                 number, decision = found
-                mine = number == save.number or self.world.believes_all
-                return protocol.Told(decision if mine else None)
+                return protocol.Told(decision if number == save.number else None)
             case protocol.Publish():
                 return (yield from self._publish(save))
             case protocol.Settle():
@@ -340,7 +339,7 @@ class Rank:
             elif len(group.operations[0]) == len(job.ranks):
                 group.operations[0] = dict.fromkeys(range(len(job.ranks)), ("vote", ()))
                 self._group, self._place = group, 1
-                if self.rank == 0 or not self.world.looks_when_met:
+                if self.rank == 0:
                     return protocol.Done()
                 found = self._find(save)
                 return protocol.Done() if found is None else protocol.Said(found)
@@ -516,7 +515,6 @@ class World:
         self.deletes = self.random.choice([0.0, 0.003])
 
         self.looks_again = True
-        self.looks_when_met = True
         self.withdraws_older = True
         self.withdraws_on_error = True
         self.withdraws_when_settling = True
@@ -524,7 +522,6 @@ class World:
         self.orders_by_clocks = False
         self.marks_deletions = True
         self.guesses = False
-        self.believes_all = False
         self.keeps_one_store = False
 
         self.path = Path()
