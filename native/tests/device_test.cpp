@@ -266,14 +266,17 @@ void copies_wait_for_their_memory_to_be_pinned() {
     Engine engine(kCache, {}, posix_file_ops(), api);
     check_ok(engine.devices().open(0));
     check_durable(*engine.save({tensors.save_file(directory.file("f"))}, {}, 0, open_window()));
-    Bytes other(kMiB);  // nobody pins that
+    Bytes room(2 * kMiB);  // not pinned
+    // Aligned to its size: a copy is cut where its memory crosses a multiple of kPinBytes.
+    const auto address = reinterpret_cast<std::uintptr_t>(room.data());
+    std::byte* const other = room.data() + (kMiB - address % kMiB) % kMiB;
     const auto device = device_memory(0, kMiB);
     Transfer transfer;
     transfer.add(0, kMiB, device.data(), 0, Access::kReadWrite, 0);
     engine.grow(2 * kCache);
     check_equal(fake_cuda_count("pageable_copies"), 0U);
     std::shared_ptr<DeviceEvent> done;
-    check_ok(engine.copy_to_host(StreamContent(transfer), other.data(), 0, 0, done));
+    check_ok(engine.copy_to_host(StreamContent(transfer), other, 0, 0, done));
     check_equal(fake_cuda_count("pageable_copies"), 1U);
     check_equal(fake_cuda_synchronize_all(60), 0);
 }
