@@ -64,6 +64,7 @@ class Row:
     plan_seconds: float
     save_seconds: float
     vote_seconds: float
+    vote_cpu_seconds: float
     sockets_per_rank: float
     most_sockets: int
     store_connections_per_rank: float
@@ -170,10 +171,10 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
     _together(len(groups), commit)
 
 
-def _vote_seconds(peers: list[Peers]) -> float:
-    """One operation of a tree like that of the votes: up, and down again."""
+def _vote_seconds(peers: list[Peers]) -> tuple[float, float]:
+    """One operation of a tree like that of the votes, up, and down again: how long, and how much of a core per rank."""
     trees = [GlooTree(each, "timed") for each in peers]
-    seconds = []
+    seconds, busy = [], []
 
     def vote(rank: int) -> None:
         trees[rank].join(_nothing)
@@ -182,10 +183,11 @@ def _vote_seconds(peers: list[Peers]) -> float:
             trees[rank].max([rank], _nothing)
             if rank == 0:
                 seconds.append(time.monotonic() - began)
+                busy.append(time.process_time())
         trees[rank].close()
 
     _together(len(peers), vote)
-    return statistics.median(seconds)
+    return statistics.median(seconds), (busy[-1] - busy[0]) / (VOTES - 1) / len(peers)
 
 
 def _nothing() -> None:
@@ -212,7 +214,7 @@ def measure(world: int) -> Row:
         ranks = tuple(range(world))
         peers = [of_store(rank, ranks, client) for rank in ranks]
         _together(world, lambda rank: peers[rank].connect("warm").check(["up"]))
-        vote_seconds = _vote_seconds(peers)
+        vote_seconds, vote_cpu_seconds = _vote_seconds(peers)
         groups = [CommitGroup(each) for each in peers]
         hearts = [group.heart for group in groups if group.heart is not None]
         for heart in hearts:
@@ -243,6 +245,7 @@ def measure(world: int) -> Row:
             plan_seconds=round(statistics.median(planned), 4),
             save_seconds=round(statistics.median(saved), 4),
             vote_seconds=round(vote_seconds, 5),
+            vote_cpu_seconds=round(vote_cpu_seconds, 6),
             sockets_per_rank=round((_sockets() - before) / world, 1),
             most_sockets=_most_sockets(world),
             store_connections_per_rank=round((_connections(server.port) - 1) / world, 1),
@@ -273,7 +276,8 @@ def reckon(rows: list[Row]) -> dict[str, float]:
 
     By the tree's real shape: requests for building go with the memberships in groups, sockets are counted, and a vote
     passes up and down through as many groups as the tree has levels; each takes what one of 8 ranks took (of more
-    threads, two cores spend the time on taking turns). A save's requests are the coordinator's alone; those for beats
+    threads, two cores spend the time on taking turns). Where each rank has a core, a vote takes what one rank of 8 is busy
+    with, once on each level, and the network. A save's requests are the coordinator's alone; those for beats
     go with the ranks and with how often these beat.
     """
     last = rows[-1]
@@ -284,6 +288,7 @@ def reckon(rows: list[Row]) -> dict[str, float]:
         * (_memberships(RECKONED) / _memberships(last.ranks)),
         "save_requests": max(row.save_requests for row in rows),
         "vote_seconds": flat.vote_seconds * levels,
+        "vote_cpu_seconds": flat.vote_cpu_seconds * levels,
         "most_sockets": _most_sockets(RECKONED),
         "beat_requests_per_second": last.beat_requests_per_second
         * (RECKONED / last.ranks)

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.attempt import Ticket, take
+from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.heart import Loss
 from dcp_datastates.commit.peers import ALONE
 from dcp_datastates.commit.progress import Progress
 from dcp_datastates.commit.round import Consolidated, FailedPart, Part, Round

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
 from dcp_datastates.commit import heart as heart_module
+from dcp_datastates.commit import processes
+from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision import Decision, Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.heart import Beat, Heart, Loss
+from dcp_datastates.commit.heart import Heart
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.protocol import Said
+from dcp_datastates.commit.pulse import Pulse
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +56,7 @@ def _until(condition, seconds=10):
 
 def _elsewhere(monkeypatch):
     """As on another machine: nobody can see whether the process is there."""
-    monkeypatch.setattr(heart_module, "_is_gone", lambda who: False)
+    monkeypatch.setattr(heart_module, "is_gone", lambda who: False)
 
 
 def test_a_silent_rank_is_lost_and_named_and_is_not_when_it_beats_again(hearts, monkeypatch):
@@ -83,7 +87,7 @@ def test_a_dead_process_on_this_machine_is_seen_at_once(hearts, tmp_path):
     child = os.fork()
     if child == 0:
         store = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
-        store.set("who/1", heart_module._identity())
+        store.set("who/1", processes.identity())
         store.set("beat/1", Beat().encode(1))
         os._exit(0)
     os.waitpid(child, 0)
@@ -97,11 +101,11 @@ def test_a_dead_process_on_this_machine_is_seen_at_once(hearts, tmp_path):
 
 
 def test_another_machines_process_is_never_called_dead():
-    host, _, pid, started = heart_module._identity().split("|")
-    assert not heart_module._is_gone("|".join([host, "another boot", "1", "0"]))
-    assert heart_module._is_gone("|".join([host, heart_module._boot(), pid, "0"])), "pid reused"
-    assert not heart_module._is_gone("|".join([host, heart_module._boot(), pid, started]))
-    assert not heart_module._is_gone("|".join([host, "", "999999", "0"]))
+    host, _, pid, started = processes.identity().split("|")
+    assert not processes.is_gone("|".join([host, "another boot", "1", "0"]))
+    assert processes.is_gone("|".join([host, processes._boot(), pid, "0"])), "pid reused"
+    assert not processes.is_gone("|".join([host, processes._boot(), pid, started]))
+    assert not processes.is_gone("|".join([host, "", "999999", "0"]))
 
 
 def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(hearts):
@@ -131,6 +135,79 @@ def test_a_rank_without_progress_is_stalled_only_while_it_owes_a_vote(hearts):
     assert first.stalled(4, 1.0) == [], "it has voted in that one"
     beats["now"] = Beat(voted=4, progress=8, doing="flushing (save 5)")
     _until(lambda: not first.stalled(5, 1.0))
+
+
+class _StandsStill:
+    """What a rank says of itself, until its Python stands still: then its heart's thread waits here."""
+
+    def __init__(self):
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.stands = threading.Event()
+
+    def __call__(self):
+        if not self.goes_on.is_set():
+            self.stands.set()
+        self.goes_on.wait()
+        return Beat()
+
+
+@pytest.mark.parametrize("standing", [0, 1])
+def test_a_rank_whose_python_stands_still_is_stalled_and_not_lost(hearts, monkeypatch, standing):
+    _elsewhere(monkeypatch)
+    status = _StandsStill()
+    both = [hearts(rank, status=status if rank == standing else Beat) for rank in (0, 1)]
+    watching = both[1 - standing]
+    watching.follow(0)
+    _until(lambda: watching._watched[standing].pulses > 1)
+    status.goes_on.clear()
+    status.stands.wait(10)
+    deadline = time.monotonic() + 2 * heart_module.SILENCE_SECONDS
+    while time.monotonic() < deadline:
+        assert watching.losses() == []
+        time.sleep(0.05)
+    assert [loss.rank for loss in watching.stalled(0, 1.0)] == [standing]
+    status.goes_on.set()
+
+
+@pytest.mark.parametrize("standing", [0, 1])
+def test_where_no_pulse_comes_a_rank_whose_python_stands_still_is_given_more_time(
+    hearts, monkeypatch, standing
+):
+    _elsewhere(monkeypatch)
+    monkeypatch.setattr(heart_module, "Pulse", _NoPulse)
+    status = _StandsStill()
+    both = [hearts(rank, status=status if rank == standing else Beat) for rank in (0, 1)]
+    watching = both[1 - standing]
+    _until(lambda: watching._watched[standing].heard)
+    status.goes_on.clear()
+    status.stands.wait(10)
+    deadline = time.monotonic() + 2 * heart_module.SILENCE_SECONDS
+    while time.monotonic() < deadline:
+        assert watching.losses() == []
+        time.sleep(0.05)
+    _until(watching.losses)
+    status.goes_on.set()
+
+
+class _NoPulse(Pulse):
+    """The network carries no datagrams."""
+
+    def counts(self):
+        return {}
+
+
+def test_a_rank_that_misses_the_store_does_not_show_a_pulse(hearts, monkeypatch):
+    _elsewhere(monkeypatch)
+    first, second = hearts(0), hearts(1)
+    _until(lambda: first._watched[1].pulses > 1)
+
+    def fails(*_):
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(second._store, "set", fails)
+    _until(first.losses)
+    assert "rank 1 has been silent" in str(first.losses()[0])
 
 
 def test_what_went_before_a_round_does_not_count_against_it(hearts):
@@ -184,7 +261,15 @@ def test_close_ends_the_thread(hearts):
 
 def test_beats_travel():
     losses = [Loss(3, 'is dead: "quoted"', True), Loss(5, "has been silent")]
-    beat = Beat(3, 7, "reading | x", 1, 4, 2, [list(dataclasses.astuple(loss)) for loss in losses])
+    beat = Beat(
+        3,
+        7,
+        "reading | x",
+        4,
+        2,
+        [list(dataclasses.astuple(loss)) for loss in losses],
+        ["::1", 5, 7],
+    )
     found = Beat.decode(beat.encode(9).encode())
     assert found == beat
     assert [Loss(*loss) for loss in found.lost] == losses

@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.behind import Policy
 from dcp_datastates.commit.decision import Decision, Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.heart import Beat, Heart, Loss
+from dcp_datastates.commit.heart import Heart
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.progress import Progress
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure

@@ -5,10 +5,10 @@ a second. The coordinator reads all of them, and says in its own who is lost; th
 requests a second and rank, less often in a large job. A rank is
 
 - *dead* if its process is gone, which is certain, and seen at once, on the same machine;
-- *silent* if its beat has stood still for :data:`SILENCE_SECONDS`: dead, stopped, or cut off. A rank
-  that has shown that it may be kept from beating for long (a call that holds the GIL: unpickling the metadata of
-  thousands of ranks takes many seconds) says so in its beat, and is given three times as long in addition;
-- *stalled* if it beats and has not voted in a round, and has made no progress towards it for the round's
+- *silent* if its beat has stood still for :data:`SILENCE_SECONDS`, and its pulse too: dead, stopped, or cut off. The
+  pulse (``pulse.py``) goes on while a call holds the GIL; where the network does not carry it, a rank may be silent for
+  longer before it counts as lost;
+- *stalled* if it is there and has not voted in a round, and has made no progress towards it for the round's
   ``commit_timeout``.
 
 A beat says how far the rank's own save has come, so flushes that take longer on one rank than on another
@@ -19,37 +19,33 @@ the store and the fields below ``_lock``.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import logging
-import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
 
-from dcp_datastates.commit.decision import Reason
+from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.peers import Connection, Peers
+from dcp_datastates.commit.processes import identity, is_gone, is_near
 from dcp_datastates.commit.protocol import Said
-from dcp_datastates.errors import RankLostError
+from dcp_datastates.commit.pulse import Pulse
 from dcp_datastates.forks import ProcessLock
 
-__all__ = ["SILENCE_SECONDS", "Beat", "Heart", "Loss"]
+__all__ = ["SILENCE_SECONDS", "Heart", "seconds_between_beats"]
 
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS: Final = 15.0
-"""A rank whose beat has not changed for this long counts as lost."""
+"""A rank that has shown no sign of life for this long counts as lost."""
+
+_PULSELESS: Final = 4
+"""How many times as long a rank may be silent whose pulse has never come: perhaps a call of its holds the GIL."""
 
 _UNSEEN_SECONDS: Final = 300.0
 """The same for a rank that has never been heard of: it may not have come to its first save yet."""
-
-_FIRST_SAVE_SECONDS_PER_RANK: Final = 0.1
-"""In addition, until a rank has voted for the first time: how long it will be kept busy grows with the job."""
 
 _CLOSE_SECONDS: Final = 2.0
 
@@ -71,50 +67,6 @@ def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
     return max(_ACTIVE_SECONDS if active else _IDLE_SECONDS, _SECONDS_PER_RANK * ranks)
 
 
-@dataclass(frozen=True)
-class Beat:
-    """What a rank says of itself: the last round it voted in, and how far it has come towards the next.
-
-    ``progress`` is a number that changes as long as there is any; ``doing`` says in words what it counts;
-    ``late`` is by how many seconds its latest beat has come too late; ``calls`` is how many saves it has been called
-    for; ``ended`` is the last round whose outcome it knows. ``lost`` is what the coordinator says of other ranks, as
-    the fields of a :class:`Loss`.
-    """
-
-    voted: int = -1
-    progress: int = 0
-    doing: str = "idle"
-    late: int = 0
-    calls: int = 0
-    ended: int = -1
-    lost: Sequence[Sequence[Any]] = ()
-
-    def encode(self, count: int) -> str:
-        return json.dumps([count, *dataclasses.astuple(self)])
-
-    @staticmethod
-    def decode(value: bytes) -> Beat:
-        return Beat(*json.loads(value)[1:])
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a rank is counted out. ``certain``: its process has ended, though the system may yet finish a call of it."""
-
-    rank: int
-    reason: str
-    certain: bool = False
-
-    @staticmethod
-    def reason_of(losses: Sequence[Loss]) -> Reason:
-        """Which ranks are lost, and why; the first few of them."""
-        more = f"; and {len(losses) - 3} more ranks" if len(losses) > 3 else ""
-        return Reason.of(RankLostError("; ".join(map(str, losses[:3])) + more))
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} {self.reason}"
-
-
 @dataclass
 class _Watched:
     """What is known of one rank."""
@@ -123,48 +75,12 @@ class _Watched:
     heard: bool = (
         False  # a second value has come: the first may be of a former group over the same store
     )
-    beat: Beat = Beat()
-    silent: float = 0.0  # seconds without a new beat, by observations made
+    beat: Beat = field(default_factory=Beat)
+    pulses: int = 0
+    silent: float = 0.0  # seconds without a new beat or pulse, by observations made
     still: float = 0.0  # seconds without progress
     who: str | None = None
     near: bool = False  # on this machine, so that its process can be seen
-
-
-@functools.cache
-def _boot() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-def _started(pid: int) -> str | None:
-    """When the process started, in the kernel's ticks; None if it is gone, or a zombie.
-
-    Raises OSError if that cannot be known (too many open files, say).
-    """
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in ("Z", "X") else fields[19]
-
-
-def _identity() -> str:
-    """Machine, process and start: enough for a neighbour to see that the process is gone."""
-    try:
-        return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
-    except OSError:  # then no rank sees its process
-        return f"{socket.gethostname()}||{os.getpid()}|"
-
-
-def _is_gone(who: str) -> bool:
-    _, boot, pid, started = who.split("|")
-    try:
-        return boot == _boot() != "" and _started(int(pid)) != started
-    except OSError:
-        return False
 
 
 class Heart:
@@ -196,15 +112,13 @@ class Heart:
         self._silent: list[Loss] = []
         self._gone: list[Loss] = []
         self._visited = 0.0
-        self._late = 0
         self._count = 0  # of this rank's beats
         self._interval = _ACTIVE_SECONDS  # between two of them
         self._active = 0
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
         self._listeners: list[Callable[[list[Loss]], None]] = []
-        self._identity = _identity()
-        self._boot = self._identity.split("|")[1]
+        self._identity = identity()
         self._thread = threading.Thread(
             target=self._run, name="dcp_datastates-heart", daemon=True
         )  # joined by close()
@@ -303,7 +217,7 @@ class Heart:
 
     def _visit(self, rank: int) -> Loss | None:
         who = self._watched[rank].who
-        if who is None or not _is_gone(who):
+        if who is None or not is_gone(who):
             return None
         host, _, pid, _ = who.split("|")
         return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
@@ -311,10 +225,8 @@ class Heart:
     def _is_silent(self, watched: _Watched) -> bool:
         if not watched.heard and self._round is None:
             return watched.silent >= _UNSEEN_SECONDS  # once a round is on, every rank has come
-        patience = SILENCE_SECONDS + 3 * watched.beat.late
-        if watched.beat.voted < 0:
-            patience += _FIRST_SAVE_SECONDS_PER_RANK * self._peers.world
-        return watched.silent >= patience
+        patience = 1 if watched.pulses or not watched.heard else _PULSELESS
+        return watched.silent >= patience * SILENCE_SECONDS
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:
         """The ranks that beat, owe a vote in the round, and came no further for ``seconds``."""
@@ -376,23 +288,29 @@ class Heart:
     # ---- the heart's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        due = time.monotonic()
+        pulse = Pulse(self._peers, seconds_between_beats(self._peers.world))
+        try:
+            self._beat_on(pulse)
+        finally:
+            pulse.close()
+
+    def _beat_on(self, pulse: Pulse) -> None:
         while not self._stopping:
             self._wake.clear()
             began = time.monotonic()
-            self._late = max(self._late, int(began - due))
             try:
                 if not self._introduced.is_set():
                     self._store.set(f"who/{self._peers.rank}", self._identity)
                     self._introduced.set()
                 if self._peers.rank == 0:  # it says what it has seen
-                    self._look()
-                self._beat()
+                    self._look(pulse)
+                self._beat(pulse)
                 if self._peers.rank != 0:
-                    self._look()
+                    self._look(pulse)
                 error = None
             except Exception as failed:
                 error = str(failed).partition("\n")[0][:200] or type(failed).__name__
+            pulse.vouch(error is None)
             with self._lock:
                 if error != self._store_error:
                     self._store_error = error
@@ -408,36 +326,36 @@ class Heart:
                     except Exception:  # there can be no more threads, say; this one must go on
                         logger.exception("a loss could not be told")
             del listeners
-            due = self._pause(began + self._interval)
+            self._pause(began + self._interval)
 
-    def _pause(self, until: float) -> float:
-        """Wait until then, or until woken; returns when the next beat was due."""
+    def _pause(self, until: float) -> None:
+        """Wait until then, or until woken."""
         while not self._stopping and (left := until - time.monotonic()) > 0:
             if self._wake.wait(left):
                 # Woken by a round that wants news; but never beat more than ten times a second.
                 self._wake.clear()
                 until = min(until, time.monotonic() + 0.1)
-        return until
 
-    def _beat(self) -> None:
-        beat = dataclasses.replace(self._status(), late=self._late)
+    def _beat(self, pulse: Pulse) -> None:
+        beat = self._status()
         if self._peers.rank == 0:
             # That it has missed the store itself is over when it can say so.
             lost = [dataclasses.astuple(loss) for loss in self.losses() if loss.rank != 0]
-            beat = dataclasses.replace(beat, lost=lost)
+            beat = dataclasses.replace(beat, lost=lost, pulse=pulse.place)
         self._count += 1
         self._store.set(f"beat/{self._peers.rank}", beat.encode(self._count))
 
-    def _look(self) -> None:
+    def _look(self, pulse: Pulse) -> None:
         # This thread may itself have been kept from running: then the others' beats are no older than
         # its last look, however late it is, and it counts no more silence than an interval or two.
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now
-        self._read_beats(passed)
+        self._read_beats(passed, pulse.counts())
         if self._peers.rank == 0:
             return
         coordinator = self._watched[0]
+        pulse.follow(coordinator.beat.pulse)
         told = [Loss(*loss) for loss in coordinator.beat.lost if loss[0] != self._peers.rank]
         with self._lock:
             news = coordinator.heard and coordinator.value != self._old_news
@@ -450,12 +368,11 @@ class Heart:
             if self._round == round_number:
                 self._said = Said(decision)
 
-    def _read_beats(self, passed: float) -> None:
+    def _read_beats(self, passed: float, pulses: Mapping[int, int]) -> None:
         for rank, watched in self._watched.items():
             if watched.who is None and self._store.check([f"who/{rank}"]):
                 watched.who = self._store.get(f"who/{rank}").decode()
-                boot = watched.who.split("|")[1]
-                watched.near = bool(boot) and boot == self._boot
+                watched.near = is_near(watched.who)
         ranks = [rank for rank, watched in self._watched.items() if watched.value]
         new = [rank for rank, watched in self._watched.items() if not watched.value]
         if new and self._store.check([f"beat/{rank}" for rank in new]):
@@ -464,9 +381,11 @@ class Heart:
             ranks += [rank for rank in new if self._store.check([f"beat/{rank}"])]
         values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
         with self._lock:
-            for watched in self._watched.values():
+            for rank, watched in self._watched.items():
                 watched.silent += passed
                 watched.still += passed
+                if watched.pulses != (pulse := pulses.get(rank, 0)):
+                    watched.pulses, watched.silent = pulse, 0.0
             for rank, value in zip(ranks, values, strict=True):
                 watched = self._watched[rank]
                 if value == watched.value:

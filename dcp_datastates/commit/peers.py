@@ -182,6 +182,14 @@ class Peers:
         return self.base.address.store() if isinstance(self.base, _Base) else None
 
     @property
+    def host(self) -> str:
+        """The host that the store's server is on, by the name that this process knows; empty if there is none."""
+        store = self.base.address.store() if isinstance(self.base, _Base) else self.base
+        while (inner := getattr(store, "underlying_store", None)) is not None:
+            store = inner
+        return str(getattr(store, "host", ""))
+
+    @property
     def digest(self) -> str:
         """Short, and other ranks have another."""
         return hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:16]

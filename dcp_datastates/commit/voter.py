@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Final, TypeVar
 
 from dcp_datastates.commit.ballot import Ballot, is_unanimous
+from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
-from dcp_datastates.commit.heart import SILENCE_SECONDS, Heart, Loss
+from dcp_datastates.commit.heart import SILENCE_SECONDS, Heart
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.protocol import (
     Action,

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import DataStatesReader, DataStatesWriter, engine
 from dcp_datastates.commit import heart
+from dcp_datastates.commit.beats import Beat
 from dcp_datastates.commit.peers import Peers
 from dcp_datastates.lazy import capture, walk
 from dcp_datastates.lazy.snapshot import Snapshot
@@ -353,11 +354,11 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     """A rank dies; on another, the collective with it hangs on the device, and eager copies behind that."""
     monkeypatch.setattr(heart, "SILENCE_SECONDS", 2.0)
     monkeypatch.setattr(heart, "_ACTIVE_SECONDS", 0.2)
-    monkeypatch.setattr(heart, "_is_gone", lambda who: False)  # other machines
+    monkeypatch.setattr(heart, "is_gone", lambda who: False)  # other machines
 
     def beating(rank: int) -> heart.Heart:
         peers = Peers(rank, (0, 1, 2), dist.FileStore(str(tmp_path / "store"), 3))
-        made = heart.Heart(peers, peers.connect("commit"), heart.Beat)
+        made = heart.Heart(peers, peers.connect("commit"), Beat)
         made.quicken()
         return made
 

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_datastates
 from dcp_datastates import RankLostError, collectives
 from dcp_datastates.collectives import Collectives
+from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.gloo_tree import GroupBroken
-from dcp_datastates.commit.heart import Loss
 from dcp_datastates.commit.peers import Connection
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
@@ -31,8 +32,9 @@ from dcp_datastates import (
     UnsupportedTensorError,
 )
 from dcp_datastates import engine as engine_module
+from dcp_datastates.commit import heart as heart_module
+from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.heart import Loss
 
 
 def _owned():
@@ -117,6 +119,21 @@ def test_an_existing_checkpoint_is_refused_on_every_rank(shared_dir):
         save({"w": torch.zeros(3)}, shared_dir / "c", overwrite=False)
     dist.barrier()
     assert load_everything(shared_dir / "c")["w"].tolist() == [1, 1, 1]
+
+
+@ranks(2)
+@pytest.mark.parametrize("holding", [0, 1])
+def test_a_call_that_holds_the_gil_for_long_loses_no_save(holding, shared_dir, monkeypatch):
+    """A graph capture, a compilation: no thread of Python's runs, and so no beat leaves the process."""
+    monkeypatch.setattr(heart_module, "SILENCE_SECONDS", 2.0)
+    group, ours = own_group(), writer()
+    state = {f"w{dist.get_rank()}": torch.ones(3)}
+    async_save(state, None, by=ours, group=group, checkpoint_id=shared_dir / "a").result(60)
+    future = async_save(state, None, by=ours, group=group, checkpoint_id=shared_dir / "b")
+    if dist.get_rank() == holding:
+        ctypes.PyDLL(None).usleep(6_000_000)
+    future.result(60)
+    assert committed(shared_dir / "b")
 
 
 @ranks(2)

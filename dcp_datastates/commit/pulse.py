@@ -1,0 +1,106 @@
+"""Signs of life that need no Python: what ``native/src/pulse.h`` does, for a set of ranks.
+
+A rank whose Python stands still (a call holds the GIL) sends no beats, but its pulse goes on, and so it is not taken
+for lost. The coordinator listens, and says in its beats where; the others send to it, and hear it answer. A network
+that carries no datagrams between the ranks costs no more than this: a rank that holds the GIL for a minute is
+lost.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from dcp_datastates._native import PulseClient, PulseServer
+from dcp_datastates.commit.peers import Peers
+
+__all__ = ["Pulse"]
+
+logger = logging.getLogger(__name__)
+
+
+class Pulse:
+    """This rank's pulse, and what it hears of the others'. For one thread, but :meth:`close`.
+
+    Args:
+        peers: the ranks.
+        interval: between two datagrams, in seconds.
+    """
+
+    def __init__(self, peers: Peers, interval: float) -> None:
+        self._peers = peers
+        self._interval = interval
+        self._server: PulseServer | None = None
+        self._client: PulseClient | None = None
+        self.place: Final[Sequence[Any]] = self._serve() if peers.rank == 0 else ()
+        """Where the coordinator listens, for its beats: host, port, token. Empty on the others, and if it cannot."""
+        self._followed: Sequence[Any] = ()
+        atexit.register(self.close)  # a process that hangs as it ends is lost
+
+    def _serve(self) -> Sequence[Any]:
+        token = secrets.randbits(63)
+        try:
+            host = _own_host(self._peers.host or socket.gethostname())
+            self._server = PulseServer(token, self._peers.world)
+        except (OSError, RuntimeError) as error:
+            logger.info("ranks that hold the GIL for long will count as lost: %s", error)
+            return ()
+        return host, self._server.port, token
+
+    def follow(self, place: Sequence[Any]) -> None:
+        """Send to where the coordinator listens, according to its latest beat."""
+        if place == self._followed:
+            return
+        self._followed = place
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if not place:
+            return
+        host, port, token = place
+        hosts = [host]
+        try:
+            if self._peers.host:  # what the coordinator calls itself may be no name for others
+                hosts.append(_addresses(self._peers.host)[0][1][0])
+            self._client = PulseClient(
+                token, self._peers.rank, self._interval, list(dict.fromkeys(hosts)), port
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            logger.info("if this rank holds the GIL for long, it will count as lost: %s", error)
+
+    def counts(self) -> Mapping[int, int]:
+        """Of each rank that is watched: a number that changes while its process runs; 0 if it was not heard of."""
+        if self._server is not None:
+            return dict(enumerate(self._server.counts()))
+        return {} if self._client is None else {0: self._client.count}
+
+    def vouch(self, for_this_rank: bool) -> None:
+        """Whether this rank is to be heard: not one that knows that it misses the store."""
+        if self._server is not None:
+            self._server.answer(for_this_rank)
+        if self._client is not None:
+            self._client.send(for_this_rank)
+
+    def close(self) -> None:
+        """End it. Idempotent, any thread."""
+        atexit.unregister(self.close)
+        for side in (self._server, self._client):
+            if side is not None:
+                side.close()
+
+
+def _addresses(host: str) -> list[tuple[socket.AddressFamily, Any]]:
+    found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
+    return [(family, address) for family, _, _, _, address in found]
+
+
+def _own_host(towards: str) -> str:
+    """The address of this machine that hosts around ``towards`` know it by. Sends nothing."""
+    family, address = _addresses(towards)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
