@@ -86,11 +86,18 @@ class Collectives:
         self._looked = 0.0
 
     @contextlib.contextmanager
-    def entry(self, entry: int, look: Callable[[], None]) -> Iterator[Ranks]:
+    def entry(
+        self,
+        entry: int,
+        look: Callable[[], None],
+        said: int = 0,
+        hear: Callable[[int], None] = lambda greatest: None,
+    ) -> Iterator[Ranks]:
         """DCP's steps for this ``entry``, a number that every rank counts, once all ranks have come to it.
 
-        In the block, all ranks make the same steps. If it raises anything but DCP's ``CheckpointException``, which all
-        ranks see, the entry fails on all of them.
+        With its number each rank says another, ``said``; the greatest goes to ``hear``. If that raises, it must raise
+        on all ranks, and ends the entry. In the block, all ranks make the same steps. If it raises anything but DCP's
+        ``CheckpointException``, which all ranks see, the entry fails on all of them.
 
         ``look`` is called by what waits; it raises :class:`RankLostError` if it has waited for too long. Raises that if
         a rank is lost, or the others have given this entry up; :class:`GroupBroken` if connections broke and it is
@@ -99,7 +106,10 @@ class Collectives:
         self._look, self._in_step = look, False
         self._forget_notes(entry)
         try:
-            self._meet(entry)
+            greatest = self._meet(entry, said)
+            self._in_step = True
+            hear(greatest)
+            self._in_step = False
             yield Ranks(
                 self._peers.rank,
                 self._peers.world,
@@ -117,16 +127,19 @@ class Collectives:
         self._tree.close()
         self._hook.close()
 
-    def _meet(self, entry: int) -> None:
+    def _meet(self, entry: int, said: int) -> int:
+        """The greatest of what the ranks said."""
         self._looked = 0.0
         check = functools.partial(self._check_meeting, entry)
         tries = 0
-        newest, oldest = entry, 0
+        newest, oldest, greatest = entry, 0, 0
         while newest != -oldest:
             try:
                 self._tree.join(check)
                 # The coordinator's clock goes with it.
-                newest, oldest, self._since = self._tree.max([entry, -entry, self._since], check)
+                newest, oldest, self._since, greatest = self._tree.max(
+                    [entry, -entry, self._since, said], check
+                )
             except GroupBroken as broken:
                 self._tree.leave()
                 self._find_note(entry)
@@ -143,6 +156,7 @@ class Collectives:
                 raise RankLostError(
                     f"the other ranks have given this save up, and have come to one {newest - entry} later"
                 )
+        return greatest
 
     def _step(self, entry: int, step: Callable[[], T]) -> T:
         try:

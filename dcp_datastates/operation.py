@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.attempt import Ticket, take
 from dcp_datastates.commit.beats import Loss
+from dcp_datastates.commit.behind import LEFT_OUT
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.peers import ALONE
@@ -114,26 +115,22 @@ class Save:
         self._ticket: Ticket | None = None
         self._round: Round | None = None
         self._claim: Claim | None = None
-        self._lock = ProcessLock()  # guards _ended, _quick, _round
+        self._lock = ProcessLock()  # guards _ended, _quick, _round, _begun, left_out
         self._ended = False
         self._quick = False
         self._begun = False
-        self.left_out = False
+        self.left_out = 0
+        """Why this rank leaves it out, a key of :data:`~dcp_datastates.commit.behind.LEFT_OUT`; 0 if it does not."""
         self.session: Session | None = None  # with a DataStatesSavePlanner
         self.ahead: Any = None  # what is read before it is planned
-        self._decision = (
-            threading.Event()
-        )  # set when nobody is asking whether to leave this save out
-        self._decision.set()
         self.committed.add_done_callback(self._tell)
 
     # ---- in the order of DCP's calls ----------------------------------------------------------
 
     def begin(self) -> None:
         """It is this save's turn: DCP's collectives for it begin."""
-        self.doing = "waiting for the ranks to decide about saves that come too fast"
-        self._decision.wait(self.timeout)
-        self._begun = True
+        with self._lock:
+            self._begun = True
         self.doing = "planning"
         if self.group.heart is not None:
             with self._lock:
@@ -304,25 +301,19 @@ class Save:
 
     # ---- for commit/behind.py ----------------------------------------------------------------------------
 
-    @property
-    def begun(self) -> bool:
-        """Whether DCP has begun to plan it, or it was left out."""
-        return self._begun or self.left_out
+    def leave_out(self, why: int) -> bool:
+        """Leave it out, if its planning has not begun: nothing is read, its memory is free. Whether that is so.
 
-    def undecided(self) -> None:
-        """All ranks will be asked whether to leave this save out; :meth:`decided` follows."""
-        self._decision.clear()
-
-    def decided(self) -> None:
-        """Let DCP's thread go on. Idempotent."""
-        self._decision.set()
-
-    def skip(self, error: CheckpointSkipped) -> None:
-        """Leave it out: nothing is read, its memory is free. DCP's thread tells its future."""
-        self.left_out = True
-        self.error = error
+        The thread that plans it tells the other ranks, and its future.
+        """
+        with self._lock:
+            if self._begun:
+                return False
+            self.left_out = why
+        self.error = CheckpointSkipped(LEFT_OUT[why])
         if self.snapshot is not None:
-            self.snapshot.fail(error)
+            self.snapshot.fail(self.error)
+        return True
 
     # ---- within ------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_datastates.collectives import Collectives
+from dcp_datastates.commit.behind import LEFT_OUT
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.heart import Heart
@@ -33,6 +34,7 @@ from dcp_datastates.commit.worker import Worker
 from dcp_datastates.dcp.frames import release_frames
 from dcp_datastates.dcp.steps import save_together
 from dcp_datastates.errors import (
+    CheckpointSkipped,
     DataStatesError,
     RankLostError,
     SaveAbandonedError,
@@ -164,18 +166,19 @@ class RankContext:
             )
         state = writer.begin(save, planner)
         presence = _Presence(self, f"the save to {str(save.path)!r}", save.timeout, save)
-        with self._meet(presence) as ranks:
+        with self._meet(presence, save.left_out) as ranks:
             writer.run(save)
             written = save_together(state, name, writer, planner, ranks, self._agree)
         written.finish(writer)
         self._stray.clear()
 
-    def _meet(self, presence: _Presence) -> AbstractContextManager[_DistWrapper]:
+    def _meet(self, presence: _Presence, left_out: int = 0) -> AbstractContextManager[_DistWrapper]:
         if self._collectives is None:
+            _leave_out(left_out)
             return nullcontext(_DistWrapper(None, False, 0))
         self._entries += 1
         presence.expect(self._entries)
-        return self._collectives.entry(self._entries, presence.look)
+        return self._collectives.entry(self._entries, presence.look, left_out, _leave_out)
 
     @staticmethod
     def _agree(names: Sequence[str]) -> None:
@@ -209,7 +212,9 @@ class RankContext:
             return
         if save.has_round:
             return
-        if world == 1 or isinstance(error, DataStatesError):
+        if isinstance(error, CheckpointSkipped):
+            save.fail(error)
+        elif world == 1 or isinstance(error, DataStatesError):
             save.fail(self._named(error, save))
         else:  # a connection broke; the heart knows why within seconds
             self.group.explain(error, lambda cause: save.fail(self._named(cause, save)))
@@ -277,6 +282,12 @@ class _Presence:
         if said := heart.said_by_coordinator:
             return f"waiting for rank 0 ({said})"
         return "waiting for the other ranks to plan and read"
+
+
+def _leave_out(why: int) -> None:
+    """A save that any rank leaves out is left out by all."""
+    if why:
+        raise CheckpointSkipped(LEFT_OUT[why])
 
 
 def _cause_here(error: BaseException, rank: int) -> BaseException:

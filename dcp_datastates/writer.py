@@ -31,7 +31,7 @@ from torch.futures import Future as TorchFuture
 
 from dcp_datastates._native import Window
 from dcp_datastates.attempt import TicketCarrier, collect_ticket
-from dcp_datastates.commit.behind import await_room, enter
+from dcp_datastates.commit.behind import enter, make_room
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.peers import ALONE, Peers, peers_of
@@ -299,15 +299,17 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._end_mine()
         self._used = True
         group = commit_group(self.peers)
-        if config.when_behind == "wait":
-            await_room(config.max_in_flight)
+        left_out = make_room(config.max_in_flight, config.when_behind)
         stats = SaveStats()
         save = self._make_save(group, path, stats, asynchronous=True, own=own)
         save.snapshot = self._snapshot(save)
         save.working_directory = local.working_directory()
+        if left_out:
+            save.leave_out(left_out)
         try:
             hit("capture.before")
-            self._capture(save, save.snapshot, state_dict)
+            if not left_out:
+                self._capture(save, save.snapshot, state_dict)
             hit("capture.after")
         except BaseException as error:
             save.error = error
@@ -319,9 +321,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             # Now: the tensors may have other forms by the time that anybody plans.
             save.session.look()
         save.turn = Turn(expected=not own)
-        if config.when_behind != "wait":
-            save.undecided()
-            group.policy.ask(save, config.max_in_flight, config.when_behind)
         with self._lock:
             self._newest = save
             self._saves = [other for other in self._saves if not _is_told(other)]

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Final
 
 from dcp_datastates.commit.beats import Beat, Loss
-from dcp_datastates.commit.behind import Policy
 from dcp_datastates.commit.decision import Decision, Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.heart import Heart
@@ -52,7 +51,7 @@ class CommitGroup:
     def __init__(self, peers: Peers) -> None:
         self.peers: Final = peers
         self.neighbours: Final = Neighbours()  # of the coordinator's planning thread
-        self._lock = ProcessLock()  # guards _drawn, _policy, missed, calls
+        self._lock = ProcessLock()  # guards _drawn, missed, calls
         self.missed = 0
         """Calls of ``dcp.async_save`` that failed here before they came to a writer, as far as was seen."""
         self.calls = 0
@@ -61,7 +60,6 @@ class CommitGroup:
         # Not from 0: a store may outlive a default group, and with it the outcomes of former rounds.
         self.first: Final = time.time_ns()  # the coordinator's counts
         self._drawn = self.first
-        self._policy: Policy | None = None
         self._worker = Worker("dcp_datastates-commit")
         self._expected: int | None = None  # the next round, of the commit thread; None at first
         self._reading: Progress | None = None
@@ -104,14 +102,6 @@ class CommitGroup:
         """What the planning thread does, for the other ranks to hear; empty for nothing."""
         self._planning = doing
 
-    @property
-    def policy(self) -> Policy:
-        """Decides about saves that come too fast; made when it is first asked for, on all ranks alike."""
-        with self._lock:
-            if self._policy is None:
-                self._policy = Policy(self.peers, self.heart)
-            return self._policy
-
     def reading(self, progress: Progress | None) -> None:
         """This rank has a ticket and reads: its ``progress`` counts until it has a part to show (None)."""
         self._reading = progress
@@ -134,11 +124,7 @@ class CommitGroup:
 
         A round that storage holds up for long is left behind: its save was waited for before.
         """
-        with self._lock:
-            policy = self._policy
         self._worker.close(_CLOSE_SECONDS)
-        if policy is not None:
-            policy.close()
         if self.heart is not None:
             self.heart.close()
         self._voter.close()

@@ -210,12 +210,12 @@ def run(path: str, saves: int, by_save: Mapping[int, _Fault], seed: int) -> Figu
     for place in range(1, WARM_UP + saves + 1):
         number = place
         elements = chance.randrange(MAX_ELEMENTS) if number > WARM_UP else MAX_ELEMENTS
-        fault = by_save.get(number) or (_SKIPPED_TO_WARM_UP if number == 2 else None)
+        fault = by_save.get(number)
         fired_before = _fired()
         number, committed = _save_with(fault, path, number, elements)
         fired = _fired()[len(fired_before) :]
         figures.faults.update(fired)
-        if fault is not None and fault.rank == rank and fault is not _SKIPPED_TO_WARM_UP:
+        if fault is not None and fault.rank == rank:
             figures.faults[fault.where] += 1
         faulty = bool(fired) or (fault is not None and fault.kind != "skipped")
         there, size_there = _agreed(
@@ -261,10 +261,6 @@ def _save_with(fault: _Fault | None, path: str, number: int, elements: int) -> t
         return -number, True
     assert second.kind == "CheckpointSkipped", second
     return number, committed
-
-
-_SKIPPED_TO_WARM_UP = _Fault("skipped", 0, 2, "skipped")
-"""The ranks decide about skipping on a group and a thread of their own, made for the first such save."""
 
 
 @contextlib.contextmanager

@@ -359,6 +359,51 @@ def test_a_save_that_comes_too_fast_is_skipped_by_all_ranks(only, shared_dir):
 
 
 @ranks(2)
+@pytest.mark.parametrize("only", [0, 1])
+def test_all_ranks_are_told_of_a_save_that_one_rank_leaves_out(only, shared_dir):
+    """On the package's own path: in the first message of planning, and in the same words."""
+    options = {"when_behind": "skip", "max_in_flight": 1, "read_window": "immediate"}
+    slow = "publish.lock.before@1=sleep:2" if only == 0 else "vote.before@1=sleep:2"
+    with _on(only, slow):
+        first = _begin(1, shared_dir / "1", **options)
+        if dist.get_rank() != only:
+            first.result(60)
+        second = _begin(2, shared_dir / "2", **options)
+        with raises(CheckpointSkipped, "all ranks skip this one"):
+            second.result(60)
+        first.result(60)
+    _begin(3, shared_dir / "3", **options).result(60)
+    dist.barrier()
+    assert [committed(shared_dir / str(n)) for n in (1, 2, 3)] == [True, False, True]
+    assert not (shared_dir / "2").exists()
+
+
+@ranks(2)
+def test_a_save_that_one_rank_drops_for_a_newer_one_is_dropped_by_all(shared_dir):
+    """Storage of one rank takes its time to read the first save; only there others come too fast."""
+    options = {"when_behind": "newest", "max_in_flight": 2, "read_deadline": 3.0}
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1, 256)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 1:
+        options = {**options, "max_in_flight": 9}
+    first = dcp_datastates.async_save(
+        {f"w{dist.get_rank()}": model.weight.detach()}, shared_dir / "1", **options
+    )
+    while "turn" in repr(first):
+        time.sleep(0.01)
+    later = [_begin(number, shared_dir / str(number), **options) for number in (2, 3, 4)]
+    for dropped in later[:2]:
+        with raises(CheckpointSkipped, "newer"):
+            dropped.result(60)
+    later[2].result(60)
+    first.result(60)
+    dist.barrier()
+    assert [committed(shared_dir / str(n)) for n in range(1, 5)] == [True, False, False, True]
+
+
+@ranks(2)
 def test_the_newest_save_replaces_the_oldest_that_has_not_begun(shared_dir):
     """In wait mode DCP's bookkeeping takes turns: behind a slow save, the others have not begun."""
     ours = writer(when_behind="newest", max_in_flight=2, read_window="immediate")
