@@ -53,7 +53,7 @@ export OMP_NUM_THREADS ?= 1
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test python-test newest-test native-test native-plain native-tsan native-asan ptx simulate soak bench lint format clean \
+.PHONY: help install demo test python-test newest-test native-test native-plain native-tsan native-asan simulate soak bench lint format clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-bench
 
@@ -63,13 +63,12 @@ help:
 	@echo "make python-test  the Python tests only (PYTEST_ARGS=... are passed on)"
 	@echo "make newest-test  the core of them with torch $(NEWEST_TORCH)"
 	@echo "                  (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
-	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan; and ptx"
-	@echo "make ptx          assemble the CUDA kernel for all architectures of today"
+	@echo "make native-test  the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
 	@echo "make simulate     $(SEEDS) schedules of the commit protocol (SEEDS=...)"
 	@echo "make soak         $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
 	@echo "make bench        the stall benchmark (BENCH_ARGS=... are passed on)"
 	@echo "make gpu-test     the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
-	@echo "make gpu-bench    the GPU benchmarks, in GPU_PYTHON (GPU_BENCH_ARGS=... are passed on to both)"
+	@echo "make gpu-bench    the GPU benchmark, in GPU_PYTHON (GPU_BENCH_ARGS=... are passed on)"
 	@echo "make lint         formatting, static analysis, types"
 	@echo "make format       rewrite the sources in the house format"
 	@echo "make dist         a wheel and an sdist in dist/, and a look at what they hold"
@@ -130,15 +129,13 @@ gpu-test: gpu-install
 
 # With as many threads as torch wants.
 gpu-bench: gpu-install
-	failed=0; for each in small_tensors training; do \
-	    env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_$$each.py \
-	        --json $(GPU_RESULTS)/gpu-$$each-$$(date +%F).json \
-	        --png $(GPU_RESULTS)/gpu-$$each-$$(date +%F).png $(GPU_BENCH_ARGS) || failed=1; \
-	done; exit $$failed
+	env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_training.py \
+	    --json $(GPU_RESULTS)/gpu-training-$$(date +%F).json \
+	    --png $(GPU_RESULTS)/gpu-training-$$(date +%F).png $(GPU_BENCH_ARGS)
 
 # --- native tests: executables without Python, each build in a directory of its own ----------------
 
-native-test: native-plain native-tsan native-asan ptx
+native-test: native-plain native-tsan native-asan
 
 native-plain: SANITIZE :=
 native-tsan: SANITIZE := thread
@@ -154,19 +151,6 @@ native-plain native-tsan native-asan: native-%: $(VENV)/tools
 	cmake --build build/native-$* --parallel $(JOBS)
 	ctest --test-dir build/native-$* --output-on-failure --no-tests=error --timeout 300 \
 	    --parallel $(JOBS) $(CTEST_ARGS)
-
-# NVIDIA's assembler, which no part of the package needs: drivers have one of their own.
-PTXAS_PACKAGE := nvidia-cuda-nvcc==13.0.88
-ARCHITECTURES := 75 80 86 87 88 89 90 100 103 110 120 121
-
-ptx: native-plain
-	test -x build/ptxas/nvidia/cu13/bin/ptxas || \
-	    $(PIP) install --quiet --no-deps --target build/ptxas $(PIP_ARGS) $(PTXAS_PACKAGE)
-	build/native-plain/tests/copy_kernel_test --ptx >build/copy_kernel.ptx
-	for each in $(ARCHITECTURES); do \
-	    build/ptxas/nvidia/cu13/bin/ptxas --warning-as-error --gpu-name sm_$$each \
-	        --output-file build/copy_kernel.cubin build/copy_kernel.ptx || exit 1; \
-	done
 
 # --- what is published ------------------------------------------------------------------------
 

@@ -1,9 +1,8 @@
-"""A measurement in a process of its own: its memory and its environment are nobody else's."""
+"""A measurement in a process of its own, with memory of its own."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -13,9 +12,7 @@ from typing import Any
 __all__ = ["measured_apart"]
 
 
-def measured_apart(
-    script: str, arguments: list[str], seconds: float, **environment: str
-) -> Any | None:
+def measured_apart(script: str, arguments: list[str], seconds: float) -> Any | None:
     """What ``script``, given ``arguments`` and ``--into FILE``, wrote there as JSON.
 
     None, and a line that says why, if it failed or took longer than ``seconds``.
@@ -24,7 +21,7 @@ def measured_apart(
         into = Path(directory) / "result.json"
         command = [sys.executable, script, *arguments, "--into", str(into)]
         try:
-            subprocess.run(command, check=True, timeout=seconds, env={**os.environ, **environment})
+            subprocess.run(command, check=True, timeout=seconds)
             return json.loads(into.read_text())
         except (subprocess.SubprocessError, OSError) as error:
             print(f"FAILED: {error}", flush=True)

@@ -438,11 +438,6 @@ class Engine:
     @property
     def devices_prepared(self) -> bool:
         """Whether all that ``open_device`` and ``grow`` have begun in a thread is done, or has failed."""
-    def has_copy_kernel(self, device: int) -> bool:
-        """Whether copies of many small tensors from ``device``, to pinned memory, are made by a kernel."""
-    @property
-    def kernel_fault(self) -> Fault | None:
-        """Why they are not, if something failed."""
     @property
     def pinned_bytes(self) -> int:
         """Bytes of the host cache that are pinned; grows after ``open_device`` and ``grow``, in a thread."""

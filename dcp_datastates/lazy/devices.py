@@ -148,17 +148,14 @@ def _opened(engine: Engine, device: int) -> bool:
 
 
 def report(engine: Engine) -> None:
-    """Log, once, what could not be prepared in the background."""
-    pinning, kernel = engine.pin_fault, engine.kernel_fault
+    """Log, once, that the host cache could not be pinned in the background."""
+    pinning = engine.pin_fault
     if pinning is not None and pinning.message not in _reported:
         logger.warning(
             "the host cache cannot be pinned (%s): copies from devices are slow, and wait for them",
             pinning.message,
         )
         _reported.add(pinning.message)
-    if kernel is not None and kernel.message not in _reported:
-        logger.warning("small tensors are copied from devices one by one: %s", kernel.message)
-        _reported.add(kernel.message)
 
 
 def stream(device: int) -> int:

@@ -15,8 +15,6 @@ using DevicePointer = unsigned long long;
 using Context = std::uintptr_t;
 using Stream = std::uintptr_t;
 using Event = std::uintptr_t;
-using Module = std::uintptr_t;
-using Function = std::uintptr_t;
 static_assert(sizeof(std::uintptr_t) == sizeof(void*));
 
 inline constexpr Result kSuccess = 0;
@@ -27,7 +25,6 @@ inline constexpr Result kDeinitialized = 4;
 inline constexpr Result kNoDevice = 100;
 inline constexpr Result kInvalidDevice = 101;
 inline constexpr Result kInvalidContext = 201;
-inline constexpr Result kInvalidPtx = 218;
 inline constexpr Result kInvalidHandle = 400;
 inline constexpr Result kNotFound = 500;
 inline constexpr Result kNotReady = 600;

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
-#include <functional>
 #include <iterator>
 #include <map>
 #include <mutex>
@@ -14,9 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_kernel.h"
 #include "cuda_table.h"
-#include "sizes.h"
 
 namespace datastates {
 namespace {
@@ -69,10 +66,6 @@ class CudaApi final : public DeviceApi {
     MaybeFault stream_wait(StreamHandle stream, EventHandle event) override;
     MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
                     StreamHandle stream) override;
-    MaybeFault load_kernel(KernelHandle& kernel) override;
-    MaybeFault copy_by_kernel(KernelHandle kernel, std::span<const DeviceCopy> copies,
-                              StreamHandle stream) override;
-    [[nodiscard]] std::span<std::byte> mapped(const std::byte* data) const override;
     MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override;
     void unregister_host(std::byte* data) override;
 
@@ -98,10 +91,11 @@ class CudaApi final : public DeviceApi {
 
     const cuda::Table table_;
     std::atomic<bool> batches_;  // the driver has a call for them, and has not refused it
-    std::mutex mutex_;           // guards what follows
+    mutable std::mutex mutex_;   // guards what follows
     std::map<int, Retained> retained_;
-    mutable std::mutex mapped_mutex_;                          // guards what follows
-    std::map<const std::byte*, std::span<std::byte>> mapped_;  // by where they begin
+    /// Host memory that was registered here and that devices find at the host's addresses, by where
+    /// it begins: bytes.
+    std::map<const std::byte*, std::uint64_t> mapped_;
 };
 
 std::string CudaApi::words_of(cuda::Result result) const {
@@ -239,13 +233,18 @@ MaybeFault CudaApi::copy_one(Direction direction, const DeviceCopy& copy,
                static_cast<std::size_t>(copy.nbytes), stream);
 }
 
-/// Of other memory, some drivers refuse batches, or fail while they copy them.
+/// A batch takes the host's addresses as they are. Where the device has other ones for that memory
+/// (it has on WSL 2: sgl-project/sglang issue 40232), or none, some drivers refuse the batch, and
+/// some enqueue it and end in an illegal access, which ends training.
 bool CudaApi::are_mapped(Direction direction, std::span<const DeviceCopy> copies) const {
-    std::span<const std::byte> range;  // that the last one was in
+    const std::scoped_lock lock(mutex_);
     return std::ranges::all_of(copies, [&](const DeviceCopy& copy) {
+        if (copy.nbytes == 0) return true;
         const std::byte* const host = direction == Direction::kGather ? copy.to : copy.from;
-        if (!lies_in(range, host, copy.nbytes)) range = mapped(host);
-        return copy.nbytes == 0 || lies_in(range, host, copy.nbytes);
+        const auto after = mapped_.upper_bound(host);
+        if (after == mapped_.begin()) return false;
+        const auto& [begin, nbytes] = *std::prev(after);
+        return lies_in({begin, nbytes}, host, copy.nbytes);
     });
 }
 
@@ -268,49 +267,9 @@ MaybeFault CudaApi::copy_batches(std::span<const DeviceCopy> copies, StreamHandl
     return std::nullopt;
 }
 
-MaybeFault CudaApi::load_kernel(KernelHandle& kernel) {
-    if (table_.launch.function == nullptr || table_.module_load.function == nullptr ||
-        table_.module_function.function == nullptr) {
-        return outcome(table_.launch.name, cuda::kNotSupported);
-    }
-    cuda::Module module = 0;
-    if (auto fault = run(table_.module_load, &module, static_cast<const void*>(cuda::kKernelPtx))) {
-        return fault;
-    }
-    return run(table_.module_function, &kernel, module, cuda::kKernelName);
-}
-
-MaybeFault CudaApi::copy_by_kernel(KernelHandle kernel, std::span<const DeviceCopy> copies,
-                                   StreamHandle stream) {
-    // More threads than these would only wait for the link.
-    constexpr std::uint64_t kMostSlices = 8;
-    constexpr std::uint64_t kSlice = std::uint64_t{cuda::kThreadsPerBlock} * cuda::kWidest;
-    while (!copies.empty()) {
-        const auto listed = copies.first(std::min(copies.size(), cuda::kListed));
-        copies = copies.subspan(listed.size());
-        cuda::PieceList pieces;
-        std::uint64_t largest = 1;
-        for (std::size_t n = 0; n < listed.size(); ++n) {
-            pieces.to.at(n) = address_of(listed[n].to);
-            pieces.from.at(n) = address_of(listed[n].from);
-            pieces.nbytes.at(n) = static_cast<std::uint32_t>(listed[n].nbytes);
-            largest = std::max(largest, listed[n].nbytes);
-        }
-        const auto slices =
-            static_cast<unsigned>(std::min(divide_up(largest, kSlice), kMostSlices));
-        void* parameter = &pieces;
-        void** const none = nullptr;
-        if (auto fault = run(table_.launch, kernel, static_cast<unsigned>(listed.size()), slices,
-                             1U, cuda::kThreadsPerBlock, 1U, 1U, 0U, stream, &parameter, none)) {
-            return fault;
-        }
-    }
-    return std::nullopt;
-}
-
 MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
     {
-        const std::scoped_lock lock(mapped_mutex_);
+        const std::scoped_lock lock(mutex_);
         mapped_.try_emplace(data);  // now, as it may throw; of no size yet
     }
     const cuda::Result result =
@@ -320,26 +279,17 @@ MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
     if (auto fault = outcome(table_.host_register.name, result)) return fault;
     // Devices with unified addressing all find it at one address: the host's, or none does.
     cuda::DevicePointer seen = 0;
-    if (table_.host_device_pointer.function != nullptr &&
-        table_.host_device_pointer.function(&seen, data, 0U) == cuda::kSuccess &&
+    if (table_.host_device_pointer.function(&seen, data, 0U) == cuda::kSuccess &&
         seen == address_of(data)) {
-        const std::scoped_lock lock(mapped_mutex_);
-        mapped_[data] = std::span(data, nbytes);
+        const std::scoped_lock lock(mutex_);
+        mapped_[data] = nbytes;
     }
     return std::nullopt;
 }
 
-std::span<std::byte> CudaApi::mapped(const std::byte* data) const {
-    const std::scoped_lock lock(mapped_mutex_);
-    const auto after = mapped_.upper_bound(data);
-    if (after == mapped_.begin()) return {};
-    const std::span<std::byte> before = std::prev(after)->second;
-    return std::less<>()(data, before.data() + before.size()) ? before : std::span<std::byte>();
-}
-
 void CudaApi::unregister_host(std::byte* data) {
     {
-        const std::scoped_lock lock(mapped_mutex_);
+        const std::scoped_lock lock(mutex_);
         mapped_.erase(data);
     }
     static_cast<void>(table_.host_unregister.function(data));

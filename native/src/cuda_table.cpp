@@ -96,13 +96,10 @@ MaybeFault load(const std::string& library, Table& table) {
     finder.find(table.event_query);
     finder.find(table.host_register);
     finder.find(table.host_unregister);
+    finder.find(table.host_device_pointer);
     finder.find(table.copy_to_host);
     finder.find(table.copy_to_device);
     finder.find_if_any(table.copy_batch);
-    finder.find_if_any(table.module_load);
-    finder.find_if_any(table.module_function);
-    finder.find_if_any(table.host_device_pointer);
-    finder.find_if_any(table.launch);
     if (finder.missing().empty()) return std::nullopt;
     int version = 0;
     const bool versioned = table.driver_version.function != nullptr &&

@@ -20,8 +20,7 @@ struct Call {
     Result (*function)(Arguments...) = nullptr;
 };
 
-/// Those that are used. After `load` all are there but, in some drivers, `copy_batch` and what
-/// follows.
+/// Those that are used. After `load` all are there but, in some drivers, `copy_batch`.
 struct Table {
     Call<unsigned> init{"cuInit", 2000};
     Call<Result, const char**> error_name{"cuGetErrorName", 6000};
@@ -48,6 +47,7 @@ struct Table {
 
     Call<void*, std::size_t, unsigned> host_register{"cuMemHostRegister_v2", 6050};
     Call<void*> host_unregister{"cuMemHostUnregister", 4000};
+    Call<DevicePointer*, void*, unsigned> host_device_pointer{"cuMemHostGetDevicePointer_v2", 3020};
     Call<void*, DevicePointer, std::size_t, Stream> copy_to_host{"cuMemcpyDtoHAsync_v2", 3020};
     Call<DevicePointer, const void*, std::size_t, Stream> copy_to_device{"cuMemcpyHtoDAsync_v2",
                                                                          3020};
@@ -57,15 +57,6 @@ struct Table {
     Call<DevicePointer*, DevicePointer*, std::size_t*, std::size_t, CopyAttributes*, std::size_t*,
          std::size_t, std::size_t*, Stream>
         copy_batch{"cuMemcpyBatchAsync", 12080};
-
-    Call<Module*, const void*> module_load{"cuModuleLoadData", 2000};
-    Call<Function*, Module, const char*> module_function{"cuModuleGetFunction", 2000};
-    Call<DevicePointer*, void*, unsigned> host_device_pointer{"cuMemHostGetDevicePointer_v2", 3020};
-    /// Function; grid and block, three dimensions each; bytes of shared memory; stream; addresses
-    /// of the parameters; null.
-    Call<Function, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream,
-         void**, void**>
-        launch{"cuLaunchKernel", 4000};
 };
 
 /// Opens `library` for good, and finds the functions in it. The fault names the library, and what

@@ -9,7 +9,7 @@
 namespace datastates {
 namespace {
 
-/// For calls before or after which copies are under way, that somebody must wait for.
+/// For calls before or after which copies are under way, which must be waited for.
 template <typename Call>
 MaybeFault caught(const Call& call) noexcept {
     try {
@@ -18,10 +18,6 @@ MaybeFault caught(const Call& call) noexcept {
         return out_of_memory("copy");
     }
 }
-
-}  // namespace
-
-namespace {
 
 /// Bytes from `data` to the next multiple of kPinBytes.
 std::uint64_t until_border(const std::byte* data) {
@@ -98,10 +94,6 @@ MaybeFault Device::record(StreamHandle stream, std::shared_ptr<DeviceEvent>& eve
     return std::nullopt;
 }
 
-MaybeFault Device::load_kernel(const std::function<bool()>& give_up) {
-    return small_copies_.load(shared_from_this(), give_up);
-}
-
 MaybeFault Device::create_event(std::shared_ptr<DeviceEvent>& event) {
     auto made = std::make_shared<DeviceEvent>(shared_from_this());
     if (auto fault = api_->create_event(made->handle_)) return fault;
@@ -112,22 +104,19 @@ MaybeFault Device::create_event(std::shared_ptr<DeviceEvent>& event) {
 MaybeFault Device::copy(Direction direction, std::span<const DeviceCopy> copies,
                         StreamHandle stream, const Fences& fences,
                         std::shared_ptr<DeviceEvent>& done) {
-    return run(stream, fences, [&] { return enqueue(direction, copies, stream); }, done);
-}
-
-MaybeFault Device::run(StreamHandle stream, const Fences& fences,
-                       const std::function<MaybeFault()>& enqueue,
-                       std::shared_ptr<DeviceEvent>& done) {
     const DeviceScope scope(*api_, number_);
     if (scope.fault()) return scope.fault();
     for (const auto& fence : fences) {
         if (fence->device().get() != this) continue;
         if (auto fault = api_->stream_wait(stream, fence->handle())) return fault;
     }
-    std::shared_ptr<DeviceEvent> event;  // first: without one, nobody would know when to stop
+    std::shared_ptr<DeviceEvent> event;  // first: without one, the copies could not be waited for
     if (auto fault = create_event(event)) return fault;
-    auto fault = caught(enqueue);
-    // Recorded after a fault, too: some of it may be under way.
+    auto fault = caught([&] {
+        const std::vector<DeviceCopy> pieces = cut(direction, copies);
+        return api_->copy(direction, pieces.empty() ? copies : pieces, stream);
+    });
+    // Recorded after a fault, too: some of the copies may be under way.
     for (const bool again : {false, true}) {
         auto unrecorded = caught([&] { return api_->record(event->handle(), stream); });
         if (!unrecorded) {
@@ -138,18 +127,6 @@ MaybeFault Device::run(StreamHandle stream, const Fences& fences,
         if (!again && !fault) fault = std::move(unrecorded);
     }
     return fault;
-}
-
-MaybeFault Device::enqueue(Direction direction, std::span<const DeviceCopy> copies,
-                           StreamHandle stream) const {
-    const std::vector<DeviceCopy> pieces = cut(direction, copies);
-    if (!pieces.empty()) copies = pieces;
-    std::vector<DeviceCopy> large;
-    if (direction == Direction::kGather && has_kernel()) {
-        if (auto fault = small_copies_.enqueue(*api_, copies, stream, large)) return fault;
-        copies = large;
-    }
-    return copies.empty() ? std::nullopt : api_->copy(direction, copies, stream);
 }
 
 MaybeFault Device::hold(StreamHandle stream, const DeviceEvent& event) {

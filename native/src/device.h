@@ -11,7 +11,6 @@
 
 #include "device_api.h"
 #include "fault.h"
-#include "small_copies.h"
 
 namespace datastates {
 
@@ -92,19 +91,11 @@ class Device : public std::enable_shared_from_this<Device> {
     /// An event that comes when what is enqueued on `stream` by now is done.
     MaybeFault record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event);
 
-    /// Makes copies of many small pieces fast from now on, if it returns nothing. See SmallCopies.
-    MaybeFault load_kernel(const std::function<bool()>& give_up);
-    [[nodiscard]] bool has_kernel() const { return small_copies_.loaded(); }
-
     /// Enqueues `copies` on `stream`, after those of `fences` that are of this device; `done` comes
     /// after them. After a fault there is a `done` if some of them may be under way. Throws
     /// std::bad_alloc, and has then enqueued nothing.
     MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
                     const Fences& fences, std::shared_ptr<DeviceEvent>& done);
-
-    /// Likewise whatever `enqueue` enqueues on `stream`, which is called once, if at all.
-    MaybeFault run(StreamHandle stream, const Fences& fences,
-                   const std::function<MaybeFault()>& enqueue, std::shared_ptr<DeviceEvent>& done);
 
     /// Makes `stream` of this device wait for `event`, which may be another device's.
     MaybeFault hold(StreamHandle stream, const DeviceEvent& event);
@@ -113,15 +104,12 @@ class Device : public std::enable_shared_from_this<Device> {
     explicit Device(std::shared_ptr<DeviceApi> api, int number);
 
     MaybeFault create_event(std::shared_ptr<DeviceEvent>& event);
-    MaybeFault enqueue(Direction direction, std::span<const DeviceCopy> copies,
-                       StreamHandle stream) const;
 
     const std::shared_ptr<DeviceApi> api_;
     const int number_;
     bool retained_ = false;
     StreamHandle save_stream_ = 0;  // these two are set by `open`
     StreamHandle restore_stream_ = 0;
-    SmallCopies small_copies_;
 };
 
 class DeviceEvent {

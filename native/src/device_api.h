@@ -21,8 +21,6 @@ namespace datastates {
 /// The driver's handles. Zero is the legacy default stream, and no event.
 using StreamHandle = std::uintptr_t;
 using EventHandle = std::uintptr_t;
-/// Of code for the device, in one context.
-using KernelHandle = std::uintptr_t;
 
 /// How calls of a thread bear on graphs that are being captured, in the driver's numbers.
 using CaptureMode = int;
@@ -83,19 +81,6 @@ class DeviceApi {
     /// After a fault, any number of them may have been enqueued.
     virtual MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
                             StreamHandle stream) = 0;
-
-    /// Loads what `copy_by_kernel` runs into the entered context, where it stays as long as that
-    /// lives. May compile, and wait for the device: not for threads that somebody waits for.
-    virtual MaybeFault load_kernel(KernelHandle& kernel) = 0;
-
-    /// Enqueues copies by threads of the device, which reach its own memory and what is `mapped`.
-    /// In any order, as `copy` is. Each is of less than 4 GiB.
-    virtual MaybeFault copy_by_kernel(KernelHandle kernel, std::span<const DeviceCopy> copies,
-                                      StreamHandle stream) = 0;
-
-    /// The range of host memory around `data` that was registered here in one call and that
-    /// kernels find at the same addresses; empty if there is none. Any thread.
-    [[nodiscard]] virtual std::span<std::byte> mapped(const std::byte* data) const = 0;
 
     /// Pins host memory, for all devices.
     virtual MaybeFault register_host(std::byte* data, std::uint64_t nbytes) = 0;

@@ -2,11 +2,9 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <iterator>
 #include <new>
 #include <span>
-#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -14,16 +12,6 @@
 #include "threads.h"
 
 namespace datastates {
-namespace {
-
-/// For whoever has a device that does not get along with the kernel.
-bool kernel_wanted() {
-    const char* const wanted = std::getenv("DCP_DATASTATES_COPY_KERNEL");
-    return wanted == nullptr || std::string_view(wanted) != "0";
-}
-
-}  // namespace
-
 MaybeFault Devices::open(int device) {
     const std::scoped_lock lock(mutex_);
     if (stopping_) return shut_down();
@@ -93,11 +81,6 @@ bool Devices::prepared() const {
     return stopping_ || (!pin_ && !preparing_);
 }
 
-MaybeFault Devices::kernel_fault() const {
-    const std::scoped_lock lock(mutex_);
-    return kernel_fault_;
-}
-
 MaybeFault Devices::pin_fault() const {
     const std::scoped_lock lock(mutex_);
     return pin_fault_;
@@ -120,32 +103,10 @@ void Devices::pin_loop() {
             for (const HostCache::Memory& arena : cache_->unpinned()) {
                 if (!pin_arena(device, arena)) return;
             }
-            load_kernels();
         } catch (const std::bad_alloc&) {
             const std::scoped_lock lock(mutex_);
             pin_fault_ = out_of_memory("pin");
         }
-    }
-}
-
-/// Those that are new.
-void Devices::load_kernels() {
-    if (!kernel_wanted()) return;
-    while (true) {
-        std::shared_ptr<Device> device;
-        {
-            const std::scoped_lock lock(mutex_);
-            for (const auto& [number, lane] : lanes_) {
-                if (!prepared_.contains(number)) device = lane->device();
-            }
-            if (stopping_ || !device) return;
-        }
-        prepared_.insert(device->number());
-        auto fault =
-            device->load_kernel([this, since = Clock::now()] { return patience_.is_over(since); });
-        if (!fault) continue;
-        const std::scoped_lock lock(mutex_);
-        kernel_fault_ = std::move(fault);
     }
 }
 

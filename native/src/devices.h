@@ -8,7 +8,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <thread>
 
 #include "device.h"
@@ -30,8 +29,7 @@ class Devices {
     Devices& operator=(Devices&&) = delete;
     ~Devices() { shutdown(); }
 
-    /// Makes `device` usable; begins to pin the cache and to load the kernel, in a thread.
-    /// Idempotent.
+    /// Makes `device` usable; begins to pin the cache, in a thread. Idempotent.
     MaybeFault open(int device);
 
     /// Null if it was not opened.
@@ -49,9 +47,6 @@ class Devices {
     [[nodiscard]] std::uint64_t pinned_bytes() const { return pinned_bytes_; }
     [[nodiscard]] MaybeFault pin_fault() const;
 
-    /// Why many small copies are no faster than one by one, on a device that was prepared last.
-    [[nodiscard]] MaybeFault kernel_fault() const;
-
     /// Who waits for a device of these gives up when this is over.
     [[nodiscard]] const Patience& patience() const { return patience_; }
     void begin_shutdown() { patience_.begin(); }
@@ -68,7 +63,6 @@ class Devices {
   private:
     [[nodiscard]] bool is_pinned(const std::byte* data, std::uint64_t nbytes) const;
     void pin_loop();
-    void load_kernels();
     bool pin_arena(const std::shared_ptr<Device>& device, const HostCache::Memory& arena);
 
     const std::shared_ptr<HostCache> cache_;
@@ -84,10 +78,8 @@ class Devices {
     bool preparing_ = false;
     bool stopping_ = false;
     MaybeFault pin_fault_;
-    MaybeFault kernel_fault_;
     std::jthread pin_thread_;  // ends when stopping_; joined by `shutdown`
     std::atomic<std::uint64_t> pinned_bytes_ = 0;
-    std::set<int> prepared_;  // devices that loaded their kernel or will not; of the thread's alone
 };
 
 }  // namespace datastates

@@ -247,16 +247,6 @@ void bind_engine(const py::module_& module) {
                                [](const PyEngine& self) {
                                    return required(self.engine, "engine")->devices().pin_fault();
                                })
-        .def(
-            "has_copy_kernel",
-            [](const PyEngine& self, int device) {
-                return device_of(*required(self.engine, "engine"), device)->has_kernel();
-            },
-            py::arg("device"))
-        .def_property_readonly("kernel_fault",
-                               [](const PyEngine& self) {
-                                   return required(self.engine, "engine")->devices().kernel_fault();
-                               })
         .def("shutdown",
              [](const PyEngine& self) {
                  const auto engine = required(self.engine, "engine");

@@ -251,6 +251,29 @@ void memory_that_devices_find_elsewhere_is_copied_one_by_one() {
     check_equal(fake_cuda_count("cuMemcpyBatchAsync"), 0U);
 }
 
+void memory_that_is_not_pinned_is_copied_one_by_one() {
+    const FakeDriver driver;
+    Entered entered(*driver.api, 0);
+    const auto device = device_memory(0, kMiB);
+    const StreamHandle stream = entered.stream();
+    Bytes memory(kMiB);
+    std::byte* const middle = memory.data() + kMiB / 2;
+    check_ok(driver.api->register_host(middle, kMiB / 4));
+    const auto batches_for = [&](std::byte* to) {
+        const std::uint64_t before = fake_cuda_count("cuMemcpyBatchAsync");
+        const std::vector<DeviceCopy> copies{{.to = middle, .from = device.data(), .nbytes = 16},
+                                             {.to = to, .from = device.data() + 16, .nbytes = 16}};
+        check_ok(driver.api->copy(Direction::kGather, copies, stream));
+        return fake_cuda_count("cuMemcpyBatchAsync") - before;
+    };
+    check_equal(batches_for(middle - 16), 0U);
+    check_equal(batches_for(middle + kMiB / 4), 0U);
+    check_equal(batches_for(middle + kMiB / 4 - 16), 1U);
+    check_equal(fake_cuda_synchronize_all(60), 0);
+    driver.api->unregister_host(middle);
+    check_equal(batches_for(middle + 16), 0U);
+}
+
 void many_copies_are_several_batches() {
     const FakeDriver driver;
     Entered entered(*driver.api, 0);
@@ -463,6 +486,8 @@ int main() {
         {"nothing_to_copy_is_no_call", nothing_to_copy_is_no_call},
         {"memory_that_devices_find_elsewhere_is_copied_one_by_one",
          memory_that_devices_find_elsewhere_is_copied_one_by_one},
+        {"memory_that_is_not_pinned_is_copied_one_by_one",
+         memory_that_is_not_pinned_is_copied_one_by_one},
         {"many_copies_are_several_batches", many_copies_are_several_batches},
         {"faults_are_in_the_words_of_the_driver", faults_are_in_the_words_of_the_driver},
         {"an_error_of_execution_fails_all_that_follows",

@@ -153,6 +153,46 @@ void a_box_may_pass_over_segments() {
     check(work.empty(), "devices have nothing to do for a gap");
 }
 
+/// Saves two devices' pieces of up to 2,000 bytes, some of them rows of strided tensors, and
+/// restores them over others.
+void check_small_pieces(const FakeDriver& driver) {
+    const TemporaryDirectory directory;
+    const std::string path = directory.file("f");
+    const Layout layout(kMiB, 2, 2000, 8);
+    const Tensors saved(layout);
+    const Tensors restored(layout);
+    const Training training(2);
+    const Image image = random_image(layout, 1);
+    saved.write_host(image);
+    training.write(saved, image);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, 2);
+    check_durable(
+        *engine.save({saved.save_file(path)}, {}, 0, open_window(), training.fences(engine)));
+    check(read_file(path) == reference_file(stream_of(layout, image)));
+    check_restored(*engine.restore({restored.restore_file(path)}));
+    check(stream_of(layout, restored.image()) == stream_of(layout, image));
+    check(fake_cuda_count("copies") > 1000, "the pieces are many");
+}
+
+void small_pieces_are_copied_in_batches() {
+    const FakeDriver driver;
+    check_small_pieces(driver);
+    check(fake_cuda_count("batches") < 10, "a batch is for many pieces");
+    check_equal(fake_cuda_count("cuMemcpyDtoHAsync_v2"), 0U);
+    check_equal(fake_cuda_count("cuMemcpyHtoDAsync_v2"), 0U);
+}
+
+void small_pieces_are_copied_one_by_one_where_there_are_no_batches() {
+    FakeDriver driver;
+    fake_cuda_hide("cuMemcpyBatchAsync");
+    check_ok(open_cuda(FAKE_CUDA_LIBRARY, driver.api));
+    check_small_pieces(driver);
+    check_equal(fake_cuda_count("batches"), 0U);
+    check_equal(fake_cuda_count("cuMemcpyDtoHAsync_v2") + fake_cuda_count("cuMemcpyHtoDAsync_v2"),
+                fake_cuda_count("copies"));
+}
+
 /// Restores over what kernels of before write.
 void restore_in_order(std::uint64_t seed, int devices, std::uint64_t size,
                       std::uint64_t max_piece) {
@@ -405,6 +445,9 @@ int main() {
         {"memory_used_before_a_copy_is_done_has_wrong_bytes",
          memory_used_before_a_copy_is_done_has_wrong_bytes},
         {"a_box_may_pass_over_segments", a_box_may_pass_over_segments},
+        {"small_pieces_are_copied_in_batches", small_pieces_are_copied_in_batches},
+        {"small_pieces_are_copied_one_by_one_where_there_are_no_batches",
+         small_pieces_are_copied_one_by_one_where_there_are_no_batches},
         {"a_restore_comes_after_kernels_before_its_fence",
          a_restore_comes_after_kernels_before_its_fence},
         {"a_corrupt_file_is_a_fault_of_its_restore", a_corrupt_file_is_a_fault_of_its_restore},

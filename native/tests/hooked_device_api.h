@@ -60,15 +60,6 @@ class HookedDeviceApi final : public DeviceApi {
                     StreamHandle stream) override {
         return then("copy", driver_->copy(direction, copies, stream));
     }
-    MaybeFault load_kernel(KernelHandle& kernel) override { return driver_->load_kernel(kernel); }
-    MaybeFault copy_by_kernel(KernelHandle kernel, std::span<const DeviceCopy> copies,
-                              StreamHandle stream) override {
-        return then("copy_by_kernel", driver_->copy_by_kernel(kernel, copies, stream));
-    }
-    [[nodiscard]] std::span<std::byte> mapped(const std::byte* data) const override {
-        if (lies_) return {};  // a kernel that outlives its memory would be found out
-        return driver_->mapped(data);
-    }
     MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override {
         std::this_thread::sleep_for(before_pinning_);
         return driver_->register_host(data, nbytes);

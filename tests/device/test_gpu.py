@@ -80,7 +80,7 @@ def differing(path: Path, expected: dict[str, torch.Tensor]) -> list[str]:
 
 
 def prepared_engine() -> Engine:
-    """When the host cache is pinned and the copy kernel is loaded, or it is known why not."""
+    """When the host cache is pinned, or it is known why not."""
     native = engine.engine(CACHE)
     native.open_device(torch.cuda.current_device())
     deadline = time.monotonic() + 60
@@ -295,13 +295,9 @@ class Counter(torch.optim.Optimizer):
                 tensor.add_(1)
 
 
-def test_thousands_of_small_tensors_by_the_copy_kernel(
-    tmp_path: Path, writer: DataStatesWriter
-) -> None:
-    native = prepared_engine()
-    assert native.kernel_fault is None, native.kernel_fault.message
-    assert native.has_copy_kernel(torch.cuda.current_device())
-    # Elements, so that pieces of one memory begin at all alignments; up to more than the kernel copies.
+def test_thousands_of_small_tensors(tmp_path: Path, writer: DataStatesWriter) -> None:
+    prepared_engine()
+    # Elements, so that pieces of one memory begin at all alignments.
     sizes = (1, 3, 16, 17, 255, 1000, 1023, 4096, 4099, 7001, 16383, 16384, 16385, 40001) * 100
     owned = {
         dtype: torch.randint(100, (sum(sizes),), device="cuda").to(dtype)

@@ -25,7 +25,7 @@ struct ErrorText {
     const char* words;
 };
 
-constexpr std::array<ErrorText, 26> kErrors{{
+constexpr std::array<ErrorText, 25> kErrors{{
     {kSuccess, "CUDA_SUCCESS", "no error"},
     {kInvalidValue, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
     {kOutOfMemory, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
@@ -33,7 +33,6 @@ constexpr std::array<ErrorText, 26> kErrors{{
     {kDeinitialized, "CUDA_ERROR_DEINITIALIZED", "driver shutting down"},
     {kNoDevice, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
     {kInvalidDevice, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
-    {kInvalidPtx, "CUDA_ERROR_INVALID_PTX", "a PTX JIT compilation failed"},
     {kInvalidContext, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
     {kInvalidHandle, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
     {kNotFound, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
@@ -138,10 +137,7 @@ Result cuDevicePrimaryCtxRelease_v2(Device device) {
         if (device < 0 || device >= driver.devices) return kInvalidDevice;
         bool ended = false;
         const Result result = driver.streams.release(device, ended);
-        if (ended) {
-            driver.memory.unregister_all(device);
-            driver.modules.unload_all(device);
-        }
+        if (ended) driver.memory.unregister_all(device);
         return result;
     });
 }
@@ -266,6 +262,18 @@ Result cuMemHostUnregister(void* data) {
         if (gone->uses > 0) ++driver.counts.early_unregistrations;
         return kSuccess;
     });
+}
+
+Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, void* data, unsigned flags) {
+    return call("cuMemHostGetDevicePointer_v2", Needs::kContext,
+                [&](Driver& driver, Caller& caller) -> Result {
+                    std::shared_ptr<fake_cuda::Registration> pinned;
+                    const auto byte = fake_cuda::addresses_of(data, 1);
+                    const Result found = driver.memory.find_pinned(caller.device, byte, pinned);
+                    if (flags != 0 || found != kSuccess || pinned == nullptr) return kInvalidValue;
+                    *pointer = byte.begin;
+                    return kSuccess;
+                });
 }
 
 Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t nbytes, Stream stream) {

@@ -37,15 +37,9 @@ Result cuEventQuery(Event event);
 
 Result cuMemHostRegister_v2(void* data, std::size_t nbytes, unsigned flags);
 Result cuMemHostUnregister(void* data);
+Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, void* data, unsigned flags);
 Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t nbytes, Stream stream);
 Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, std::size_t nbytes, Stream stream);
-
-Result cuModuleLoadData(Module* module, const void* image);
-Result cuModuleGetFunction(Function* function, Module module, const char* name);
-Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, void* data, unsigned flags);
-Result cuLaunchKernel(Function function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                      unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_nbytes,
-                      Stream stream, void** parameters, void** extra);
 
 // Not in an old driver.
 

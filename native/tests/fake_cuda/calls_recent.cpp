@@ -75,7 +75,7 @@ void* address_of(Signature* function) {
 }
 
 const auto& functions() {
-    static const std::array<Entry, 31> kFunctions{{
+    static const std::array<Entry, 28> kFunctions{{
         {"cuInit", 2000, address_of(cuInit)},
         {"cuGetErrorName", 6000, address_of(cuGetErrorName)},
         {"cuGetErrorString", 6000, address_of(cuGetErrorString)},
@@ -99,12 +99,9 @@ const auto& functions() {
         {"cuEventQuery", 2000, address_of(cuEventQuery)},
         {"cuMemHostRegister", 6050, address_of(cuMemHostRegister_v2)},
         {"cuMemHostUnregister", 4000, address_of(cuMemHostUnregister)},
+        {"cuMemHostGetDevicePointer", 3020, address_of(cuMemHostGetDevicePointer_v2)},
         {"cuMemcpyDtoHAsync", 3020, address_of(cuMemcpyDtoHAsync_v2)},
         {"cuMemcpyHtoDAsync", 3020, address_of(cuMemcpyHtoDAsync_v2)},
-        {"cuModuleLoadData", 2000, address_of(cuModuleLoadData)},
-        {"cuModuleGetFunction", 2000, address_of(cuModuleGetFunction)},
-        {"cuMemHostGetDevicePointer", 3020, address_of(cuMemHostGetDevicePointer_v2)},
-        {"cuLaunchKernel", 4000, address_of(cuLaunchKernel)},
         {"cuMemcpyBatchAsync", 12080, address_of(cuMemcpyBatchAsync)},
         {"cuMemcpyBatchAsync", 13000, address_of(cuMemcpyBatchAsync_v2)},
     }};

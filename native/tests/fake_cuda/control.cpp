@@ -184,10 +184,6 @@ void fake_cuda_hide(const char* symbol) {
     driver().arrange([&](Driver& all) { all.hidden.emplace(symbol); });
 }
 
-void fake_cuda_spoil_kernels(int on) {
-    driver().arrange([&](Driver& all) { all.spoil_kernels = on != 0; });
-}
-
 void fake_cuda_show_accesses(int on) {
     driver().arrange([&](Driver& all) {
         Scheduler::Manners manners = all.scheduler.manners();
@@ -200,13 +196,12 @@ uint64_t fake_cuda_count(const char* what) {
     return driver().arrange([&](Driver& all) -> uint64_t {
         const std::string_view name = what;
         if (all.is_known(name)) return all.calls_of(name);
-        const std::array<std::pair<std::string_view, uint64_t>, 13> counts{{
+        const std::array<std::pair<std::string_view, uint64_t>, 12> counts{{
             {"bytes_to_host", all.counts.bytes_to_host},
             {"bytes_to_device", all.counts.bytes_to_device},
             {"copies", all.counts.copies},
             {"batches", all.counts.batches},
             {"pageable_copies", all.counts.pageable_copies},
-            {"kernels", all.counts.kernels},
             {"violations", all.counts.violations},
             {"early_unregistrations", all.counts.early_unregistrations},
             {"live_streams", all.streams.live_streams()},

@@ -16,7 +16,6 @@
 
 #include "cuda_abi.h"
 #include "memory.h"
-#include "modules.h"
 #include "scheduler.h"
 #include "streams.h"
 
@@ -49,7 +48,6 @@ struct Counts {
     std::uint64_t copies = 0;
     std::uint64_t batches = 0;
     std::uint64_t pageable_copies = 0;
-    std::uint64_t kernels = 0;
     std::uint64_t violations = 0;
     std::uint64_t early_unregistrations = 0;
 };
@@ -112,8 +110,6 @@ class Driver {
     std::set<std::string, std::less<>> hidden;
     Counts counts;
     Memory memory;
-    Modules modules;
-    bool spoil_kernels = false;
     Scheduler scheduler{mutex_};
     Streams streams{scheduler};
 

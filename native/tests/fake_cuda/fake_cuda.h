@@ -92,9 +92,6 @@ void fake_cuda_stall(int on);
 /* cuGetProcAddress does not know `symbol` (without suffix: "cuMemcpyBatchAsync"). */
 void fake_cuda_hide(const char* symbol);
 
-/* 1: kernels of modules store other bytes than they should. */
-void fake_cuda_spoil_kernels(int on);
-
 /* 1: what copies touch is shown to ThreadSanitizer, which else sees nothing of it. */
 void fake_cuda_show_accesses(int on);
 
@@ -103,13 +100,12 @@ void fake_cuda_show_accesses(int on);
 /* By name; UINT64_MAX if there is no such count. Calls of the driver's functions, by their exported
  * names, and:
  *
- * - bytes_to_host, bytes_to_device: copied by the driver's calls, or stored by kernels of modules
+ * - bytes_to_host, bytes_to_device: copied by the driver's calls
  * - copies: in all, each of a batch
  * - batches: of copies
  * - pageable_copies: from or to memory not registered; their caller waited
- * - kernels: of modules, that have begun
- * - violations: copies refused for their pointers, kernels ended for an access
- * - early_unregistrations: of memory that a copy or a kernel was to use
+ * - violations: copies refused for their pointers
+ * - early_unregistrations: of memory that a copy was to use
  * - live_streams, live_events, live_registrations
  * - pending: work enqueued and not done
  * - captured: work captured */

@@ -67,14 +67,6 @@ bool Memory::is_of_device(int device, const Addresses& memory) const {
     return known > memory.begin && known >= memory.end;
 }
 
-Addresses Memory::around(int device, const Addresses& memory) const {
-    const auto after = device_memory_.upper_bound(memory.begin);
-    if (after == device_memory_.begin()) return memory;
-    const auto& [begin, range] = *std::prev(after);
-    const Addresses whole{.begin = begin, .end = range.end};
-    return range.device == device && whole.contains(memory) ? whole : memory;
-}
-
 cuda::Result Memory::register_host(const Addresses& memory, int device, bool portable) {
     if (memory.end <= memory.begin) return cuda::kInvalidValue;
     for (const auto& [begin, registration] : registrations_) {

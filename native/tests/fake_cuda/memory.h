@@ -46,9 +46,6 @@ class Memory {
     /// True if all of it is memory of `device`.
     [[nodiscard]] bool is_of_device(int device, const Addresses& memory) const;
 
-    /// All memory of `device` in one piece around some of it; only that, if it is in several.
-    [[nodiscard]] Addresses around(int device, const Addresses& memory) const;
-
     cuda::Result register_host(const Addresses& memory, int device, bool portable);
     /// Null if there is none that begins there.
     std::shared_ptr<Registration> unregister_host(std::uintptr_t begin);
