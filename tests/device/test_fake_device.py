@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -329,8 +331,16 @@ def test_a_gate_that_the_driver_refuses(
     fail = Snapshot.fail
 
     def go_on(snapshot: Snapshot, error: BaseException) -> None:
-        cuda.lib.fake_cuda_stall(0)
+        # Not before it has failed: a save that has read all does not fail any more.
+        def let_read() -> None:
+            while snapshot.failure is None and not snapshot.captured.done():
+                time.sleep(0.001)
+            cuda.lib.fake_cuda_stall(0)
+
+        device = threading.Thread(target=let_read)
+        device.start()
         fail(snapshot, error)
+        device.join()
 
     monkeypatch.setattr(Snapshot, "fail", go_on)
     future = save(tmp_path / "refused", stepper.named, read_window="backward")
