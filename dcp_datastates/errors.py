@@ -7,6 +7,8 @@ programs expect for its cause. Inside DCP's collectives they arrive wrapped in D
 
 from __future__ import annotations
 
+import traceback
+
 __all__ = [
     "CheckpointCorruptError",
     "CheckpointExistsError",
@@ -136,3 +138,20 @@ class CommitOutcomeUnknown(DataStatesError):
 
 class NoAnswerError(DataStatesError, TimeoutError):
     """The one rank that looks on behalf of all gave no answer; the message says to what, and why."""
+
+
+def release_frames(error: BaseException) -> None:
+    """Let go of what the frames that ``error``, or what led to it, came through hold: a state dict, a process group.
+
+    For errors that are handed to callers, who may keep them. Their tracebacks can still be printed. Frames that are
+    still running are left alone.
+    """
+    seen: set[int] = set()
+    chain: list[BaseException | None] = [error]
+    while chain:
+        each = chain.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        chain += [each.__cause__, each.__context__]

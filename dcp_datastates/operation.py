@@ -28,7 +28,6 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.peers import ALONE
 from dcp_datastates.commit.progress import Progress
 from dcp_datastates.commit.round import Consolidated, FailedPart, Part, Round
-from dcp_datastates.dcp.turns import Turn
 from dcp_datastates.errors import (
     CheckpointSkipped,
     CommitOutcomeUnknown,
@@ -46,6 +45,7 @@ from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.claims import Claim, claim
+from dcp_datastates.turns import Turn
 from dcp_datastates.waiting import WaitLog
 
 __all__ = ["Save"]
@@ -89,13 +89,14 @@ class Save:
         self.group = group
         self.path = path
         self.working_directory: str | None = None  # at the call, if that was in another thread
+        self.in_callers_thread = False  # asynchronous, and run by the thread that made the call
         self.own: Final = own
         self.timeout: Final = timeout
         self.exit_timeout = exit_timeout
         self.doing = "waiting for its turn"
         """What it waits for, in words."""
         self._began = time.monotonic()
-        self._asynchronous = asynchronous
+        self.asynchronous: Final = asynchronous
         self._missed = 0 if own else group.missed
         self.snapshot: Snapshot | None = None  # these two of an asynchronous save
         self.turn: Turn | None = None
@@ -268,6 +269,11 @@ class Save:
         self._decide(error)
 
     @property
+    def has_ended(self) -> bool:
+        """Whether planning is over for it."""
+        return self._ended
+
+    @property
     def has_round(self) -> bool:
         """Whether the commit group decides about this save."""
         return self._round is not None
@@ -352,7 +358,7 @@ class Save:
         rate = nbytes / stats.total_seconds / 1e9 if stats.total_seconds else 0.0
         of = f" of {self.group.peers.world} ranks" if self.group.peers.world > 1 else ""
         stall = 1e3 * (stats.stage_seconds + stats.gate_seconds)
-        waited = f", training waited {stall:.1f} ms" if self._asynchronous else ""
+        waited = f", training waited {stall:.1f} ms" if self.asynchronous else ""
         return (
             f"committed {str(self.path)!r}{of} in {seconds:.2f} s; this rank wrote {nbytes / 2**20:.1f} MiB "
             f"({rate:.2f} GB/s){waited}"

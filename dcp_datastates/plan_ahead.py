@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.peers import peers_of
-from dcp_datastates.dcp.turns import await_all
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.lazy import step_gate
 from dcp_datastates.lazy.capture import look
 from dcp_datastates.planner import DataStatesSavePlanner, is_unchanged
 from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.rank_context import context_of
+from dcp_datastates.turns import await_all
 
 __all__ = ["prime"]
 

@@ -31,7 +31,6 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.heart import Heart
 from dcp_datastates.commit.peers import is_current
 from dcp_datastates.commit.worker import Worker
-from dcp_datastates.dcp.frames import release_frames
 from dcp_datastates.dcp.steps import save_together
 from dcp_datastates.errors import (
     CheckpointSkipped,
@@ -39,6 +38,7 @@ from dcp_datastates.errors import (
     RankLostError,
     SaveAbandonedError,
     SaveFailedError,
+    release_frames,
 )
 from dcp_datastates.forks import ProcessLock, after_fork
 from dcp_datastates.futures import AskedFuture

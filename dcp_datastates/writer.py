@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -38,10 +37,8 @@ from dcp_datastates.commit.peers import ALONE, Peers, peers_of
 from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.commit.round import FailedPart
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.dcp.frames import local_variable
-from dcp_datastates.dcp.shared_group import async_save_call, warn_if_shared
-from dcp_datastates.dcp.staged import StagedStateDict
-from dcp_datastates.dcp.turns import Turn, at_thread_end, await_all, end_here
+from dcp_datastates.dcp.awaited import awaited_here
+from dcp_datastates.dcp.compat import StagedStateDict, bind, end_here, warn_if_shared
 from dcp_datastates.engine import engine, moved, next_order
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.failpoints import hit
@@ -59,6 +56,7 @@ from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
+from dcp_datastates.turns import Turn, await_all
 from dcp_datastates.waiting import Stall
 from dcp_datastates.write import Ahead, read_ahead, write_plan
 
@@ -224,10 +222,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         With ``commit="background"``, raises what a save failed with whose outcome nobody has asked for.
         """
         step_gate.open_windows()
-        if (
-            not _in_dcp_thread()
-        ):  # there, this is garbage collection, in the middle of another's save
-            self._end_mine()
+        end_here(asynchronous=False)
         with self._lock:
             saves = list(self._saves)
         for save in saves:
@@ -255,15 +250,16 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         may go wrong on one rank alone (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`,
         :class:`StorageError`) is raised here if there is one rank; else by the future, on all ranks.
         """
-        call = async_save_call()
-        warn_if_shared(call)
-        planner = _planner_of(self, call)
-        save = self.call(state_dict, planner, self._path, own=False)
+        if not self._no_dist:
+            warn_if_shared()
+        save = self.call(state_dict, None, self._path, own=False)
+        caller = threading.get_ident()
 
         def begin() -> dict[Any, Any]:
             self._here.staged = save
-            at_thread_end(save.ended)
-            return self.begin(save, planner)
+            bind(save)
+            save.in_callers_thread = threading.get_ident() == caller
+            return self.begin(save, None)
 
         def abandon(error: BaseException) -> None:
             assert save.snapshot is not None
@@ -296,7 +292,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise ConfigurationError(
                 "async_save was called while a CUDA graph is being captured; call it outside"
             )
-        self._end_mine()
+        end_here()
         self._used = True
         group = commit_group(self.peers)
         left_out = make_room(config.max_in_flight, config.when_behind)
@@ -316,9 +312,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.snapshot.fail(error)
             if group.peers.world == 1 or not isinstance(error, Exception):
                 raise
-        if save.error is None and _is_ours(planner):
-            save.session = _session(group, save.snapshot.capture, save.snapshot.state)
-            # Now: the tensors may have other forms by the time that anybody plans.
+        if save.error is None and (not own or _is_ours(planner)):
+            # On DCP's own way, the planner is not known yet, and DCP has the state itself.
+            state = save.snapshot.state if own else None
+            save.session = _session(group, save.snapshot.capture, state)
+            # Now: the tensors may have other forms by the time that they are planned.
             save.session.look()
         save.turn = Turn(expected=not own)
         with self._lock:
@@ -340,8 +338,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save.turn.come()
         try:
             if save.error is None:
-                save.snapshot.begin()
-                if save.session is not None and self._config.when_behind == "wait":
+                if save.own:
+                    save.snapshot.begin()
+                else:
+                    save.snapshot.begin(awaited_here())
+                if save.own and save.session is not None and self._config.when_behind == "wait":
                     # Before this save's turn, so that its reads wait for no other's bookkeeping. Here, and
                     # not in the training thread, which has better things to do.
                     save.ahead = self._read_ahead(save, save.session, planner)
@@ -351,8 +352,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         save.begin()
         try:
             # A planner that knows this writer asks the session for the state, and mostly need not.
-            given_by_session = save.error is not None or save.session is not None
-            return {} if given_by_session else save.snapshot.state()
+            given_by_session = save.own and save.session is not None
+            return {} if save.error is not None or given_by_session else save.snapshot.state()
         except DataStatesError as error:
             save.error = save.error or error
             return {}
@@ -479,7 +480,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             if isinstance(plan.storage_data, TicketCarrier):
                 save.deliver(plan.storage_data.ticket)
             ticket = save.ticket()
-            if save.session is not None and save.snapshot is not None and not save.session.taken:
+            if save.own and save.session is not None and not save.session.taken:
                 raise ConfigurationError(
                     "set_up_planner() of the planner was replaced after async_save was called, by a function that "
                     "takes no storage_meta or calls no super().set_up_planner(); set hooks before the call"
@@ -506,7 +507,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             if save.snapshot is not None:
                 save.snapshot.fail(error)
             save.submit(FailedPart(error))
-            self._over_unless_dcp_thread(save)
+            self._over_unless_its_thread_tells(save)
             raise
         finally:
             save.ahead = None
@@ -520,7 +521,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
         if not save.is_coordinator:
-            self._over_unless_dcp_thread(save)
+            self._over_unless_its_thread_tells(save)
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
@@ -537,7 +538,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.abandon(error)
             raise
         finally:
-            self._over_unless_dcp_thread(save)
+            self._over_unless_its_thread_tells(save)
 
     # ---- for this package's async_save ---------------------------------------------------------------
 
@@ -588,7 +589,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if staged is not None:
             save = staged
         else:
-            self._end_mine()
+            end_here()
             self._check_open()
             step_gate.open_windows()  # no backward pass comes while this thread waits here
             # In a signal handler, what these need may be held by the very frame that it interrupts.
@@ -596,7 +597,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             await_all(lambda: stall.look(moved(None), "the saves before it to be planned"))
             group = commit_group(self.peers)
             save = self._make_save(group, self._path, SaveStats(), asynchronous=False)
-            at_thread_end(save.ended)  # DCP may raise without calling finish(): Ctrl-C, say
+            bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
             self._used = True
             save.begin()
             with self._lock:
@@ -614,10 +615,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise save.error
         return save
 
-    def _end_mine(self) -> None:
-        """A synchronous save that ran in this thread, by any writer, is over, or nobody would be here."""
-        end_here()
-
     def _save(self) -> Save:
         save = self._here.save
         if save is None:
@@ -626,13 +623,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         return save
 
-    def _over_unless_dcp_thread(self, save: Save) -> None:
-        # DCP's own thread ends with its save, and that ends the save here; the planning thread says so itself. In
-        # any other thread, which may live on, nothing tells of the end.
-        if not save.own and not _in_dcp_thread():
-            save.ended()
-            if save.turn is None:
-                end_here()
+    def _over_unless_its_thread_tells(self, save: Save) -> None:
+        # DCP's own thread ends with its save, and that ends the save here; the planning thread says so itself. The
+        # thread that made the call lives on, and nothing tells of the end.
+        if not save.own and (save.in_callers_thread or not save.asynchronous):
+            end_here()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -649,18 +644,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             "a DataStatesWriter cannot be sent to another process: AsyncCheckpointerType.PROCESS is not "
             "supported, use AsyncCheckpointerType.THREAD (the default)"
         )
-
-
-def _in_dcp_thread() -> bool:
-    return threading.current_thread().name.startswith("AsyncCheckpointExecutor")
-
-
-def _planner_of(writer: DataStatesWriter, call: FrameType | None) -> DataStatesSavePlanner | None:
-    """The planner that DCP's ``async_save`` was called with, if it knows this writer, and the writer is this one."""
-    if call is None or local_variable(call, "storage_writer") is not writer:
-        return None
-    planner = local_variable(call, "planner")
-    return planner if _is_ours(planner) else None
 
 
 def _is_ours(planner: SavePlanner | None) -> bool:

@@ -33,7 +33,7 @@ VALID_IN_A_CHILD = {
     "dcp_datastates.checkpoints.answers": "counted by process group, which a child does not have",
     "dcp_datastates.commit.peers": "looked up by the default group's store",
     "dcp_datastates.commit.publish": "what was published still is",
-    "dcp_datastates.dcp.shared_group": "a warning that was given",
+    "dcp_datastates.dcp.compat": "a warning that was given",
     "dcp_datastates.ending": "a child that is forked at the end ends, too",
     "dcp_datastates.failpoints": "what the environment said",
     "dcp_datastates.forks": "the registry itself",

@@ -23,8 +23,7 @@ from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.voter import Voter
 from dcp_datastates.commit.worker import Worker
-from dcp_datastates.dcp.frames import release_frames
-from dcp_datastates.errors import RankLostError, SaveFailedError
+from dcp_datastates.errors import RankLostError, SaveFailedError, release_frames
 from dcp_datastates.failpoints import hit
 from dcp_datastates.forks import ProcessLock
 from dcp_datastates.storage.claims import Neighbours

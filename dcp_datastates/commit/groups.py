@@ -8,7 +8,6 @@ import threading
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.peers import ALONE, Peers, is_current
-from dcp_datastates.dcp.turns import end_here
 from dcp_datastates.forks import ProcessLock, after_fork
 
 __all__ = ["commit_group"]
@@ -41,7 +40,6 @@ def commit_group(peers: Peers) -> CommitGroup:
 
 
 def _close_all() -> None:
-    end_here()  # a synchronous save that was interrupted would be waited for
     with _groups_lock:
         groups = list(_groups.values())
         _groups.clear()

@@ -1,4 +1,4 @@
-"""Whether somebody waits for the save that the current thread runs.
+"""Whether a thread waits for the save that the current thread runs.
 
 DCP keeps the future of an asynchronous save to itself and its caller. A caller that blocks in
 ``future.result()`` right after ``async_save`` will run no backward pass meanwhile, so reads that wait for
@@ -14,14 +14,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from dcp_datastates.dcp.frames import local_variable
-
-__all__ = ["awaited_here", "work_item_here"]
+__all__ = ["awaited_here"]
 
 
 def awaited_here() -> Callable[[], bool]:
     """A function, for any thread, that tells whether a thread waits for the calling thread's work item."""
-    future = work_item_here()
+    future = _work_item_here()
 
     def awaited() -> bool:
         condition = getattr(future, "_condition", None)
@@ -30,13 +28,26 @@ def awaited_here() -> Callable[[], bool]:
     return awaited
 
 
-def work_item_here() -> Any:
+def _work_item_here() -> Any:
     """The future of the executor's work item that the calling thread runs; None if it runs none, or hides it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "run" and frame.f_globals.get("__name__") == (
             "concurrent.futures.thread"
         ):
-            return getattr(local_variable(frame, "self"), "future", None)
+            return getattr(_local_variable(frame, "self"), "future", None)
         frame = frame.f_back
     return None
+
+
+def _local_variable(frame: FrameType, name: str) -> Any:
+    """The value of ``name`` in a frame that runs; None if it has no such variable.
+
+    Up to Python 3.12, asking for a frame's variables makes a copy of them, which the frame keeps: an exception
+    that passed through it would then keep all of them, whatever becomes of the variables. So the copy is emptied.
+    """
+    variables = frame.f_locals
+    value = variables.get(name)
+    if type(variables) is dict:
+        variables.clear()
+    return value

@@ -151,7 +151,7 @@ class Capture:
 
     def bases(self) -> tuple[Ints, Ints, Ints | None]:
         """Address of the first byte, group and device (None: all on the host) of all tensors in the order of the
-        walk. Before :meth:`materialize`.
+        walk.
         """
         addresses = np.empty(len(self.late), np.int64)
         groups = np.full(len(self.late), STABLE, np.int64)
@@ -167,7 +167,7 @@ class Capture:
         return addresses, groups, devices
 
     def materialize(self) -> dict[Any, Any]:
-        """Put tensors over the eager copies in their places; the state dict as it was at the call."""
+        """Put tensors over the eager copies in their places; the state dict as it was at the call. Once."""
         eager = self.eager
         for container, key, tensor, offset, (shape, dtype) in zip(
             eager.containers, eager.keys, eager.tensors, self.offsets, self.forms, strict=True
@@ -177,9 +177,8 @@ class Capture:
             if isinstance(tensor, DTensor):
                 copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             container[key] = copied
-        self.eager, self.offsets, self.forms, self.buffer = Columns(), [], [], None
-        root, self.root = self.root, {}
-        return root
+        self.eager, self.forms = Columns(), []
+        return self.root
 
 
 def capture(

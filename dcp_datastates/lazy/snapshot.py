@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 
 from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
 from dcp_datastates.config import DEFAULT_COMMIT_TIMEOUT
-from dcp_datastates.dcp.awaited import awaited_here
 from dcp_datastates.engine import moved
 from dcp_datastates.errors import (
     DataStatesError,
@@ -55,7 +54,7 @@ _POLL_SECONDS: Final = 0.1
 """How often a waiting gate looks whether the thread it waits for still exists."""
 
 _AWAITED_SECONDS: Final = 0.01
-"""How often a save with a closed window looks whether somebody waits for its future."""
+"""How often a save with a closed window looks whether a thread waits for its future."""
 
 _YIELD_SECONDS: Final = 0.002
 """How long DCP's thread leaves the GIL to the training thread before it begins to plan."""
@@ -117,7 +116,7 @@ class Snapshot:
         self._deferred: DeferredTensors | None = None
         self._regions: Regions | None = None
         self._thread: threading.Thread | None = None
-        self._awaited: Callable[[], bool] | None = None
+        self._awaited: Callable[[], bool] = lambda: False
         self._job: SaveJob | None = None
         self._foreseen: SaveJob | None = None
         self._end: dict[None, BaseException | None] = {}
@@ -328,10 +327,10 @@ class Snapshot:
 
     # ---- DCP's thread ----------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The current thread becomes the one that saves the state."""
+    def begin(self, awaited: Callable[[], bool] = lambda: False) -> None:
+        """The current thread becomes the one that saves the state. ``awaited`` tells whether another waits for it."""
         self._thread = threading.current_thread()
-        self._awaited = awaited_here()
+        self._awaited = awaited
         # DCP's planning would hold the GIL for a whole switch interval (5 ms) as soon as this thread
         # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
         if not self._wanted:
@@ -447,7 +446,7 @@ class Snapshot:
         job = self._job
         assert job is not None, "hand_over() comes first"
         while not (self._window.is_open or job.wait_read(-1, _AWAITED_SECONDS)):
-            if self._awaited is not None and self._awaited():
+            if self._awaited():
                 self.open_window()
         portions = self._portions
         for portion in portions:

@@ -7,16 +7,14 @@ thread per asynchronous save and has no order among them, so this package gives 
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-from dcp_datastates.dcp.awaited import work_item_here
 from dcp_datastates.forks import ProcessLock, after_fork
 
-__all__ = ["Turn", "at_thread_end", "await_all", "end_here"]
+__all__ = ["Turn", "await_all"]
 
 _POLL_SECONDS: Final = 0.1
 _BEGIN_SECONDS: Final = 60.0
@@ -40,7 +38,6 @@ class Turn:
         self._expected = expected
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._work: Any = None  # the future of what DCP has its thread do
         self._made = time.monotonic()
         with _lock:
             self._previous, _last = _last, self
@@ -48,7 +45,6 @@ class Turn:
     def come(self) -> None:
         """The calling thread becomes its thread: what it does before :meth:`wait` may take its time."""
         self._thread = threading.current_thread()
-        self._work = work_item_here()
 
     def wait(self) -> None:
         """Block, without the GIL, until it is this turn; the calling thread becomes its thread."""
@@ -72,8 +68,7 @@ class Turn:
     def _gone(self) -> bool:
         if self._thread is None:
             return self._expected and time.monotonic() - self._made > _BEGIN_SECONDS
-        # DCP ends the thread with the save, unless its caller was interrupted before it had said so.
-        return not self._thread.is_alive() or (self._work is not None and self._work.done())
+        return not self._thread.is_alive()
 
 
 def await_all(look: Callable[[], None] = lambda: None) -> None:
@@ -102,36 +97,6 @@ def _await(
             return False
         look()
     return True
-
-
-class _Sentinel:
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self._callback = callback
-        self._process = os.getpid()
-
-    def __del__(self) -> None:
-        # A forked child drops the local storage of the parent's threads: their saves go on.
-        if os.getpid() == self._process:
-            self._callback()
-
-
-_local = threading.local()
-
-
-def at_thread_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the current thread ends, or when it comes here again for its next save.
-
-    DCP tells a writer nothing when a save ends early (another rank's planner failed, say); that the
-    thread it made for the save is gone is the one sign. The interpreter clears a thread's local
-    storage in that thread, with the GIL, as the last thing it does.
-    """
-    end_here()
-    _local.sentinel = _Sentinel(callback)
-
-
-def end_here() -> None:
-    """Call now what the current thread was to call at its end: what it was given for is over."""
-    _local.sentinel = None
 
 
 @after_fork
