@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates._native import scan_pickle
-from dcp_datastates.planning.catalog import Catalog, Placement
-from dcp_datastates.planning.emit import emit
+from dcp_datastates.format.chunk_table import Catalog, Placement
+from dcp_datastates.format.metadata_pickle import emit
 
 BF16 = TensorProperties(torch.bfloat16)
 META = StorageMeta("a checkpoint")

@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 
 from typing_extensions import Buffer
 
-from dcp_datastates.planning.catalog import Catalog, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 
 SEGMENT_BYTES: int
 """Size of a host cache segment (8 MiB). A file is one byte stream cut into segments."""
@@ -60,7 +60,7 @@ def metadata_pickle(
     catalog: Catalog,
     placement: Placement,
 ) -> bytes:
-    """``opcodes``, then the rest of the pickle of a ``Metadata`` (``dcp_datastates.planning.emit`` says how).
+    """``opcodes``, then the rest of the pickle of a ``Metadata`` (``dcp_datastates.format.metadata_pickle`` says how).
 
     ``opcodes`` have neither PROTO nor frames, and end within a dict of attributes. The four arrays are
     where the unpickler's memo, which has ``memo_size`` entries by then, has the words of

@@ -16,7 +16,7 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.metadata import FileRecord, Note, decode, read_note
+from dcp_datastates.format.metadata import FileRecord, Note, decode, read_note
 from dcp_datastates.storage import attempts, local
 
 __all__ = ["Committed", "load_metadata", "open_committed", "wrong_size"]

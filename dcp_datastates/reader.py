@@ -33,7 +33,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
     UnsafeObjectError,
 )
-from dcp_datastates.metadata import Note, read_note
+from dcp_datastates.format.metadata import Note, read_note
 from dcp_datastates.restore import restore
 from dcp_datastates.storage import local
 from dcp_datastates.stored_names import as_keys, is_under, unread

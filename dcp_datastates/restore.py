@@ -29,9 +29,9 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
     StorageError,
 )
+from dcp_datastates.format.metadata import FileRecord, Note
 from dcp_datastates.lazy.devices import HOST, THROUGH_TORCH, fences, place
 from dcp_datastates.lazy.ownership import local_tensor
-from dcp_datastates.metadata import FileRecord, Note
 
 __all__ = ["restore"]
 

@@ -29,11 +29,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates import metadata_check
 from dcp_datastates._native import scan_pickle
 from dcp_datastates.attempt import Attempt
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.metadata import (
+from dcp_datastates.format import metadata_check
+from dcp_datastates.format.chunk_table import Catalog, Placement
+from dcp_datastates.format.metadata import (
     FileRecord,
     Note,
     decode,
@@ -41,8 +42,7 @@ from dcp_datastates.metadata import (
     encode_columns,
     read_note,
 )
-from dcp_datastates.planning.catalog import Catalog, Placement
-from dcp_datastates.planning.emit import emit
+from dcp_datastates.format.metadata_pickle import emit
 from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
 
 META = StorageMeta(checkpoint_id="a checkpoint", save_id="a save")

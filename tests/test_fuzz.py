@@ -28,7 +28,7 @@ import dcp_datastates
 from dcp_datastates import CheckpointCorruptError, DataStatesError
 from dcp_datastates._native import scan_pickle
 from dcp_datastates.checkpoints.header import Header, read_header
-from dcp_datastates.metadata import decode, read_note
+from dcp_datastates.format.metadata import decode, read_note
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
 MUTATIONS = 4000

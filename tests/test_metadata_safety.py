@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates import CheckpointCorruptError, ConfigurationError
 from dcp_datastates._native import scan_pickle
-from dcp_datastates.metadata import decode
-from dcp_datastates.planning.pickling import metadata_pickler
+from dcp_datastates.format.metadata import decode
+from dcp_datastates.format.pickling import metadata_pickler
 
 STATE = {
     "w": filled((300, 20), torch.float32, 1),
@@ -115,7 +115,7 @@ from pathlib import Path
 import torch.distributed.checkpoint
 from support.metadata import with_trailer
 from dcp_datastates import CheckpointCorruptError
-from dcp_datastates.metadata import decode
+from dcp_datastates.format.metadata import decode
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
 try:
     decode(with_trailer(bytes.fromhex(sys.argv[1])), Path("c/.metadata"))

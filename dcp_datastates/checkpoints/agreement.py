@@ -22,8 +22,8 @@ from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.checkpoints.header import read_header
 from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import CheckpointCorruptError
+from dcp_datastates.format.metadata import FileRecord, Note
 from dcp_datastates.layout import MAX_HEADER_BYTES, entry_key, is_bookkeeping, is_table, stored_form
-from dcp_datastates.metadata import FileRecord, Note
 from dcp_datastates.storage.local import METADATA_NAME
 
 __all__ = ["Agreement", "impossible_size"]

@@ -28,7 +28,7 @@ from dcp_datastates.checkpoints.listing import (
 )
 from dcp_datastates.committed import Committed, open_committed
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
-from dcp_datastates.metadata import FileRecord
+from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.storage import attempts, local, lock
 from dcp_datastates.text import count, size
 

@@ -22,7 +22,7 @@ from dcp_datastates.checkpoints.agreement import Agreement, impossible_size
 from dcp_datastates.committed import wrong_size
 from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import StorageError
-from dcp_datastates.metadata import FileRecord
+from dcp_datastates.format.metadata import FileRecord
 
 __all__ = ["Examination", "Progress"]
 

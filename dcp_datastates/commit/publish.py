@@ -38,7 +38,14 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.failpoints import hit
 from dcp_datastates.forks import ProcessLock
-from dcp_datastates.metadata import FileRecord, Note, decode, encode, encode_columns, read_note
+from dcp_datastates.format.metadata import (
+    FileRecord,
+    Note,
+    decode,
+    encode,
+    encode_columns,
+    read_note,
+)
 from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.storage import attempts, local, operations
 from dcp_datastates.storage.claims import Claim

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.dcp.fields import further_fields, known_fields
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.metadata import decode, read_note
+from dcp_datastates.format.metadata import decode, read_note
 from dcp_datastates.storage.local import METADATA_NAME
 
 __all__ = ["FIELDS", "PublishedMetadata"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_datastates.planning.pickling import metadata_pickler
+from dcp_datastates.format.pickling import metadata_pickler
 
 __all__ = [
     "DataFile",

@@ -12,7 +12,7 @@ from typing import Any
 from dcp_datastates._native import (
     crc32c,
 )  # compared with support.files.crc32c in test_native_contract
-from dcp_datastates.planning.pickling import metadata_pickler
+from dcp_datastates.format.pickling import metadata_pickler
 
 __all__ = ["body_of", "rewritten", "with_trailer"]
 

@@ -11,7 +11,7 @@ properties themselves they would keep older releases from opening the file.
 
 A checksum shows damage, not intent, so the pickle is opened in three steps: its opcodes are
 scanned without running them (``scan_pickle``), the unpickler finds only allow-listed names, and what comes
-out is checked for types and ranges (:mod:`dcp_datastates.metadata_check`).
+out is checked for types and ranges (:mod:`dcp_datastates.format.metadata_check`).
 """
 
 from __future__ import annotations
@@ -45,16 +45,17 @@ from dcp_datastates.errors import (
     ConfigurationError,
     UnreadableMetadataError,
 )
-from dcp_datastates.metadata_check import (
+from dcp_datastates.format.metadata_check import (
     MAX_BYTES,
     MetadataError,
     check,
     check_columns,
     described,
 )
-from dcp_datastates.planning.catalog import Catalog, Placement
-from dcp_datastates.planning.emit import NOTE, emit
-from dcp_datastates.planning.pickling import metadata_pickler
+from dcp_datastates.format.metadata_pickle import NOTE, emit
+from dcp_datastates.format.pickling import metadata_pickler
+
+from .chunk_table import Catalog, Placement
 
 __all__ = ["FileRecord", "Note", "decode", "encode", "encode_columns", "read_note"]
 

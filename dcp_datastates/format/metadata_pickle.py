@@ -42,9 +42,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates._native import metadata_pickle
-from dcp_datastates.planning.catalog import Catalog, Ints, Placement
-from dcp_datastates.planning.pickling import metadata_pickler
+from dcp_datastates.format.pickling import metadata_pickler
 from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
+
+from .chunk_table import Catalog, Ints, Placement
 
 __all__ = ["NOTE", "emit"]
 

@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.dcp.fields import complete, is_field_name, known_fields
-from dcp_datastates.planning.catalog import Catalog
-from dcp_datastates.planning.ragged import volumes
+
+from .chunk_table import Catalog
+from .ragged import volumes
 
 __all__ = ["MAX_BYTES", "MetadataError", "check", "check_columns", "described"]
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from .catalog import Catalog, Ints
+from .chunk_table import Catalog, Ints
 from .ragged import positions, starts_of, volumes
 
 __all__ = ["catalog_metadata", "validate"]
