@@ -31,7 +31,8 @@ from dcp_datastates.dcp.fields import plans_in_objects
 from dcp_datastates.dcp.shards import holds_shards, shard_with
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints
-from dcp_datastates.format.validate import catalog_metadata, validate
+from dcp_datastates.format.metadata_objects import catalog_metadata
+from dcp_datastates.format.validate import validate
 from dcp_datastates.lazy.capture import Capture
 from dcp_datastates.lazy.devices import HOST
 from dcp_datastates.lazy.ownership import local_tensor

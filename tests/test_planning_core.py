@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from dcp_datastates.format import ragged
 from dcp_datastates.format.chunk_table import Catalog
-from dcp_datastates.format.validate import catalog_metadata, validate
+from dcp_datastates.format.metadata_objects import catalog_metadata
+from dcp_datastates.format.validate import validate
 from dcp_datastates.planning.assignment import FinalPlan, assign
 from dcp_datastates.planning.columns import LocalPlan
 
