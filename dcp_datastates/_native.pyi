@@ -41,15 +41,6 @@ def sample_words(
     0, too; takes several times as long.
     """
 
-def scan_pickle(data: Buffer) -> str | None:
-    """Why an unpickler must not be given ``data``, or None; nothing in it is run.
-
-    Refuses what would make an unpickler allocate by a number in the data, set attributes of anything but
-    instances that the data make, call with other arguments than one integer, string or short tuple of
-    integers, or recurse or hash without bound (``native/src/pickle_scan.h``). Which names the data
-    may refer to is the unpickler's to decide. Time and memory are linear in the length.
-    """
-
 def metadata_pickle(
     opcodes: Buffer,
     memo_size: int,
