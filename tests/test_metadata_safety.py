@@ -120,6 +120,17 @@ def test_directories_that_do_not_fit_the_file_are_refused(checkpoint):
         decode(ended(b"", 0), PATH)
 
 
+def test_a_document_of_wider_values_is_refused(checkpoint):
+    parts = parts_of(checkpoint)
+    text = json.dumps(parts.document).encode()
+    parts.document = text + b" " * (len(text) % 2)
+    data = file_of(parts)
+    assert decode(data, PATH)
+    _, _, ((_, length), *entries) = _split(data)
+    with raises(UnreadableMetadataError, "c/.metadata"):
+        decode(_with_directory(data, [(2, length // 2), *entries]), PATH)
+
+
 def test_columns_of_any_width_are_read(checkpoint):
     data = (checkpoint / ".metadata").read_bytes()
     expected = trailer.parse(data, PATH)[1]
@@ -391,6 +402,18 @@ def test_overlapping_chunks_are_refused(checkpoint):
     rewritten(checkpoint, lambda parts: _grid(parts, (8, 8), begins, sizes))
     with raises(UnreadableMetadataError, "w has overlapping chunks"):
         load_everything(checkpoint)
+
+
+def test_tensors_that_lie_in_one_another_are_damage(tmp_path):
+    save({"v": torch.ones(30), "w": torch.ones(30)}, tmp_path)
+
+    def overlap(parts):
+        offsets = parts.columns["chunk_offsets"]
+        offsets[1] = offsets[0] + 4
+
+    rewritten(tmp_path, overlap)
+    with raises(CheckpointCorruptError, "overlap", "'v'", "'w'"):
+        load({"v": torch.zeros(30), "w": torch.zeros(30)}, tmp_path)
 
 
 def test_memory_is_in_proportion_to_the_file(checkpoint):

@@ -429,15 +429,3 @@ def test_a_new_field_whose_value_has_no_place_is_left_out_and_one_line_says_so(t
     (line,) = [line for line in said.splitlines() if "left out" in line]
     assert line.startswith("WARNING:dcp_datastates")
     assert "TensorProperties.said" in line
-
-
-def test_tensors_that_lie_in_one_another_are_damage(tmp_path):
-    save({"v": torch.ones(30), "w": torch.ones(30)}, tmp_path)
-
-    def overlap(parts):
-        offsets = parts.columns["chunk_offsets"]
-        offsets[1] = offsets[0] + 4
-
-    rewritten(tmp_path, overlap)
-    with raises(CheckpointCorruptError, "overlap", "'v'", "'w'"):
-        load({"v": torch.zeros(30), "w": torch.zeros(30)}, tmp_path)
