@@ -206,6 +206,26 @@ def _same_file(parts):
     parts.document["files"] *= 2
 
 
+def _one_more_chunk(name, nbytes):
+    """Give ``name``, which has no dimensions, another chunk, in bytes that are added to the file for it."""
+
+    def change(parts):
+        number = parts.document["names"].index(name)
+        row = sum(parts.columns["counts"][: number + 1])
+        file = parts.document["files"][0]
+        parts.columns["counts"][number] += 1
+        for column, value in (
+            ("chunk_files", 0),
+            ("chunk_offsets", file[2]),
+            ("chunk_lengths", nbytes),
+        ):
+            parts.columns[column].insert(row, value)
+        table = file[2] + 4
+        file[1:] = [table + 4 * (-(-table // (1 << 20)) + 1), table]
+
+    return change
+
+
 DEEP = b'{"names":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 DIGITS = b'{"names":' + b"9" * 4_000_000 + b"}"
 
@@ -276,6 +296,8 @@ WRONG = {
     "an object with a chunk": lambda parts: parts.columns["counts"].__setitem__(
         parts.columns["properties"].index(-1), 1
     ),
+    "an object with a chunk of its own": _one_more_chunk("object.text", 0),
+    "a scalar with another chunk": _one_more_chunk("list.1.deep", 2),
     "a tensor an object": _of_w("properties", -1),
     "of another table": _of_w("properties", 3),
     "size large": _of_w("shapes", 1 << 40),
