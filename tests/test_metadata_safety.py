@@ -226,6 +226,17 @@ def _one_more_chunk(name, nbytes):
     return change
 
 
+def _cancelling(column, of_w, of_other):
+    """Of ``w``, which has two dimensions, and of another tensor, which has one; their sums stay what they were."""
+
+    def change(parts):
+        names = parts.document["names"]
+        parts.columns[column][names.index("w")] = of_w
+        parts.columns[column][names.index("list.0")] = of_other
+
+    return change
+
+
 DEEP = b'{"names":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 DIGITS = b'{"names":' + b"9" * 4_000_000 + b"}"
 
@@ -298,6 +309,8 @@ WRONG = {
     ),
     "an object with a chunk of its own": _one_more_chunk("object.text", 0),
     "a scalar with another chunk": _one_more_chunk("list.1.deep", 2),
+    "counts that cancel out": _cancelling("counts", 2, -1),
+    "dimensions that cancel out": _cancelling("ndims", 4, -1),
     "a tensor an object": _of_w("properties", -1),
     "of another table": _of_w("properties", 3),
     "size large": _of_w("shapes", 1 << 40),
