@@ -1,39 +1,39 @@
-"""What writing a large checkpoint's metadata takes: from columns, and as objects through pickle.
+"""What writing and reading a large checkpoint's metadata takes: as columns, and as objects through pickle.
 
-``python benchmarks/metadata_columns.py [--ranks 1024] [--tensors 900]``: each tensor is sharded in its first
-dimension over all ranks. Garbage collection is off while anything is timed, as in ``metadata.decode``.
+``python benchmarks/metadata_columns.py [--ranks 1024] [--tensors 900] [--json results/metadata-….json]``: each
+tensor is sharded in its first dimension over all ranks. Rows take turns; of each the median counts. Garbage
+collection is on, as it is in a job.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
+import json
 import pickle
-import threading
+import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
-from dcp_datastates._native import scan_pickle
-from dcp_datastates.planning.catalog import Catalog, Placement
-from dcp_datastates.planning.emit import emit
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
+from dcp_datastates.format.metadata import MetadataTable, Note, decode, encode
+from dcp_datastates.format.metadata_columns import table_of
+from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.layout import file_bytes
+from machine import describe
 
 BF16 = TensorProperties(torch.bfloat16)
 META = StorageMeta("a checkpoint")
 VERSION = "1.0.0"
-NOTE = {"version": 1}
 
 
 def columns(ranks: int, tensors: int) -> tuple[Catalog, Placement]:
@@ -71,76 +71,100 @@ def columns(ranks: int, tensors: int) -> tuple[Catalog, Placement]:
     return catalog, placement
 
 
-def objects(catalog: Catalog, placement: Placement) -> Metadata:
-    """The same for 2-d tensors, as DCP makes it."""
-    state: dict[str, Any] = {}
-    places: dict[MetadataIndex, _StorageInfo] = {}
-    shapes = catalog.shapes.reshape(-1, 2).tolist()
-    offsets = iter(catalog.offsets.reshape(-1, 2).tolist())
-    sizes = iter(catalog.sizes.reshape(-1, 2).tolist())
-    files = iter(placement.chunk_files.tolist())
-    stored = iter(
-        zip(placement.chunk_offsets.tolist(), placement.chunk_lengths.tolist(), strict=True)
-    )
-    for name, shape, count in zip(catalog.names, shapes, catalog.counts.tolist(), strict=True):
-        chunks = [
-            ChunkStorageMetadata(torch.Size(next(offsets)), torch.Size(next(sizes)))
-            for _ in range(count)
-        ]
-        state[name] = TensorStorageMetadata(BF16, torch.Size(shape), chunks)
-        for i, chunk in enumerate(chunks):
-            place = _StorageInfo(placement.paths[next(files)], *next(stored))
-            places[MetadataIndex(name, chunk.offsets, i)] = place
-    metadata = Metadata(state, dict(catalog.mappings or {}), places, META, VERSION)
-    vars(metadata)["dcp_datastates"] = NOTE
-    return metadata
+def table(catalog: Catalog, placement: Placement) -> MetadataTable:
+    """With the files that the places need."""
+    ends = np.zeros(len(placement.paths), np.int64)
+    np.maximum.at(ends, placement.chunk_files, placement.chunk_offsets + placement.chunk_lengths)
+    files = {
+        path: FileRecord(path, file_bytes(end), end)
+        for path, end in zip(placement.paths, ends.tolist(), strict=True)
+    }
+    return MetadataTable(catalog, placement, Note(Attempt(1, 1), files), META, VERSION)
 
 
-def timed(what: str, call: Callable[[], Any], repeats: int) -> Any:
-    """What ``call`` returned; prints its best time, and how long another thread waited for the GIL at most."""
-    best, longest = float("inf"), 0.0
+def rows(given: MetadataTable, path: Path) -> dict[str, Callable[[], Any]]:
+    """What is measured, by what it is called."""
+    data = encode(given)
+    path.write_bytes(data)
+    objects: Metadata = pickle.loads(data)
+    # The same with nothing known of it: what a catalog is checked for is remembered.
+    return {
+        "write, a new plan": lambda: encode(
+            MetadataTable(copy.copy(given.catalog), given.placement, given.note, given.storage_meta)
+        ),
+        "write, a known plan": lambda: encode(given),
+        "write, of another planner's objects": lambda: encode(table_of(objects, given.note)),
+        "stock: pickle.dumps of objects": lambda: pickle.dumps(objects),
+        "read": lambda: metadata_of(decode(path.read_bytes(), path)),
+        "read, and make every entry": lambda: list(
+            metadata_of(decode(path.read_bytes(), path)).state_dict_metadata.values()
+        ),
+        "stock: pickle.load of the same file": lambda: unpickled(path),
+    }
+
+
+def unpickled(path: Path) -> Any:
+    """As ``FileSystemReader`` does it."""
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def pickle_bytes(path: Path) -> int:
+    """How long the pickle at the beginning of the file is."""
+    with path.open("rb") as file:
+        pickle.load(file)
+        return file.tell()
+
+
+def measured(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, in turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
-        stop = threading.Event()
-        gaps: list[float] = []
-
-        def tick(stop: threading.Event = stop, gaps: list[float] = gaps) -> None:
-            last = time.perf_counter()
-            while not stop.is_set():
-                time.sleep(0.0005)
-                now = time.perf_counter()
-                gaps.append(now - last)
-                last = now
-
-        ticking = threading.Thread(target=tick)
-        ticking.start()
-        begun = time.perf_counter()
-        result = call()
-        best = min(best, time.perf_counter() - begun)
-        stop.set()
-        ticking.join()
-        longest = max(longest, *gaps)
-    size = f"{len(result) / 1e6:8.1f} MB" if isinstance(result, bytes) else " " * 11
-    print(f"{what:32} {best:8.3f} s {size}   another thread waited up to {longest * 1e3:7.1f} ms")
-    return result
+        for name, call in calls.items():
+            gc.collect()
+            begun = time.perf_counter()
+            result = call()
+            seconds[name].append(time.perf_counter() - begun)
+            del result
+    return seconds
 
 
 def main() -> None:
+    """Print a row for each call, and write them where asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=900)
     parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args()
-    catalog, placement = columns(given.ranks, given.tensors)
-    gc.disable()
-    emitted = timed("emit", lambda: emit(catalog, placement, META, VERSION, NOTE), given.repeats)
-    timed("scan_pickle of it", lambda: scan_pickle(emitted), given.repeats)
-    loaded = timed("pickle.loads of it", lambda: pickle.loads(emitted), 1)
-    made = timed("objects", lambda: objects(catalog, placement), 1)
-    if loaded != made:
-        raise SystemExit("what was emitted is not what the objects are")
-    del loaded
-    pickled = timed("pickle.dumps of them", lambda: pickle.dumps(made), 1)
-    timed("pickle.loads of that", lambda: pickle.loads(pickled), 1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    given = table(*columns(options.ranks, options.tensors))
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, ".metadata")
+        calls = rows(given, path)
+        seconds = measured(calls, options.repeats)
+        sizes = {
+            "file": path.stat().st_size,
+            "its pickle": pickle_bytes(path),
+            "stock": len(calls["stock: pickle.dumps of objects"]()),
+        }
+        record = {
+            **describe(Path(directory)),
+            "benchmark": "metadata",
+            "ranks": options.ranks,
+            "tensors": options.tensors,
+            "chunks": options.ranks * options.tensors,
+            "bytes": sizes,
+            "rows": [
+                {"what": name, "median_seconds": round(statistics.median(each), 4), "seconds": each}
+                for name, each in seconds.items()
+            ],
+        }
+    for name, each in seconds.items():
+        print(f"{name:40} {statistics.median(each):8.3f} s   ({min(each):.3f} to {max(each):.3f})")
+    for name, nbytes in sizes.items():
+        print(f"{name:40} {nbytes / 1e6:8.1f} MB")
+    if options.json is not None:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

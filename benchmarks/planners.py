@@ -17,9 +17,9 @@ from typing import Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from dcp_datastates.format.validate import validate
 from dcp_datastates.planning.assignment import FinalPlan, assign
 from dcp_datastates.planning.columns import Head, LocalPlan
-from dcp_datastates.planning.validate import validate
 from planning_jobs import Job
 
 __all__ = ["Cost", "columns", "stock"]

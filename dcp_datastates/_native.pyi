@@ -11,7 +11,7 @@ from typing import Any, Literal, final
 
 from typing_extensions import Buffer
 
-from dcp_datastates.planning.catalog import Catalog, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 
 SEGMENT_BYTES: int
 """Size of a host cache segment (8 MiB). A file is one byte stream cut into segments."""
@@ -41,15 +41,6 @@ def sample_words(
     0, too; takes several times as long.
     """
 
-def scan_pickle(data: Buffer) -> str | None:
-    """Why an unpickler must not be given ``data``, or None; nothing in it is run.
-
-    Refuses what would make an unpickler allocate by a number in the data, set attributes of anything but
-    instances that the data make, call with other arguments than one integer, string or short tuple of
-    integers, or recurse or hash without bound (``native/src/pickle_scan.h``). Which names the data
-    may refer to is the unpickler's to decide. Time and memory are linear in the length.
-    """
-
 def metadata_pickle(
     opcodes: Buffer,
     memo_size: int,
@@ -60,7 +51,7 @@ def metadata_pickle(
     catalog: Catalog,
     placement: Placement,
 ) -> bytes:
-    """``opcodes``, then the rest of the pickle of a ``Metadata`` (``dcp_datastates.planning.emit`` says how).
+    """``opcodes``, then the rest of the pickle of a ``Metadata`` (``dcp_datastates.format.metadata_pickle`` says how).
 
     ``opcodes`` have neither PROTO nor frames, and end within a dict of attributes. The four arrays are
     where the unpickler's memo, which has ``memo_size`` entries by then, has the words of

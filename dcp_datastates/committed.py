@@ -8,18 +8,16 @@ import pickletools
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.metadata import FileRecord, Note, decode, read_note
+from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode
 from dcp_datastates.storage import attempts, local
 
-__all__ = ["Committed", "load_metadata", "open_committed", "wrong_size"]
+__all__ = ["Committed", "open_committed", "wrong_size"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +25,16 @@ class Committed:
     """A committed checkpoint, as its ``.metadata`` describes it."""
 
     directory: Path
-    metadata: Metadata
-    note: Note
+    table: MetadataTable
     metadata_bytes: int
     """Size of the ``.metadata`` file."""
     committed_at: float
     """When it was published, in seconds since the epoch."""
+
+    @property
+    def note(self) -> Note:
+        """What this package noted."""
+        return self.table.note
 
     @property
     def nbytes(self) -> int:
@@ -47,14 +49,7 @@ def open_committed(directory: Path) -> Committed:
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
     data, published = _read(directory)
-    metadata = _decode(data, directory)
-    note = read_note(metadata, directory / local.METADATA_NAME)
-    return Committed(directory, metadata, note, len(data), published)
-
-
-def load_metadata(directory: Path) -> Metadata:
-    """The metadata alone; raises as :func:`open_committed` does."""
-    return _decode(_read(directory)[0], directory)
+    return Committed(directory, _decode(data, directory), len(data), published)
 
 
 def wrong_size(record: FileRecord, nbytes: int) -> str | None:
@@ -81,7 +76,7 @@ def _read(directory: Path) -> tuple[bytes, float]:
         ) from error
 
 
-def _decode(data: bytes, directory: Path) -> Metadata:
+def _decode(data: bytes, directory: Path) -> MetadataTable:
     path = directory / local.METADATA_NAME
     try:
         return decode(data, path)
@@ -99,7 +94,7 @@ def _is_stock(data: bytes, directory: Path) -> bool:
     return (
         data.endswith(pickle.STOP)
         and b"torch.distributed.checkpoint.metadata" in data
-        and b"dcp_datastates" not in data  # the name of our note, which comes last
+        and b"dcp_datastates" not in data  # in the first place of ours (refusal.py)
         and (not attempts.present(directory) or _is_complete_pickle(data))
     )
 

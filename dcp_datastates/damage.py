@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.metadata import MetadataTable
 
 __all__ = ["Contents", "Damage", "some_of"]
 
@@ -39,51 +41,60 @@ class Damage:
 
 
 class Contents:
-    """Which saved names have bytes where in the data files, from a checkpoint's storage data."""
+    """Which saved names have bytes where in the data files. Rows are those of a placement, or of what was given."""
 
-    def __init__(self, storage_data: Mapping[MetadataIndex, object]) -> None:
-        self._entries: dict[str, list[tuple[MetadataIndex, _StorageInfo]]] = {}
-        self._spans: dict[str, _Spans] = {}
-        for index, info in storage_data.items():
-            if isinstance(info, _StorageInfo):
-                self._entries.setdefault(info.relative_path, []).append((index, info))
+    def __init__(
+        self, names: Sequence[str], paths: Sequence[str], places: tuple[Ints, Ints, Ints]
+    ) -> None:
+        """``names``: of each row; ``places``: of each row the index of its path, its offset and its length."""
+        self._names = names
+        self._number = {path: number for number, path in enumerate(paths)}
+        files, self._offsets, self._lengths = places
+        self._order = np.argsort(files, kind="stable")
+        self._ends = np.searchsorted(files[self._order], np.arange(len(paths) + 1))
 
-    def entries(self, relative_path: str) -> Sequence[tuple[MetadataIndex, _StorageInfo]]:
-        """What the file holds, in no particular order."""
-        return self._entries.get(relative_path, ())
+    @staticmethod
+    def of_table(table: MetadataTable) -> Contents:
+        """All that a checkpoint holds."""
+        names = [table.catalog.names[owner] for owner in table.catalog.owners().tolist()]
+        return Contents(names, table.placement.paths, table.placement.rows())
+
+    @staticmethod
+    def of_places(places: Iterable[tuple[MetadataIndex, _StorageInfo]]) -> Contents:
+        """Some of it."""
+        paths: dict[str, int] = {}
+        names, rows = [], []
+        for index, info in places:
+            names.append(index.fqn)
+            number = paths.setdefault(info.relative_path, len(paths))
+            rows.append((number, info.offset, info.length))
+        files, offsets, lengths = np.array(rows, np.int64).reshape(-1, 3).T
+        return Contents(names, tuple(paths), (files, offsets, lengths))
+
+    def rows(self, relative_path: str) -> Ints:
+        """The rows whose bytes the file holds."""
+        number = self._number.get(relative_path)
+        if number is None:
+            return self._order[:0]
+        return self._order[self._ends[number] : self._ends[number + 1]]
+
+    def begin(self, relative_path: str) -> int | None:
+        """Where the first of them begins; None if there are none."""
+        return min(self._offsets[self.rows(relative_path)].tolist(), default=None)
 
     def all_names(self, relative_path: str) -> tuple[str, ...]:
         """The names of all that the file holds, empty tensors too."""
-        return tuple(dict.fromkeys(index.fqn for index, _ in self.entries(relative_path)))
+        return self._unique(self.rows(relative_path))
 
     def names(self, relative_path: str, start: int, end: int) -> tuple[str, ...]:
         """The names with bytes in ``[start, end)`` of the file, in the order of their bytes."""
-        spans = self._spans.get(relative_path)
-        if spans is None:
-            spans = self._spans[relative_path] = _Spans(self.entries(relative_path))
-        return spans.names(start, end)
+        rows = self.rows(relative_path)
+        begins, lengths = self._offsets[rows], self._lengths[rows]
+        hit = rows[(lengths > 0) & (begins < end) & (begins + lengths > start)]
+        return self._unique(hit[np.argsort(self._offsets[hit], kind="stable")])
 
-
-class _Spans:
-    """The non-empty entries of one file, for binary search; entries may overlap."""
-
-    def __init__(self, entries: Sequence[tuple[MetadataIndex, _StorageInfo]]) -> None:
-        self._spans = sorted(
-            (info.offset, info.offset + info.length, index.fqn)
-            for index, info in entries
-            if info.length > 0
-        )
-        self._furthest = list(accumulate((end for _, end, _ in self._spans), max))
-
-    def names(self, start: int, end: int) -> tuple[str, ...]:
-        names: dict[str, None] = {}
-        for position in range(bisect.bisect_right(self._furthest, start), len(self._spans)):
-            begin, stop, name = self._spans[position]
-            if begin >= end:
-                break
-            if stop > start:
-                names[name] = None
-        return tuple(names)
+    def _unique(self, rows: Ints) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self._names[row] for row in rows.tolist()))
 
 
 def some_of(names: Sequence[str], limit: int = 3) -> str:

@@ -72,7 +72,7 @@ class CheckpointCorruptError(DataStatesError):
 class UnreadableMetadataError(CheckpointCorruptError):
     """The checksum of ``.metadata`` holds, but this release does not take what is in it.
 
-    A newer release wrote it, or somebody made it up.
+    A release with another format wrote it, or it was made up.
     """
 
 

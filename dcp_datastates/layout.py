@@ -26,10 +26,12 @@ from dcp_datastates._native import BLOCK_BYTES
 
 __all__ = [
     "MAX_HEADER_BYTES",
+    "SAFETENSORS_NAME",
     "FileLayout",
     "SealedFile",
     "TensorEntry",
     "entry_key",
+    "file_bytes",
     "is_bookkeeping",
     "is_table",
     "lay_out",
@@ -48,8 +50,7 @@ _RESERVED: Final = "__dcp_datastates__"
 _UNKNOWN_SIZE: Final = 10**15
 """Stands in for an object's size while the header's capacity is computed: more digits than any."""
 
-# The names of safetensors 0.8. A dtype that is missing here is stored as U8, its name noted.
-_SAFETENSORS_NAME: Final[Mapping[torch.dtype, str]] = {
+SAFETENSORS_NAME: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -67,6 +68,7 @@ _SAFETENSORS_NAME: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""The names of safetensors 0.8. A dtype that is missing here is stored as U8, its name noted."""
 
 
 def stored_form(
@@ -76,7 +78,7 @@ def stored_form(
 
     What safetensors cannot name becomes ``U8`` with the last dimension in bytes.
     """
-    name = _SAFETENSORS_NAME.get(dtype)
+    name = SAFETENSORS_NAME.get(dtype)
     if name is not None:
         return name, list(sizes), list(offsets)
     if not sizes:
@@ -123,7 +125,7 @@ class SealedFile:
     @property
     def nbytes(self) -> int:
         """Size of the file in bytes, checksum table included."""
-        return self.table_offset + 4 * (_blocks(self.table_offset) + 1)
+        return file_bytes(self.table_offset)
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,7 @@ def _header(
 
     for entry in tensors:
         name, shape, offsets = stored_form(entry.dtype, entry.sizes, entry.offsets)
-        if entry.dtype not in _SAFETENSORS_NAME:
+        if entry.dtype not in SAFETENSORS_NAME:
             torch_dtypes[entry.key] = str(entry.dtype)
         put(entry.key, name, shape, offsets, entry.offset, entry.nbytes)
     end = tensors_end
@@ -317,6 +319,11 @@ def _header(
     # through the table's number of words; MAX_HEADER_BYTES above bounds that.
     capacity = data_start - 8 if data_start else len(text)
     return capacity.to_bytes(8, "little") + text
+
+
+def file_bytes(table_offset: int) -> int:
+    """The size of a data file whose checksums begin at ``table_offset``."""
+    return table_offset + 4 * (_blocks(table_offset) + 1)
 
 
 def _blocks(nbytes: int) -> int:

@@ -149,11 +149,8 @@ class _WholePlanner(LoadPlanner):
     ) -> None:
         assert metadata is not None
         self._paths = metadata.planner_data
-        self._stored = {
-            name: saved
-            for name, saved in metadata.state_dict_metadata.items()
-            if name in self._names
-        }
+        stored = metadata.state_dict_metadata
+        self._stored = {name: stored[name] for name in stored if name in self._names}
 
     def create_local_plan(self) -> LoadPlan:
         items = []

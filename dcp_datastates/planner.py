@@ -30,12 +30,14 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.dcp.fields import plans_in_objects
 from dcp_datastates.dcp.shards import holds_shards, shard_with
 from dcp_datastates.errors import DataStatesError
+from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.metadata_objects import catalog_metadata
+from dcp_datastates.format.validate import validate
 from dcp_datastates.lazy.capture import Capture
 from dcp_datastates.lazy.devices import HOST
 from dcp_datastates.lazy.ownership import local_tensor
 from dcp_datastates.lazy.tensors import check_storable
 from dcp_datastates.planning.assignment import assign
-from dcp_datastates.planning.catalog import Catalog, Ints
 from dcp_datastates.planning.columns import LocalPlan
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.final import FinalPlan
@@ -44,7 +46,6 @@ from dcp_datastates.planning.messages import Answer, Offer
 from dcp_datastates.planning.prepared import Prepared
 from dcp_datastates.planning.replicas import Held
 from dcp_datastates.planning.session import Session, SessionMeta
-from dcp_datastates.planning.validate import catalog_metadata, validate
 from dcp_datastates.planning.whole import Coordinator, PlannedMetadata
 
 __all__ = ["DataStatesSavePlanner", "Foreseen", "Share", "is_unchanged"]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.publish import warn_if_replaced
-from dcp_datastates.committed import load_metadata
+from dcp_datastates.committed import open_committed
 from dcp_datastates.config import parse_host_cache_size
 from dcp_datastates.damage import some_of
 from dcp_datastates.engine import DEFAULT_HOST_CACHE_BYTES, engine
@@ -33,7 +33,8 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
     UnsafeObjectError,
 )
-from dcp_datastates.metadata import Note, read_note
+from dcp_datastates.format.metadata import Note
+from dcp_datastates.format.metadata_objects import metadata_of, note_of
 from dcp_datastates.restore import restore
 from dcp_datastates.storage import local
 from dcp_datastates.stored_names import as_keys, is_under, unread
@@ -131,7 +132,7 @@ class DataStatesReader(StorageReader):
         if "rank" in kwargs and self._failure is not None:
             return Metadata({})
         try:
-            metadata = load_metadata(self._directory())
+            metadata = metadata_of(open_committed(self._directory()).table)
         except DataStatesError as error:
             self._failure = error
             raise
@@ -150,7 +151,7 @@ class DataStatesReader(StorageReader):
             raise failure
         self._metadata = metadata
         self._asked = None
-        self._note = read_note(metadata, self._directory() / local.METADATA_NAME)
+        self._note = note_of(metadata)
         warn_if_replaced(Path(os.path.realpath(self._directory())))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -240,7 +241,7 @@ class DataStatesReader(StorageReader):
         self, directory: Path, note: Note, error: CheckpointNotFoundError
     ) -> DataStatesError:
         try:
-            now = read_note(load_metadata(directory), directory / local.METADATA_NAME).attempt
+            now = open_committed(directory).note.attempt
         except CheckpointNotFoundError:
             return CheckpointReplacedError(
                 f"{directory}: attempt {note.attempt.name} was removed while it was being loaded, by retain or delete, "

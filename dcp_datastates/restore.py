@@ -29,9 +29,9 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
     StorageError,
 )
+from dcp_datastates.format.metadata import FileRecord, Note
 from dcp_datastates.lazy.devices import HOST, THROUGH_TORCH, fences, place
 from dcp_datastates.lazy.ownership import local_tensor
-from dcp_datastates.metadata import FileRecord, Note
 
 __all__ = ["restore"]
 
@@ -323,12 +323,13 @@ def _affected(
 ) -> str:
     """Which tensors the damaged block holds bytes of; those that were asked for come first."""
     relative_path = Path(fault.path).relative_to(directory).as_posix()
-    asked = Contents({request.item.storage_index: request.info for request in requests})
+    asked = Contents.of_places((request.item.storage_index, request.info) for request in requests)
     record: FileRecord | None = note.files.get(relative_path)
     whole = fault.operation == "fstat"  # a wrong size
     if whole or (record is not None and fault.offset >= record.table_offset):
         names = asked.names(relative_path, 0, sys.maxsize)
         return f"(the file's checksums or size; {some_of(names)} cannot be verified)"
     block = (relative_path, fault.offset, fault.offset + BLOCK_BYTES)
-    names = asked.names(*block) + Contents(metadata.storage_data).names(*block)
+    others = Contents.of_places(metadata.storage_data.items())
+    names = asked.names(*block) + others.names(*block)
     return f"(bytes of {some_of(tuple(dict.fromkeys(names)))})" if names else "(the file's header)"

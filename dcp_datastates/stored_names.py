@@ -51,11 +51,12 @@ def chosen(names: Iterable[str], keys: frozenset[str]) -> list[str]:
 
 def unread(stored: Mapping[str, object], asked: set[str]) -> list[str]:
     """Those of the names in ``stored`` that were not ``asked`` for; what has no bytes does not count."""
-    return [
-        name
-        for name, saved in stored.items()
-        if name not in asked and not (isinstance(saved, TensorStorageMetadata) and 0 in saved.size)
-    ]
+    left = [name for name in stored if name not in asked]  # of the others no entry is made for this
+    return [name for name in left if not _is_empty(stored[name])]
+
+
+def _is_empty(saved: object) -> bool:
+    return isinstance(saved, TensorStorageMetadata) and 0 in saved.size
 
 
 def _prefixes(name: str) -> Iterator[str]:

@@ -31,12 +31,12 @@ from dcp_datastates.errors import (
     StorageError,
     UnsupportedStateError,
 )
+from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.layout import FileLayout, SealedFile, TensorEntry, lay_out
 from dcp_datastates.lazy.devices import HOST, THROUGH_TORCH, dense, fences, place
 from dcp_datastates.lazy.ownership import STABLE, local_tensor
 from dcp_datastates.lazy.snapshot import Snapshot
 from dcp_datastates.lazy.tensors import add_region, check_storable
-from dcp_datastates.metadata import FileRecord
 from dcp_datastates.planner import DataStatesSavePlanner, Share
 from dcp_datastates.planning.prepared import Prepared, report_of
 from dcp_datastates.planning.replicas import sample

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import assert_same, load, load_everything, raises, save, zeros
-from support.files import data_files, flip_bit, metadata_trailer, read_file, reseal_metadata
+from support.files import data_files, flip_bit, read_file
+from support.metadata import file_of, parts_of, rewritten
 from support.states import filled
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, DataStatesError
@@ -124,6 +125,14 @@ def test_metadata_that_was_cut_short_is_seen(keep, checkpoint):
         load_everything(checkpoint)
 
 
+def test_metadata_without_their_table_are_damaged_and_not_taken_for_stock_dcp(checkpoint):
+    path = checkpoint / ".metadata"
+    path.write_bytes(parts_of(path).pickled)
+    dcp.FileSystemReader(checkpoint).read_metadata()
+    with raises(CheckpointCorruptError, "no checksums at its end"):
+        load_everything(checkpoint)
+
+
 class _Malice:
     def __init__(self, victim):
         self.victim = victim
@@ -132,37 +141,35 @@ class _Malice:
         return os.mkdir, (str(self.victim),)
 
 
-@pytest.mark.parametrize("with_trailer", [False, True])
-@pytest.mark.parametrize("where", ["all of it", "in planner_data"])
-def test_a_malicious_pickle_runs_nothing(with_trailer, where, checkpoint, tmp_path_factory):
+@pytest.mark.parametrize("with_table", [False, True])
+def test_a_malicious_pickle_runs_nothing(with_table, checkpoint, tmp_path_factory):
+    """It is not even looked at: with a table behind it that is whole, the checkpoint loads."""
     victim = tmp_path_factory.mktemp("victim") / "created"
-    path = checkpoint / ".metadata"
-    good = path.read_bytes()
-    if where == "all of it":
-        malicious = pickle.dumps(_Malice(victim))
-    else:
-        metadata = pickle.loads(good)
-        metadata.planner_data["x"] = _Malice(victim)
-        malicious = pickle.dumps(metadata)
+    malicious = pickle.dumps(_Malice(victim))
     pickle.loads(malicious)
     assert victim.exists(), "the pickle must be able to do harm, or this test shows nothing"
     victim.rmdir()
-    path.write_bytes(malicious + (metadata_trailer(malicious) if with_trailer else b""))
-    with raises((CheckpointCorruptError, CheckpointNotFoundError)):
-        load_everything(checkpoint)
+    path = checkpoint / ".metadata"
+    if with_table:
+        expected = load_everything(checkpoint)
+        parts = parts_of(path)
+        parts.pickled = malicious
+        path.write_bytes(file_of(parts))
+        assert_same(load_everything(checkpoint), expected)
+    else:
+        path.write_bytes(malicious)
+        with raises((CheckpointCorruptError, CheckpointNotFoundError)):
+            load_everything(checkpoint)
     assert not victim.exists()
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/hostname"])
 def test_metadata_that_points_outside_of_the_checkpoint_is_refused(name, checkpoint):
-    path = checkpoint / ".metadata"
+    def point_outside(parts):
+        parts.document["files"][0][0] = name
 
-    def point_outside(metadata):
-        for info in metadata.storage_data.values():
-            info.relative_path = name
-
-    reseal_metadata(path, point_outside)
-    with raises(DataStatesError):
+    rewritten(checkpoint, point_outside)
+    with raises(CheckpointCorruptError, name):
         load_everything(checkpoint)
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import committed, load_everything, raises, save
-from support.files import flip_bit, reseal_metadata
+from support.files import flip_bit
+from support.metadata import with_format
 
 from dcp_datastates import (
     CheckpointNotFoundError,
@@ -191,14 +192,17 @@ def test_a_symbolic_link_is_refused_with_what_it_points_to(path, tmp_path):
     assert link.is_symlink()
 
 
-def test_damaged_metadata_can_be_deleted_and_those_of_a_newer_release_are_not(path):
+def test_damaged_metadata_can_be_deleted_and_those_of_another_format_are_not(path):
+    good = (path / ".metadata").read_bytes()
     save({"w": torch.ones(3)}, path.with_name("step-4"))
     flip_bit(path.with_name("step-4") / ".metadata", 50)
     delete(path.with_name("step-4"))
     assert not path.with_name("step-4").exists()
-    reseal_metadata(
-        path / ".metadata", lambda metadata: vars(metadata)["dcp_datastates"].update(version=99)
-    )
-    with pytest.raises(StorageError, match="version 99"):
-        delete(path)
+    for number in (1, 99):
+        file = path / ".metadata"
+        file.write_bytes(with_format(file.read_bytes(), number))
+        with pytest.raises(StorageError, match=f"has format {number}"):
+            delete(path)
+        assert file.exists()
+        file.write_bytes(good)
     assert committed(path)

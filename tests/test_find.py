@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import assert_same, committed, load_everything, raises, save
-from support.files import data_files, flip_bit, reseal_metadata
+from support.files import data_files, flip_bit
+from support.metadata import with_format
 
 from dcp_datastates import (
     ConfigurationError,
@@ -162,13 +163,25 @@ def _lose_all(path):
 
 
 def _another_version(path):
-    def change(metadata):
-        metadata.dcp_datastates["version"] = 99
-
-    reseal_metadata(path / ".metadata", change)
+    file = path / ".metadata"
+    file.write_bytes(with_format(file.read_bytes(), 99))
 
 
-STRUCTURAL = [_damage_metadata, _cut_metadata, _cut, _grow, _lose, _lose_all, _another_version]
+def _the_first_version(path):
+    file = path / ".metadata"
+    file.write_bytes(with_format(file.read_bytes(), 1))
+
+
+STRUCTURAL = [
+    _damage_metadata,
+    _cut_metadata,
+    _cut,
+    _grow,
+    _lose,
+    _lose_all,
+    _another_version,
+    _the_first_version,
+]
 
 
 @pytest.mark.parametrize("damage", STRUCTURAL, ids=lambda damage: damage.__name__)
@@ -304,8 +317,9 @@ def test_a_damaged_one_goes_once_enough_good_ones_are_newer(damage, root):
     assert not (root / "step-9").exists()
 
 
-def test_one_of_a_newer_release_is_never_deleted(root, caplog):
-    _another_version(root / "step-9")
+@pytest.mark.parametrize("other", [_another_version, _the_first_version])
+def test_one_of_another_format_is_never_deleted(other, root, caplog):
+    other(root / "step-9")
     assert retain(root, keep=1) == [root / "step-10"]
     assert committed(root / "step-9")
     assert "step-9" in caplog.text

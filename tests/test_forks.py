@@ -39,8 +39,8 @@ VALID_IN_A_CHILD = {
     "dcp_datastates.forks": "the registry itself",
     "dcp_datastates.lazy.devices": "what was logged; a child with the parent's CUDA context is lost anyway",
     "dcp_datastates.lazy.ownership": "the optimizers exist in the child, too",
-    "dcp_datastates.metadata_check": "caches of constants",
-    "dcp_datastates.planning.emit": "caches of constants",
+    "dcp_datastates.format.metadata_check": "caches of constants",
+    "dcp_datastates.format.metadata_pickle": "caches of constants",
     "dcp_datastates.storage.operations": "numbers of a trace",
     "dcp_datastates.write": "a line that was logged",
 }

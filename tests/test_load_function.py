@@ -10,7 +10,6 @@ from support.files import data_files, flip_bit
 from support.metadata import rewritten
 from support.scripts import run_script
 from support.states import Opinion, filled
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_datastates import (
     CheckpointCorruptError,
@@ -128,9 +127,14 @@ def test_shards_of_many_ranks_are_put_together(tmp_path):
     assert_same(load(tmp_path), state)
 
 
-def _forget_a_chunk(metadata):
-    del metadata.state_dict_metadata["w"].chunks[1]
-    del metadata.storage_data[MetadataIndex("w", (10, 0))]
+def _forget_a_chunk(parts):
+    columns, place = parts.columns, parts.place("w")
+    columns["counts"][parts.document["names"].index("w")] -= 1
+    for name in ("chunk_files", "chunk_offsets", "chunk_lengths"):
+        del columns[name][place + 1]
+    first = 2 * place if parts.document["names"][0] == "w" else place
+    for name in ("offsets", "sizes"):
+        del columns[name][first + 2 : first + 4]
 
 
 def test_a_tensor_of_which_a_part_was_never_saved_is_refused_by_name(tmp_path):

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from dcp_datastates.planning import ragged
+from dcp_datastates.format import ragged
+from dcp_datastates.format.chunk_table import Catalog
+from dcp_datastates.format.metadata_objects import catalog_metadata
+from dcp_datastates.format.validate import validate
 from dcp_datastates.planning.assignment import FinalPlan, assign
-from dcp_datastates.planning.catalog import Catalog
 from dcp_datastates.planning.columns import LocalPlan
-from dcp_datastates.planning.validate import catalog_metadata, validate
 
 quick = settings(deadline=None, max_examples=150)
 
@@ -591,7 +592,7 @@ def test_far_ends_do_not_overflow():
 
 def test_validation_takes_no_pairs_of_a_fine_grid(monkeypatch):
     """300 x 300 chunks, cut in rows that do not meet: pairs would be 4 billion."""
-    monkeypatch.setattr("dcp_datastates.planning.validate._overlapping_pair", None)
+    monkeypatch.setattr("dcp_datastates.format.validate._overlapping_pair", None)
     chunks = [
         Box((row * 10 + column % 10, column), (10, 1))
         for column in range(300)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import assert_same, load_everything, raises, save
-from support.metadata import rewritten
+from support.checkpoints import assert_same, raises, save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from dcp_datastates import DataStatesSavePlanner, load, verify
+from dcp_datastates import DataStatesSavePlanner, load
 
 
 def _state():
@@ -30,16 +29,3 @@ def test_converting_to_torch_save_says_what_converts_it_and_that_does(tmp_path):
         dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
     torch.save(load(tmp_path / "c"), tmp_path / "c.pt")
     assert_same(torch.load(tmp_path / "c.pt", weights_only=True), _state())
-
-
-def test_checkpoints_of_before_load(tmp_path):
-    save(_state(), tmp_path)
-
-    def forget(metadata):
-        for info in metadata.storage_data.values():
-            del info.transform_descriptors
-
-    rewritten(tmp_path, forget)
-    assert_same(load(tmp_path), _state())
-    assert_same(load_everything(tmp_path), _state())
-    assert verify(tmp_path).whole

@@ -1,6 +1,6 @@
 """What is in a checkpoint, or in a directory of checkpoints, by its metadata and the names on storage.
 
-Nothing is unpickled but the metadata, by an allow-listed unpickler; no data file is opened.
+Nothing is unpickled, and no data file is opened.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
-
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_datastates.attempt import Attempt
 from dcp_datastates.checkpoints.find import flaw
@@ -28,7 +25,7 @@ from dcp_datastates.checkpoints.listing import (
 )
 from dcp_datastates.committed import Committed, open_committed
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
-from dcp_datastates.metadata import FileRecord
+from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.storage import attempts, local, lock
 from dcp_datastates.text import count, size
 
@@ -249,20 +246,19 @@ def _uncommitted_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _contents(committed: Committed) -> tuple[tuple[Tensor, ...], tuple[Object, ...]]:
-    sizes = {
-        index.fqn: info.length
-        for index, info in committed.metadata.storage_data.items()
-        if isinstance(info, _StorageInfo)
-    }
+    catalog = committed.table.catalog
+    shapes = iter(catalog.shapes.tolist())
+    lengths = iter(committed.table.placement.object_lengths.tolist())
     tensors, objects = [], []
-    for name, saved in committed.metadata.state_dict_metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
-            dtype: torch.dtype = saved.properties.dtype
-            nbytes = math.prod(saved.size) * dtype.itemsize
-            short = str(dtype).removeprefix("torch.")
-            tensors.append(Tensor(name, tuple(saved.size), short, nbytes, len(saved.chunks)))
-        else:
-            objects.append(Object(name, sizes.get(name, 0)))
+    columns = (catalog.properties.tolist(), catalog.ndims.tolist(), catalog.counts.tolist())
+    for name, properties, ndim, chunks in zip(catalog.names, *columns, strict=True):
+        if properties < 0:
+            objects.append(Object(name, next(lengths)))
+            continue
+        dtype = catalog.table[properties].dtype
+        shape = tuple(islice(shapes, ndim))
+        nbytes = math.prod(shape) * dtype.itemsize
+        tensors.append(Tensor(name, shape, str(dtype).removeprefix("torch."), nbytes, chunks))
     return (
         tuple(sorted(tensors, key=lambda tensor: natural_order(tensor.name))),
         tuple(sorted(objects, key=lambda element: natural_order(element.name))),

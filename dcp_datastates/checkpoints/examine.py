@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
-from dcp_datastates.checkpoints.agreement import Agreement, impossible_size
+from dcp_datastates.checkpoints.agreement import Agreement
 from dcp_datastates.committed import wrong_size
 from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import StorageError
-from dcp_datastates.metadata import FileRecord
+from dcp_datastates.format.metadata import FileRecord
 
 __all__ = ["Examination", "Progress"]
 
@@ -86,8 +86,7 @@ class Examination:
         self._directory = directory
         self._contents = contents
         self._agreement = agreement
-        # What cannot be a data file is the metadata's damage, and reported as such.
-        self._files = [record for record in files.values() if impossible_size(record) is None]
+        self._files = list(files.values())
         self._total = sum(record.nbytes for record in self._files)
         self._stopped = threading.Event()
         self._header_lock = threading.Lock()  # held while a header is in memory

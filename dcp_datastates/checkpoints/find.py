@@ -15,7 +15,7 @@ from dcp_datastates.checkpoints.listing import Found, checkpoints, newest_first,
 from dcp_datastates.checkpoints.verify import verify as verify_bytes
 from dcp_datastates.committed import Committed, wrong_size
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.metadata import FileRecord
+from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.storage import local
 
 __all__ = ["Verification", "check_verification", "flaw", "latest"]

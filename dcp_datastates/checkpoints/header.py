@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
-from dcp_datastates.layout import MAX_HEADER_BYTES
+from dcp_datastates.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 
 __all__ = ["Header", "HeaderEntry", "read_header"]
 
@@ -23,16 +23,13 @@ _MAX_BYTES: Final = (1 << 63) - 1
 _MAX_DIMENSIONS: Final = 64
 _MAX_DIGITS: Final = 19  # of 2^63 - 1
 
-# Bits of an element, by the names of safetensors 0.8.
 _BITS: Final[Mapping[str, int]] = {
-    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
-    **dict.fromkeys(("F32", "I32", "U32"), 32),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
-    **dict.fromkeys(("BOOL", "I8", "U8"), 8),
-    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **{name: 8 * dtype.itemsize for dtype, name in SAFETENSORS_NAME.items()},
+    **dict.fromkeys(("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+"""Of an element, by the names of safetensors 0.8: those that this package writes, and all others."""
 
 
 @dataclass(frozen=True)

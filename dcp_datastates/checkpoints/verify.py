@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from dcp_datastates.checkpoints.agreement import Agreement
 from dcp_datastates.checkpoints.examine import Examination, Progress
 from dcp_datastates.committed import Committed, open_committed
@@ -92,22 +90,21 @@ def verify(
         committed = open_committed(directory)
     except CheckpointCorruptError as error:
         return _unopened(directory, error, time.monotonic() - began)
-    contents = Contents(committed.metadata.storage_data)
-    agreement = Agreement(committed.metadata, committed.note, contents)
+    contents = Contents.of_table(committed.table)
+    agreement = Agreement(committed.table, contents)
     damages = list(agreement.of_metadata())
     examination = Examination(directory, committed.note.files, contents, agreement)
     damages += examination.run(threads, progress)
     if damages:
         _refuse_if_replaced(committed)
-    saved = committed.metadata.state_dict_metadata.values()
-    tensors = sum(isinstance(value, TensorStorageMetadata) for value in saved)
+    tensors = int((committed.table.catalog.properties >= 0).sum())
     return Report(
         path=directory,
         attempt=committed.note.attempt.name,
         files=len(committed.note.files),
         nbytes=committed.nbytes,
         tensors=tensors,
-        objects=len(saved) - tensors,
+        objects=len(committed.table.catalog.names) - tensors,
         seconds=time.monotonic() - began,
         damages=tuple(sorted(damages, key=_place)),
     )

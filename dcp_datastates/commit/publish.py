@@ -38,7 +38,8 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.failpoints import hit
 from dcp_datastates.forks import ProcessLock
-from dcp_datastates.metadata import FileRecord, Note, decode, encode, encode_columns, read_note
+from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, encode
+from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.planning.whole import PlannedMetadata
 from dcp_datastates.storage import attempts, local, operations
 from dcp_datastates.storage.claims import Claim
@@ -198,7 +199,7 @@ def _now_published(directory: Path) -> Attempt | None:
 def published_attempt(directory: Path) -> Attempt:
     """Which attempt is committed there. Raises OSError or :class:`CheckpointCorruptError`."""
     path = directory / local.METADATA_NAME
-    return read_note(decode(path.read_bytes(), path), path).attempt
+    return decode(path.read_bytes(), path).note.attempt
 
 
 def _document(meta: StorageMeta, claim: Claim, consolidated: Consolidated) -> bytes:
@@ -216,7 +217,7 @@ def _document(meta: StorageMeta, claim: Claim, consolidated: Consolidated) -> by
     metadata.storage_data = storage_data
     metadata.storage_meta = meta
     metadata.version = DCP_VERSION
-    return encode(metadata, Note(claim.attempt, files, claim.after))
+    return encode(table_of(metadata, Note(claim.attempt, files, claim.after)))
 
 
 def _planned_document(meta: StorageMeta, claim: Claim, metadata: PlannedMetadata) -> bytes:
@@ -226,12 +227,14 @@ def _planned_document(meta: StorageMeta, claim: Claim, metadata: PlannedMetadata
         for name, nbytes, table_offset in report.files:
             path = f"{attempt.name}/{name}"
             files[path] = FileRecord(path, nbytes, table_offset)
-    return encode_columns(
-        metadata.whole.catalog,
-        metadata.whole.placement(metadata.reports, attempt.name),
-        meta,
-        DCP_VERSION,
-        Note(attempt, files, claim.after),
+    return encode(
+        MetadataTable(
+            metadata.whole.catalog,
+            metadata.whole.placement(metadata.reports, attempt.name),
+            Note(attempt, files, claim.after),
+            meta,
+            DCP_VERSION,
+        )
     )
 
 

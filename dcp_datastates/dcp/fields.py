@@ -4,6 +4,8 @@ A release of torch may add a field; 2.15 added ``TensorProperties.strides``. Its
 
 - A new field of ``TensorProperties`` goes wherever the properties go: through plans in columns, digests and metadata.
 - With a new field of any other class, DCP plans the save itself, in objects: that is slower, and loses nothing.
+- In ``.metadata`` they lie in the table, as plain values (``format/values.py``), and not in the pickle, which
+  older releases could not open then. A value that is not plain is left out, and a warning says so once.
 
 All ranks of a job run the same torch, so what is said of a class here holds on each of them.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final, cast
 
@@ -31,7 +33,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 __all__ = [
-    "complete",
     "further_fields",
     "further_of",
     "further_values",
@@ -94,25 +95,6 @@ def is_field_name(kind: type, name: object) -> bool:
     )
 
 
-def complete(kind: type, instances: Iterable[object]) -> None:
-    """Give instances that come from the file of an older torch the fields which that one did not have.
-
-    Only those whose default is made for each instance: other defaults are attributes of the class.
-    """
-    if not further_fields(kind):
-        return
-    factories = {
-        field.name: field.default_factory
-        for field in dataclasses.fields(kind)
-        if field.name not in _KNOWN[kind] and field.default_factory is not dataclasses.MISSING
-    }
-    if factories:
-        for each in instances:
-            for name, make in factories.items():
-                if name not in vars(each):
-                    vars(each)[name] = make()
-
-
 # --- properties of tensors ----------------------------------------------------------------------------
 
 
@@ -155,9 +137,9 @@ def with_further(properties: TensorProperties, values: Sequence[Any]) -> TensorP
     return dataclasses.replace(properties, **named)
 
 
-def set_further(properties: TensorProperties, values: Mapping[str, Any]) -> None:
-    """Give ``properties`` these values, also those of fields that this torch does not have."""
-    vars(properties).update(values)
+def set_further(instance: object, values: Mapping[str, Any]) -> None:
+    """Give an instance of one of DCP's classes these values, also those of fields that this torch does not have."""
+    vars(instance).update(values)
 
 
 def pack_value(value: Any) -> bytes:

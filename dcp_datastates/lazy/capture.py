@@ -26,6 +26,7 @@ from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.dcp.fields import further_values, with_further
 from dcp_datastates.dcp.shards import any_hold_shards, take_shards_of
 from dcp_datastates.errors import DeviceError
+from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.lazy.device_copies import DeviceCopies
 from dcp_datastates.lazy.devices import (
     HOST,
@@ -46,7 +47,6 @@ from dcp_datastates.lazy.tensors import (
     tensor_over,
 )
 from dcp_datastates.lazy.walk import Columns, Staged, walk
-from dcp_datastates.planning.catalog import Ints
 from dcp_datastates.planning.fingerprint import Fingerprint, fingerprint
 
 __all__ = ["Capture", "DeferredTensors", "capture", "look"]

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from .catalog import Catalog, Ints
+from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.ragged import fingerprints, leaders, positions, starts_of
+
 from .columns import LocalPlan
 from .cutting import SPLIT_FROM, cut_line, quotas, to_least_loaded
 from .final import FinalPlan
 from .holdings import Holdings, gather
-from .ragged import fingerprints, leaders, positions, starts_of
 
 __all__ = ["FinalPlan", "assign"]
 

@@ -24,10 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_datastates.dcp.fields import further_of, set_further
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.ragged import positions, starts_of, volumes
 
-from .catalog import Ints
 from .packing import pack, pack_ints, pack_objects, unpack, unpack_ints, unpack_objects
-from .ragged import positions, starts_of, volumes
 
 __all__ = ["OBJECT", "SHARD", "TENSOR", "Head", "LocalPlan", "digest_of", "properties_key"]
 
@@ -45,7 +45,7 @@ Head: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class LocalPlan:
-    """N items in the order of the stock plan; of each, what :class:`~.catalog.Catalog` calls ragged.
+    """N items in the order of the stock plan; of each, what ``Catalog`` calls ragged.
 
     Arrays are not to be changed: plans share them.
     """

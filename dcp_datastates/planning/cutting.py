@@ -11,7 +11,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from .catalog import Ints
+from dcp_datastates.format.chunk_table import Ints
 
 __all__ = ["LEAST_SLICE", "SPLIT_FROM", "cut_line", "quotas", "to_least_loaded"]
 

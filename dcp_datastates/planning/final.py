@@ -8,10 +8,11 @@ from functools import cached_property
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
 
-from .catalog import Ints
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.ragged import positions, starts_of
+
 from .columns import SHARD, LocalPlan, digest_of
 from .packing import pack, pack_ints, unpack, unpack_ints
-from .ragged import positions, starts_of
 
 __all__ = ["FinalPlan"]
 

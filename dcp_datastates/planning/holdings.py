@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from .catalog import Ints
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.ragged import Hashes, fingerprints, leaders, starts_of, volumes
+
 from .columns import SHARD, LocalPlan
 from .names import Names, agree
-from .ragged import Hashes, fingerprints, leaders, starts_of, volumes
 
 __all__ = ["Holdings", "gather"]
 

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-from .catalog import Ints
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.ragged import positions, starts_of
+
 from .columns import LocalPlan, properties_key
-from .ragged import positions, starts_of
 
 __all__ = ["Names", "agree"]
 

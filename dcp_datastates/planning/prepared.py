@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates._native import SaveFile, Transfer
 from dcp_datastates.forks import ProcessLock
+from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.layout import FileLayout, SealedFile, lay_out
 from dcp_datastates.lazy.ownership import STABLE
-from dcp_datastates.planning.catalog import Ints
 from dcp_datastates.planning.report import Report
 
 __all__ = ["Prepared", "report_of"]

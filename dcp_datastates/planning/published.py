@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.dcp.fields import further_fields, known_fields
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.metadata import decode, read_note
+from dcp_datastates.format.metadata import decode
+from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.storage.local import METADATA_NAME
 
 __all__ = ["FIELDS", "PublishedMetadata"]
@@ -43,17 +44,18 @@ class PublishedMetadata(Metadata):
             raise DataStatesError("this save has not been written yet; its metadata cannot be read")
         path = Path(self.directory) / METADATA_NAME
         try:
-            found = decode(path.read_bytes(), path)
+            table = decode(path.read_bytes(), path)
         except FileNotFoundError:
             raise DataStatesError(
                 f"nothing is committed at {self.directory!r}: wait for the save's future, or writer.committed"
             ) from None
-        attempt = read_note(found, path).attempt.name
+        attempt = table.note.attempt.name
         if attempt != self.attempt:
             raise DataStatesError(
                 f"{self.directory!r} holds attempt {attempt}; that of this save, {self.attempt}, is not "
                 f"committed, or was replaced"
             )
+        found = metadata_of(table)
         vars(self).update({name: getattr(found, name) for name in FIELDS}, **vars(found))
 
     def __reduce__(self) -> Any:

@@ -17,8 +17,8 @@ import numpy as np
 
 from dcp_datastates._native import sample_words
 from dcp_datastates.errors import ReplicasDifferError
+from dcp_datastates.format.chunk_table import Ints
 
-from .catalog import Ints
 from .columns import LocalPlan
 from .final import FinalPlan
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dcp_datastates.planning.catalog import Ints
+from dcp_datastates.format.chunk_table import Ints
 
 __all__ = ["Report", "Told"]
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.planning.catalog import Catalog, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.planning.columns import Head, LocalPlan
 from dcp_datastates.planning.final import FinalPlan
 from dcp_datastates.planning.messages import Answer, Offer

@@ -19,7 +19,7 @@
 namespace datastates {
 namespace {
 
-constexpr std::int64_t kMaxDims = 64;  // torch allows as many; scan_pickle takes no more
+constexpr std::int64_t kMaxDims = 64;  // as in torch
 
 // At most, in bytes; rounded up.
 constexpr std::size_t kGetBytes = 5;

@@ -35,7 +35,7 @@ inline constexpr std::size_t kWords = 20;
 
 using Ints = std::span<const std::int64_t>;
 
-/// The columns of Catalog and Placement (dcp_datastates/planning/catalog.py says what they hold).
+/// The columns of Catalog and Placement (dcp_datastates/format/chunk_table.py says what they hold).
 struct MetadataColumns {
     Ints properties, ndims, shapes, counts, offsets, sizes;
     Ints chunk_files, chunk_offsets, chunk_lengths;

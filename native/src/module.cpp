@@ -5,14 +5,12 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "crc32c.h"
 #include "fault.h"
-#include "pickle_scan.h"
 #include "python_arguments.h"
 #include "python_gil.h"
 #include "python_support.h"
@@ -52,12 +50,6 @@ std::vector<std::uint64_t> sample(const py::sequence& addresses, const py::seque
     return sample_words(regions, seed, guarded);
 }
 
-std::optional<std::string> scan(const py::buffer& data) {
-    const PyBufferView view(data, PyBUF_SIMPLE);
-    const GilRelease release;
-    return scan_pickle(view.bytes());
-}
-
 }  // namespace
 }  // namespace datastates
 
@@ -83,7 +75,6 @@ PYBIND11_MODULE(_native, module) {
     module.def("crc32c_implementation", &crc32c_implementation);
     module.def("sample_words", &sample, py::arg("addresses"), py::arg("sizes"), py::arg("seed"),
                py::arg("guarded") = false);
-    module.def("scan_pickle", &scan, py::arg("data"));
 
     bind_transfer(module);
     bind_devices(module);

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from dcp_datastates.planning.pickling import metadata_pickler
 
 __all__ = [
     "DataFile",
     "crc32c",
     "data_files",
     "flip_bit",
-    "metadata_trailer",
     "read_file",
     "reseal",
-    "reseal_metadata",
 ]
 
 BLOCK = 1 << 20
@@ -101,19 +94,3 @@ def reseal(path: Path, change: Callable[[bytearray], None]) -> None:
     words = b"".join(crc32c(block).to_bytes(4, "little") for block in blocks)
     raw[stop:] = words + crc32c(words).to_bytes(4, "little")
     path.write_bytes(raw)
-
-
-def reseal_metadata(path: Path, change: Callable[[Any], None]) -> None:
-    """Change the Metadata object in a ``.metadata`` file, whose checksum fits again."""
-    metadata = pickle.loads(path.read_bytes())
-    change(metadata)
-    written = io.BytesIO()
-    metadata_pickler(written).dump(metadata)
-    body = written.getvalue()
-    path.write_bytes(body + metadata_trailer(body))
-
-
-def metadata_trailer(body: bytes) -> bytes:
-    """A trailer as the package itself would write it, from the layout that its docstring gives."""
-    head = struct.pack("<8sQI", b"DCPDST\x00\x01", len(body), crc32c(body))
-    return head + struct.pack("<I", crc32c(head))

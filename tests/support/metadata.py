@@ -1,38 +1,103 @@
-"""Metadata files made to order: whole as far as their checksums tell, and anything inside."""
+"""Metadata files made to order: whole as far as their checksums tell, and anything inside.
+
+Written from the layout that the package documents (``dcp_datastates/format/trailer.py``), without its code.
+"""
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dcp_datastates._native import (
     crc32c,
 )  # compared with support.files.crc32c in test_native_contract
-from dcp_datastates.planning.pickling import metadata_pickler
 
-__all__ = ["body_of", "rewritten", "with_trailer"]
+__all__ = ["COLUMNS", "Parts", "ended", "file_of", "parts_of", "rewritten", "with_format"]
 
-
-def with_trailer(body: bytes) -> bytes:
-    """A metadata file around any pickle, as the package's layout has it."""
-    head = struct.pack("<8sQI", b"DCPDST\x00\x01", len(body), crc32c(body))
-    return body + head + struct.pack("<I", crc32c(head))
-
-
-def body_of(path: Path) -> bytes:
-    """The pickle in a checkpoint's metadata file."""
-    return Path(path, ".metadata").read_bytes()[:-24]
+COLUMNS = (
+    *("properties", "ndims", "shapes", "counts", "offsets", "sizes"),
+    *("chunk_files", "chunk_offsets", "chunk_lengths"),
+    *("object_files", "object_offsets", "object_lengths"),
+)
+_CODES = {1: "B", 2: "H", 4: "I", 8: "q"}
+_END_BYTES = 24
 
 
-def rewritten(path: Path, change: Callable[[Any], Any]) -> None:
-    """Have ``change`` alter a checkpoint's Metadata object, and write the file again, checksums and all."""
-    metadata = pickle.loads(body_of(path))
-    replaced = change(metadata)
-    written = io.BytesIO()
-    metadata_pickler(written).dump(metadata if replaced is None else replaced)
-    body = written.getvalue()
-    Path(path, ".metadata").write_bytes(with_trailer(body))
+@dataclass
+class Parts:
+    """A ``.metadata`` file, taken apart. ``document`` may be JSON or bytes; columns are lists of integers."""
+
+    pickled: bytes
+    document: Any
+    columns: dict[str, list[int]]
+    entries: list[tuple[int, int]] = field(default_factory=list)
+    """Of the directory; empty to have it made."""
+
+    def place(self, name: str) -> int:
+        """Where the place of the first chunk of ``name`` is in the columns of places."""
+        number = self.document["names"].index(name)
+        return sum(self.columns["counts"][:number])
+
+
+def parts_of(path: Path) -> Parts:
+    """The file of the checkpoint at ``path``, or the file itself."""
+    path = Path(path)
+    return _apart((path / ".metadata" if path.is_dir() else path).read_bytes())
+
+
+def _apart(data: bytes) -> Parts:
+    magic, number, pickle_bytes, count, checksum = struct.unpack("<6s2sQII", data[-_END_BYTES:])
+    assert (magic, number, count) == (b"DCPDST", b"\0\2", 1 + len(COLUMNS))
+    assert crc32c(data[:-4]) == checksum
+    directory = len(data) - _END_BYTES - 9 * count
+    entries = list(struct.iter_unpack("<BQ", data[directory:-_END_BYTES]))
+    at, values = pickle_bytes, []
+    for width, length in entries:
+        values.append(list(struct.unpack_from(f"<{length}{_CODES[width]}", data, at)))
+        at += width * length
+    assert at == directory
+    document = json.loads(bytes(values[0]))
+    return Parts(data[:pickle_bytes], document, dict(zip(COLUMNS, values[1:], strict=True)))
+
+
+def file_of(parts: Parts) -> bytes:
+    """The bytes of a file with these parts; each integer of a column that is too large wraps around."""
+    document = parts.document
+    if not isinstance(document, bytes):
+        document = json.dumps(document).encode()
+    bodies, entries = [document], [(1, len(document))]
+    for name in COLUMNS:
+        values = parts.columns[name]
+        width = 4 if all(0 <= value < 1 << 32 for value in values) else 8
+        wrapped = [(value + (1 << 63)) % (1 << 64) - (1 << 63) for value in values]
+        bodies.append(struct.pack(f"<{len(values)}{_CODES[width]}", *wrapped))
+        entries.append((width, len(values)))
+    directory = b"".join(struct.pack("<BQ", *entry) for entry in parts.entries or entries)
+    return ended(parts.pickled + b"".join(bodies) + directory, len(parts.pickled))
+
+
+def ended(data: bytes, pickle_bytes: int, number: int = 2, count: int = 1 + len(COLUMNS)) -> bytes:
+    """``data`` with an end behind it, whose checksum fits."""
+    end = struct.pack("<6s2sQI", b"DCPDST", number.to_bytes(2, "big"), pickle_bytes, count)
+    return data + end + struct.pack("<I", crc32c(data + end))
+
+
+def with_format(data: bytes, number: int) -> bytes:
+    """The file with another number of its format. Format 1 had another end."""
+    (pickle_bytes,) = struct.unpack_from("<Q", data, len(data) - 16)
+    if number != 1:
+        return ended(data[:-_END_BYTES], pickle_bytes, number)
+    pickled = data[:pickle_bytes]
+    head = struct.pack("<8sQI", b"DCPDST\0\1", len(pickled), crc32c(pickled))
+    return pickled + head + struct.pack("<I", crc32c(head))
+
+
+def rewritten(path: Path, change: Callable[[Parts], None]) -> None:
+    """Have ``change`` alter the parts of a checkpoint's metadata, and write the file again, checksum and all."""
+    parts = parts_of(path)
+    change(parts)
+    Path(path, ".metadata").write_bytes(file_of(parts))

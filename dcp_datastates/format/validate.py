@@ -9,69 +9,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from .catalog import Catalog, Ints
+from .chunk_table import Catalog, Ints
 from .ragged import positions, starts_of, volumes
 
-__all__ = ["catalog_metadata", "validate"]
+__all__ = ["Undecided", "validate"]
+
+_STEPS_PER_BOX: Final = 64
+_SPARE_STEPS: Final = 1 << 20
 
 
-def validate(catalog: Catalog, *, filled: bool) -> list[str]:
+class Undecided(ValueError):
+    """Whether chunks overlap would take longer to find out than any real job's do."""
+
+
+def validate(catalog: Catalog, *, filled: bool, thorough: bool = True) -> list[str]:
     """What is wrong, in the order of names; of each kind of fault a tensor has one message, for the first chunk.
 
     ``filled``: the chunks must make up each tensor (stock asks for it when there is more than one rank). As in
-    stock, nothing is said of tensors without dimensions.
+    stock, nothing is said of tensors without dimensions. ``thorough=False`` is for catalogs that come from
+    anywhere: chunks that are made to take for ever raise :class:`Undecided`.
     """
     chunks = _Chunks.of(catalog)
-    found = [*_out_of_bounds(catalog, chunks), *_overlaps(catalog, chunks)]
+    found = [*_out_of_bounds(catalog, chunks), *_overlaps(catalog, chunks, thorough)]
     if filled:
         found += _unfilled(catalog, chunks)
     return [message for _, message in sorted(found, key=lambda entry: entry[0])]
-
-
-def catalog_metadata(catalog: Catalog) -> Metadata:
-    """The catalog as objects, as stock planners make them: for writers that know nothing else."""
-    offsets, sizes, shapes = (
-        column.tolist() for column in (catalog.offsets, catalog.sizes, catalog.shapes)
-    )
-    stored: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    shape_at = at = 0
-    for name, properties, ndim, count in zip(
-        catalog.names,
-        catalog.properties.tolist(),
-        catalog.ndims.tolist(),
-        catalog.counts.tolist(),
-        strict=True,
-    ):
-        if properties < 0:
-            stored[name] = BytesStorageMetadata()
-            continue
-        shape = torch.Size(shapes[shape_at : shape_at + ndim])
-        shape_at += ndim
-        begins = [at + ndim * number for number in range(count)]
-        at += ndim * count
-        stored[name] = TensorStorageMetadata(
-            catalog.table[properties],
-            shape,
-            [
-                ChunkStorageMetadata(
-                    torch.Size(offsets[begin : begin + ndim]),
-                    torch.Size(sizes[begin : begin + ndim]),
-                )
-                for begin in begins
-            ],
-        )
-    mappings = None if catalog.mappings is None else dict(catalog.mappings)
-    return Metadata(stored, planner_data=mappings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +82,7 @@ def _unfilled(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
         yield tensor, f"key:{catalog.names[tensor]} invalid fill {figures}"
 
 
-def _overlaps(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
+def _overlaps(catalog: Catalog, chunks: _Chunks, thorough: bool) -> Iterator[tuple[int, str]]:
     several = catalog.counts[chunks.tensor] > 1
     for dimensions in np.unique(chunks.ndims[several & (chunks.ndims > 0)]).tolist():
         members = np.flatnonzero(several & (chunks.ndims == dimensions))
@@ -122,24 +90,30 @@ def _overlaps(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
         begins = catalog.offsets[where]
         ends = begins + catalog.sizes[where]
         told = -1
-        for cluster in _inseparable(chunks.tensor[members], begins, ends):
+        for cluster in _inseparable(chunks.tensor[members], begins, ends, thorough):
             tensor = int(chunks.tensor[members[cluster[0]]])
-            pair = None if tensor == told else _overlapping_pair(begins[cluster], ends[cluster])
+            pair = (
+                None
+                if tensor == told
+                else _overlapping_pair(begins[cluster], ends[cluster], thorough)
+            )
             if pair is not None:
                 told = tensor
                 one, other = (_box(catalog, chunks, members[cluster[at]]) for at in pair)
                 yield tensor, f"key:{catalog.names[tensor]} has overlapping chunks: {one} {other}"
 
 
-def _inseparable(tensor: Ints, begins: Ints, ends: Ints) -> list[Ints]:
+def _inseparable(tensor: Ints, begins: Ints, ends: Ints, thorough: bool) -> list[Ints]:
     """Boxes that no dimension separates, in lists of two and more, by tensor.
 
     ``tensor``: (M,), ascending; the corners are (M, D).
     """
     boxes, group = np.arange(len(tensor)), tensor
     dimensions = begins.shape[1]
-    dimension = in_vain = 0
+    dimension = in_vain = steps = 0
     while len(boxes) and in_vain < dimensions:
+        steps += len(boxes)
+        _check_steps(steps, len(tensor) * dimensions, thorough)
         before = (len(boxes), np.count_nonzero(np.diff(group)))
         along = (begins[boxes, dimension], ends[boxes, dimension])
         kept, group = _separated(group, *along)
@@ -178,12 +152,18 @@ def _reach(group: Ints, ends: Ints) -> Ints:
     return values[raised - group * len(values)]
 
 
-def _overlapping_pair(begins: Ints, ends: Ints) -> tuple[int, int] | None:
+def _check_steps(steps: int, boxes: int, thorough: bool) -> None:
+    if not thorough and steps > _STEPS_PER_BOX * boxes + _SPARE_STEPS:
+        raise Undecided("the chunks of a tensor are too entangled to see whether they overlap")
+
+
+def _overlapping_pair(begins: Ints, ends: Ints, thorough: bool) -> tuple[int, int] | None:
     """Two of these boxes that overlap; the corners are (n, D)."""
     along = int(np.argmax([len(np.unique(column)) for column in begins.T]))
     order = np.lexsort((ends[:, along], begins[:, along]))
     begins, ends = begins[order], ends[order]
     reach = np.searchsorted(begins[:, along], ends[:, along])
+    _check_steps(int((reach - np.arange(len(order))).sum()), len(order), thorough)
     for at in np.flatnonzero(reach > np.arange(len(order)) + 1).tolist():
         later = slice(at + 1, reach[at])
         hit = ((begins[later] < ends[at]) & (begins[at] < ends[later])).all(axis=1)

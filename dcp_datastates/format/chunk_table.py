@@ -6,7 +6,6 @@ under the GIL; as arrays, nothing of that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-__all__ = ["Catalog", "Ints", "Placement"]
+__all__ = ["Catalog", "FileRecord", "Ints", "Placement"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -41,8 +40,24 @@ class Catalog:
     """Ragged, C entries: of each chunk in its tensor, in elements; chunks of one name follow one another."""
     sizes: Ints
     """Ragged, C entries, as ``offsets``."""
-    mappings: Mapping[str, tuple[Any, ...]] | None
-    """``Metadata.planner_data``: the path of each name in the state dict; None if it was not flattened."""
+    mappings: Any
+    """``Metadata.planner_data``. Of DCP's planners and ours: the path of each name in the state dict, a tuple of keys
+    and list indices; None if it was not flattened.
+    """
+
+    def owners(self) -> Ints:
+        """(C + O,): whose each row of a placement is, as an index into ``names``: all chunks, then all objects."""
+        numbers = np.arange(len(self.names))
+        return np.concatenate([np.repeat(numbers, self.counts), numbers[self.properties < 0]])
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One data file of a checkpoint: what a reader must know before opening it. Sizes in bytes."""
+
+    relative_path: str
+    nbytes: int
+    table_offset: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,3 +77,11 @@ class Placement:
     """(O,)"""
     object_offsets: Ints
     object_lengths: Ints
+
+    def rows(self) -> tuple[Ints, Ints, Ints]:
+        """Files, offsets and lengths, each (C + O,): all chunks, then all objects."""
+        return (
+            np.concatenate([self.chunk_files, self.object_files]),
+            np.concatenate([self.chunk_offsets, self.object_offsets]),
+            np.concatenate([self.chunk_lengths, self.object_lengths]),
+        )

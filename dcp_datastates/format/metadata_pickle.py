@@ -1,6 +1,6 @@
 """The pickle of a checkpoint's ``Metadata``, written from columns.
 
-What is there once (names, paths, properties, notes) Python's own pickler writes; the chunks, a million of them,
+What is there once (names, paths, properties) Python's own pickler writes; the chunks, a million of them,
 native code writes, referring to those through the unpickler's memo::
 
     PROTO 4
@@ -8,28 +8,30 @@ native code writes, referring to those through the unpickler's memo::
         state_dict_metadata: (words, names, table)      a placeholder, for the memo's sake
         planner_data: ...
         storage_data: (paths,)                          another one
-        storage_meta, version, dcp_datastates
+        storage_meta, version
         state_dict_metadata: {...}              native, from here; a key that comes again replaces its value
         storage_data: {...}
     STOP
 
-The placeholders are gone before the unpickler gives the dict to the instance. There is no other place for
-them: nothing that ``scan_pickle`` passes takes a value off the stack again.
+The placeholders are gone before the unpickler gives the dict to the instance. Fields that only some releases of torch
+have are not in the pickle: in the properties of tensors they would keep older releases from opening it.
 """
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import struct
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any, Final, TypeAlias
+from enum import Enum
+from typing import IO, Any, Final, TypeAlias
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -42,14 +44,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates._native import metadata_pickle
-from dcp_datastates.planning.catalog import Catalog, Ints, Placement
-from dcp_datastates.planning.pickling import metadata_pickler
+from dcp_datastates.dcp.fields import portable
 from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
 
-__all__ = ["NOTE", "emit"]
+from .chunk_table import Catalog, Ints, Placement
 
-NOTE: Final = "dcp_datastates"
-"""The attribute of ``Metadata`` that is this package's."""
+__all__ = ["emit"]
 
 _PROTOCOL: Final = 3
 """The last one without frames, which would enclose opcodes that are cut off."""
@@ -84,15 +84,12 @@ def emit(
     placement: Placement,
     storage_meta: StorageMeta | None,
     version: str | None,
-    note: Mapping[str, Any],
 ) -> bytes:
-    """A pickle of the ``Metadata`` that the columns describe, with ``note`` as its attribute :data:`NOTE`.
+    """A pickle of the ``Metadata`` that the columns describe, which ``metadata_check`` has found to be sound.
 
-    Raises :class:`ValueError` for columns that are inconsistent, and for names and paths that
-    ``metadata.decode`` would refuse. Gives the GIL up while it writes the chunks; nobody may change the arrays
-    meanwhile.
+    Raises :class:`ValueError` for columns that are inconsistent. Gives the GIL up while it writes the chunks; the
+    arrays must not change meanwhile.
     """
-    _check_types("paths", placement.paths, str)
     start = _starts.get(catalog)
     if start is None:
         start = _starts[catalog] = _Start.of(catalog)
@@ -103,7 +100,6 @@ def emit(
             _attribute("storage_data", _listed(placement.paths, first)),
             _attribute("storage_meta", _pickled(storage_meta)),
             _attribute("version", _pickled(version)),
-            _attribute(NOTE, _pickled(dict(note))),
         )
     )
     paths = np.arange(first, first + len(placement.paths), dtype=np.int64)
@@ -126,7 +122,7 @@ def _attribute(name: str, value: bytes) -> bytes:
 def _pickled(value: object) -> bytes:
     """Opcodes that put nothing in the memo: what goes there is for :class:`_Start` and :func:`_listed` to say."""
     written = io.BytesIO()
-    pickler = metadata_pickler(written, _PROTOCOL)
+    pickler = _pickler(written)
     pickler.fast = True
     pickler.dump(value)
     return _without_ends(written)
@@ -163,9 +159,8 @@ class _Start:
 
     @staticmethod
     def of(catalog: Catalog) -> _Start:
-        _check(catalog)
         written = io.BytesIO()
-        pickler = metadata_pickler(written, _PROTOCOL)
+        pickler = _pickler(written)
         opcodes = b""
 
         def put(value: object) -> None:
@@ -181,7 +176,7 @@ class _Start:
         put("state_dict_metadata")
         put((_WORDS, catalog.names, catalog.table))
         put("planner_data")
-        put(None if catalog.mappings is None else dict(catalog.mappings))
+        put(catalog.mappings)
         memo = pickler.memo.copy()
         return _Start(
             opcodes,
@@ -199,20 +194,24 @@ def _places(memo: _Memo, objects: Sequence[object]) -> Ints:
     return np.fromiter((memo[id(each)][0] for each in objects), np.int64, len(objects))
 
 
-def _check(catalog: Catalog) -> None:
-    """Of what is pickled as it is given; the arrays are checked where they are read."""
-    _check_types("names", catalog.names, str)
-    _check_types("table", catalog.table, TensorProperties)
-    if len(set(catalog.names)) != len(catalog.names):
-        raise ValueError("names has a name twice")
-    if catalog.mappings is not None:
-        _check_types("a name in mappings", catalog.mappings, str)
-        _check_types("a path in mappings", catalog.mappings.values(), tuple)
-        _check_types("a path in mappings", chain.from_iterable(catalog.mappings.values()), str, int)
+def _by_value(member: Enum) -> tuple[type[Enum], tuple[Any]]:
+    return type(member), (member.value,)
 
 
-def _check_types(what: str, values: Iterable[object], *allowed: type) -> None:
-    for kind in set(map(type, values)):
-        if kind not in allowed:
-            expected = " or ".join(each.__name__ for each in allowed)
-            raise ValueError(f"{what} has a {kind.__name__} where it must have {expected}")
+# Python 3.11.0 to 3.11.3 pickle a member as a call of getattr, which no reader of untrusted files may allow.
+_ENUMS: Final = [
+    each
+    for each in vars(dcp_metadata).values()
+    if isinstance(each, type) and issubclass(each, Enum) and each is not Enum
+]
+_REDUCERS: Final[dict[type, Any]] = {
+    **dict.fromkeys(_ENUMS, _by_value),
+    TensorProperties: portable,
+}
+
+
+def _pickler(file: IO[bytes]) -> pickle.Pickler:
+    """A pickler that writes the same from every Python, and properties of tensors so that every torch can read them."""
+    pickler = pickle.Pickler(file, _PROTOCOL)
+    pickler.dispatch_table = copyreg.dispatch_table | _REDUCERS
+    return pickler

@@ -1,0 +1,61 @@
+"""The ``.metadata`` file: a pickle for DCP's own tools, and the same as a table for this package.
+
+The pickle is what stock DCP writes: ``Metadata`` with ``_StorageInfo`` entries and relative paths, and no field that
+some release of torch does not have. Behind it lies a table of columns (:mod:`dcp_datastates.format.trailer`). Only
+that is read here: no metadata are unpickled, and nothing in the file names a class or function to call.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+from dcp_datastates.errors import ConfigurationError, UnreadableMetadataError
+
+from . import trailer, values
+from .chunk_table import FileRecord
+from .metadata_check import MetadataError, check
+from .metadata_document import read_document, write_document
+from .metadata_pickle import emit
+from .metadata_table import MetadataTable, Note
+
+__all__ = ["FileRecord", "MetadataTable", "Note", "decode", "encode", "refused"]
+
+
+def encode(table: MetadataTable) -> bytes:
+    """The bytes of a ``.metadata`` file.
+
+    Raises :class:`ConfigurationError` if :func:`decode` would refuse it, or if a planner's data have no place in it: a
+    checkpoint that cannot be opened must not be committed.
+    """
+    try:
+        check(table.catalog, table.placement, table.note.files)
+        document = write_document(table)
+        pickled = emit(table.catalog, table.placement, table.storage_meta, table.version)
+    except (MetadataError, values.ValueRefused, TypeError, pickle.PicklingError) as error:
+        raise refused(error) from error
+    return trailer.append(pickled, document, table.catalog, table.placement)
+
+
+def decode(data: bytes, path: Path) -> MetadataTable:
+    """What the bytes of the ``.metadata`` file at ``path`` say, well-formed in all that DCP and this package rely on.
+
+    Raises :class:`CheckpointCorruptError` if the bytes are not whole, :class:`UnreadableMetadataError` if they
+    hold anything but metadata of the format that this release knows. Time and memory are linear in the length.
+    """
+    document, columns = trailer.parse(data, path)
+    try:
+        table = read_document(document, columns)
+        check(table.catalog, table.placement, table.note.files)
+    except (MetadataError, values.ValueRefused) as error:
+        raise UnreadableMetadataError(f"{path}: not checkpoint metadata: {error}") from error
+    return table
+
+
+def refused(error: Exception) -> ConfigurationError:
+    """What to say of metadata that must not be written."""
+    return ConfigurationError(
+        f"the checkpoint's metadata could not be opened again: {error}; a planner must keep its planner_data to "
+        f"plain dicts with strings as keys, lists, tuples, strings and numbers, and the ranks that hold a tensor "
+        f"must save together"
+    )

@@ -1,0 +1,244 @@
+"""Whether the columns of a checkpoint's metadata are what its readers take them for: lengths, ranges, and places.
+
+A checksum shows damage, not intent, and a planner may be anyone's: what :mod:`dcp_datastates.restore` and DCP's load
+planners rely on is checked here, before a file is written and when one is opened, so that nothing after it meets a
+surprise. A checkpoint has millions of chunks, so whatever is done per chunk is done on columns.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from dcp_datastates.layout import file_bytes
+
+from .chunk_table import Catalog, FileRecord, Ints, Placement
+from .ragged import volumes
+from .validate import Undecided, validate
+
+__all__ = ["MAX_BYTES", "MetadataError", "check", "described"]
+
+MAX_BYTES: Final = (1 << 63) - 1
+"""What a file offset can be (``off_t``), and what torch takes as a size."""
+
+_MAX_DIMENSIONS: Final = 64
+"""As in torch."""
+
+_MAX_SPARSITY: Final = 1 << 16
+"""How many times the data files' bytes a tensor may be: a rank that saves alone stores its shard only."""
+
+_SPARE_LIST_ITEMS: Final = 1 << 24
+"""Items of lists that ``planner_data`` may name no value for, in all: 128 MiB, which a planner that keeps
+other tuples there does not reach."""
+
+
+class MetadataError(ValueError):
+    """The metadata are malformed; the message says where."""
+
+
+def described(value: object) -> str:
+    """``value`` for a message, whatever a file made of it: short, and without walking through it."""
+    if value is None or isinstance(value, (bool, int, str)):
+        text = repr(value)
+        return text if len(text) <= 200 else f"{text[:200]}…"
+    return f"a {type(value).__name__}"
+
+
+def check(catalog: Catalog, placement: Placement, files: Mapping[str, FileRecord]) -> None:
+    """Raise :class:`MetadataError` unless the columns agree, chunks lie in their tensors and none on another,
+    bytes lie in the data files and none on another, and no tensor or list is larger than what is stored can account
+    for.
+
+    ``files`` are those of ``placement.paths``. Linear in the size of the columns, but for sorting; what depends on
+    the catalog alone is looked at once for each.
+    """
+    sound = _sound.get(catalog)
+    if sound is None:
+        sound = _sound[catalog] = _check_catalog(catalog)
+    for record in files.values():
+        _check_file(record)
+    if placement.paths != tuple(files):
+        raise MetadataError("the data files of places are not those that are described")
+    limits = [record.table_offset for record in files.values()]
+    there = sum(limits)
+    if sound.largest > _MAX_SPARSITY * there or there > MAX_BYTES:
+        raise MetadataError(
+            f"tensors are said to be larger than the {there} bytes of the data files: {described(sound.name)} has "
+            f"{sound.largest}"
+        )
+    _check_places(catalog, placement, sound.chunk_bytes, np.array(limits, np.int64))
+
+
+class _Sound(NamedTuple):
+    """What is known of a catalog that was found to be sound, in bytes."""
+
+    chunk_bytes: Ints
+    """Of each chunk."""
+    largest: int
+    """The largest tensor, whole."""
+    name: str
+
+
+_sound: weakref.WeakKeyDictionary[Catalog, _Sound] = weakref.WeakKeyDictionary()
+
+
+# --- tensors and chunks -------------------------------------------------------------------------------
+
+
+def _check_catalog(catalog: Catalog) -> _Sound:
+    _check_lengths(catalog)
+    itemsizes = np.array([*(each.dtype.itemsize for each in catalog.table), 0], np.int64)
+    itemsize = itemsizes[catalog.properties]
+    largest, name = _largest(catalog, itemsize)
+    try:
+        wrong = validate(catalog, filled=False, thorough=False)
+    except Undecided as error:
+        raise MetadataError(str(error)) from None
+    if wrong:
+        raise MetadataError(wrong[0])
+    _check_paths(catalog.mappings, catalog.names)
+    of_chunk = np.repeat(np.arange(len(catalog.names)), catalog.counts)
+    chunk_bytes = volumes(catalog.ndims[of_chunk], catalog.sizes) * itemsize[of_chunk]
+    return _Sound(chunk_bytes, largest, name)
+
+
+def _check_lengths(catalog: Catalog) -> None:
+    """Each sum is of numbers that are bounded by then, so that none overflows."""
+    count = len(catalog.names)
+    if len(set(catalog.names)) != count:
+        raise MetadataError("a name is there twice")
+    for name in ("properties", "ndims", "counts"):
+        if len(getattr(catalog, name)) != count:
+            raise MetadataError(f"{name} has another length than names")
+    _check_range("properties", catalog.properties, len(catalog.table), least=-1)
+    _check_range("ndims", catalog.ndims, _MAX_DIMENSIONS + 1)
+    _check_range("counts", catalog.counts, len(catalog.offsets) + count + 1)
+    _check_range("shapes", catalog.shapes, MAX_BYTES)
+    objects = catalog.properties < 0
+    if catalog.ndims[objects].any() or catalog.counts[objects].any():
+        raise MetadataError("an object has dimensions or chunks")
+    scalars = catalog.ndims == 0
+    if (catalog.counts[scalars] > 1).any():
+        raise MetadataError("a tensor without dimensions has several chunks")
+    if int(catalog.ndims.sum()) != len(catalog.shapes):
+        raise MetadataError("shapes has another length than its tensors have dimensions")
+    in_chunks = sum(map(int.__mul__, catalog.ndims.tolist(), catalog.counts.tolist()))
+    if not in_chunks == len(catalog.offsets) == len(catalog.sizes):
+        raise MetadataError(
+            "offsets and sizes have other lengths than their chunks have dimensions"
+        )
+
+
+def _largest(catalog: Catalog, itemsize: Ints) -> tuple[int, str]:
+    """Bytes of the largest tensor, and its name."""
+    sizes = iter(catalog.shapes.tolist())
+    largest, largest_name = 0, ""
+    for name, ndim, nbytes in zip(
+        catalog.names, catalog.ndims.tolist(), itemsize.tolist(), strict=True
+    ):
+        size = list(islice(sizes, ndim))
+        dense = math.prod(size) * nbytes
+        if dense > MAX_BYTES:
+            raise MetadataError(
+                f"{described(name)}: {described(str(size))} is larger than any tensor"
+            )
+        if dense > largest:
+            largest, largest_name = dense, name
+    return largest, largest_name
+
+
+def _check_range(what: str, values: Ints, limit: int, least: int = 0) -> None:
+    if len(values) and (values.min() < least or values.max() >= limit):
+        raise MetadataError(f"{what} has a value that is negative or too large")
+
+
+# --- files and places ---------------------------------------------------------------------------------
+
+
+def _check_file(record: FileRecord) -> None:
+    name = record.relative_path
+    if "\0" in name or not name.isprintable():
+        raise MetadataError(f"a data file is called {described(name)}")
+    if not {"", ".", ".."}.isdisjoint(name.split("/")):  # an absolute path begins with ""
+        raise MetadataError(f"data file {described(name)} lies outside the checkpoint")
+    table = record.table_offset
+    if (
+        not 0 < table < record.nbytes <= MAX_BYTES
+        or table % 4
+        or record.nbytes != file_bytes(table)
+    ):
+        raise MetadataError(
+            f"data file {described(name)} cannot be {record.nbytes} bytes long with its checksums at {table}"
+        )
+
+
+def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, limits: Ints) -> None:
+    objects = int((catalog.properties < 0).sum())
+    for what, count in (("chunk", len(chunk_bytes)), ("object", objects)):
+        for column in ("files", "offsets", "lengths"):
+            if len(getattr(placement, f"{what}_{column}")) != count:
+                raise MetadataError(f"{what}_{column} has another length than there are {what}s")
+    files, offsets, lengths = placement.rows()
+    _check_range("the files of places", files, len(limits))
+    _check_range("the offset of a place", offsets, MAX_BYTES)
+    _check_range("the length of a place", lengths, MAX_BYTES)
+    wrong = np.flatnonzero(lengths[: len(chunk_bytes)] != chunk_bytes)
+    if len(wrong):
+        at = int(wrong[0])
+        raise MetadataError(
+            f"a chunk of {_name(catalog, at)} has {chunk_bytes[at]} bytes, and {lengths[at]} in its data file"
+        )
+    beyond = np.flatnonzero(offsets > limits[files] - lengths)
+    if len(beyond):
+        raise MetadataError(
+            f"bytes of {_name(catalog, int(beyond[0]))} are said to lie behind the end of their data file"
+        )
+    begins = offsets + (np.cumsum(limits) - limits)[files]
+    some = np.flatnonzero(lengths)
+    first, last = np.sort(begins[some]), np.sort(begins[some] + lengths[some])
+    # Spans lie apart if, and only if, each one that begins finds as many ended as have begun before it.
+    if (first[1:] < last[:-1]).any():
+        order = some[np.argsort(begins[some], kind="stable")]
+        reach = np.maximum.accumulate((begins + lengths)[order])
+        at = int(np.flatnonzero(begins[order[1:]] < reach[:-1])[0])
+        one, other = (_name(catalog, int(row)) for row in order[at : at + 2])
+        raise MetadataError(f"places overlap: bytes of {other} lie where those of {one} do")
+
+
+def _name(catalog: Catalog, row: int) -> str:
+    """Whose place it is."""
+    return described(catalog.names[int(catalog.owners()[row])])
+
+
+# --- a flattened state dict's paths ------------------------------------------------------------------
+
+
+def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
+    """Stock planners rebuild the nested state from ``planner_data``: names' paths of keys and list indices.
+
+    A list grows to the largest index in it, which must not be just any number in a file. What else
+    a planner keeps there is its own business.
+    """
+    if not isinstance(planner_data, dict):
+        return
+    indices: set[tuple[object, ...]] = set()
+    largest: dict[tuple[object, ...], int] = {}
+    for fqn in entries:
+        path = planner_data.get(fqn)
+        if type(path) is not tuple or not set(map(type, path)) <= {str, int}:
+            continue
+        path = ("root", *path)  # a string's hash no file can foresee, nor what begins with one
+        for depth, key in enumerate(path):
+            if type(key) is not int:
+                continue
+            if key < 0:
+                raise MetadataError(f"the path of {described(fqn)} has a negative index")
+            indices.add(path[: depth + 1])
+            largest[path[:depth]] = max(largest.get(path[:depth], 0), key)
+    if sum(largest.values(), len(largest)) > 16 * len(indices) + _SPARE_LIST_ITEMS:
+        raise MetadataError("planner_data describe lists that are longer than what is in them")

@@ -1,0 +1,230 @@
+"""The document of a ``.metadata`` file: what of a table is neither chunks nor places, as JSON.
+
+Its keys are these; a "value" is as :mod:`dcp_datastates.format.values` has it:
+
+- ``attempt``, ``after``: the name of the attempt, and of the newest one that was seen when it was claimed, or null
+- ``files``: a list of ``[path, nbytes, table_offset]``, in the order of ``Placement.paths``
+- ``names``: those of ``Catalog.names``
+- ``properties``: those of ``Catalog.table``; of each one, its fields by name, as values
+- ``planner_data``: a value
+- ``version``, ``storage_meta``: of DCP's ``Metadata``; the latter's fields by name, as values, or null
+- ``further``: ``[class, field, values, rows]`` of each field that a torch has added to another class of DCP's: its
+  different values, and for each instance (:func:`rows_of`) which one it has, or -1
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
+
+from dcp_datastates.attempt import Attempt
+from dcp_datastates.dcp.fields import is_field_name, known_fields, set_further
+
+from . import trailer, values
+from .chunk_table import Catalog, FileRecord, Ints, Placement
+from .metadata_check import MetadataError, described
+from .metadata_table import CARRIED, Further, MetadataTable, Note, rows_of
+
+__all__ = ["fields_to_json", "read_document", "warn_of_loss", "write_document"]
+
+logger = logging.getLogger(__name__)
+
+_NONE: Final = np.zeros(0, np.int64)
+
+
+def write_document(table: MetadataTable) -> bytes:
+    """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that have no place in it.
+
+    A field of another torch whose values have none is left out, and a warning says so: nothing here needs it, and a
+    job that has moved to that torch must go on saving.
+    """
+    note, catalog = table.note, table.catalog
+    meta = table.storage_meta
+    try:
+        planner_data = values.to_json(catalog.mappings)
+    except values.ValueRefused as error:
+        raise values.ValueRefused(f"planner_data holds {error}") from None
+    return values.dump(
+        {
+            "attempt": note.attempt.name,
+            "after": None if note.after is None else note.after.name,
+            "files": [
+                [each.relative_path, each.nbytes, each.table_offset] for each in note.files.values()
+            ],
+            "names": catalog.names,
+            "properties": [fields_to_json(each) for each in catalog.table],
+            "planner_data": planner_data,
+            "version": table.version,
+            "storage_meta": None if meta is None else fields_to_json(meta),
+            "further": [
+                [
+                    each.kind,
+                    each.field,
+                    [values.to_json(value) for value in each.values],
+                    each.rows.tolist(),
+                ]
+                for each in table.further
+            ],
+        }
+    )
+
+
+def fields_to_json(instance: Any) -> dict[str, Any]:
+    """All its fields, by name; without those of another torch that have no place."""
+    found = {}
+    kind: Any = type(instance)
+    for name in kind.__dataclass_fields__:
+        if not hasattr(
+            instance, name
+        ):  # made by an older torch, and the default is made for each instance
+            continue
+        try:
+            found[name] = values.to_json(getattr(instance, name))
+        except values.ValueRefused as error:
+            if name in known_fields(kind):
+                raise
+            warn_of_loss(kind.__name__, name, str(error))
+    return found
+
+
+@cache
+def warn_of_loss(kind: str, name: str, why: str) -> None:
+    """Say, once in a process, that a field of another torch is left out of checkpoints."""
+    logger.warning("%s.%s of this torch is left out of checkpoints: it has %s", kind, name, why)
+
+
+def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
+    """The table of this document and these columns; what the columns hold is not looked at.
+
+    Raises :class:`MetadataError` or :class:`ValueRefused` for anything that :func:`write_document` does not write.
+    """
+    found = values.load(data)
+    if type(found) is not dict:
+        raise MetadataError(f"the document is {described(found)}")
+    names = _list(found, "names")
+    if not set(map(type, names)) <= {str}:
+        raise MetadataError("a name is no string")
+    properties = tuple([_properties(each) for each in _list(found, "properties")])
+    files = [_record(each) for each in _list(found, "files")]
+    note = Note(
+        _attempt(found.get("attempt"), "attempt"),
+        {each.relative_path: each for each in files},
+        None if found.get("after") is None else _attempt(found["after"], "after"),
+    )
+    if len(note.files) != len(files):
+        raise MetadataError("a data file is named twice")
+    version, meta = found.get("version"), found.get("storage_meta")
+    if version is not None and type(version) is not str:
+        raise MetadataError(f"version is {described(version)}")
+    table = MetadataTable(
+        Catalog(
+            names=tuple(names),
+            table=properties,
+            mappings=values.from_json(found.get("planner_data")),
+            **{key: columns[key] for key in trailer.CATALOG},
+        ),
+        Placement(paths=tuple(note.files), **{key: columns[key] for key in trailer.PLACEMENT}),
+        note,
+        None if meta is None else _storage_meta(meta),
+        version,
+        tuple([_further(each) for each in _list(found, "further")]),
+    )
+    for each in table.further:
+        if len(each.rows) != rows_of(each.kind, table):
+            raise MetadataError(f"there are {len(each.rows)} of {each.kind}.{each.field}")
+    return table
+
+
+def _list(found: dict[str, Any], key: str) -> list[Any]:
+    value = found.get(key)
+    if type(value) is not list:
+        raise MetadataError(f"{key} is {described(value)}, not a list")
+    return value
+
+
+def _attempt(name: Any, what: str) -> Attempt:
+    attempt = Attempt.parse(name) if type(name) is str else None
+    if attempt is None:
+        raise MetadataError(f"{what} is {described(name)}")
+    return attempt
+
+
+def _record(found: Any) -> FileRecord:
+    if type(found) is not list or list(map(type, found)) != [str, int, int]:
+        raise MetadataError(
+            "a data file is described by something else than its path and two sizes"
+        )
+    return FileRecord(*found)
+
+
+def _fields(found: Any, kind: type) -> dict[str, Any]:
+    """The fields of an instance of one of DCP's classes; those that this torch cannot make are left out."""
+    if type(found) is not dict:
+        raise MetadataError(f"{kind.__name__} is {described(found)}")
+    fields = {}
+    for name, value in found.items():
+        if not is_field_name(kind, name):
+            raise MetadataError(f"{kind.__name__} has {described(name)}, no field of DCP's")
+        try:
+            fields[name] = values.from_json(value)
+        except values.ValueRefused as error:
+            if name in known_fields(kind):
+                raise
+            logger.info("%s.%s cannot be opened, and is left out: %s", kind.__name__, name, error)
+    return fields
+
+
+_PROPERTY_TYPES: Final[Mapping[str, type]] = {
+    "dtype": torch.dtype,
+    "layout": torch.layout,
+    "requires_grad": bool,
+    "memory_format": torch.memory_format,
+    "pin_memory": bool,
+}
+
+
+def _properties(found: Any) -> TensorProperties:
+    fields = _fields(found, TensorProperties)
+    for name, kind in _PROPERTY_TYPES.items():
+        if type(fields.get(name)) is not kind:
+            raise MetadataError(f"{name} of a tensor is {described(fields.get(name))}")
+    properties = TensorProperties()
+    set_further(properties, fields)
+    return properties
+
+
+def _storage_meta(found: Any) -> StorageMeta:
+    meta = StorageMeta()
+    set_further(meta, _fields(found, StorageMeta))
+    return meta
+
+
+def _further(found: Any) -> Further:
+    if type(found) is not list or list(map(type, found)) != [str, str, list, list]:
+        raise MetadataError("a field of another torch is malformed")
+    kind, name, packed, rows = found
+    if (
+        kind not in CARRIED
+        or not is_field_name(CARRIED[kind], name)
+        or name in known_fields(CARRIED[kind])
+    ):
+        raise MetadataError(f"{described(kind)} has {described(name)}, no field of DCP's")
+    if not set(map(type, rows)) <= {int} or any(not -1 <= row < len(packed) for row in rows):
+        raise MetadataError(f"the values of {described(name)} are not there")
+    opened: list[Any] = []
+    kept = []
+    for value in packed:
+        kept.append(len(opened))
+        try:
+            opened.append(values.from_json(value))
+        except values.ValueRefused as error:
+            kept[-1] = -1
+            logger.info("a value of %s.%s is left out: %s", kind, name, error)
+    places = np.array([*kept, -1], np.int64)
+    return Further(kind, name, tuple(opened), places[np.array(rows, np.int64)] if rows else _NONE)

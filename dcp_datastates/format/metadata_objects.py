@@ -1,0 +1,267 @@
+"""DCP's ``Metadata`` object, made of a table of columns.
+
+A job of a thousand ranks has a million chunks, which take seconds to make as objects. So the entries of a ``Metadata``
+that comes from a file are made when they are looked up; copied, pickled or changed, its mappings become plain dicts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any, Final, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from dcp_datastates.errors import DataStatesError
+from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
+
+from .chunk_table import Catalog, Ints, Placement
+from .metadata_table import Further, MetadataTable, Note
+from .ragged import starts_of
+
+__all__ = ["catalog_metadata", "metadata_of", "note_of"]
+
+_NOTE: Final = "dcp_datastates"
+"""The attribute of a ``Metadata`` that comes from a file of this package: its :class:`Note`."""
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def metadata_of(table: MetadataTable) -> Metadata:
+    """What DCP's planners take: the same as an object, whose entries are made when they are looked up."""
+    further: dict[str, list[Further]] = {}
+    for each in table.further:
+        further.setdefault(each.kind, []).append(each)
+    columns = _Columns(table.catalog, further)
+    metadata = Metadata(
+        state_dict_metadata=_Entries(columns),  # type: ignore[arg-type]  # it does all that a dict is asked for
+        planner_data=table.catalog.mappings,
+        storage_data=_Places(columns, table.placement),
+        storage_meta=table.storage_meta,
+        version=table.version,
+    )
+    _carry(metadata, further, 0)
+    vars(metadata)[_NOTE] = table.note
+    return metadata
+
+
+def note_of(metadata: Metadata) -> Note:
+    """The note in what :func:`metadata_of` has made; :class:`DataStatesError` for anything else."""
+    note = vars(metadata).get(_NOTE)
+    if not isinstance(note, Note):
+        raise DataStatesError(
+            "these metadata do not come from DataStatesReader.read_metadata(), which says what belongs to them"
+        )
+    return note
+
+
+def catalog_metadata(catalog: Catalog) -> Metadata:
+    """The catalog as plain objects, as stock planners make them: for writers that know nothing else."""
+    mappings = None if catalog.mappings is None else dict(catalog.mappings)
+    return Metadata(dict(_Entries(_Columns(catalog, {}))), planner_data=mappings)
+
+
+class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
+    """A dict whose values are made when they are looked up. Once it is changed it holds them all."""
+
+    def __init__(self) -> None:
+        self._all: dict[Key, Value] | None = None
+
+    def _made(self, key: Key) -> Value:
+        """The value; KeyError if there is none."""
+        raise NotImplementedError
+
+    def _keys(self) -> Iterator[Key]:
+        raise NotImplementedError
+
+    def _count(self) -> int:
+        raise NotImplementedError
+
+    def _plain(self) -> dict[Key, Value]:
+        if self._all is None:
+            self._all = {key: self._made(key) for key in self._keys()}
+        return self._all
+
+    def __getitem__(self, key: Key) -> Value:
+        return self._made(key) if self._all is None else self._all[key]
+
+    def __setitem__(self, key: Key, value: Value) -> None:
+        self._plain()[key] = value
+
+    def __delitem__(self, key: Key) -> None:
+        del self._plain()[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return self._keys() if self._all is None else iter(self._all)
+
+    def __len__(self) -> int:
+        return self._count() if self._all is None else len(self._all)
+
+    def __repr__(self) -> str:
+        return repr(self._plain())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (self._plain(),)
+
+
+class _Columns:
+    """A catalog, and where in its columns each name's part begins."""
+
+    def __init__(self, catalog: Catalog, further: dict[str, list[Further]]) -> None:
+        self.catalog = catalog
+        self.further = further
+        self.number = {name: number for number, name in enumerate(catalog.names)}
+        self.first_chunk = starts_of(catalog.counts).tolist()
+        self._first_size = starts_of(catalog.ndims).tolist()
+        self._first_value = starts_of(catalog.ndims * catalog.counts).tolist()
+
+    def is_object(self, number: int) -> bool:
+        return bool(self.catalog.properties[number] < 0)
+
+    def shape(self, number: int) -> torch.Size:
+        begin = self._first_size[number]
+        return torch.Size(
+            self.catalog.shapes[begin : begin + int(self.catalog.ndims[number])].tolist()
+        )
+
+    def rows(self, column: Ints, number: int) -> Ints:
+        """(chunks, dimensions): of a tensor's chunks the ``catalog.offsets`` or ``catalog.sizes``."""
+        count, ndim = int(self.catalog.counts[number]), int(self.catalog.ndims[number])
+        begin = self._first_value[number]
+        return column[begin : begin + count * ndim].reshape(count, ndim)
+
+
+class _Entries(_Lazy[str, STORAGE_TYPES]):
+    """``Metadata.state_dict_metadata``. What was made is kept: DCP looks the same entry up again and again."""
+
+    def __init__(self, columns: _Columns) -> None:
+        super().__init__()
+        self._columns = columns
+        self._kept: dict[str, STORAGE_TYPES] = {}
+
+    def _keys(self) -> Iterator[str]:
+        return iter(self._columns.catalog.names)
+
+    def _count(self) -> int:
+        return len(self._columns.catalog.names)
+
+    def _made(self, key: str) -> STORAGE_TYPES:
+        entry = self._kept.get(key)
+        if entry is None:
+            entry = self._kept[key] = self._make(self._columns.number[key])
+        return entry
+
+    def _make(self, number: int) -> STORAGE_TYPES:
+        columns = self._columns
+        if columns.is_object(number):
+            return _carry(BytesStorageMetadata(), columns.further, number)
+        catalog = columns.catalog
+        with _no_garbage_collection():
+            sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks have the same
+            chunks = [
+                ChunkStorageMetadata(
+                    torch.Size(begin), sizes.get(size) or sizes.setdefault(size, torch.Size(size))
+                )
+                for begin, size in zip(
+                    _tuples(columns.rows(catalog.offsets, number)),
+                    _tuples(columns.rows(catalog.sizes, number)),
+                    strict=True,
+                )
+            ]
+        if columns.further:
+            for row, chunk in enumerate(chunks, columns.first_chunk[number]):
+                _carry(chunk, columns.further, row)
+        properties = catalog.table[int(catalog.properties[number])]
+        entry = TensorStorageMetadata(properties, columns.shape(number), chunks)
+        return _carry(entry, columns.further, number)
+
+
+def _tuples(rows: Ints) -> Iterable[tuple[int, ...]]:
+    """Each row; made as they are taken."""
+    count, ndim = rows.shape
+    return zip(*[iter(rows.ravel().tolist())] * ndim, strict=True) if ndim else [()] * count
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Thousands of new objects, none of them in a cycle, would be searched for cycles again and again: four fifths of
+    the time that a million chunks take to make.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Places(_Lazy[MetadataIndex, _StorageInfo]):
+    """``Metadata.storage_data``: first all chunks, then all objects. Each look makes a place anew."""
+
+    def __init__(self, columns: _Columns, placement: Placement) -> None:
+        super().__init__()
+        self._columns = columns
+        self._paths = placement.paths
+        self._rows = placement.rows()
+        objects = np.flatnonzero(columns.catalog.properties < 0).tolist()
+        self._chunks = len(placement.chunk_files)
+        self._objects = {number: row for row, number in enumerate(objects, self._chunks)}
+
+    def _keys(self) -> Iterator[MetadataIndex]:
+        columns, names = self._columns, self._columns.catalog.names
+        for number, name in enumerate(names):
+            for place, begin in enumerate(columns.rows(columns.catalog.offsets, number).tolist()):
+                row = columns.first_chunk[number] + place
+                yield _carry(MetadataIndex(name, begin, place), columns.further, row)
+        for number, row in self._objects.items():
+            yield _carry(MetadataIndex(names[number]), columns.further, row)
+
+    def _count(self) -> int:
+        return len(self._rows[0])
+
+    def _made(self, key: MetadataIndex) -> _StorageInfo:
+        row = self._row(key)
+        file, offset, length = (int(column[row]) for column in self._rows)
+        info = _StorageInfo(self._paths[file], offset, length, TRANSFORM_DESCRIPTORS)
+        return _carry(info, self._columns.further, row)
+
+    def _row(self, key: MetadataIndex) -> int:
+        if not isinstance(key, MetadataIndex):
+            raise KeyError(key)
+        number = self._columns.number[key.fqn]
+        if (key.offset is None) != (number in self._objects):
+            raise KeyError(key)
+        if key.offset is None:
+            return self._objects[number]
+        begins = self._columns.rows(self._columns.catalog.offsets, number)
+        wanted, hint = list(key.offset), key.index
+        if hint is None or not 0 <= hint < len(begins) or begins[hint].tolist() != wanted:
+            try:
+                hint = begins.tolist().index(wanted)
+            except ValueError:
+                raise KeyError(key) from None
+        return int(self._columns.first_chunk[number] + hint)
+
+
+_Instance = TypeVar("_Instance")
+
+
+def _carry(instance: _Instance, further: dict[str, list[Further]], row: int) -> _Instance:
+    """The instance, with the fields that another torch has given it."""
+    for each in further.get(type(instance).__name__, ()):
+        if each.rows[row] >= 0:
+            vars(instance)[each.field] = each.values[each.rows[row]]
+    return instance

@@ -1,0 +1,82 @@
+"""All that a ``.metadata`` file says, in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from dcp_datastates.attempt import Attempt
+
+from .chunk_table import Catalog, FileRecord, Ints, Placement
+
+__all__ = ["CARRIED", "Further", "MetadataTable", "Note", "rows_of"]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What this package notes in the metadata of a checkpoint.
+
+    ``after``: the newest attempt that was there, or beside it, when this one was claimed; None if that is not known.
+    """
+
+    attempt: Attempt
+    files: Mapping[str, FileRecord]
+    after: Attempt | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Further:
+    """A field that not every torch has, of a class of DCP's whose instances are in columns."""
+
+    kind: str
+    field: str
+    values: tuple[Any, ...]
+    rows: Ints
+    """For each instance (:func:`rows_of`) the index of its value; -1 if it has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class MetadataTable:
+    """All that a ``.metadata`` file says. ``placement.paths`` are the keys of ``note.files``, in order."""
+
+    catalog: Catalog
+    placement: Placement
+    note: Note
+    storage_meta: StorageMeta | None = None
+    version: str | None = None
+    further: Sequence[Further] = ()
+
+
+CARRIED: Final[Mapping[str, type]] = {
+    kind.__name__: kind
+    for kind in (
+        Metadata,
+        TensorStorageMetadata,
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        MetadataIndex,
+        _StorageInfo,
+    )
+}
+"""The classes whose instances are in columns; to the others' new fields the document gives a place by itself."""
+
+
+def rows_of(kind: str, table: MetadataTable) -> int:
+    """How many instances a column of a class's new field is for."""
+    if kind == "Metadata":
+        return 1
+    if kind in ("TensorStorageMetadata", "BytesStorageMetadata"):
+        return len(table.catalog.names)  # each has its rows, and nothing in those of the other
+    chunks = len(table.placement.chunk_files)
+    return chunks if kind == "ChunkStorageMetadata" else chunks + len(table.placement.object_files)

@@ -1,0 +1,137 @@
+"""Python values as JSON: those of planners, and of fields that a newer torch has given to DCP's classes.
+
+Numbers, strings, None, booleans and lists are themselves. Anything else is an object with one key, which says what
+it is::
+
+    (1, 2)                          {"tuple": [1, 2]}
+    torch.Size((1, 2))              {"Size": [1, 2]}
+    {"a": 1}                        {"dict": {"a": 1}}
+    b"a"                            {"bytes": "61"}
+    torch.float32                   {"dtype": "float32"}
+    torch.strided                   {"layout": "strided"}
+    torch.channels_last             {"memory_format": "channels_last"}
+    an enumeration's member         {"enum": ["Name", "MEMBER"]}    of those in torch.distributed.checkpoint.metadata
+
+Keys of dicts are strings: their hashes differ from process to process, so that no file can have a dict take for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+
+__all__ = ["ValueRefused", "dump", "from_json", "load", "to_json"]
+
+_MAX_DEPTH: Final = 50
+_HEXADECIMAL: Final = re.compile(r"([0-9a-f]{2})*")
+_MAX_DIGITS: Final = 100  # reading a million digits takes a million times a million steps
+
+_NAMED: Final[Mapping[str, Mapping[str, Any]]] = {
+    kind.__name__: {name: value for name, value in vars(torch).items() if isinstance(value, kind)}
+    for kind in (torch.dtype, torch.layout, torch.memory_format)
+}
+
+
+class ValueRefused(ValueError):
+    """A value that has no place in the metadata, or JSON that describes none; the message says which."""
+
+
+def to_json(value: Any, depth: int = 0) -> Any:
+    """``value`` in what ``json`` can write; :class:`ValueRefused` for what has no place there."""
+    kind = type(value)
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int:
+        if abs(value) >= 10**_MAX_DIGITS:
+            raise ValueRefused(f"an integer of more than {_MAX_DIGITS} digits")
+        return value
+    if depth > _MAX_DEPTH:
+        raise ValueRefused(f"values nested deeper than {_MAX_DEPTH}")
+    if kind in (list, tuple, torch.Size):
+        items = [to_json(item, depth + 1) for item in value]
+        return items if kind is list else {kind.__name__: items}
+    if kind is dict:
+        for key in value:
+            if type(key) is not str:
+                raise ValueRefused(f"a dict with a key of type {type(key).__name__}")
+        return {"dict": {key: to_json(item, depth + 1) for key, item in value.items()}}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if kind.__name__ in _NAMED:
+        name = str(value).removeprefix("torch.")
+        if _NAMED[kind.__name__].get(name) is value:
+            return {kind.__name__: name}
+    if isinstance(value, Enum) and vars(dcp_metadata).get(kind.__name__) is kind:
+        return {"enum": [kind.__name__, value.name]}
+    raise ValueRefused(f"a value of type {kind.__module__}.{kind.__qualname__}")
+
+
+def from_json(found: Any, depth: int = 0) -> Any:
+    """The value that :func:`to_json` has described; :class:`ValueRefused` if it has not described this."""
+    kind = type(found)
+    if kind is not list and kind is not dict:
+        return found
+    if depth > _MAX_DEPTH:
+        raise ValueRefused(f"values nested deeper than {_MAX_DEPTH}")
+    if kind is list:
+        return [from_json(item, depth + 1) for item in found]
+    if len(found) != 1:
+        raise ValueRefused(f"an object with {len(found)} keys")
+    ((tag, content),) = found.items()
+    if type(content) is list:
+        if tag == "tuple":
+            return tuple([from_json(item, depth + 1) for item in content])
+        if tag == "Size" and set(map(type, content)) <= {int}:
+            return _size(content)
+        if tag == "enum" and list(map(type, content)) == [str, str]:
+            return _member(*content)
+    elif tag == "dict" and type(content) is dict:
+        return {key: from_json(item, depth + 1) for key, item in content.items()}
+    elif type(content) is str:
+        if tag in _NAMED and content in _NAMED[tag]:
+            return _NAMED[tag][content]
+        if tag == "bytes" and _HEXADECIMAL.fullmatch(content):
+            return bytes.fromhex(content)
+    raise ValueRefused(f"a value of an unknown kind, {str(tag)[:100]!r}")
+
+
+def _size(items: list[int]) -> torch.Size:
+    if any(abs(item) >> 63 for item in items):
+        raise ValueRefused("a torch.Size of what are no sizes")
+    return torch.Size(items)
+
+
+def _member(name: str, member: str) -> Enum:
+    kind = vars(dcp_metadata).get(name)
+    if isinstance(kind, type) and issubclass(kind, Enum) and member in kind.__members__:
+        return kind[member]
+    raise ValueRefused(f"{name[:100]}.{member[:100]}, which this torch does not have")
+
+
+def dump(content: Any) -> bytes:
+    """JSON of what ``json`` can write; strings of any kind, in ASCII."""
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def load(data: bytes) -> Any:
+    """What :func:`dump` has written. :class:`ValueRefused`: it is no JSON, nests too deeply, or has huge numbers."""
+    try:
+        return json.loads(data.decode(), parse_int=_integer)
+    except RecursionError:
+        raise ValueRefused("JSON that nests too deeply") from None
+    except ValueRefused:
+        raise
+    except ValueError as error:
+        raise ValueRefused(f"no JSON: {str(error)[:200]}") from None
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS + 1:
+        raise ValueRefused(f"a number of {len(digits)} digits")
+    return int(digits)
