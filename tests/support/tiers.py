@@ -17,7 +17,7 @@ def sampled(values: Iterable[Any], keep: Collection[Any] | Callable[[Any], bool]
     """Parameters for ``parametrize``: ``make test`` takes those that ``keep`` names, thorough the others.
 
     Args:
-        values: as for ``parametrize``; a tuple is one value for each of several names.
+        values: as for ``parametrize``; a tuple has one value for each of several names (else: ``pytest.param(tuple)``).
         keep: values, or their ids; or whether to keep one.
     """
     given = list(values)
@@ -33,8 +33,11 @@ def sampled(values: Iterable[Any], keep: Collection[Any] | Callable[[Any], bool]
 def _is_kept(value: Any, keep: Collection[Any] | Callable[[Any], bool]) -> bool:
     if callable(keep):
         return keep(value)
-    name = value.id if isinstance(value, ParameterSet) else str(value)
-    return value in keep or name in keep
+    plain, name = value, str(value)
+    if isinstance(value, ParameterSet):
+        plain = value.values[0] if len(value.values) == 1 else value.values
+        name = value.id if value.id is not None else str(plain)
+    return plain in keep or name in keep
 
 
 def _param(value: Any, marks: Collection[pytest.MarkDecorator]) -> Any:
