@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # support
 sys.path.insert(0, str(Path(__file__).parent))
 
 _MISSING = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 
 import pytest
@@ -18,6 +19,7 @@ from support.checkpoints import (
     zeros,
 )
 from support.states import filled, large
+from support.tiers import sampled
 from torch import nn
 
 from dcp_datastates import engine as engine_module
@@ -33,8 +35,13 @@ def _owned(mebibytes, tensors=6, seed=0):
     return dict(parameters), optimizer
 
 
-@pytest.mark.parametrize("read_window", ["backward", "immediate"])
-@pytest.mark.parametrize("defer", ["owned", "none"])
+@pytest.mark.parametrize(
+    ("defer", "read_window"),
+    sampled(
+        itertools.product(["owned", "none"], ["backward", "immediate"]),
+        keep=[("owned", "backward"), ("none", "immediate")],
+    ),
+)
 def test_a_state_many_times_the_host_cache_is_saved_right(read_window, defer, tmp_path):
     state, optimizer = _owned(256)
     expected = clone(state)

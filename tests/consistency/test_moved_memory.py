@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.checkpoints import async_save, committed, load, raises
 from support.scripts import run_script
+from support.tiers import sampled
 
 from dcp_datastates import SnapshotTornError, track
 
@@ -64,7 +65,10 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
+EACH_KIND = ("share_memory_", "a storage of nothing", "an out= that grows", "another storage")
+
+
+@pytest.mark.parametrize("move", sampled(MOVES, EACH_KIND))
 def test_memory_that_moves_under_a_deferred_read_gives_no_crash_and_no_wrong_bytes(
     move: str, tmp_path: Path
 ) -> None:

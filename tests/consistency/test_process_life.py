@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from support.checkpoints import committed, load
 from support.scripts import run_script
+from support.tiers import sampled
 
 
 def _committed_or_absent(path, number):
@@ -14,7 +17,7 @@ def _committed_or_absent(path, number):
         assert found == [number]
 
 
-@pytest.mark.parametrize("deadline", [0.0, 0.2, 3600])
+@pytest.mark.parametrize("deadline", sampled([0.0, 0.2, 3600], keep=[0.0, 3600]))
 def test_an_interpreter_that_ends_with_a_save_in_flight_ends_cleanly(deadline, tmp_path):
     path = tmp_path / "c"
     run_script(
@@ -172,8 +175,13 @@ def test_a_step_works_while_the_interpreter_has_no_save_at_all(tmp_path):
     ).assert_clean()
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise RuntimeError('training went wrong')"])
-@pytest.mark.parametrize("how", ["own", "dcp"])
+ENDS = ["", "sys.exit(3)", "raise RuntimeError('training went wrong')"]
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    sampled(itertools.product(["own", "dcp"], ENDS), keep=[("own", ENDS[2]), ("dcp", "")]),
+)
 def test_a_process_that_does_not_wait_for_its_saves_finishes_them_before_it_ends(
     how, end, tmp_path
 ):
@@ -235,12 +243,15 @@ def test_the_end_of_the_process_says_what_it_waits_for(tmp_path):
 
 @pytest.mark.parametrize(
     ("how", "failpoint", "operation"),
-    [
-        ("own", "flush.write.before", "pwrite"),
-        ("dcp", "flush.write.before", "pwrite"),
-        ("dcp", "flush.open.before", "open"),
-        ("dcp", "sync.data.before", "fdatasync"),
-    ],
+    sampled(
+        [
+            ("own", "flush.write.before", "pwrite"),
+            ("dcp", "flush.write.before", "pwrite"),
+            ("dcp", "flush.open.before", "open"),
+            ("dcp", "sync.data.before", "fdatasync"),
+        ],
+        keep=[("own", "flush.write.before", "pwrite"), ("dcp", "sync.data.before", "fdatasync")],
+    ),
 )
 def test_a_process_whose_storage_hangs_ends_with_its_own_status(
     how, failpoint, operation, tmp_path, monkeypatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.checkpoints import assert_same, async_save, clone, load, load_everything, writer, zeros
+from support.tiers import tries
 from support.training import OPTIMIZERS, TrainingRun, in_backward
 
 from dcp_datastates import track
@@ -234,12 +235,12 @@ def test_a_step_of_an_optimizer_that_owns_nothing_saved_does_not_wait(tmp_path):
     future.result(60)
 
 
-def test_hundreds_of_iterations_of_maximal_overlap(tmp_path):
+@pytest.mark.parametrize("iterations", tries(40, 400))
+def test_hundreds_of_iterations_of_maximal_overlap(iterations, tmp_path):
     run = TrainingRun(width=160)
     run.step()
     ours = writer(read_deadline=60)
     in_flight = []
-    iterations = 200
     for number in range(iterations):
         expected = clone(run.state()) if number % 7 == 0 or number > iterations - 4 else None
         path = tmp_path / str(number)

@@ -19,6 +19,7 @@ from support.checkpoints import (
 from support.groups import own_group
 from support.meshes import Block, collect, fsdp_tp, full, train
 from support.ranks import ranks
+from support.tiers import sampled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,7 +29,9 @@ def _full(state):
 
 
 @ranks(4)
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "shape", sampled(map(pytest.param, [(4, 1), (2, 2)]), keep=[(2, 2)]), ids=str
+)
 @pytest.mark.parametrize("read_window", ["backward", "immediate"])
 @pytest.mark.parametrize("caching", [False, True], ids=["", "cached plans"])
 def test_every_iteration_is_saved_as_it_was(shape, read_window, caching, shared_dir):

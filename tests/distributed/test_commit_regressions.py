@@ -16,6 +16,7 @@ from support.checkpoints import CACHE, committed, load_everything, writer
 from support.failing import armed_on
 from support.processes import run_ranks
 from support.ranks import ranks
+from support.stopping import silence
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -109,7 +110,8 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
         return hear(*arguments)
 
     voter._tell, voter._hear = tell_without_the_store, hear_late
-    _save(1, shared_dir / "c")
+    with silence(5):
+        _save(1, shared_dir / "c")
     dist.barrier()
     assert len(load_everything(shared_dir / "c")) == 2
     _forget_groups()
@@ -173,7 +175,7 @@ def lose_the_stores_host(path):
     if rank == 0:
         _group()._voter._vote = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     response = dcp_datastates.async_save(_state(2), Path(path, "b"), host_cache_size=CACHE)
-    with pytest.raises(RankLostError, match="rank 0"):
+    with silence(5), pytest.raises(RankLostError, match="rank 0"):
         response.upload_completion.result(40)
 
 

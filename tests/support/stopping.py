@@ -1,18 +1,30 @@
-"""Ranks that are stopped (SIGSTOP) at a failpoint, and go on later."""
+"""Ranks that are stopped (SIGSTOP) at a failpoint, and go on later; how long ranks may be silent."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
+from dcp_datastates.commit import heart
 from support.failing import fired
 
-__all__ = ["await_fired", "go_on", "stop"]
+__all__ = ["await_fired", "go_on", "silence", "stop"]
+
+
+@contextlib.contextmanager
+def silence(seconds: float) -> Iterator[None]:
+    """In this process a rank that is silent for ``seconds``, and not for as long as in earnest, is lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heart, "SILENCE_SECONDS", seconds)
+        yield
 
 
 def await_fired(log: Path, name: str, seconds: float = 60.0) -> None:
