@@ -31,13 +31,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_datastates.collectives import Collectives
-from dcp_datastates.commit import heart
-from dcp_datastates.commit import peers as store_of_ranks
+from dcp_datastates.commit import failure_detector as heart
+from dcp_datastates.commit import rank_set as store_of_ranks
 from dcp_datastates.commit.gloo_tree import GlooTree, places
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.peers import Connection, Peers, of_store
+from dcp_datastates.commit.rank_set import Connection, Peers, of_store
 from dcp_datastates.commit.round import Consolidated, Round
+from dcp_datastates.dcp.process_group import Collectives
 from dcp_datastates.storage.claims import claim
 from machine import describe
 
@@ -276,8 +276,8 @@ def reckon(rows: list[Row]) -> dict[str, float]:
 
     By the tree's real shape: requests for building go with the memberships in groups, sockets are counted, and a vote
     passes up and down through as many groups as the tree has levels; each takes what one of 8 ranks took (of more
-    threads, two cores spend the time on taking turns). Where each rank has a core, a vote takes what one rank of 8 is busy
-    with, once on each level, and the network. A save's requests are the coordinator's alone; those for beats
+    threads, two cores spend the time on taking turns). Where each rank has a core, a vote takes what one rank of 8 is
+    busy with, once on each level, and the network. A save's requests are the coordinator's alone; those for beats
     go with the ranks and with how often these beat.
     """
     last = rows[-1]

@@ -26,7 +26,7 @@ import torch
 import dcp_datastates
 from apart import measured_apart
 from dcp_datastates import DataStatesWriter
-from dcp_datastates.engine import engine
+from dcp_datastates.io.engine import engine
 from disk import raw_write_rate
 from gpu_contenders import Contender, Ours, Stock, StockPinned
 from gpu_copies import BareCopy, prepare

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_datastates.format.validate import validate
-from dcp_datastates.planning.assignment import FinalPlan, assign
-from dcp_datastates.planning.columns import Head, LocalPlan
+from dcp_datastates.planning.balance import FinalPlan, assign
+from dcp_datastates.planning.local_plan import Head, LocalPlan
 from planning_jobs import Job
 
 __all__ = ["Cost", "columns", "stock"]

@@ -6,13 +6,19 @@ registers one hook before every ``Optimizer.step()``, which costs nothing while 
 
 from importlib.metadata import PackageNotFoundError, version
 
-from dcp_datastates.api import async_save, save
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.describe import describe as inspect
 from dcp_datastates.checkpoints.find import latest
 from dcp_datastates.checkpoints.retention import retain
 from dcp_datastates.checkpoints.verify import Damage, Report, verify
 from dcp_datastates.config import parse_size
+from dcp_datastates.dcp.async_save import async_save, save
+from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.loading import load
+from dcp_datastates.dcp.plan_ahead import prime
+from dcp_datastates.dcp.planner import DataStatesSavePlanner
+from dcp_datastates.dcp.reader import DataStatesReader
+from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -38,14 +44,8 @@ from dcp_datastates.errors import (
     UnsupportedStateError,
     UnsupportedTensorError,
 )
-from dcp_datastates.handle import SaveHandle
-from dcp_datastates.lazy.ownership import track
-from dcp_datastates.loading import load
-from dcp_datastates.plan_ahead import prime
-from dcp_datastates.planner import DataStatesSavePlanner
-from dcp_datastates.reader import DataStatesReader
+from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.writer import DataStatesWriter
 
 __all__ = [
     "CheckpointCorruptError",

@@ -318,7 +318,7 @@ class CacheStats:
 class Engine:
     """The process's native threads and host cache.
 
-    One per process is meant (``dcp_datastates.engine``); more are allowed in tests. Belongs to the
+    One per process is meant (``dcp_datastates.io.engine``); more are allowed in tests. Belongs to the
     process that made it: after ``fork`` the child's copy refuses every call with RuntimeError, and
     dropping it there frees nothing and waits for nothing.
     """
@@ -333,7 +333,7 @@ class Engine:
         """Raises ValueError for a size below ``MIN_HOST_CACHE_BYTES``, MemoryError if the arena cannot be mapped.
 
         Reads ``DCP_DATASTATES_FAILPOINTS``, ``DCP_DATASTATES_FAILPOINTS_LOG`` and ``DCP_DATASTATES_TRACE``
-        (see ``dcp_datastates.failpoints``); ValueError for a failpoint that is malformed.
+        (see ``dcp_datastates.storage.failpoints``); ValueError for a failpoint that is malformed.
         """
     def grow(self, host_cache_bytes: int) -> None:
         """Add segments until the cache holds ``host_cache_bytes`` in all; smaller sizes change nothing.

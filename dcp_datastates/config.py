@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.memory_limit import default_host_cache_bytes
+from dcp_datastates.process.memory_limit import default_host_cache_bytes
 
 __all__ = [
     "Commit",

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.committed import open_committed
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -16,6 +15,7 @@ from dcp_datastates.errors import (
     DataStatesError,
     ForeignCheckpointError,
 )
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.text import count, size
 from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, date, pipe_may_close, print_json

@@ -15,9 +15,9 @@ from dcp_datastates import (
     SnapshotTornError,
     StorageError,
 )
-from dcp_datastates.attempt import Attempt
-from dcp_datastates.commit.ballot import Ballot, is_unanimous
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
+from dcp_datastates.commit.vote import Ballot, is_unanimous
+from dcp_datastates.storage.attempt import Attempt
 
 BALLOT = Ballot(True, 7, Attempt(2**60 + 3, 12), Path("/a/step-5"), 4)
 

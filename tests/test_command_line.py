@@ -99,7 +99,7 @@ parameter = torch.nn.Parameter(torch.ones(100_000))
 optimizer = torch.optim.SGD([parameter])
 parameter.grad = torch.ones_like(parameter)
 optimizer.step()
-from dcp_datastates.lazy.ownership import known_optimizers
+from dcp_datastates.staging.ownership import known_optimizers
 print([known is optimizer for known in known_optimizers()])
 """,
     )

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.attempt import Attempt
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format import metadata_check, trailer
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
@@ -38,7 +37,8 @@ from dcp_datastates.format.metadata import MetadataTable, Note, decode, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.metadata_objects import metadata_of, note_of
 from dcp_datastates.format.metadata_pickle import emit
-from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
+from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
+from dcp_datastates.storage.attempt import Attempt
 
 META = StorageMeta(checkpoint_id="a checkpoint", save_id="a save")
 

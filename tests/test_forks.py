@@ -16,7 +16,7 @@ import pytest
 from support.scripts import run_script
 
 import dcp_datastates
-from dcp_datastates import forks
+from dcp_datastates.process import forks
 
 LOCKS = (
     type(threading.Lock()),
@@ -29,20 +29,20 @@ LOCKS = (
 )
 
 VALID_IN_A_CHILD = {
-    "dcp_datastates.attempt": "names of attempts stay unique: they are claimed on storage",
+    "dcp_datastates.storage.attempt": "names of attempts stay unique: they are claimed on storage",
     "dcp_datastates.checkpoints.answers": "counted by process group, which a child does not have",
-    "dcp_datastates.commit.peers": "looked up by the default group's store",
+    "dcp_datastates.commit.rank_set": "looked up by the default group's store",
     "dcp_datastates.commit.publish": "what was published still is",
     "dcp_datastates.dcp.compat": "a warning that was given",
-    "dcp_datastates.ending": "a child that is forked at the end ends, too",
-    "dcp_datastates.failpoints": "what the environment said",
-    "dcp_datastates.forks": "the registry itself",
-    "dcp_datastates.lazy.devices": "what was logged; a child with the parent's CUDA context is lost anyway",
-    "dcp_datastates.lazy.ownership": "the optimizers exist in the child, too",
+    "dcp_datastates.process.ending": "a child that is forked at the end ends, too",
+    "dcp_datastates.storage.failpoints": "what the environment said",
+    "dcp_datastates.process.forks": "the registry itself",
+    "dcp_datastates.io.devices": "what was logged; a child with the parent's CUDA context is lost anyway",
+    "dcp_datastates.staging.ownership": "the optimizers exist in the child, too",
     "dcp_datastates.format.metadata_check": "caches of constants",
     "dcp_datastates.format.metadata_pickle": "caches of constants",
     "dcp_datastates.storage.operations": "numbers of a trace",
-    "dcp_datastates.write": "a line that was logged",
+    "dcp_datastates.saving.write": "a line that was logged",
 }
 """Modules whose state a child may go on with, and why."""
 

@@ -10,15 +10,15 @@ import time
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates.commit import heart as heart_module
+from dcp_datastates.commit import failure_detector as heart_module
 from dcp_datastates.commit import processes
 from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision import Decision, Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.heart import Heart
-from dcp_datastates.commit.peers import Peers
+from dcp_datastates.commit.failure_detector import Heart
 from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.pulse import Pulse
+from dcp_datastates.commit.rank_set import Peers
 
 
 @pytest.fixture(autouse=True)

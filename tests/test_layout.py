@@ -18,7 +18,7 @@ from support.states import DTYPES
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates.layout import lay_out, stored_form
+from dcp_datastates.format.layout import lay_out, stored_form
 
 quick = settings(deadline=None, max_examples=150)
 

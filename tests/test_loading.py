@@ -29,7 +29,7 @@ from dcp_datastates import (
     DataStatesReader,
     IncompatibleStateError,
 )
-from dcp_datastates import reader as reader_module
+from dcp_datastates.dcp import reader as reader_module
 
 
 def _trained():

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from support.checkpoints import raises
 
-from dcp_datastates import ConfigurationError, DataStatesWriter, engine
+from dcp_datastates import ConfigurationError, DataStatesWriter
 from dcp_datastates.config import parse_host_cache_size
-from dcp_datastates.memory_limit import MemoryLimit, default_host_cache_bytes, memory_limit
+from dcp_datastates.io import engine
+from dcp_datastates.process.memory_limit import MemoryLimit, default_host_cache_bytes, memory_limit
 
 GIB = 1 << 30
 

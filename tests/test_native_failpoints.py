@@ -16,7 +16,7 @@ from support.tiers import sampled
 SAVE = """
 from support.checkpoints import causes
 from dcp_datastates import StorageError
-from dcp_datastates import engine as engine_module
+from dcp_datastates.io import engine as engine_module
 
 def failure_of(call):
     try:

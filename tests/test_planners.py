@@ -23,8 +23,8 @@ from support.planners import FailingPlanner, HalvingPlanner, PlannerRefusal
 from support.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates import engine as engine_module
-from dcp_datastates.attempt import Attempt
+from dcp_datastates.io import engine as engine_module
+from dcp_datastates.storage.attempt import Attempt
 
 
 def _caching():

@@ -32,8 +32,8 @@ from dcp_datastates.format import ragged
 from dcp_datastates.format.chunk_table import Catalog
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
-from dcp_datastates.planning.assignment import FinalPlan, assign
-from dcp_datastates.planning.columns import LocalPlan
+from dcp_datastates.planning.balance import FinalPlan, assign
+from dcp_datastates.planning.local_plan import LocalPlan
 
 quick = settings(deadline=None, max_examples=150)
 
@@ -460,7 +460,7 @@ def test_colliding_hashes_change_nothing(ranks):
             lambda keys, *_, **__: np.zeros(len(keys), dtype=np.uint64),
         )
         patch.setattr(
-            "dcp_datastates.planning.assignment.fingerprints",
+            "dcp_datastates.planning.balance.fingerprints",
             lambda keys, *_, **__: np.zeros(len(keys), dtype=np.uint64),
         )
         original = ragged.fingerprints

@@ -25,7 +25,7 @@ from dcp_datastates import (
     parse_size,
     track,
 )
-from dcp_datastates.dcp.fields import further_fields
+from dcp_datastates.format.fields import further_fields
 
 
 @pytest.mark.parametrize(

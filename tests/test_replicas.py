@@ -8,8 +8,8 @@ import torch
 from support.chunks import Box, write_item
 
 from dcp_datastates import ReplicasDifferError
-from dcp_datastates.planning.assignment import assign
-from dcp_datastates.planning.columns import LocalPlan
+from dcp_datastates.planning.balance import assign
+from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.replicas import Held, Samples, sample
 
 SHAPE = (1024, 300)

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageRea
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates import CheckpointCorruptError, DataStatesReader, DataStatesSavePlanner
-from dcp_datastates.dcp.fields import further_fields
 from dcp_datastates.dcp.tested import TESTED, tell_if_untested
+from dcp_datastates.format.fields import further_fields
 
 HAS_STRIDES = "strides" in further_fields(TensorProperties)
 
@@ -307,7 +307,7 @@ import logging, sys, torch
 logging.basicConfig(stream=sys.stdout)
 torch.__version__ = "2.99.0"
 import dcp_datastates
-import dcp_datastates.dcp.fields
+import dcp_datastates.format.fields
 """
 
 

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from dcp_datastates import turns
-from dcp_datastates.turns import Turn
+from dcp_datastates.saving import turns
+from dcp_datastates.saving.turns import Turn
 
 
 @pytest.fixture(autouse=True)

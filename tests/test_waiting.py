@@ -8,7 +8,7 @@ import pytest
 from support.checkpoints import raises
 
 from dcp_datastates import SaveStalledError
-from dcp_datastates.waiting import Stall
+from dcp_datastates.process.waiting import Stall
 
 logger = logging.getLogger("dcp_datastates.test")
 

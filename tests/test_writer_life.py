@@ -25,7 +25,7 @@ from support.checkpoints import (
 from support.states import large
 
 from dcp_datastates import DataStatesError, track
-from dcp_datastates import engine as engine_module
+from dcp_datastates.io import engine as engine_module
 
 
 def test_a_writer_that_was_never_used_closes_silently(tmp_path, capfd, recwarn):

@@ -10,12 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dcp_datastates.checkpoints.header import read_header
-from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import CheckpointCorruptError
+from dcp_datastates.format.contents import Contents, Damage
+from dcp_datastates.format.layout import (
+    MAX_HEADER_BYTES,
+    entry_key,
+    is_bookkeeping,
+    is_table,
+    stored_form,
+)
 from dcp_datastates.format.metadata import FileRecord, MetadataTable
 from dcp_datastates.format.ragged import starts_of, volumes
-from dcp_datastates.layout import MAX_HEADER_BYTES, entry_key, is_bookkeeping, is_table, stored_form
+from dcp_datastates.format.safetensors_header import read_header
 from dcp_datastates.storage.local import METADATA_NAME
 
 __all__ = ["Agreement"]

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from dcp_datastates.errors import ConfigurationError, DataStatesError, NoAnswerError
-from dcp_datastates.forks import ProcessLock
+from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["DEFAULT_TIMEOUT", "from_first_rank"]
 

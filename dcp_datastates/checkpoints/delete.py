@@ -14,11 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.attempt import Attempt
 from dcp_datastates.checkpoints.listing import Found, open_found
-from dcp_datastates.committed import open_committed
 from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local, lock, operations
+from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["NotDeleted", "delete", "delete_committed", "delete_rest"]
 

@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
 
-from dcp_datastates.attempt import Attempt
 from dcp_datastates.checkpoints.find import flaw
 from dcp_datastates.checkpoints.listing import (
     Found,
@@ -23,10 +22,11 @@ from dcp_datastates.checkpoints.listing import (
     newest_first,
     step_of,
 )
-from dcp_datastates.committed import Committed, open_committed
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage import attempts, local, lock
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.text import count, size
 
 __all__ = ["Checkpoint", "Directory", "describe"]

@@ -19,10 +19,10 @@ from typing import Final
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
 from dcp_datastates.checkpoints.agreement import Agreement
-from dcp_datastates.committed import wrong_size
-from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import StorageError
+from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.io.committed import wrong_size
 
 __all__ = ["Examination", "Progress"]
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.listing import Found, checkpoints, newest_first, open_found
 from dcp_datastates.checkpoints.verify import verify as verify_bytes
-from dcp_datastates.committed import Committed, wrong_size
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.storage import local
 
 __all__ = ["Verification", "check_verification", "flaw", "latest"]

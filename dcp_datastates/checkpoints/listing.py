@@ -1,6 +1,6 @@
 """A directory of checkpoints: which are there, and which is the newest.
 
-Newer is what has the greater attempt (:class:`~dcp_datastates.attempt.Attempt`) in its metadata: attempts are
+Newer is what has the greater attempt (:class:`~dcp_datastates.storage.attempt.Attempt`) in its metadata: attempts are
 ordered by when their job and their save began, whatever directories are called. Copies have the same
 attempt; among them the greater name is the newer, in natural order (``step-10`` is after ``step-9``).
 """
@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from functools import total_ordering
 from pathlib import Path
 
-from dcp_datastates.attempt import Attempt
-from dcp_datastates.committed import Committed, open_committed
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -26,7 +24,9 @@ from dcp_datastates.errors import (
     StorageError,
     UnreadableMetadataError,
 )
+from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.attempt import Attempt
 
 __all__ = [
     "Found",

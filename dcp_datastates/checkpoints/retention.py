@@ -13,13 +13,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from dcp_datastates.attempt import Attempt
 from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
 from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["Retained", "retain", "retain_here"]
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from dcp_datastates.checkpoints.agreement import Agreement
 from dcp_datastates.checkpoints.examine import Examination, Progress
-from dcp_datastates.committed import Committed, open_committed
-from dcp_datastates.damage import Contents, Damage
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -20,6 +18,8 @@ from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
 )
+from dcp_datastates.format.contents import Contents, Damage
+from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
 

@@ -9,8 +9,8 @@ import json
 from typing import Final
 
 from dcp_datastates.commit.decision import Decision, Reason
-from dcp_datastates.commit.peers import Connection
 from dcp_datastates.commit.protocol import Collected
+from dcp_datastates.commit.rank_set import Connection
 
 __all__ = ["DecisionLog"]
 

@@ -29,7 +29,7 @@ from dcp_datastates.commit.gloo_group import (
     Meeting,
     said_as_broken,
 )
-from dcp_datastates.commit.peers import Connection, Peers
+from dcp_datastates.commit.rank_set import Connection, Peers
 
 __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
 

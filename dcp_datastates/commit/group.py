@@ -16,17 +16,17 @@ from typing import Final
 from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision import Decision, Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.heart import Heart
-from dcp_datastates.commit.peers import Peers
-from dcp_datastates.commit.progress import Progress
+from dcp_datastates.commit.failure_detector import Heart
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
+from dcp_datastates.commit.rank_set import Peers
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.voter import Voter
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.errors import RankLostError, SaveFailedError, release_frames
-from dcp_datastates.failpoints import hit
-from dcp_datastates.forks import ProcessLock
+from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.progress import Progress
 from dcp_datastates.storage.claims import Neighbours
+from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["CommitGroup"]
 

@@ -7,8 +7,8 @@ import ctypes
 import threading
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.peers import ALONE, Peers, is_current
-from dcp_datastates.forks import ProcessLock, after_fork
+from dcp_datastates.commit.rank_set import ALONE, Peers, is_current
+from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["commit_group"]
 

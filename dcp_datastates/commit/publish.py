@@ -29,20 +29,20 @@ from typing import Final
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.attempt import Attempt
 from dcp_datastates.commit.round import Consolidated, Round
 from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointSupersededError,
     DataStatesError,
 )
-from dcp_datastates.failpoints import hit
-from dcp_datastates.forks import ProcessLock
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, encode
 from dcp_datastates.format.metadata_columns import table_of
-from dcp_datastates.planning.whole import PlannedMetadata
+from dcp_datastates.planning.plan_cache import PlannedMetadata
+from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import attempts, local, operations
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
+from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.lock import asking, exclusive
 
 __all__ = [

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dcp_datastates._native import PulseClient, PulseServer
-from dcp_datastates.commit.peers import Peers
+from dcp_datastates.commit.rank_set import Peers
 
 __all__ = ["Pulse"]
 

@@ -13,8 +13,8 @@ from typing import Final, Protocol
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.attempt import Attempt
 from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
 __all__ = ["FailedPart", "Part", "Round"]

@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-from dcp_datastates.commit.ballot import Ballot, is_unanimous
 from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.decision_log import DecisionLog
+from dcp_datastates.commit.failure_detector import SILENCE_SECONDS, Heart
 from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
-from dcp_datastates.commit.heart import SILENCE_SECONDS, Heart
-from dcp_datastates.commit.peers import Peers
 from dcp_datastates.commit.protocol import (
     Action,
     AwaitFiles,
@@ -47,9 +45,11 @@ from dcp_datastates.commit.protocol import (
     lead,
 )
 from dcp_datastates.commit.publish import find_older, publish, settle
+from dcp_datastates.commit.rank_set import Peers
 from dcp_datastates.commit.round import Round
+from dcp_datastates.commit.vote import Ballot, is_unanimous
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError
-from dcp_datastates.failpoints import hit
+from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["Voter"]
 

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from dcp_datastates.forks import ProcessLock
+from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["Worker"]
 

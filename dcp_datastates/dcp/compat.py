@@ -20,7 +20,7 @@ from typing import Any, Final, Protocol
 import torch.distributed as dist
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["Running", "StagedStateDict", "bind", "end_here", "warn_if_shared"]
 

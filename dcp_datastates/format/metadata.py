@@ -11,13 +11,12 @@ import pickle
 from pathlib import Path
 
 from dcp_datastates.errors import ConfigurationError, UnreadableMetadataError
-
-from . import trailer, values
-from .chunk_table import FileRecord
-from .metadata_check import MetadataError, check
-from .metadata_document import read_document, write_document
-from .metadata_pickle import emit
-from .metadata_table import MetadataTable, Note
+from dcp_datastates.format import trailer, values
+from dcp_datastates.format.chunk_table import FileRecord
+from dcp_datastates.format.metadata_check import MetadataError, check
+from dcp_datastates.format.metadata_document import read_document, write_document
+from dcp_datastates.format.metadata_pickle import emit
+from dcp_datastates.format.metadata_table import MetadataTable, Note
 
 __all__ = ["FileRecord", "MetadataTable", "Note", "decode", "encode", "refused"]
 

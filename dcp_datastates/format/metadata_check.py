@@ -1,6 +1,6 @@
 """Whether the columns of a checkpoint's metadata are what its readers take them for: lengths, ranges, and places.
 
-A checksum shows damage, not intent, and a planner may be anyone's: what :mod:`dcp_datastates.restore` and DCP's load
+A checksum shows damage, not intent, and a planner may be anyone's: what :mod:`dcp_datastates.io.restore` and DCP's load
 planners rely on is checked here, before a file is written and when one is opened, so that nothing after it meets a
 surprise. A checkpoint has millions of chunks, so whatever is done per chunk is done on columns.
 """
@@ -15,11 +15,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from dcp_datastates.layout import file_bytes
-
-from .chunk_table import Catalog, FileRecord, Ints, Placement
-from .ragged import volumes
-from .validate import Undecided, validate
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.format.layout import file_bytes
+from dcp_datastates.format.ragged import volumes
+from dcp_datastates.format.validate import Undecided, validate
 
 __all__ = ["MAX_BYTES", "MetadataError", "check", "described"]
 

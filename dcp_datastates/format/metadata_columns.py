@@ -20,14 +20,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.dcp.fields import further_fields
-
-from . import values
-from .chunk_table import Catalog, Ints, Placement
-from .metadata import refused
-from .metadata_check import MetadataError, described
-from .metadata_document import fields_to_json, warn_of_loss
-from .metadata_table import CARRIED, Further, MetadataTable, Note
+from dcp_datastates.format import values
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.fields import further_fields
+from dcp_datastates.format.metadata import refused
+from dcp_datastates.format.metadata_check import MetadataError, described
+from dcp_datastates.format.metadata_document import fields_to_json, warn_of_loss
+from dcp_datastates.format.metadata_table import CARRIED, Further, MetadataTable, Note
 
 __all__ = ["table_of"]
 

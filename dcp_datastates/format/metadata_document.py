@@ -23,13 +23,12 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_datastates.attempt import Attempt
-from dcp_datastates.dcp.fields import is_field_name, known_fields, set_further
-
-from . import trailer, values
-from .chunk_table import Catalog, FileRecord, Ints, Placement
-from .metadata_check import MetadataError, described
-from .metadata_table import CARRIED, Further, MetadataTable, Note, rows_of
+from dcp_datastates.format import trailer, values
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.format.fields import is_field_name, known_fields, set_further
+from dcp_datastates.format.metadata_check import MetadataError, described
+from dcp_datastates.format.metadata_table import CARRIED, Further, MetadataTable, Note, rows_of
+from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["fields_to_json", "read_document", "warn_of_loss", "write_document"]
 

@@ -24,11 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
-
-from .chunk_table import Catalog, Ints, Placement
-from .metadata_table import Further, MetadataTable, Note
-from .ragged import starts_of
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.metadata_table import Further, MetadataTable, Note
+from dcp_datastates.format.ragged import starts_of
+from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 
 __all__ = ["catalog_metadata", "metadata_of", "note_of"]
 

@@ -44,10 +44,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates._native import metadata_pickle
-from dcp_datastates.dcp.fields import portable
-from dcp_datastates.refusal import TRANSFORM_DESCRIPTORS
-
-from .chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.fields import portable
+from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 
 __all__ = ["emit"]
 

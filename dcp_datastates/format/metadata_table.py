@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.attempt import Attempt
-
-from .chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["CARRIED", "Further", "MetadataTable", "Note", "rows_of"]
 

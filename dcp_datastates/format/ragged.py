@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .chunk_table import Ints
+from dcp_datastates.format.chunk_table import Ints
 
 __all__ = ["Hashes", "fingerprints", "leaders", "positions", "starts_of", "volumes"]
 

@@ -42,8 +42,7 @@ import numpy.typing as npt
 
 from dcp_datastates._native import crc32c
 from dcp_datastates.errors import CheckpointCorruptError, UnreadableMetadataError
-
-from .chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 
 __all__ = ["CATALOG", "FORMAT", "PLACEMENT", "append", "parse"]
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from .chunk_table import Catalog, Ints
-from .ragged import positions, starts_of, volumes
+from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.ragged import positions, starts_of, volumes
 
 __all__ = ["Undecided", "validate"]
 

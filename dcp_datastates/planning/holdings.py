@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.ragged import Hashes, fingerprints, leaders, starts_of, volumes
-
-from .columns import SHARD, LocalPlan
-from .names import Names, agree
+from dcp_datastates.planning.local_plan import SHARD, LocalPlan
+from dcp_datastates.planning.names import Names, agree
 
 __all__ = ["Holdings", "gather"]
 

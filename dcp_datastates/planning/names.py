@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.ragged import positions, starts_of
-
-from .columns import LocalPlan, properties_key
+from dcp_datastates.planning.local_plan import LocalPlan, properties_key
 
 __all__ = ["Names", "agree"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dcp_datastates.dcp.fields import pack_value
 from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.fields import pack_value
 
 __all__ = ["pack", "pack_ints", "pack_objects", "unpack", "unpack_ints", "unpack_objects"]
 

@@ -18,9 +18,8 @@ import numpy as np
 from dcp_datastates._native import sample_words
 from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.format.chunk_table import Ints
-
-from .columns import LocalPlan
-from .final import FinalPlan
+from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.rank_plan import FinalPlan
 
 __all__ = ["Held", "Samples", "sample"]
 

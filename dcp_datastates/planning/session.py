@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.lazy.capture import Capture
-from dcp_datastates.planning.fingerprint import Fingerprint
+from dcp_datastates.staging.fingerprint import Fingerprint
+from dcp_datastates.staging.stage import Capture
 
 __all__ = ["Session", "SessionMeta"]
 

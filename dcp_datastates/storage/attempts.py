@@ -16,9 +16,9 @@ import re
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.attempt import Attempt
 from dcp_datastates.errors import CheckpointSupersededError, CommitOutcomeUnknown
 from dcp_datastates.storage import operations
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.local import METADATA_NAME, Signature, explained, signature_of
 
 __all__ = [

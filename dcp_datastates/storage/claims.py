@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.attempt import Attempt, next_attempt
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.lock import Hold
 
 __all__ = ["Claim", "Neighbours", "claim"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.errors import StorageError
-from dcp_datastates.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["Hold", "asking", "exclusive", "in_flight"]
 

@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from dcp_datastates.failpoints import hit
+from dcp_datastates.storage.failpoints import hit
 
 __all__ = [
     "make_directory",

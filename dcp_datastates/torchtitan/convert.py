@@ -13,7 +13,7 @@ from pathlib import Path
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from dcp_datastates.loading import load
+from dcp_datastates.dcp.loading import load
 
 __all__ = ["to_stock"]
 

@@ -28,17 +28,17 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
-from dcp_datastates.api import async_save
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.config import WriterConfig
+from dcp_datastates.dcp.async_save import async_save
+from dcp_datastates.dcp.reader import DataStatesReader
+from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.lazy.step_gate import open_windows
-from dcp_datastates.reader import DataStatesReader
+from dcp_datastates.staging.step_gate import open_windows
 from dcp_datastates.storage import local
 from dcp_datastates.torchtitan.purge import Purge
 from dcp_datastates.torchtitan.steps import Format, format_of, newest_step
-from dcp_datastates.writer import DataStatesWriter
 
 __all__ = ["DataStatesCheckpointManager"]
 

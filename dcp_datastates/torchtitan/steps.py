@@ -17,8 +17,8 @@ from typing import Final
 from dcp_datastates.checkpoints.find import Verification, flaw
 from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first, open_found
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.committed import open_committed
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local
 
 __all__ = ["Format", "delete_old", "format_of", "newest_step"]

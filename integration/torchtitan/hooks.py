@@ -31,8 +31,8 @@ def kill_after(step: int, rank: int) -> None:
 
 def read_late(gate: bool) -> None:
     """Let no gradient start the reads, so that the step gate alone holds the optimizer back; or nothing, without it."""
-    from dcp_datastates.lazy import step_gate
-    from dcp_datastates.lazy.snapshot import Snapshot
+    from dcp_datastates.staging import step_gate
+    from dcp_datastates.staging.deferred_reads import Snapshot
     from dcp_datastates.torchtitan import manager  # keeps the function that really opens them
 
     assert manager.open_windows is step_gate.open_windows
@@ -85,7 +85,7 @@ def time_saves(folder: str) -> None:
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.trainer import Trainer
 
-    from dcp_datastates.lazy.snapshot import Snapshot
+    from dcp_datastates.staging.deferred_reads import Snapshot
 
     steps: list[dict[str, float]] = []
 

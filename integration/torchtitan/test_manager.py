@@ -184,7 +184,7 @@ def test_a_failed_save_raises_from_the_next_one_and_evicts_nothing(
     one.manager.save(3)
     one.manager.maybe_wait_for_saving()
     monkeypatch.setattr(
-        "dcp_datastates.writer.write_plan", _raise(StorageError(28, "no space", "there"))
+        "dcp_datastates.dcp.writer.write_plan", _raise(StorageError(28, "no space", "there"))
     )
     for number in (4, 5):
         one.step()
@@ -288,7 +288,9 @@ def test_close_raises_a_failure_that_nobody_asked_about(
 ) -> None:
     one = job(async_mode="async")
     one.step()
-    monkeypatch.setattr("dcp_datastates.writer.write_plan", _raise(StorageError(28, "full", "x")))
+    monkeypatch.setattr(
+        "dcp_datastates.dcp.writer.write_plan", _raise(StorageError(28, "full", "x"))
+    )
     one.manager.save(1)
     with pytest.raises(StorageError, match="full"):
         one.manager.close()
@@ -299,7 +301,7 @@ def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alon
     job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manager that garbage collection closes: it may run in DCP's thread."""
-    import dcp_datastates.writer as module
+    import dcp_datastates.dcp.writer as module
 
     other, check, closed = DataStatesWriter(tmp_path / "other"), module.check_overwrite, []
 
@@ -355,7 +357,7 @@ class Fresh:
 def test_no_tensor_of_a_save_stays_without_garbage_collection(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    from dcp_datastates.lazy.snapshot import Snapshot
+    from dcp_datastates.staging.deferred_reads import Snapshot
 
     one = job(async_mode=mode)
     one.manager.states["fresh"] = fresh = Fresh()

@@ -1,5 +1,5 @@
 // Named places where a test, or an operator rehearsing an outage, can make this process fail: the
-// native half of dcp_datastates/failpoints.py, with the same syntax.
+// native half of dcp_datastates/storage/failpoints.py, with the same syntax.
 
 #pragma once
 

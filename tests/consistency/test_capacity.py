@@ -22,8 +22,8 @@ from support.states import filled, large
 from support.tiers import sampled
 from torch import nn
 
-from dcp_datastates import engine as engine_module
 from dcp_datastates import track
+from dcp_datastates.io import engine as engine_module
 
 
 def _owned(mebibytes, tensors=6, seed=0):

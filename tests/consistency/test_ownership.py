@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from dcp_datastates.lazy.ownership import Ownership, never_defer, track
+from dcp_datastates.staging.ownership import Ownership, never_defer, track
 
 
 def owned_by(*optimizers: Optimizer) -> list[int | None]:

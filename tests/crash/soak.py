@@ -33,8 +33,8 @@ from support.planners import FailingPlanner
 from support.processes import run_ranks
 from support.saving import COMMIT_GROUP, number_at, part, report_of, save_over
 
-from dcp_datastates import failpoints
 from dcp_datastates.commit import group
+from dcp_datastates.storage import failpoints
 
 __all__ = ["WORLD", "Figures", "Outcome", "Usage", "soak"]
 

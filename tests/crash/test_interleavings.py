@@ -21,12 +21,12 @@ from support.interleaving import Schedule
 from support.tiers import tries
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError, attempt
-from dcp_datastates.attempt import Attempt
+from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit import publish
 from dcp_datastates.commit.round import Consolidated, FailedPart, Round
-from dcp_datastates.storage import attempts, claims, local, lock, operations
+from dcp_datastates.storage import attempt, attempts, claims, local, lock, operations
+from dcp_datastates.storage.attempt import Attempt
 
 ONE = os.environ.get("INTERLEAVING")
 WORLD = 2

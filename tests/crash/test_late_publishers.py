@@ -19,14 +19,13 @@ from dcp_datastates import (
     CommitOutcomeUnknown,
     DataStatesError,
     StorageError,
-    attempt,
     delete,
     latest,
     retain,
 )
 from dcp_datastates.commit import groups, publish
 from dcp_datastates.commit.round import Consolidated, FailedPart, Round
-from dcp_datastates.storage import attempts, claims, local, lock, operations
+from dcp_datastates.storage import attempt, attempts, claims, local, lock, operations
 
 STEPS = [
     f"publish.{name}.{when}"

@@ -19,8 +19,9 @@ from support.tiers import tries
 import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, DeviceError
-from dcp_datastates.lazy import capture, devices
-from dcp_datastates.lazy.snapshot import Snapshot
+from dcp_datastates.io import devices
+from dcp_datastates.staging import stage as capture
+from dcp_datastates.staging.deferred_reads import Snapshot
 
 # ---- consistency under overlap ---------------------------------------------------------------------
 
@@ -264,7 +265,7 @@ def test_torn_without_a_gate(
 def test_torn_with_the_gate_on_another_stream(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dcp_datastates.lazy.snapshot.stream", cuda.main_stream)
+    monkeypatch.setattr("dcp_datastates.staging.deferred_reads.stream", cuda.main_stream)
     assert torn(cuda, tmp_path, side=True)
 
 

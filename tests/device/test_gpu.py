@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import dcp_datastates
-from dcp_datastates import DataStatesReader, DataStatesWriter, engine
+from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates._native import Engine
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.io import engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 

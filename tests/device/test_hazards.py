@@ -21,13 +21,15 @@ from support.fake_training import CACHE, Stepper, differing, model, save
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates import DataStatesReader, DataStatesWriter, engine
-from dcp_datastates.commit import heart
+from dcp_datastates import DataStatesReader, DataStatesWriter
+from dcp_datastates.commit import failure_detector as heart
 from dcp_datastates.commit.beats import Beat
-from dcp_datastates.commit.peers import Peers
-from dcp_datastates.lazy import capture, walk
-from dcp_datastates.lazy.snapshot import Snapshot
-from dcp_datastates.operation import Save
+from dcp_datastates.commit.rank_set import Peers
+from dcp_datastates.io import engine
+from dcp_datastates.saving.operation import Save
+from dcp_datastates.staging import stage as capture
+from dcp_datastates.staging import traverse as walk
+from dcp_datastates.staging.deferred_reads import Snapshot
 
 SECONDS = 30.0
 

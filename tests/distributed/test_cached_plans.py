@@ -16,7 +16,7 @@ from support.planners import forget_cached_plans
 from support.ranks import ranks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates.attempt import Attempt
+from dcp_datastates.storage.attempt import Attempt
 
 
 class _Copying(DefaultSavePlanner):

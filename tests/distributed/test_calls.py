@@ -16,9 +16,11 @@ from support.logs import lines
 from support.ranks import ranks
 
 import dcp_datastates
-from dcp_datastates import RankLostError, SaveFailedError, waiting
-from dcp_datastates.commit import heart, peers
+from dcp_datastates import RankLostError, SaveFailedError
+from dcp_datastates.commit import failure_detector as heart
+from dcp_datastates.commit import rank_set as peers
 from dcp_datastates.dcp.destroy_hook import DestroyHook
+from dcp_datastates.process import waiting
 
 
 class Loader:
@@ -201,7 +203,7 @@ def test_a_job_that_destroys_its_process_group_finishes_its_saves_first(shared_d
         _begin(number, shared_dir / f"{number}", read_window="backward", read_deadline=3600)
         for number in (1, 2)
     ]
-    group = dcp_datastates.rank_context._all  # the groups of the pool's default group stay
+    group = dcp_datastates.dcp.rank_context._all  # the groups of the pool's default group stay
     assert group
     for handle in handles:
         assert not handle.committed.done() or committed(handle.path)

@@ -18,12 +18,13 @@ from support.threads import MemoryStore, peers, together
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
-from dcp_datastates import RankLostError, collectives
-from dcp_datastates.collectives import Collectives
+from dcp_datastates import RankLostError
 from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.gloo_tree import GroupBroken
-from dcp_datastates.commit.peers import Connection
+from dcp_datastates.commit.rank_set import Connection
+from dcp_datastates.dcp import process_group as collectives
 from dcp_datastates.dcp.destroy_hook import DestroyHook
+from dcp_datastates.dcp.process_group import Collectives
 
 
 class _Heart:

@@ -20,12 +20,14 @@ from support.stopping import silence
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError, rank_context
-from dcp_datastates.attempt import next_attempt
-from dcp_datastates.commit import groups, heart, publish
-from dcp_datastates.commit.peers import peers_of
+from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError
+from dcp_datastates.commit import failure_detector as heart
+from dcp_datastates.commit import groups, publish
+from dcp_datastates.commit.rank_set import peers_of
+from dcp_datastates.dcp import rank_context
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import local
+from dcp_datastates.storage.attempt import next_attempt
 
 
 def _state(number):

@@ -33,10 +33,10 @@ from dcp_datastates import (
     SnapshotTornError,
     UnsupportedTensorError,
 )
-from dcp_datastates import engine as engine_module
-from dcp_datastates.commit import heart as heart_module
+from dcp_datastates.commit import failure_detector as heart_module
 from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.io import engine as engine_module
 
 
 def _owned():

@@ -12,7 +12,7 @@ from support.threads import MemoryStore, peers, together
 from dcp_datastates.commit import gloo_group, gloo_tree
 from dcp_datastates.commit.gloo_group import GlooGroup, GroupBroken, Meeting
 from dcp_datastates.commit.gloo_tree import GlooTree, places
-from dcp_datastates.commit.peers import Connection
+from dcp_datastates.commit.rank_set import Connection
 
 
 def _trees(world, store=None, **options):

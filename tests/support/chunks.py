@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_datastates import DataStatesReader
-from dcp_datastates.commit.progress import Progress
 from dcp_datastates.commit.publish import publish
 from dcp_datastates.commit.round import Consolidated, Round
-from dcp_datastates.engine import engine, next_order
+from dcp_datastates.io.engine import engine, next_order
+from dcp_datastates.process.progress import Progress
+from dcp_datastates.saving.write import write_plan
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.claims import Neighbours, claim
-from dcp_datastates.write import write_plan
 
 __all__ = ["Box", "boxes", "load_by_ranks", "save_by_ranks", "write_item"]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates import engine, failpoints
+from dcp_datastates.io import engine
+from dcp_datastates.storage import failpoints
 
 __all__ = ["armed", "armed_on", "fired"]
 

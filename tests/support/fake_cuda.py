@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from dcp_datastates import engine
-from dcp_datastates.lazy import devices
-from dcp_datastates.lazy.ownership import local_tensor
+from dcp_datastates.io import devices, engine
+from dcp_datastates.staging.ownership import local_tensor
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "fake-cuda"

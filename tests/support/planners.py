@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from dcp_datastates import DataStatesSavePlanner
-from dcp_datastates import planner as planner_module
+from dcp_datastates.dcp import planner as planner_module
 
 __all__ = ["FailingPlanner", "HalvingPlanner", "PlannerRefusal", "forget_cached_plans", "own_step"]
 

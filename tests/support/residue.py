@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcp_datastates import engine
 from dcp_datastates.commit import gloo_group
+from dcp_datastates.io import engine
 
 __all__ = ["Residue", "assert_nothing_left", "entries"]
 

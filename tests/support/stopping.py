@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates.commit import heart
+from dcp_datastates.commit import failure_detector as heart
 from support.failing import fired
 
 __all__ = ["await_fired", "go_on", "silence", "stop"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_datastates.commit.peers import Peers
+from dcp_datastates.commit.rank_set import Peers
 
 __all__ = ["MemoryStore", "peers", "together"]
 

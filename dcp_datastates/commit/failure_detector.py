@@ -1,0 +1,406 @@
+"""Heartbeats in a c10d store: who is alive, who makes progress, and what the others have decided.
+
+gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once
+a second. The coordinator reads all of them, and says in its own who is lost; the others read the coordinator's: two
+requests a second and rank, less often in a large job. A rank is
+
+- *dead* if its process is gone, which is certain, and seen at once, on the same machine;
+- *silent* if its beat has stood still for :data:`SILENCE_SECONDS`, and its pulse too: dead, stopped, or cut off. The
+  pulse (``pulse.py``) goes on while a call holds the GIL; where the network does not carry it, a rank may be silent for
+  longer before it counts as lost;
+- *stalled* if it is there and has not voted in a round, and has made no progress towards it for the round's
+  ``commit_timeout``.
+
+A beat says how far the rank's own save has come, so flushes that take longer on one rank than on another
+time no rank out. One thread, ``dcp_datastates-heart``: it ends with :meth:`Heart.close`, and touches nothing but
+the store and the fields below ``_lock``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from dcp_datastates.commit.beats import Beat, Loss
+from dcp_datastates.commit.decision_log import DecisionLog
+from dcp_datastates.commit.processes import identity, is_gone, is_near
+from dcp_datastates.commit.protocol import Said
+from dcp_datastates.commit.pulse import Pulse
+from dcp_datastates.commit.rank_set import Connection, Peers
+from dcp_datastates.process.forks import ProcessLock
+
+__all__ = ["SILENCE_SECONDS", "Heart", "seconds_between_beats"]
+
+logger = logging.getLogger(__name__)
+
+SILENCE_SECONDS: Final = 15.0
+"""A rank that has shown no sign of life for this long counts as lost."""
+
+_PULSELESS: Final = 4
+"""How many times as long a rank may be silent whose pulse has never come: perhaps a call of its holds the GIL."""
+
+_UNSEEN_SECONDS: Final = 300.0
+"""The same for a rank that has never been heard of: it may not have come to its first save yet."""
+
+_CLOSE_SECONDS: Final = 2.0
+
+_NEIGHBOUR_SECONDS: Final = 0.1
+"""Between two looks whether the processes on this machine are there."""
+
+_ACTIVE_SECONDS: Final = 1.0
+"""Between two beats while a save is in flight."""
+
+_IDLE_SECONDS: Final = 4.0
+"""Between two beats while none is."""
+
+_SECONDS_PER_RANK: Final = 1.2e-4
+"""Between two beats, at the least: two requests of 11.3 us each then take a fifth of the store's only thread."""
+
+
+def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
+    """Of one of so many ranks; ``active`` while a save is in flight."""
+    return max(_ACTIVE_SECONDS if active else _IDLE_SECONDS, _SECONDS_PER_RANK * ranks)
+
+
+@dataclass
+class _Watched:
+    """What is known of one rank."""
+
+    value: bytes = b""
+    heard: bool = (
+        False  # a second value has come: the first may be of a former group over the same store
+    )
+    beat: Beat = field(default_factory=Beat)
+    pulses: int = 0
+    silent: float = 0.0  # seconds without a new beat or pulse, by observations made
+    still: float = 0.0  # seconds without progress
+    who: str | None = None
+    near: bool = False  # on this machine, so that its process can be seen
+
+
+class Heart:
+    """This rank's beat, and its watch over the others'.
+
+    Args:
+        peers: the ranks.
+        store: a connection to the store for this thread alone.
+        status: what to say of this rank; called by the heart's thread.
+    """
+
+    def __init__(self, peers: Peers, store: Connection, status: Callable[[], Beat]) -> None:
+        self._peers = peers
+        self._store = store
+        self._decisions = DecisionLog(store)
+        self._status = status
+        self._watched = {
+            rank: _Watched()
+            for rank in (range(1, peers.world) if peers.rank == 0 else (0,))
+            if rank != peers.rank
+        }
+        self._lock = ProcessLock()  # guards what follows
+        self._round: int | None = None
+        self._said: Said | None = None  # what the coordinator has decided in it
+        self._store_error: str | None = None
+        self._looked_at = time.monotonic()
+        self._told: list[Loss] = []  # what the coordinator says
+        self._old_news = b""  # its beat before the save began: not to be believed any more
+        self._silent: list[Loss] = []
+        self._gone: list[Loss] = []
+        self._visited = 0.0
+        self._count = 0  # of this rank's beats
+        self._interval = _ACTIVE_SECONDS  # between two of them
+        self._active = 0
+        self._wake = threading.Event()  # set to beat now
+        self._stopping = False
+        self._listeners: list[Callable[[list[Loss]], None]] = []
+        self._identity = identity()
+        self._thread = threading.Thread(
+            target=self._run, name="dcp_datastates-heart", daemon=True
+        )  # joined by close()
+        self._started = False
+        self._introduced = threading.Event()  # set when the others can know of this rank
+
+    # ---- any thread --------------------------------------------------------------------------
+
+    def listen(self, listener: Callable[[list[Loss]], None]) -> None:
+        """Have ``listener`` called, by the heart's thread, while a save is on and ranks are lost."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def forget(self, listener: Callable[[list[Loss]], None]) -> None:
+        """Undo :meth:`listen`."""
+        with self._lock:
+            self._listeners = [other for other in self._listeners if other != listener]
+
+    def quicken(self) -> None:
+        """A save has begun: beat every second until as many :meth:`slow` have come.
+
+        How long a rank has not been heard of at all counts from here: it need not have saved anything before.
+        """
+        with self._lock:
+            self._active += 1
+            self._expect_unheard()
+            if self._peers.rank != 0:  # a rank that was lost may be back since
+                self._told, self._old_news = [], self._watched[0].value
+        self.introduce(0.0)
+        self._wake.set()
+
+    def introduce(self, seconds: float) -> None:
+        """Start the thread, once; returns when the other ranks can see of this one whether it is there, or after
+        ``seconds``.
+        """
+        with self._lock:
+            if not self._started:
+                self._thread.start()
+                self._started = True
+        self._introduced.wait(seconds)
+
+    def _expect_unheard(self) -> None:
+        for watched in self._watched.values():
+            if not watched.heard:
+                watched.silent = 0.0
+
+    def slow(self) -> None:
+        """A save is over."""
+        with self._lock:
+            self._active -= 1
+
+    def follow(self, round_number: int | None) -> None:
+        """Look for the others' decision about this round with every beat from now on."""
+        with self._lock:
+            self._round = round_number
+            self._said = None
+            self._expect_unheard()  # it came to its first save just now, perhaps late
+            for watched in self._watched.values():
+                watched.still = 0.0  # before the round, there was nothing to make progress with
+        self._wake.set()
+
+    @property
+    def said(self) -> Said | None:
+        """What the coordinator has decided in the round that is followed; None so far, and on the coordinator."""
+        with self._lock:
+            return self._said
+
+    @property
+    def misses_store(self) -> bool:
+        """Whether the store did not answer the latest beat."""
+        with self._lock:
+            return self._store_error is not None
+
+    def ended(self, round_number: int) -> list[int]:
+        """The other ranks that know an outcome of the round."""
+        with self._lock:
+            return [rank for rank, each in self._watched.items() if each.beat.ended >= round_number]
+
+    def losses(self) -> list[Loss]:
+        """The ranks that are dead or silent now."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._visited > _NEIGHBOUR_SECONDS:
+                self._visited = now
+                near = [rank for rank, watched in self._watched.items() if watched.near]
+                self._gone = [loss for rank in near if (loss := self._visit(rank))]
+            certain = {loss.rank for loss in self._gone}
+            others = [loss for loss in self._told + self._silent if loss.rank not in certain]
+            if self._store_error is not None:
+                reason = (
+                    f"or torchrun's agent, whichever hosts the store that the ranks meet at, is gone "
+                    f"({self._store_error})"
+                )
+                others.append(Loss(0, reason))
+            return self._gone + others
+
+    def _visit(self, rank: int) -> Loss | None:
+        who = self._watched[rank].who
+        if who is None or not is_gone(who):
+            return None
+        host, _, pid, _ = who.split("|")
+        return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
+
+    def _is_silent(self, watched: _Watched) -> bool:
+        if not watched.heard and self._round is None:
+            return watched.silent >= _UNSEEN_SECONDS  # once a round is on, every rank has come
+        patience = 1 if watched.pulses or not watched.heard else _PULSELESS
+        return watched.silent >= patience * SILENCE_SECONDS
+
+    def stalled(self, round_number: int, seconds: float) -> list[Loss]:
+        """The ranks that beat, owe a vote in the round, and came no further for ``seconds``."""
+        with self._lock:
+            return [
+                Loss(
+                    rank,
+                    f"is alive, but has made no progress for {watched.still:.0f} s "
+                    f"({watched.beat.doing})",
+                )
+                for rank, watched in self._watched.items()
+                if watched.still >= seconds
+                and (
+                    watched.beat.voted < round_number or watched.beat.doing.startswith("publishing")
+                )
+            ]
+
+    def absent(self, calls: int) -> list[int]:
+        """The ranks that have been called for fewer saves than ``calls``, as far as is known here."""
+        with self._lock:
+            return [rank for rank, each in self._watched.items() if each.beat.calls < calls]
+
+    def standing_still(self, seconds: float) -> list[Loss]:
+        """The ranks that have come no further for ``seconds``, whatever they do."""
+        with self._lock:
+            return [
+                Loss(rank, f"has made no progress for {each.still:.0f} s ({each.beat.doing})")
+                for rank, each in self._watched.items()
+                if each.still >= seconds
+            ]
+
+    @property
+    def said_by_coordinator(self) -> str:
+        """What the coordinator is doing, in its own words; empty on the coordinator, and before it has beaten."""
+        with self._lock:
+            coordinator = self._watched.get(0)
+            return coordinator.beat.doing if coordinator is not None and coordinator.value else ""
+
+    def await_loss(self) -> list[Loss]:
+        """The ranks that are lost, as soon as there are any; none if none is found in due time."""
+        deadline = time.monotonic() + SILENCE_SECONDS + 3 * _ACTIVE_SECONDS
+        self.quicken()
+        try:
+            while not (losses := self.losses()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            return losses
+        finally:
+            self.slow()
+
+    def close(self) -> None:
+        """End the thread and wait for it. Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        with self._lock:
+            started, self._started = self._started, True
+        if started and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_CLOSE_SECONDS)  # it may be waiting for a store that is gone
+
+    # ---- the heart's thread -------------------------------------------------------------------
+
+    def _run(self) -> None:
+        pulse = Pulse(self._peers, seconds_between_beats(self._peers.world))
+        try:
+            self._beat_on(pulse)
+        finally:
+            pulse.close()
+
+    def _beat_on(self, pulse: Pulse) -> None:
+        while not self._stopping:
+            self._wake.clear()
+            began = time.monotonic()
+            try:
+                if not self._introduced.is_set():
+                    self._store.set(f"who/{self._peers.rank}", self._identity)
+                    self._introduced.set()
+                if self._peers.rank == 0:  # it says what it has seen
+                    self._look(pulse)
+                self._beat(pulse)
+                if self._peers.rank != 0:
+                    self._look(pulse)
+                error = None
+            except Exception as failed:
+                error = str(failed).partition("\n")[0][:200] or type(failed).__name__
+            pulse.vouch(error is None)
+            with self._lock:
+                if error != self._store_error:
+                    self._store_error = error
+                    if error is not None and self._active:
+                        logger.warning("the store that the ranks meet at fails: %s", error)
+                active = self._active > 0 or self._round is not None
+                self._interval = seconds_between_beats(self._peers.world, active=active)
+                listeners = list(self._listeners) if active else []
+            if listeners and (losses := self.losses()):
+                for listener in listeners:
+                    try:
+                        listener(losses)
+                    except Exception:  # there can be no more threads, say; this one must go on
+                        logger.exception("a loss could not be told")
+            del listeners
+            self._pause(began + self._interval)
+
+    def _pause(self, until: float) -> None:
+        """Wait until then, or until woken."""
+        while not self._stopping and (left := until - time.monotonic()) > 0:
+            if self._wake.wait(left):
+                # Woken by a round that wants news; but never beat more than ten times a second.
+                self._wake.clear()
+                until = min(until, time.monotonic() + 0.1)
+
+    def _beat(self, pulse: Pulse) -> None:
+        beat = self._status()
+        if self._peers.rank == 0:
+            # That it has missed the store itself is over when it can say so.
+            lost = [dataclasses.astuple(loss) for loss in self.losses() if loss.rank != 0]
+            beat = dataclasses.replace(beat, lost=lost, pulse=pulse.place)
+        self._count += 1
+        self._store.set(f"beat/{self._peers.rank}", beat.encode(self._count))
+
+    def _look(self, pulse: Pulse) -> None:
+        # This thread may itself have been kept from running: then the others' beats are no older than
+        # its last look, however late it is, and it counts no more silence than an interval or two.
+        now = time.monotonic()
+        passed = min(now - self._looked_at, 2 * self._interval)
+        self._looked_at = now
+        self._read_beats(passed, pulse.counts())
+        if self._peers.rank == 0:
+            return
+        coordinator = self._watched[0]
+        pulse.follow(coordinator.beat.pulse)
+        told = [Loss(*loss) for loss in coordinator.beat.lost if loss[0] != self._peers.rank]
+        with self._lock:
+            news = coordinator.heard and coordinator.value != self._old_news
+            self._told = told if news else []
+            round_number = self._round
+        if round_number is None or not coordinator.heard or coordinator.beat.ended < round_number:
+            return
+        decision = self._decisions.find(round_number)
+        with self._lock:
+            if self._round == round_number:
+                self._said = Said(decision)
+
+    def _read_beats(self, passed: float, pulses: Mapping[int, int]) -> None:
+        for rank, watched in self._watched.items():
+            if watched.who is None and self._store.check([f"who/{rank}"]):
+                watched.who = self._store.get(f"who/{rank}").decode()
+                watched.near = is_near(watched.who)
+        ranks = [rank for rank, watched in self._watched.items() if watched.value]
+        new = [rank for rank, watched in self._watched.items() if not watched.value]
+        if new and self._store.check([f"beat/{rank}" for rank in new]):
+            ranks += new
+        else:
+            ranks += [rank for rank in new if self._store.check([f"beat/{rank}"])]
+        values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        with self._lock:
+            for rank, watched in self._watched.items():
+                watched.silent += passed
+                watched.still += passed
+                if watched.pulses != (pulse := pulses.get(rank, 0)):
+                    watched.pulses, watched.silent = pulse, 0.0
+            for rank, value in zip(ranks, values, strict=True):
+                watched = self._watched[rank]
+                if value == watched.value:
+                    continue
+                beat = Beat.decode(value)
+                watched.heard = watched.heard or bool(watched.value)
+                watched.value, watched.silent = value, 0.0
+                if beat != watched.beat:
+                    watched.beat, watched.still = beat, 0.0
+            self._silent = [
+                Loss(
+                    rank,
+                    f"has been silent for {SILENCE_SECONDS:g} s or more: dead, stopped or cut off "
+                    f"(last seen: {watched.beat.doing})",
+                )
+                for rank, watched in self._watched.items()
+                if self._is_silent(watched)
+            ]

@@ -1,0 +1,300 @@
+"""Which ranks commit together, and the store that they meet at.
+
+Nothing here runs a collective or makes a process group: the ranks are those of the group that the user
+named (or all), and the store is the one that the default group was made with, behind a prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.process.forks import ProcessLock
+
+__all__ = ["ALONE", "Connection", "Peers", "is_current", "of_store", "peers_of"]
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_SECONDS: Final = timedelta(seconds=5)
+"""How long to try to reach the store's server before it counts as gone."""
+
+_GLOO_SECONDS: Final = timedelta(seconds=30)
+"""How long gloo waits for a key of another rank, where it uses a store of c10d's itself."""
+
+_ANSWER_SECONDS: Final = 10.0
+"""How long a request may take, with connecting if need be: where a network is cut, torch's client waits for the answer
+without a bound."""
+
+_Asked = tuple[Callable[[Any], Any], "Future[Any]"]
+
+
+class _Client:
+    """One connection to the store's server, for any threads: their requests wait for one another.
+
+    A thread of its own makes the requests, because one may never be answered. It starts with the first request. It ends
+    when the client is dropped, or at once after the request that was given up: then the next request begins with a new
+    connection and a new thread. It is a daemon, so a process can end without it. In a forked child the client
+    begins anew.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._lock = ProcessLock()  # guards what follows
+        self._line: queue.SimpleQueue[_Asked | None] | None = None
+        self._process = os.getpid()
+
+    def ask(self, request: Callable[[Any], Any]) -> Any:
+        """What ``request`` returns for the store. Made twice if the connection breaks; then RuntimeError."""
+        try:
+            return self._once(request)
+        except _Overdue:  # it is not asked again: that would take as long
+            raise
+        except RuntimeError as error:
+            logger.info("the connection to the ranks' store broke, connecting again: %s", error)
+            return self._once(request)
+
+    def _once(self, request: Callable[[Any], Any]) -> Any:
+        asked: Future[Any] = Future()
+        with self._lock:
+            if self._line is None or self._process != os.getpid():
+                self._line, self._process = self._start(), os.getpid()
+            line = self._line
+            line.put((request, asked))
+        if not wait([asked], _ANSWER_SECONDS).done:
+            asked.cancel()
+            self._drop(line)
+            raise _Overdue(f"the ranks' store has not answered for {_ANSWER_SECONDS:g} s")
+        return asked.result()
+
+    def _start(self) -> queue.SimpleQueue[_Asked | None]:
+        line: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        threading.Thread(
+            target=_serve, args=(line, self._connect), name="dcp_datastates-store", daemon=True
+        ).start()
+        self._end = weakref.finalize(self, line.put, None)
+        self._end.atexit = False
+        return line
+
+    def _drop(self, line: queue.SimpleQueue[_Asked | None]) -> None:
+        with self._lock:
+            if self._line is line:
+                self._line = None
+                self._end()
+
+
+class _Overdue(RuntimeError):
+    """The store has not answered in time."""
+
+
+def _serve(line: queue.SimpleQueue[_Asked | None], connect: Callable[[], Any]) -> None:
+    """The thread of a :class:`_Client`. It must not hold the client, which ends it by being dropped."""
+    store: Any = None
+    while (item := line.get()) is not None:
+        request, asked = item
+        if asked.set_running_or_notify_cancel():
+            try:
+                if store is None:
+                    store = connect()
+                asked.set_result(request(store))
+            except BaseException as error:
+                store = None  # an answer may still be on its way
+                asked.set_exception(error)
+        del item, request, asked  # or what they hold would live until the next comes
+
+
+class Connection:
+    """This package's way to the store, under a prefix. Any thread's.
+
+    Connections share a client, so a request waits for those before it. None waits for a key, so none holds up the
+    others for long. A connection that breaks (networks drop what is idle for hours, and c10d's client does not
+    reconnect) is made anew, once per request; then RuntimeError is raised. So it is where the store has not answered
+    for ten seconds. Every request may be made twice: ask for no key that may not be there, and count nothing
+    exactly with :meth:`add`.
+    """
+
+    def __init__(self, client: _Client, prefix: str) -> None:
+        self._client = client
+        self._prefix = prefix
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(lambda store: store.set(self._key(key), value))
+
+    def get(self, key: str) -> bytes:
+        return bytes(self._ask(lambda store: store.get(self._key(key))))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return list(self._ask(lambda store: store.multi_get(list(map(self._key, keys)))))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(lambda store: store.check(list(map(self._key, keys)))))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return bytes(self._ask(lambda store: store.compare_set(self._key(key), expected, desired)))
+
+    def add(self, key: str, n: int) -> int:
+        return int(self._ask(lambda store: store.add(self._key(key), n)))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask(lambda store: store.delete_key(self._key(key))))
+
+    def _key(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
+
+    def _ask(self, request: Callable[[Any], Any]) -> Any:
+        return self._client.ask(request)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks that commit together.
+
+    Attributes:
+        rank: this process's rank among them; the coordinator is 0.
+        ranks: their ranks in the default group, in order.
+        base: makes connections to the default group's store by ``clone()``; None for a process alone. A c10d store will
+            do, if connections need not be shared.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    base: Any
+
+    @property
+    def world(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
+
+    @property
+    def store(self) -> Any:
+        """The default group's store, for who wants it to live as long as a save; None if it is gone."""
+        return self.base.address.store() if isinstance(self.base, _Base) else None
+
+    @property
+    def host(self) -> str:
+        """The host that the store's server is on, by the name that this process knows; empty if there is none."""
+        store = self.base.address.store() if isinstance(self.base, _Base) else self.base
+        while (inner := getattr(store, "underlying_store", None)) is not None:
+            store = inner
+        return str(getattr(store, "host", ""))
+
+    @property
+    def digest(self) -> str:
+        """Short, and other ranks have another."""
+        return hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:16]
+
+    def connect(self, purpose: str) -> Connection:
+        """The process's connection to the store, under a prefix for these ranks and ``purpose``."""
+        if not isinstance(self.base, _Base):
+            return self.connect_alone(purpose)
+        return Connection(self.base.shared, self._prefix(purpose))
+
+    def connect_alone(self, purpose: str) -> Connection:
+        """The same over a connection that is not shared, for a thread that must not wait for others' requests."""
+        base = self.base
+        connect = base.address.clone if isinstance(base, _Base) else base.clone
+        return Connection(_Client(connect), self._prefix(purpose))
+
+    def raw_store(self, purpose: str) -> Any:
+        """The same as a c10d store with one more connection, which is not made anew when it breaks."""
+        store = self.base.clone()
+        store.set_timeout(_GLOO_SECONDS)
+        return dist.PrefixStore(self._prefix(purpose), store)  # type: ignore[attr-defined]
+
+    def _prefix(self, purpose: str) -> str:
+        return f"dcp_datastates/{self.digest}/{purpose}"
+
+
+ALONE: Final = Peers(0, (0,), None)
+
+
+class _Address:
+    """Where the store is. It makes connections, so it waits for the network.
+
+    The store itself may be a server that must end with the group, so it is not kept: only clones of it are used.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self.store: Final = weakref.ref(store)
+        self._newest: Any = None  # a clone, in use; it knows the address when the store is gone
+
+    def clone(self) -> Any:
+        """A new connection. Raises RuntimeError if the store cannot be reached, or the group is gone."""
+        store = self._newest if self._newest is not None else self.store()
+        if store is None:
+            raise RuntimeError("the default process group was destroyed")
+        connection = store.clone()
+        connection.set_timeout(_CONNECT_SECONDS)  # its clones connect within that
+        self._newest = connection
+        return connection
+
+
+class _Base:
+    """The default group's store as it was when this package first came to it. Making this does not wait."""
+
+    def __init__(self, store: Any) -> None:
+        self.address: Final = _Address(store)
+        self.shared: Final = _Client(self.address.clone)  # must not hold this: see _serve()
+
+    def clone(self) -> Any:
+        return self.address.clone()
+
+
+def of_store(rank: int, ranks: tuple[int, ...], store: Any) -> Peers:
+    """The ``ranks``, with a c10d ``store`` that lives as long as they are connected."""
+    return Peers(rank, ranks, _Base(store))
+
+
+_lock = ProcessLock()  # guards _base
+_base: _Base | None = None
+
+
+def peers_of(process_group: Any) -> Peers:
+    """The ranks of ``process_group`` (None: all), or :data:`ALONE` without ``torch.distributed``.
+
+    Raises :class:`ConfigurationError` if this process is not one of them.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ALONE
+    me = dist.get_rank()
+    if process_group is None:
+        ranks = tuple(range(dist.get_world_size()))
+    elif process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigurationError(
+            f"process_group does not contain this process (rank {me}): only its members save to it"
+        )
+    else:
+        ranks = tuple(dist.get_process_group_ranks(process_group))
+    if me not in ranks:
+        raise ConfigurationError(
+            f"process_group has ranks {list(ranks)}, and not this process's rank {me}"
+        )
+    if len(ranks) == 1:
+        return ALONE
+    return Peers(ranks.index(me), ranks, _current(dist.distributed_c10d._get_default_store()))
+
+
+def _current(store: Any) -> _Base:
+    global _base
+    with _lock:
+        if _base is None or _base.address.store() is not store:
+            _base = _Base(store)
+        return _base
+
+
+def is_current(peers: Peers) -> bool:
+    """Whether the default group that ``peers`` are of is still there."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False
+    return peers.base is _current(dist.distributed_c10d._get_default_store())

@@ -1,0 +1,236 @@
+"""``load``: into a state, on all ranks; or as a plain nested dict, in this process alone."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from dcp_datastates.dcp.reader import DataStatesReader
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    ConfigurationError,
+    DataStatesError,
+    IncompatibleStateError,
+)
+from dcp_datastates.format.stored_names import as_keys, chosen
+
+__all__ = ["load"]
+
+
+def load(
+    path: str | os.PathLike[str],
+    state: dict[str, Any] | None = None,
+    keys: str | Iterable[str] | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    allow_objects: bool = True,
+    allow_cast: bool = False,
+    strict: bool = False,
+) -> dict[str, Any]:
+    """Load the checkpoint at ``path`` into ``state``; without one, return what was saved.
+
+    With ``state``, this is :func:`torch.distributed.checkpoint.load`: all ranks of the group call it, at any
+    world size, mesh or placement; tensors are filled in place, objects replaced, and ``Stateful`` objects given
+    what was loaded. Without it, nothing is asked of other ranks and no process group is needed: a checkpoint
+    of any world size comes back as it was saved, nested, with whole tensors on the CPU, for which there must be
+    memory. Every byte that is read is verified.
+
+    Args:
+        path: Directory of the checkpoint.
+        state: What to load into. None makes a new dict.
+        keys: Load only what is stored under these names: a name, or what one begins with up to a dot, such as
+            ``"model"`` or ``"model.layers.0"``. Places in a list before one that was chosen hold None.
+        process_group: With ``state``: the ranks that load together; default: all.
+        no_dist: With ``state``: this process loads by itself, whatever process groups there are.
+        allow_objects: As for :class:`~dcp_datastates.DataStatesReader`.
+        allow_cast: The same, with ``state``.
+        strict: The same, with ``state``: whether leaving anything unread is an error, rather than a warning.
+            What ``keys`` leave out does not count.
+
+    Returns:
+        ``state``, or the new dict.
+
+    Raises:
+        ConfigurationError: an argument cannot work.
+        IncompatibleStateError: nothing is stored under one of ``keys``, with names that are like it; or ``state``
+            does not fit what was saved.
+        CheckpointNotFoundError, CheckpointCorruptError, CheckpointReplacedError, UnsafeObjectError, StorageError:
+            as for :class:`~dcp_datastates.DataStatesReader`; where ranks differ, the same on all of them. What
+            is not an error of this package (``state`` has a name that was not saved, say) is DCP's
+            ``CheckpointException``.
+    """
+    names = None if keys is None else as_keys("keys", keys)
+    reader = _Reader(path, names, allow_objects=allow_objects, allow_cast=allow_cast, strict=strict)
+    if state is None:
+        return _load_everything(reader)
+    if not isinstance(state, dict):
+        raise ConfigurationError(
+            f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
+        )
+    try:
+        with warnings.catch_warnings():  # a process alone is nothing to warn of
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(  # type: ignore[attr-defined]
+                state, storage_reader=reader, process_group=process_group, no_dist=no_dist
+            )
+    except CheckpointException as error:
+        cause = error.failures[min(error.failures)][0]
+        if isinstance(cause, DataStatesError):
+            raise cause from error
+        raise
+    return state
+
+
+class _Reader(DataStatesReader):
+    """Reads only what lies under ``keys`` (None: all), and leaves the rest on purpose."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], keys: frozenset[str] | None, **options: Any
+    ) -> None:
+        super().__init__(path, **options)
+        self._keys = keys
+        self.names: frozenset[str] = frozenset()
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        names = metadata.state_dict_metadata
+        self.names = frozenset(names if self._keys is None else chosen(names, self._keys))
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        plan.items = [item for item in plan.items if item.storage_index.fqn in self.names]
+        return super().prepare_local_plan(plan)
+
+    def _leaves(self, name: str) -> bool:
+        return name not in self.names
+
+
+def _load_everything(reader: _Reader) -> dict[str, Any]:
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    planner = _WholePlanner(reader.names)
+    planner.set_up_planner({}, metadata, True)
+    plans = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader.read_data(planner.finish_plan(plans[0]), planner)
+    return planner.nested()
+
+
+class _WholePlanner(LoadPlanner):
+    """Asks for all that is stored under ``names``, and makes the tensors for it."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self._names = names
+        self._values: dict[str, Any] = {}
+        self._paths: Any = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        assert metadata is not None
+        self._paths = metadata.planner_data
+        stored = metadata.state_dict_metadata
+        self._stored = {name: stored[name] for name in stored if name in self._names}
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for name, saved in self._stored.items():
+            self._values[name] = None
+            if isinstance(saved, TensorStorageMetadata):
+                _check_whole(name, saved)
+                self._values[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
+                items += [_chunk_item(name, chunk, i) for i, chunk in enumerate(saved.chunks)]
+            else:
+                items.append(_object_item(name))
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self._values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        whole: torch.Tensor = self._values[read_item.dest_index.fqn]
+        return whole[
+            tuple(
+                slice(start, start + length)
+                for start, length in zip(read_item.dest_offsets, read_item.lengths, strict=True)
+            )
+        ]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+    def nested(self) -> dict[str, Any]:
+        """The values, nested as the paths say that the planner of the save noted."""
+        nested: dict[str, Any] = {}
+        for name, value in self._values.items():
+            path = self._paths.get(name) if isinstance(self._paths, dict) else None
+            try:
+                _put(nested, path if isinstance(path, tuple) and path else (name,), value)
+            except (TypeError, AttributeError) as error:
+                raise CheckpointCorruptError(
+                    f"the metadata give {name!r} the path {path!r}, on which another value lies"
+                ) from error
+        return nested
+
+
+def _check_whole(name: str, saved: TensorStorageMetadata) -> None:
+    """What no chunk covers would come back as whatever the memory held."""
+    stored = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
+    if stored < math.prod(saved.size):
+        raise IncompatibleStateError(
+            f"of {name!r}, {stored} of {math.prod(saved.size)} elements are stored (a rank saved its shard alone?); "
+            f"choose others with keys, or load it into a sharded state"
+        )
+
+
+def _chunk_item(name: str, chunk: ChunkStorageMetadata, index: int) -> ReadItem:
+    place = MetadataIndex(name, chunk.offsets, index)
+    beginning = torch.Size([0] * len(chunk.sizes))
+    return ReadItem(LoadItemType.TENSOR, place, chunk.offsets, place, beginning, chunk.sizes)
+
+
+def _object_item(name: str) -> ReadItem:
+    place, nothing = MetadataIndex(name), torch.Size([0])
+    return ReadItem(LoadItemType.BYTE_IO, place, nothing, place, nothing, nothing)
+
+
+def _put(root: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
+    """Put ``value`` at ``path``: a key that is a number is a place in a list."""
+    container: Any = root
+    for key, following in zip(path, (*path[1:], None), strict=True):
+        if isinstance(key, int):
+            container.extend([None] * (key + 1 - len(container)))
+            present = container[key]
+        else:
+            present = container.get(key)
+        if following is None:
+            container[key] = value
+        elif present is None:
+            present = container[key] = [] if isinstance(following, int) else {}
+        container = present

@@ -1,0 +1,269 @@
+"""The storage reader: a committed checkpoint, verified, into any world size, mesh or placement.
+
+DCP's calls, on each rank: ``read_metadata  set_up_storage_reader  prepare_local_plan
+[prepare_global_plan]  read_data``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future as TorchFuture
+
+from dcp_datastates.commit.publish import warn_if_replaced
+from dcp_datastates.config import parse_host_cache_size
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointReplacedError,
+    ConfigurationError,
+    DataStatesError,
+    IncompatibleStateError,
+    UnsafeObjectError,
+)
+from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.metadata import Note
+from dcp_datastates.format.metadata_objects import metadata_of, note_of
+from dcp_datastates.format.stored_names import as_keys, is_under, unread
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.restore import restore
+from dcp_datastates.storage import local
+
+__all__ = ["DataStatesReader"]
+
+logger = logging.getLogger(__name__)
+
+
+class DataStatesReader(StorageReader):
+    """Loads what :class:`~dcp_datastates.DataStatesWriter` saved.
+
+    Pass it as ``storage_reader=`` to :func:`torch.distributed.checkpoint.load`, with any planner.
+    Only the bytes that the state to load into needs are read (rounded to checksum blocks of 1 MiB),
+    every one of them verified before it is used.
+
+    Args:
+        path: Directory of the checkpoint. None if every load passes ``checkpoint_id``.
+        allow_objects: Whether Python objects in the checkpoint may be unpickled, by DCP's own
+            ``torch.load``: only for checkpoints from sources you trust. False refuses a plan that
+            needs one.
+        allow_cast: Whether a tensor may be loaded into one of another dtype. Stock DCP casts silently;
+            here the default is to refuse.
+        strict: Whether a load that leaves a stored tensor or object unread is an error. By default it is a warning
+            in the log, with the first names: DCP reads only what the state asks for, and the ``state_dict()`` of
+            an optimizer that has not stepped asks for nothing.
+        leave: Names, or what names begin with (``"optimizer"``), that are left unread on purpose.
+        host_cache_size: Host memory for staging if this process has no engine yet, bytes or a string.
+
+    Raises:
+        ConfigurationError: an option has a value that cannot work.
+
+    Loading raises, wrapped in DCP's ``CheckpointException`` where ranks are involved:
+    :class:`CheckpointNotFoundError`, :class:`CheckpointCorruptError`, :class:`IncompatibleStateError`,
+    :class:`CheckpointReplacedError`, :class:`UnsafeObjectError` or :class:`StorageError`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        allow_objects: bool = True,
+        allow_cast: bool = False,
+        strict: bool = False,
+        leave: str | Iterable[str] = (),
+        host_cache_size: int | str = DEFAULT_HOST_CACHE_BYTES,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("allow_objects", allow_objects),
+            ("allow_cast", allow_cast),
+            ("strict", strict),
+        ):
+            if not isinstance(value, bool):
+                raise ConfigurationError(f"{name}={value!r} must be True or False")
+        self._path = None if path is None else local.local_path(path)
+        self._allow_objects = allow_objects
+        self._allow_cast = allow_cast
+        self._strict = strict
+        self._leave = as_keys("leave", leave)
+        self._host_cache_bytes = parse_host_cache_size(host_cache_size)
+        self._metadata: Metadata | None = None
+        self._note: Note | None = None
+        self._failure: DataStatesError | None = None
+        self._asked: set[str] | None = None
+        """What the plan asks for where one rank loads by itself."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this reader can load from ``checkpoint_id``: any path without a URL scheme."""
+        try:
+            local.local_path(checkpoint_id)
+        except ConfigurationError:
+            return False
+        return True
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The path, for DCP's logs."""
+        return "" if self._path is None else str(self._path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, from ``checkpoint_id`` if given."""
+        self._metadata = self._note = self._failure = None
+        if checkpoint_id is not None:
+            self._path = local.local_path(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata; opening it runs no code from it.
+
+        DCP asks a second time, with ``rank=``, for metadata of that rank alone when the first call fails.
+        There is none, and the first reason is the true one: it is raised from
+        :meth:`set_up_storage_reader`, where DCP does not replace it.
+        """
+        if "rank" in kwargs and self._failure is not None:
+            return Metadata({})
+        try:
+            metadata = metadata_of(open_committed(self._directory()).table)
+        except DataStatesError as error:
+            self._failure = error
+            raise
+        self._failure = None
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = str(uuid.uuid4())
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take the metadata that DCP's planner works with."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        self._metadata = metadata
+        self._asked = None
+        self._note = note_of(metadata)
+        warn_if_replaced(Path(os.path.realpath(self._directory())))
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Refuse objects if told so; note which attempt this rank is about to read."""
+        if not self._allow_objects:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    raise UnsafeObjectError(
+                        f"{item.dest_index.fqn!r} is a pickled Python object and allow_objects=False; "
+                        f"load tensors only, or trust the checkpoint with allow_objects=True"
+                    )
+        plan.storage_data = self._noted().attempt.name
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Coordinator: all ranks must have seen the same attempt; say what none of them asks for.
+
+        With ``strict``, raises :class:`IncompatibleStateError` for that.
+        """
+        seen = {plan.storage_data for plan in plans}
+        if len(seen) > 1:
+            raise CheckpointReplacedError(
+                f"{self._directory()}: ranks see different attempts ({', '.join(sorted(map(str, seen)))}): "
+                f"the checkpoint was replaced meanwhile, or the path is not shared; load again"
+            )
+        asked = {item.storage_index.fqn for plan in plans for item in plan.items}
+        if len(plans) > 1:
+            self._check_unread(asked)
+        else:
+            self._asked = asked
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
+        """Read, verify and scatter what the plan asks for; returns when done."""
+        metadata, note = self._metadata, self._noted()
+        assert metadata is not None
+        directory = self._directory()
+        if self._asked is not None:
+            # This rank alone, which may hold an empty shard of a tensor (with no_dist=True): its plan lacks
+            # that, its state does not.
+            held = getattr(planner, "state_dict", None)
+            self._check_unread(self._asked.union(held if isinstance(held, dict) else ()))
+        try:
+            restore(
+                plan,
+                planner,
+                metadata,
+                note,
+                directory,
+                engine(self._host_cache_bytes),
+                self._allow_cast,
+            )
+        except CheckpointNotFoundError as error:
+            raise self._explain_missing(directory, note, error) from error
+        future: TorchFuture[None] = TorchFuture()
+        future.set_result(None)
+        return future
+
+    def _leaves(self, name: str) -> bool:
+        """Whether what is stored under this name is left unread on purpose."""
+        return is_under(name, self._leave)
+
+    def _check_unread(self, asked: set[str]) -> None:
+        assert self._metadata is not None
+        stored = self._metadata.state_dict_metadata
+        names = [
+            name
+            for name in unread(stored, asked)
+            if not self._leaves(name)
+            and (self._allow_objects or isinstance(stored[name], TensorStorageMetadata))
+        ]
+        if not names:
+            return
+        said = (
+            f"{self._directory()}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the "
+            f"state to load into does not ask for them: {some_of(names)}. The state_dict() of an optimizer is empty "
+            f"before its first step: get_optimizer_state_dict of torch.distributed.checkpoint.state_dict fills it. "
+            f"If a part is meant, say so: dcp_datastates.load(..., keys=...) or DataStatesReader(..., leave=...)"
+        )
+        if self._strict:
+            raise IncompatibleStateError(said)
+        # With no_dist=True every rank loads by itself, and most likely the same: one of them says it.
+        first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
+        logger.log(logging.WARNING if first else logging.INFO, "%s", said)
+
+    def _explain_missing(
+        self, directory: Path, note: Note, error: CheckpointNotFoundError
+    ) -> DataStatesError:
+        try:
+            now = open_committed(directory).note.attempt
+        except CheckpointNotFoundError:
+            return CheckpointReplacedError(
+                f"{directory}: attempt {note.attempt.name} was removed while it was being loaded, by retain or delete, "
+                f"perhaps; load another checkpoint"
+            )
+        except DataStatesError:
+            return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
+        if now != note.attempt:
+            return CheckpointReplacedError(
+                f"{directory}: attempt {note.attempt.name} was replaced by {now.name} while it was being "
+                f"loaded; load again"
+            )
+        return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
+
+    def _directory(self) -> Path:
+        if self._path is None:
+            raise ConfigurationError(
+                "no path to load from: construct DataStatesReader(path), or pass checkpoint_id"
+            )
+        return self._path
+
+    def _noted(self) -> Note:
+        if self._note is None:
+            raise DataStatesError("set_up_storage_reader() was not called before this")
+        return self._note

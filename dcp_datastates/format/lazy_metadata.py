@@ -1,0 +1,71 @@
+"""The metadata that DCP hands around: a few bytes that say where the real ones are.
+
+DCP broadcasts the ``Metadata`` of a checkpoint to all ranks at the end of every save, for callers of
+``dcp.save`` that look at what it returns. Unpickling those of a large job takes every rank seconds, with the GIL
+held. These read themselves from the ``.metadata`` file when somebody looks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_datastates.errors import DataStatesError
+from dcp_datastates.format.fields import further_fields, known_fields
+from dcp_datastates.format.metadata import decode
+from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.storage.local import METADATA_NAME
+
+__all__ = ["FIELDS", "PublishedMetadata"]
+
+FIELDS: Final = known_fields(Metadata) | set(further_fields(Metadata))
+
+
+class PublishedMetadata(Metadata):
+    """A ``Metadata`` whose fields are those of the file, from the first look on.
+
+    A look raises :class:`DataStatesError` if that save is not committed, or another has replaced it.
+    """
+
+    def __init__(self, directory: str = "", attempt: str = "") -> None:
+        self.directory = directory
+        self.attempt = attempt
+
+    def __getattribute__(self, name: str) -> Any:
+        # Fields with a default are attributes of the class too: __getattr__ would not be asked.
+        if name in FIELDS and name not in object.__getattribute__(self, "__dict__"):
+            self._load()
+        return object.__getattribute__(self, name)
+
+    def _load(self) -> None:
+        if not self.directory:
+            raise DataStatesError("this save has not been written yet; its metadata cannot be read")
+        path = Path(self.directory) / METADATA_NAME
+        try:
+            table = decode(path.read_bytes(), path)
+        except FileNotFoundError:
+            raise DataStatesError(
+                f"nothing is committed at {self.directory!r}: wait for the save's future, or writer.committed"
+            ) from None
+        attempt = table.note.attempt.name
+        if attempt != self.attempt:
+            raise DataStatesError(
+                f"{self.directory!r} holds attempt {attempt}; that of this save, {self.attempt}, is not "
+                f"committed, or was replaced"
+            )
+        found = metadata_of(table)
+        vars(self).update({name: getattr(found, name) for name in FIELDS}, **vars(found))
+
+    def __reduce__(self) -> Any:
+        if vars(self).keys() >= FIELDS:  # read already, and changed perhaps
+            return _plain, ({name: vars(self)[name] for name in FIELDS},)
+        return PublishedMetadata, (self.directory, self.attempt)
+
+    def __repr__(self) -> str:
+        return f"PublishedMetadata({self.directory!r}, {self.attempt!r})"
+
+
+def _plain(fields: dict[str, Any]) -> Metadata:
+    return Metadata(**fields)

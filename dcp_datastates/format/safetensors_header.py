@@ -1,0 +1,208 @@
+"""The header of a safetensors file, read as if somebody had made it to do harm.
+
+A load does not need it (the metadata say where everything is); tools do. The format is that of
+safetensors: a length (u64), JSON of that length, data; and the same rules hold as in its own reader, so that
+what passes here opens there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
+
+__all__ = ["Header", "HeaderEntry", "read_header"]
+
+_MAX_BYTES: Final = (1 << 63) - 1
+_MAX_DIMENSIONS: Final = 64
+_MAX_DIGITS: Final = 19  # of 2^63 - 1
+
+_BITS: Final[Mapping[str, int]] = {
+    **{name: 8 * dtype.itemsize for dtype, name in SAFETENSORS_NAME.items()},
+    **dict.fromkeys(("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Of an element, by the names of safetensors 0.8: those that this package writes, and all others."""
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    """As safetensors calls it."""
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+    """Begin and end in bytes, counted from the header's ``data_start``."""
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself. The entries lie side by side, in this order, and fill the file."""
+
+    entries: tuple[HeaderEntry, ...]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+def read_header(
+    source: bytes | bytearray | memoryview | str | os.PathLike[str], file_size: int | None = None
+) -> Header:
+    """The header of a file: of the one at a path, or of that whose first bytes are given.
+
+    ``file_size`` is the size of the file in bytes; None takes that of the file, or of the bytes. No more
+    memory is taken than in proportion to the header, which is at most 100 MB and within the file.
+
+    Raises :class:`CheckpointCorruptError` (path and reason), :class:`CheckpointNotFoundError` or
+    :class:`StorageError`.
+    """
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        data = memoryview(source).cast("B")
+        size = len(data) if file_size is None else file_size
+        try:
+            length = _length(bytes(data[:8]), size)
+            return _parse(bytes(data[8 : 8 + length]), length, size)
+        except _Malformed as error:
+            raise CheckpointCorruptError(f"safetensors header: {error}") from None
+    path = Path(source)
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size if file_size is None else file_size
+            length = _length(file.read(8), size)
+            text = file.read(length)
+        return _parse(text, length, size)
+    except _Malformed as error:
+        raise CheckpointCorruptError(f"{path}: {error}") from None
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(error.errno, f"{path}: no such file", str(path)) from error
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"reading {path} failed: {error.strerror}", str(path)
+        ) from error
+
+
+class _Malformed(ValueError):
+    """What is wrong with a header."""
+
+
+def _length(first: bytes, file_size: int) -> int:
+    if len(first) < 8:
+        raise _Malformed("too short for a safetensors file")
+    length = int.from_bytes(first, "little")
+    if length > MAX_HEADER_BYTES:
+        raise _Malformed(
+            f"its header is said to have {length} bytes; {MAX_HEADER_BYTES} are allowed"
+        )
+    if length > file_size - 8:
+        raise _Malformed(f"its header is said to have {length} bytes, the file has {file_size}")
+    return length
+
+
+def _parse(data: bytes, length: int, file_size: int) -> Header:
+    if len(data) < length:
+        raise _Malformed(f"its header is cut short: {len(data)} of {length} bytes")
+    if not data.startswith(b"{"):
+        raise _Malformed("its header does not begin with '{'")
+    try:
+        content = json.loads(
+            data.decode(),
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_no_number,
+            parse_constant=_no_number,
+        )
+    except _Malformed:
+        raise
+    except RecursionError:
+        raise _Malformed("its header nests too deeply") from None
+    except ValueError as error:
+        raise _Malformed(f"its header is no JSON: {str(error)[:200]}") from None
+    metadata = content.pop("__metadata__", {})
+    if type(metadata) is not dict or not set(map(type, metadata.values())) <= {str}:
+        raise _Malformed("its __metadata__ do not map strings to strings")
+    for key, value in metadata.items():
+        _check_text(key)
+        _check_text(value)
+    entries = sorted(
+        (_entry(name, described) for name, described in content.items()),
+        key=lambda entry: entry.data_offsets,
+    )
+    end = 0
+    for entry in entries:
+        if entry.data_offsets[0] != end:
+            raise _Malformed(
+                f"{_short(entry.name)} begins at {entry.data_offsets[0]}, not at {end}"
+            )
+        end = entry.data_offsets[1]
+    data_start = 8 + length
+    if data_start + end != file_size:
+        raise _Malformed(f"its tensors end at byte {data_start + end}, and the file at {file_size}")
+    return Header(tuple(entries), metadata, data_start)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _Malformed("its header has a key twice")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:  # reading a million digits takes a million times a million steps
+        raise _Malformed(f"its header has a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _no_number(text: str) -> int:
+    raise _Malformed(f"its header has a number that is no integer: {text[:40]}")
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _Malformed("its header has text that is no Unicode") from None
+
+
+def _entry(name: str, described: Any) -> HeaderEntry:
+    _check_text(name)
+    if type(described) is not dict or described.keys() != {"dtype", "shape", "data_offsets"}:
+        raise _Malformed(f"{_short(name)} is not described by dtype, shape and data_offsets")
+    dtype, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
+    if type(dtype) is not str or dtype not in _BITS:
+        raise _Malformed(f"{_short(name)} has an unknown dtype")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise _Malformed(f"the shape of {_short(name)} is malformed")
+    if not _are_sizes(offsets) or len(offsets) != 2:
+        raise _Malformed(f"the data_offsets of {_short(name)} are malformed")
+    begin, end = offsets
+    bits = _BITS[dtype]
+    for size in shape:
+        bits *= size or 1  # a size of 0 does not excuse the others
+        if bits > 8 * _MAX_BYTES:
+            raise _Malformed(f"{_short(name)} is larger than any file")
+    if 0 in shape:
+        bits = 0
+    if begin > end or bits != 8 * (end - begin):
+        raise _Malformed(
+            f"{_short(name)} lies from {begin} to {end}, but {dtype} of shape {shape} has {bits} bits"
+        )
+    return HeaderEntry(name, dtype, tuple(shape), (begin, end))
+
+
+def _are_sizes(value: object) -> bool:
+    return type(value) is list and all(
+        type(size) is int and 0 <= size <= _MAX_BYTES for size in value
+    )
+
+
+def _short(name: str) -> str:
+    return repr(name) if len(name) <= 200 else f"{name[:200]!r}…"

@@ -1,0 +1,1 @@
+"""Tensors, the native engine, and files: moving bytes, and restoring them."""

@@ -1,0 +1,199 @@
+"""Which tensors the native engine copies from and to a device by itself, and on which stream a device's work is now.
+
+What is on another kind of accelerator goes through torch, whole and at once (:mod:`dcp_datastates.io.tensor_memory`).
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+
+from dcp_datastates._native import DeviceEvent, Engine
+from dcp_datastates.errors import DeviceError
+
+__all__ = [
+    "HOST",
+    "THROUGH_TORCH",
+    "capturing",
+    "dense",
+    "fences",
+    "follow",
+    "mark",
+    "numbers",
+    "place",
+    "record",
+    "report",
+    "stream",
+]
+
+logger = logging.getLogger(__name__)
+
+HOST: Final = -1
+"""Number of the host, where devices have theirs."""
+
+THROUGH_TORCH: Final = -2
+"""Number of all devices whose driver the native engine does not know."""
+
+_DEVICE: Final = operator.attrgetter("device")
+_IS_CPU: Final = operator.attrgetter("is_cpu")
+
+
+class Accelerator(Protocol):
+    """What torch knows of a kind of device that the engine has a driver table for."""
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Of each tensor: :data:`HOST`, the driver's number of its device, or :data:`THROUGH_TORCH`."""
+
+    def stream(self, device: int) -> int:
+        """Handle of the calling thread's current stream on ``device``."""
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a contiguous copy that the calling thread's current stream makes.
+
+        Whoever gets the copy's memory next gets it in the order of that stream.
+        """
+
+    def mark(self, devices: Iterable[int]) -> list[Any]:
+        """The moment on the calling thread's current streams: of ``devices``, and of the one that is current."""
+
+    def follow(self, moment: list[Any]) -> None:
+        """What the calling thread's current streams are given from now on comes after ``moment``."""
+
+    def capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a graph."""
+
+
+class Cuda:
+    """CUDA as torch sees it. Torch numbers devices as the driver does."""
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        if all(map(_IS_CPU, tensors)):  # in the training thread, at every save
+            return [HOST] * len(tensors)
+        devices = list(map(_DEVICE, tensors))
+        number = {device: self._number(device) for device in set(devices)}
+        return [number[device] for device in devices]
+
+    def _number(self, device: torch.device) -> int:
+        if device.type == "cpu":
+            return HOST
+        if device.type == "cuda" and torch.version.hip is None and device.index is not None:
+            return device.index
+        return THROUGH_TORCH
+
+    def stream(self, device: int) -> int:
+        return int(torch.cuda.current_stream(device).cuda_stream)
+
+    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous()
+
+    def mark(self, devices: Iterable[int]) -> list[Any]:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return []
+        used = {torch.cuda.current_device(), *devices}
+        streams = [torch.cuda.current_stream(device) for device in used]
+        return [(each, each.record_event()) for each in streams]
+
+    def follow(self, moment: list[Any]) -> None:
+        for before, event in moment:
+            now = torch.cuda.current_stream(before.device)
+            if now != before:
+                now.wait_event(event)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+
+
+accelerator: Accelerator = Cuda()
+"""Tests put another one here."""
+
+_refused: set[int] = set()
+_reported: set[str] = set()
+
+
+def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Where each (local) tensor is; None if all are on the host. Opens devices that are new to ``engine``."""
+    found = accelerator.numbers(tensors)
+    known = set(found)
+    if known <= {HOST}:
+        return None
+    closed = {device for device in known if device >= 0 and not _opened(engine, device)}
+    if closed:
+        return [THROUGH_TORCH if device in closed else device for device in found]
+    return found
+
+
+def place(engine: Engine, tensor: torch.Tensor) -> int:
+    """Where one (local) tensor is."""
+    found = numbers(engine, (tensor,))
+    return HOST if found is None else found[0]
+
+
+def _opened(engine: Engine, device: int) -> bool:
+    try:
+        engine.open_device(device)
+    except RuntimeError as error:
+        if device not in _refused:
+            _refused.add(device)
+            logger.warning(
+                "device %d cannot be used directly (%s); its tensors are copied through torch, at the call",
+                device,
+                error,
+            )
+        return False
+    return True
+
+
+def report(engine: Engine) -> None:
+    """Log, once, that the host cache could not be pinned in the background."""
+    pinning = engine.pin_fault
+    if pinning is not None and pinning.message not in _reported:
+        logger.warning(
+            "the host cache cannot be pinned (%s): copies from devices are slow, and wait for them",
+            pinning.message,
+        )
+        _reported.add(pinning.message)
+
+
+def stream(device: int) -> int:
+    """Handle of the calling thread's current stream on ``device``."""
+    return accelerator.stream(device)
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on a device, or a contiguous copy in the order of the calling thread's current stream."""
+    return accelerator.dense(tensor)
+
+
+def record(engine: Engine, device: int) -> DeviceEvent:
+    """An event after all that the calling thread's current stream on ``device`` has been given.
+
+    Raises :class:`DeviceError` in the driver's words.
+    """
+    try:
+        return engine.record_event(device, stream(device))
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error
+
+
+def fences(engine: Engine, devices: Iterable[int]) -> list[DeviceEvent]:
+    """One :func:`record` for each that is a device."""
+    return [record(engine, device) for device in sorted(set(devices)) if device >= 0]
+
+
+def mark(devices: Iterable[int]) -> list[Any]:
+    """The moment on the calling thread's current streams, for :func:`follow` in another thread."""
+    return accelerator.mark(device for device in devices if device >= 0)
+
+
+def follow(moment: list[Any]) -> None:
+    """What the calling thread gives torch to do on devices comes after ``moment``."""
+    accelerator.follow(moment)
+
+
+def capturing() -> bool:
+    """Whether the calling thread's current stream is being captured into a graph."""
+    return accelerator.capturing()

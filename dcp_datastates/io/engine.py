@@ -1,0 +1,118 @@
+"""The process's one native engine: its threads, its host cache, its end.
+
+Writers and readers share it. It is made at first use and grows when a writer asks for more; it ends at
+interpreter exit. A forked child starts without one and makes its own at first use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+from collections.abc import Hashable
+from typing import Final
+
+from dcp_datastates._native import CacheStats, Engine, SaveJob
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.process.ending import Phase, at_end
+from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.memory_limit import memory_limit
+
+__all__ = ["engine", "moved", "next_order", "stats"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
+"""Host cache of a process that only restores: what restores may use is a few segments."""
+
+_lock = ProcessLock()  # guards _engine
+_engine: Engine | None = None
+_orders = itertools.count(1)
+
+
+def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
+    """The process's engine, with a host cache of at least ``host_cache_bytes``.
+
+    Raises :class:`ConfigurationError` saying what was asked for if the memory cannot be had; an engine
+    that exists is as it was.
+    """
+    global _engine
+    native = _engine
+    if native is not None and host_cache_bytes <= native.host_cache_bytes:
+        return native
+    with _lock:
+        if _engine is not None and host_cache_bytes <= _engine.host_cache_bytes:
+            return _engine
+        limit = memory_limit()
+        if host_cache_bytes > limit.nbytes:
+            raise ConfigurationError(
+                f"host_cache_size={host_cache_bytes} is more than the {limit.nbytes} bytes that this process may "
+                f"use ({limit.source}); a checkpoint may be larger than the cache, so ask for less"
+            )
+        try:
+            if _engine is None:
+                _engine = Engine(host_cache_bytes)
+            else:
+                _engine.grow(host_cache_bytes)
+                logger.info("host cache grown to %d MiB", host_cache_bytes >> 20)
+        except MemoryError as error:
+            raise ConfigurationError(
+                f"host_cache_size={host_cache_bytes}: the system gives this process no such memory "
+                f"({error}); a checkpoint may be larger than the cache, so ask for less"
+            ) from error
+        return _engine
+
+
+def stats() -> CacheStats | None:
+    """What the host cache holds right now; None before the engine exists."""
+    native = _engine  # no lock: waits that a signal handler may interrupt ask this
+    return None if native is None else native.stats()
+
+
+def moved(job: SaveJob | None) -> Hashable:
+    """Something that changes as long as the engine makes progress with ``job``, or with saves that hold the cache."""
+    cache = stats()
+    return (
+        None if job is None else (job.bytes_read, job.bytes_written),
+        None if cache is None else cache.returned_segments,
+    )
+
+
+def next_order() -> int:
+    """Sequence number of the next save of this process; older saves get cache segments first."""
+    return next(_orders)
+
+
+def _limit_patience() -> None:
+    with _lock:
+        if _engine is not None:
+            _engine.limit_patience()
+
+
+def _limit_file_patience() -> None:
+    with _lock:
+        if _engine is not None:
+            _engine.limit_file_patience()
+
+
+def _shut_down() -> None:
+    global _engine
+    with _lock:
+        if _engine is None:
+            return
+        _engine.shutdown()
+        for message in sorted({fault.message for fault in _engine.given_up}):
+            logger.error("the process ends without waiting for storage any longer: %s", message)
+        _engine = None
+
+
+@after_fork
+def _forget_in_child() -> None:
+    # The parent's threads do not exist here: start anew, and leave its engine alone.
+    global _engine
+    _engine = None
+
+
+atexit.register(_shut_down)
+at_end(_limit_patience)
+at_end(_limit_file_patience, Phase.GIVE_UP)

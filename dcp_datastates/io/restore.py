@@ -1,0 +1,335 @@
+"""Carrying out one rank's load plan: find each item's bytes, have them verified and scattered."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+
+from dcp_datastates._native import BLOCK_BYTES, Engine, Fault, RestorePlan, Transfer
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    DataStatesError,
+    DeviceError,
+    IncompatibleStateError,
+    StorageError,
+)
+from dcp_datastates.format.contents import Contents, some_of
+from dcp_datastates.format.metadata import FileRecord, Note
+from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, place
+from dcp_datastates.staging.ownership import local_tensor
+
+__all__ = ["restore"]
+
+_POLL_SECONDS: Final = 0.1
+
+_DETOUR_BYTES: Final = 256 << 20
+"""Host memory for tensors that cannot be scattered into directly (to be cast, or out of the engine's reach)."""
+
+_SHORTEST_RUN_BYTES: Final = 4 << 10
+"""Below this, a device's copies take longer to enqueue than a detour does."""
+
+
+@dataclass
+class _Request:
+    """One read item with its bytes' place and its destination."""
+
+    item: ReadItem
+    info: _StorageInfo
+    target: torch.Tensor | None = None
+    """Where the planner wants a tensor item; None for an object."""
+    memory: torch.Tensor | None = None
+    """What the engine scatters into: ``target`` itself, or a detour of the saved dtype on the host."""
+    device: int = HOST
+    """Where that is."""
+    chunk_sizes: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+    data: bytearray = field(default_factory=bytearray)
+
+    @property
+    def detour(self) -> bool:
+        return self.target is not None and self.memory is None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.target is None else self.target.numel() * self.dtype.itemsize
+
+
+def restore(
+    plan: LoadPlan,
+    planner: LoadPlanner,
+    metadata: Metadata,
+    note: Note,
+    directory: Path,
+    engine: Engine,
+    allow_cast: bool,
+) -> None:
+    """Fulfil every item of ``plan``. All destinations are checked before the first byte is read.
+
+    Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may have been
+    overwritten in part by then), :class:`CheckpointNotFoundError` for a data file that is gone, or
+    :class:`StorageError`.
+    """
+    requests = [_request(item, planner, metadata, engine, allow_cast) for item in plan.items]
+    _check_object_files(requests, note, directory)
+    for batch in _batches(requests):
+        _read(batch, metadata, note, directory, engine)
+        for request in batch:
+            _deliver(request, planner)
+
+
+def _request(
+    item: ReadItem, planner: LoadPlanner, metadata: Metadata, engine: Engine, allow_cast: bool
+) -> _Request:
+    name = item.storage_index.fqn
+    info = metadata.storage_data.get(item.storage_index)
+    if not isinstance(info, _StorageInfo):
+        raise CheckpointCorruptError(
+            f"the metadata do not say where {item.storage_index} is stored"
+        )
+    if item.type == LoadItemType.BYTE_IO:
+        return _Request(item, info)
+    saved = metadata.state_dict_metadata[name]
+    if not isinstance(saved, TensorStorageMetadata):
+        raise IncompatibleStateError(f"{name!r} was saved as a Python object, not as a tensor")
+    dtype = saved.properties.dtype
+    chunk = _chunk(saved, item.storage_index)
+    target = planner.resolve_tensor(item).detach()
+    if tuple(target.shape) != tuple(item.lengths):
+        raise IncompatibleStateError(
+            f"{name!r}: the state has room for {tuple(target.shape)} where {tuple(item.lengths)} was saved"
+        )
+    if target.dtype != dtype and not allow_cast:
+        raise IncompatibleStateError(
+            f"{name!r} was saved as {dtype} and the state has {target.dtype}; load into a tensor of the "
+            f"saved dtype, or pass DataStatesReader(..., allow_cast=True) to convert"
+        )
+    request = _Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
+    memory = local_tensor(target)
+    device = place(engine, memory)
+    if (
+        device != THROUGH_TORCH
+        and memory.layout is torch.strided
+        and memory.dtype == dtype
+        and not (memory.is_conj() or memory.is_neg())
+        and not any(
+            stride == 0 and size > 1
+            for stride, size in zip(memory.stride(), memory.shape, strict=True)
+        )
+        and (device == HOST or _has_long_runs(memory, request.chunk_sizes))
+    ):
+        request.memory = memory
+        request.device = device
+    return request
+
+
+def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
+    """Whether a device can copy straight to ``memory``: each run that is contiguous on both sides is a copy."""
+    run = memory.element_size()
+    for size, stride, stored in zip(
+        reversed(memory.shape), reversed(memory.stride()), reversed(chunk_sizes), strict=True
+    ):
+        if size > 1 and stride * memory.element_size() != run:
+            break
+        run *= size
+        if size != stored:
+            break
+    return run >= min(_SHORTEST_RUN_BYTES, memory.nbytes)
+
+
+def _check_object_files(requests: list[_Request], note: Note, directory: Path) -> None:
+    """Objects are read into memory of the length that the metadata give: their files must be that long."""
+    files = {request.info.relative_path for request in requests if request.target is None}
+    for relative_path in files:
+        record = note.files.get(relative_path)
+        path = directory / relative_path
+        try:
+            nbytes = path.stat().st_size
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                error.errno, f"open {path}: {error.strerror}", str(path)
+            ) from error
+        except OSError as error:
+            raise StorageError(error.errno, f"open {path}: {error.strerror}", str(path)) from error
+        if record is not None and nbytes != record.nbytes:
+            names = [
+                r.item.storage_index.fqn for r in requests if r.info.relative_path == relative_path
+            ]
+            needed = some_of(tuple(dict.fromkeys(names)))
+            raise CheckpointCorruptError(
+                f"{path} has {nbytes} bytes and the metadata say {record.nbytes} (needed for {needed})"
+            )
+
+
+def _chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
+    hint = index.index
+    if hint is not None and hint < len(saved.chunks) and saved.chunks[hint].offsets == index.offset:
+        return saved.chunks[hint]
+    for chunk in saved.chunks:
+        if chunk.offsets == index.offset:
+            return chunk
+    raise CheckpointCorruptError(f"the metadata have no chunk of {index.fqn!r} at {index.offset}")
+
+
+def _batches(requests: list[_Request]) -> Iterator[list[_Request]]:
+    """All direct requests at once; detours in batches of bounded memory."""
+    batch = [request for request in requests if not request.detour]
+    room = _DETOUR_BYTES
+    for request in requests:
+        if request.detour:
+            if request.nbytes > room and batch:
+                yield batch
+                batch, room = [], _DETOUR_BYTES
+            batch.append(request)
+            room -= request.nbytes
+    if batch:
+        yield batch
+
+
+def _read(
+    requests: list[_Request], metadata: Metadata, note: Note, directory: Path, engine: Engine
+) -> None:
+    contents: dict[str, Transfer] = {}
+    for request in requests:
+        if request.detour:
+            assert request.target is not None
+            request.memory = torch.empty(request.target.shape, dtype=request.dtype)
+        _add(contents.setdefault(request.info.relative_path, Transfer()), request)
+    plan = RestorePlan()
+    for relative_path, content in contents.items():
+        record = note.files.get(relative_path)
+        if record is None:
+            raise CheckpointCorruptError(
+                f"the metadata do not describe data file {relative_path!r}"
+            )
+        if not content.nbytes:
+            continue
+        path = str(directory / relative_path)
+        try:
+            plan.add_file(path, record.nbytes, record.table_offset, content)
+        except ValueError as error:
+            raise CheckpointCorruptError(
+                f"{path}: the metadata have tensors or objects lie where others do: {error}"
+            ) from error
+    # Tensors may still be being made by what their device was given before.
+    job = engine.restore(plan, requests, fences(engine, {each.device for each in requests}))
+    try:
+        while not job.wait(_POLL_SECONDS):
+            pass
+    except BaseException:
+        job.cancel()
+        while not job.wait(_POLL_SECONDS):
+            pass
+        raise
+    if job.fault is not None:
+        raise _error(job.fault, requests, metadata, note, directory)
+
+
+def _add(content: Transfer, request: _Request) -> None:
+    """Describe where the item's box lies in the stored chunk, which is row-major, and in memory."""
+    if request.target is None:
+        if request.info.length:
+            request.data = bytearray(request.info.length)
+            content.add_buffer(request.info.offset, request.data)
+        return
+    memory = request.memory
+    assert memory is not None
+    if not memory.numel():
+        return
+    itemsize = request.dtype.itemsize
+    strides = [0] * len(request.chunk_sizes)
+    step = itemsize
+    for dimension in reversed(range(len(strides))):
+        strides[dimension] = step
+        step *= request.chunk_sizes[dimension]
+    if step != request.info.length:
+        raise CheckpointCorruptError(
+            f"the metadata give {request.item.storage_index.fqn!r} {request.info.length} bytes; its chunk "
+            f"of {request.chunk_sizes} {request.dtype} has {step}"
+        )
+    start = request.info.offset
+    for offset, length, size, stride in zip(
+        request.item.storage_offsets,
+        request.item.lengths,
+        request.chunk_sizes,
+        strides,
+        strict=True,
+    ):
+        if offset < 0 or offset + length > size:
+            raise CheckpointCorruptError(
+                f"the load plan reads [{offset}, {offset + length}) of {size} in {request.item.storage_index}"
+            )
+        start += offset * stride
+    content.add_strided(
+        start,
+        itemsize,
+        list(memory.shape),
+        strides,
+        memory.data_ptr(),
+        [stride * itemsize for stride in memory.stride()],
+        device=request.device,
+    )
+
+
+def _deliver(request: _Request, planner: LoadPlanner) -> None:
+    if request.target is None:
+        planner.load_bytes(request.item, io.BytesIO(request.data))
+        request.data = bytearray()
+        return
+    if request.memory is not None and request.memory is not local_tensor(request.target):
+        request.target.copy_(request.memory)
+        request.memory = None
+    elif request.memory is not None:
+        torch.autograd.graph.increment_version(request.memory)  # written behind autograd's back
+    planner.commit_tensor(request.item, request.target)
+
+
+def _error(
+    fault: Fault,
+    requests: list[_Request],
+    metadata: Metadata,
+    note: Note,
+    directory: Path,
+) -> DataStatesError:
+    if fault.kind == "corrupt":
+        return CheckpointCorruptError(
+            f"{fault.message} {_affected(fault, requests, metadata, note, directory)}"
+        )
+    if fault.kind == "io" and fault.errno == 2:
+        return CheckpointNotFoundError(fault.errno, fault.message, fault.path)
+    if fault.kind == "io":
+        return StorageError(fault.errno or None, fault.message, fault.path)
+    if fault.kind == "device":
+        return DeviceError(fault.message)
+    return DataStatesError(fault.message)
+
+
+def _affected(
+    fault: Fault, requests: list[_Request], metadata: Metadata, note: Note, directory: Path
+) -> str:
+    """Which tensors the damaged block holds bytes of; those that were asked for come first."""
+    relative_path = Path(fault.path).relative_to(directory).as_posix()
+    asked = Contents.of_places((request.item.storage_index, request.info) for request in requests)
+    record: FileRecord | None = note.files.get(relative_path)
+    whole = fault.operation == "fstat"  # a wrong size
+    if whole or (record is not None and fault.offset >= record.table_offset):
+        names = asked.names(relative_path, 0, sys.maxsize)
+        return f"(the file's checksums or size; {some_of(names)} cannot be verified)"
+    block = (relative_path, fault.offset, fault.offset + BLOCK_BYTES)
+    others = Contents.of_places(metadata.storage_data.items())
+    names = asked.names(*block) + others.names(*block)
+    return f"(bytes of {some_of(tuple(dict.fromkeys(names)))})" if names else "(the file's header)"

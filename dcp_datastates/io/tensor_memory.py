@@ -1,0 +1,128 @@
+"""Tensors as memory: which can be stored, how to copy the odd ones, how their bytes lie."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Final
+
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dcp_datastates._native import Transfer
+from dcp_datastates.errors import UnsupportedTensorError
+from dcp_datastates.io.shards import take_shards_of
+
+__all__ = [
+    "PLAIN_DTYPES",
+    "add_region",
+    "check_storable",
+    "copy_sharded",
+    "copy_unusual",
+    "is_unusual",
+    "tensor_over",
+]
+
+PLAIN_DTYPES: Final = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+    and not dtype.is_complex
+    and not str(dtype).startswith("torch.q")
+)
+"""Those whose memory is the value: not complex (may be lazily conjugated), not quantized."""
+
+
+def _is_wrapper(tensor: Any) -> bool:
+    return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def check_storable(tensor: torch.Tensor, name: str) -> None:
+    """Raise :class:`UnsupportedTensorError` unless ``tensor`` is dense strided memory on a device."""
+    if tensor.is_quantized:
+        reason, way_out = "quantized", "dequantize() it, or save its int_repr() and scales"
+    elif tensor.is_nested or tensor.layout is not torch.strided:
+        reason, way_out = f"of layout {tensor.layout}", "convert it to_dense(), or save its parts"
+    elif tensor.device.type == "meta":
+        reason, way_out = "on the meta device and has no data", "materialize it before saving"
+    elif _is_wrapper(tensor):
+        reason = f"a {type(tensor).__name__}, which wraps other tensors"
+        way_out = "save the tensors inside it"
+    else:
+        return
+    raise UnsupportedTensorError(f"tensor {name!r} cannot be stored: it is {reason}; {way_out}")
+
+
+def is_unusual(local: torch.Tensor) -> bool:
+    """Whether the memory at ``data_ptr()`` is not simply the value, dense or strided."""
+    return (
+        local.dtype not in PLAIN_DTYPES
+        or local.device.type == "meta"
+        or local.layout is not torch.strided
+        or local.is_neg()
+        or local.is_nested
+        or type(local) is not torch.Tensor
+    )
+
+
+def tensor_over(
+    buffer: torch.Tensor, offset: int, shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """A dense tensor over ``buffer`` (``uint8``) at ``offset`` bytes, a multiple of its element size."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    result = torch.empty(0, dtype=dtype)
+    start = (buffer.storage_offset() + offset) // dtype.itemsize
+    return result.set_(buffer.untyped_storage(), start, shape, strides[::-1])
+
+
+def add_region(
+    content: Transfer, offset: int, tensor: torch.Tensor, nbytes: int, group: int, device: int
+) -> None:
+    """Add the dense (row-major) bytes of a tensor to ``content`` at ``offset``. -1: it is on the host."""
+    if tensor.is_contiguous():
+        content.add(offset, nbytes, tensor.data_ptr(), group, device)
+        return
+    itemsize = tensor.element_size()
+    sizes = list(tensor.shape)
+    dense = [0] * len(sizes)
+    step = itemsize
+    for dimension in reversed(range(len(sizes))):
+        dense[dimension] = step
+        step *= sizes[dimension]
+    strides = [stride * itemsize for stride in tensor.stride()]
+    content.add_strided(offset, itemsize, sizes, dense, tensor.data_ptr(), strides, group, device)
+
+
+def copy_unusual(tensor: torch.Tensor, local: torch.Tensor, name: str) -> torch.Tensor:
+    """A host copy of a tensor that the fast path does not take: on a device, complex, conjugated …"""
+    check_storable(local, name)
+    copied = local.detach().resolve_conj().resolve_neg()
+    copied = copied.clone(memory_format=torch.contiguous_format) if copied.is_cpu else copied.cpu()
+    if isinstance(tensor, DTensor):
+        copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return take_shards_of(tensor, copied)
+
+
+def copy_sharded(tensor: ShardedTensor, name: str) -> ShardedTensor:
+    """A host copy of a ``ShardedTensor`` (FSDP1); never deferred, for nothing ties it to an optimizer."""
+    shards = []
+    for shard in tensor.local_shards():
+        if isinstance(shard.tensor, ShardedTensor):
+            copied: torch.Tensor = copy_sharded(shard.tensor, name)
+        else:
+            check_storable(shard.tensor, name)
+            copied = shard.tensor.detach().clone(memory_format=torch.contiguous_format)
+            copied.requires_grad_(shard.tensor.requires_grad)
+        shards.append(Shard(copied, copy.deepcopy(shard.metadata)))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards,
+        copy.deepcopy(tensor.metadata()),
+        process_group=tensor._process_group,
+        init_rrefs=tensor._init_rrefs,
+        sharding_spec=tensor.sharding_spec(),
+    )

@@ -1,0 +1,273 @@
+"""Who writes what: of chunks that several ranks hold, each rank its share.
+
+Stock DCP lets one of the holders write a replicated tensor whole. Here they share it: every holder writes
+within 1 % of the same number of bytes, where the chunks are large enough to be cut so (a share is off by
+64 KiB at most, or by a row of a chunk).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.ragged import fingerprints, leaders, positions, starts_of
+from dcp_datastates.planning.cutting import SPLIT_FROM, cut_line, quotas, to_least_loaded
+from dcp_datastates.planning.holdings import Holdings, gather
+from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.rank_plan import FinalPlan
+
+__all__ = ["FinalPlan", "assign"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Shares:
+    """S parts of chunks, with the rank that writes each."""
+
+    rank: Ints
+    row: Ints
+    """(S,): row of the holdings: one of this rank's own."""
+    begin: Ints
+    end: Ints
+
+    @staticmethod
+    def joined(parts: Sequence[_Shares]) -> _Shares:
+        columns = ([part.rank for part in parts], [part.row for part in parts])
+        bounds = ([part.begin for part in parts], [part.end for part in parts])
+        return _Shares(*(np.concatenate(column) for column in (*columns, *bounds)))
+
+    def taken(self, which: Ints) -> _Shares:
+        return _Shares(self.rank[which], self.row[which], self.begin[which], self.end[which])
+
+
+@dataclass(frozen=True, eq=False)
+class _HolderSet:
+    """Ranks that hold the same groups."""
+
+    ranks: Ints
+    copies: Ints
+    """Of each rank: which of a group's rows, counted from the group's first, is its own."""
+    groups: Ints
+    begins: Ints
+    """Of each group in the holdings' ``order``."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Replicas:
+    """The large chunks that a set of ranks shares out among its members."""
+
+    ranks: Ints
+    copies: Ints
+    """Of each rank: as in :class:`_HolderSet`."""
+    items: Mapping[int, Ints]
+    """By copy: which of a rank's items they are, in one order for all ranks."""
+
+
+def assign(
+    plans: Sequence[LocalPlan], *, split: bool = True, dedup_to_lowest_rank: bool = False
+) -> tuple[list[FinalPlan], Catalog]:
+    """Each rank's share, by rank, and the metadata of the whole; ``plans`` are by rank, at least one.
+
+    Chunks of the same name and box are replicas. Without ``split``, one holder writes such a chunk whole: the one
+    that has fewest bytes, or with ``dedup_to_lowest_rank`` (which never splits) the lowest. With it,
+    chunks of 1 MiB and more are cut in rows of dimension 0, and smaller ones dealt whole. Of several holders that
+    have the same, a hash of the chunk's name says who comes first. A plain tensor is never cut: nothing says that it is
+    the same on all ranks (an item of type SHARD says so). The order of items changes nothing, and other
+    numbers for the ranks permute the shares (but for ties between holders that have something else besides).
+
+    ValueError: ranks do not agree on a name's shape, dtype or kind.
+    """
+    holdings = gather(plans)
+    mappings = _merged(plans)
+    replicas: list[_Replicas] = []
+    shares = _dealt(
+        holdings, len(plans), split and not dedup_to_lowest_rank, dedup_to_lowest_rank, replicas
+    )
+    shares = _by_rank(holdings, shares)
+    return _finished(holdings, shares, _held(len(plans), replicas), mappings)
+
+
+def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
+    """Of a name that several ranks have, the lowest one's path; None if no rank has any."""
+    distinct = {id(plan.mappings): plan.mappings for plan in plans if plan.mappings is not None}
+    first, *others = distinct.values() or [None]
+    if not others:
+        return first
+    merged = dict(first or {})
+    for mapping in others:
+        if mapping is not None and mapping.keys() - merged.keys():
+            merged = {**mapping, **merged}
+    return merged
+
+
+def _dealt(
+    holdings: Holdings, ranks: int, split: bool, to_lowest: bool, replicas: list[_Replicas]
+) -> _Shares:
+    """What one rank alone holds is its own; then the sets of holders, small ones first, as they choose least."""
+    lowest = np.array([of_variant[0] for of_variant in holdings.ranks], dtype=np.int64)
+    many = np.array([len(of_variant) > 1 for of_variant in holdings.ranks])
+    begins = starts_of(holdings.count)
+    first = holdings.order[begins]
+    shared = (holdings.count > 1) | many[holdings.variant[first]]
+    alone = first if to_lowest else first[~shared]
+    own = _Shares(
+        lowest[holdings.variant[alone]],
+        alone,
+        np.zeros_like(alone),
+        holdings.extent[alone],
+    )
+    groups = np.flatnonzero(shared)
+    if to_lowest or not len(groups):
+        return own
+    loads = np.bincount(own.rank, holdings.nbytes[alone], ranks).astype(np.int64)
+    parts = [own]
+    for holders in _holder_sets(holdings, groups):
+        parts += _deal(holdings, holders, loads, split, replicas)
+    return _Shares.joined(parts)
+
+
+def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
+    """Small sets first; else in an order that the numbers of the ranks do not change."""
+    begins, count = starts_of(holdings.count)[groups], holdings.count[groups]
+    variants = holdings.variant[holdings.order[positions(begins, count)]]
+    none = np.zeros_like(groups)
+    leader = leaders(fingerprints(none, count, variants), none, count, variants)
+    distinct, number = np.unique(leader, return_inverse=True)
+    width = np.array([len(ranks) for ranks in holdings.ranks], dtype=np.int64)
+    at = starts_of(count)
+    holders = np.add.reduceat(width[variants], at)[distinct]
+    least = np.full(len(distinct), np.iinfo(np.uint64).max, dtype=np.uint64)
+    np.minimum.at(least, number, holdings.prints[groups])
+    turn = np.empty(len(distinct), dtype=np.int64)
+    turn[np.lexsort((least, holders))] = np.arange(len(distinct))
+    order = np.lexsort((holdings.prints[groups], holdings.place[groups], turn[number]))
+    for members in np.split(order, np.cumsum(np.bincount(turn[number]))[:-1]):
+        first = members[0]
+        parts = [holdings.ranks[v] for v in variants[at[first] : at[first] + count[first]]]
+        yield _HolderSet(
+            np.concatenate(parts),
+            np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
+            groups[members],
+            begins[members],
+        )
+
+
+def _deal(
+    holdings: Holdings,
+    holders: _HolderSet,
+    loads: Ints,
+    split: bool,
+    replicas: list[_Replicas],
+) -> list[_Shares]:
+    """Share out what this set holds; add it to the ``loads``, and what is cut to the ``replicas``."""
+    by_load = np.lexsort((holders.ranks, loads[holders.ranks]))
+    ranks, copies = holders.ranks[by_load], holders.copies[by_load]
+    first = holdings.order[holders.begins]
+    nbytes, extent = holdings.nbytes[first], holdings.extent[first]
+    turn = int(holdings.prints[holders.groups[0]]) % len(ranks)
+
+    def shares(chunk: Ints, holder: Ints, begin: Ints, end: Ints, dealt: Ints) -> _Shares:
+        np.add.at(loads, ranks[holder], dealt)
+        return _Shares(
+            ranks[holder], holdings.order[holders.begins[chunk] + copies[holder]], begin, end
+        )
+
+    def whole(chunk: Ints, holder: Ints) -> _Shares:
+        return shares(chunk, holder, np.zeros_like(chunk), extent[chunk], nbytes[chunk])
+
+    cuttable = np.zeros(len(first), dtype=bool)
+    if split:
+        cuttable = (nbytes >= SPLIT_FROM) & (extent > 1) & holdings.declared[holders.groups]
+    empty = np.flatnonzero(nbytes == 0)
+    parts = [whole(empty, (turn + np.arange(len(empty))) % len(ranks))]
+    small = np.flatnonzero(~cuttable & (nbytes > 0))
+    small = small[np.argsort(-nbytes[small], kind="stable")]
+    parts.append(whole(small, to_least_loaded(nbytes[small], loads[ranks], turn)))
+    large = np.flatnonzero(cuttable)
+    if len(large):
+        begins = holders.begins[large]
+        items = {
+            copy: holdings.item[holdings.order[begins + copy]]
+            for copy in set(holders.copies.tolist())
+        }
+        replicas.append(_Replicas(holders.ranks, holders.copies, items))
+        row_bytes = nbytes[large] // extent[large]
+        quota = quotas(loads[ranks], int(nbytes[large].sum()))
+        chunk, holder, begin, end = cut_line(extent[large], row_bytes, quota)
+        parts.append(shares(large[chunk], holder, begin, end, (end - begin) * row_bytes[chunk]))
+    return parts
+
+
+def _by_rank(holdings: Holdings, shares: _Shares) -> _Shares:
+    """By rank, and then as the rank's items are."""
+    stride = int(holdings.item.max(initial=0)) + 1
+    key = shares.rank * stride + holdings.item[shares.row]
+    if (key[1:] > key[:-1]).all():
+        return shares
+    return shares.taken(np.argsort(key))
+
+
+def _held(ranks: int, replicas: Sequence[_Replicas]) -> list[tuple[Ints, Ints]]:
+    """For each rank the items that it shares with others, and the set that each is shared in; equal ones are one."""
+    members: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
+    for number, each in enumerate(replicas):
+        for rank, copy in zip(each.ranks.tolist(), each.copies.tolist(), strict=True):
+            members[rank].append((number, copy))
+    known: dict[tuple[tuple[int, int], ...], tuple[Ints, Ints]] = {}
+    for key in set(map(tuple, members)):
+        parts = [replicas[number].items[copy] for number, copy in key]
+        sets = np.array([number for number, _ in key], np.int64)
+        items = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        known[key] = items, np.repeat(sets, [len(part) for part in parts])
+    return [known[tuple(key)] for key in members]
+
+
+def _finished(
+    holdings: Holdings,
+    shares: _Shares,
+    held: Sequence[tuple[Ints, Ints]],
+    mappings: Mapping[str, tuple[Any, ...]] | None,
+) -> tuple[list[FinalPlan], Catalog]:
+    """The plans of all ranks and the catalog, from shares in the order of ranks and items."""
+    names = holdings.names
+    name = holdings.name[shares.row]
+    tensors = np.flatnonzero(names.properties[name] >= 0)
+    chunks = tensors[np.argsort(name[tensors], kind="stable")]
+    counts = np.bincount(name[chunks], minlength=len(names.names))
+    hints = np.full(len(name), -1, dtype=np.int64)
+    hints[chunks] = np.arange(len(chunks)) - np.repeat(starts_of(counts), counts)
+    offsets, sizes = _boxes(holdings, shares.taken(chunks))
+    catalog = Catalog(
+        names=names.names,
+        table=names.table,
+        properties=names.properties,
+        ndims=names.ndims,
+        shapes=names.shapes,
+        counts=counts,
+        offsets=offsets,
+        sizes=sizes,
+        mappings=mappings,
+    )
+    items = holdings.item[shares.row]
+    edges = np.searchsorted(shares.rank, np.arange(len(held) + 1)).tolist()
+    plans = [
+        FinalPlan(items[a:b], shares.begin[a:b], shares.end[a:b], hints[a:b], shared, sets)
+        for (a, b), (shared, sets) in zip(pairwise(edges), held, strict=True)
+    ]
+    return plans, catalog
+
+
+def _boxes(holdings: Holdings, shares: _Shares) -> tuple[Ints, Ints]:
+    """Offsets and sizes of these slices, ragged."""
+    ndims = holdings.ndims[shares.row]
+    where = positions(starts_of(holdings.ndims)[shares.row], ndims)
+    offsets, sizes = holdings.offsets[where], holdings.sizes[where]
+    cuttable = ndims > 0
+    first = starts_of(ndims)[cuttable]
+    offsets[first] += shares.begin[cuttable]
+    sizes[first] = (shares.end - shares.begin)[cuttable]
+    return offsets, sizes

@@ -1,0 +1,201 @@
+"""The coordinator's memory: every rank's local plans, and the global plans made of them.
+
+All that the ranks offer by digest is here, because a rank does so only after a save that was planned to the end, and
+what is to be kept travels with every plan that is new.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.lazy_metadata import FIELDS, PublishedMetadata
+from dcp_datastates.planning.exchange import Answer, Offer
+from dcp_datastates.planning.local_plan import Head, LocalPlan
+from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.replicas import Samples
+from dcp_datastates.planning.report import Report, Told
+
+__all__ = ["Coordinator", "PlannedMetadata", "Whole"]
+
+_KEPT_WHOLES: Final = 8
+_KEPT_REPORTS: Final = 4
+
+Assign = Callable[[Sequence[LocalPlan]], tuple[list[FinalPlan], Catalog]]
+
+
+class Whole:
+    """One global plan.
+
+    ``name`` is its own: two with the same content have different ones.
+    """
+
+    def __init__(
+        self, locals_: Sequence[LocalPlan], shares: Sequence[FinalPlan], catalog: Catalog
+    ) -> None:
+        self.name: Final = os.urandom(8)
+        self.shares: Final = shares
+        self.catalog: Final = catalog
+        self._locals = locals_
+        self._reports: list[OrderedDict[bytes, Report]] = [OrderedDict() for _ in shares]
+
+    @cached_property
+    def samples(self) -> Samples:
+        """Compares what the ranks hold of the same tensors."""
+        return Samples(self._locals, self.shares)
+
+    def take(self, rank: int, told: Told) -> Report:
+        """The report that rank ``rank`` tells of."""
+        known = self._reports[rank]
+        if told.data is not None:
+            known[told.digest] = Report.decode(told.data)
+        report = known.get(told.digest)
+        if report is None:
+            raise DataStatesError(f"rank {rank} tells of a report that it has not sent")
+        known.move_to_end(told.digest)
+        while len(known) > _KEPT_REPORTS:
+            known.popitem(last=False)
+        return report
+
+    @cached_property
+    def _slots(self) -> list[Ints]:
+        """For each rank, where its items stand: chunks by their number in the catalog; object ``n`` as ``-1 - n``."""
+        catalog = self.catalog
+        first: Ints = np.cumsum(catalog.counts) - catalog.counts
+        number = np.cumsum(catalog.properties < 0) - 1
+        position = {name: index for index, name in enumerate(catalog.names)}
+        of_names: dict[int, Ints] = {}
+        slots = []
+        for local, share in zip(self._locals, self.shares, strict=True):
+            names = of_names.get(id(local.names))
+            if names is None:
+                names = np.array([position[name] for name in local.names], np.int64)
+                of_names[id(local.names)] = names
+            mine = names[share.items]
+            slots.append(
+                np.where(share.hints >= 0, first[mine] + share.hints, -1 - number[mine])
+                if len(mine)
+                else mine
+            )
+        return slots
+
+    def placement(self, reports: Sequence[Report], prefix: str) -> Placement:
+        """Where everything is, with the data files below ``prefix``."""
+        catalog = self.catalog
+        chunks = [np.zeros(int(catalog.counts.sum()), np.int64) for _ in range(3)]
+        objects = [np.zeros(int((catalog.properties < 0).sum()), np.int64) for _ in range(3)]
+        paths: list[str] = []
+        for slots, report in zip(self._slots, reports, strict=True):
+            columns = (report.numbers + len(paths), report.offsets, report.lengths)
+            paths += [f"{prefix}/{name}" for name, _, _ in report.files]
+            tensors = slots >= 0
+            for target, source in zip(chunks, columns, strict=True):
+                target[slots[tensors]] = source[tensors]
+            if not tensors.all():
+                for target, source in zip(objects, columns, strict=True):
+                    target[-1 - slots[~tensors]] = source[~tensors]
+        return Placement(tuple(paths), *chunks, *objects)
+
+
+class PlannedMetadata(PublishedMetadata):
+    """The metadata of a save on its coordinator, in columns. On other ranks a :class:`PublishedMetadata`.
+
+    Until it is written nothing can be read from it, or changed: :class:`DataStatesError`.
+    """
+
+    def __init__(self, whole: Whole) -> None:
+        super().__init__()
+        self.whole = whole
+        self.reports: list[Report] = []
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIELDS and not self.directory:
+            raise ConfigurationError(
+                f"{name} cannot be assigned to: the metadata of this save are made of its plan when all ranks have "
+                f"written; change them in create_global_plan() of a class derived from DataStatesSavePlanner"
+            )
+        super().__setattr__(name, value)
+
+    def consolidate(self, told: Sequence[Sequence[object]], directory: str, attempt: str) -> None:
+        """All ranks have told where their shares are, and what they hold alike. Raises :class:`DataStatesError`."""
+        self.directory, self.attempt = directory, attempt
+        samples: list[bytes] = []
+        for rank, results in enumerate(told):
+            if len(results) != 1 or not isinstance(results[0], Told):
+                raise ConfigurationError(
+                    f"rank {rank} planned with a DataStatesSavePlanner and wrote with another planner, one that "
+                    f"wraps it, say: pass the DataStatesSavePlanner itself, or derive from it"
+                )
+            self.reports.append(self.whole.take(rank, results[0]))
+            samples.append(results[0].samples)
+        self.whole.samples.check(samples)
+
+
+class Coordinator:
+    """For one thread at a time: saves take turns. Keys name groups of ranks."""
+
+    def __init__(self, assign: Assign) -> None:
+        self._assign = assign
+        self._plans: dict[tuple[str, int], dict[bytes, LocalPlan]] = {}
+        self._wholes: OrderedDict[tuple[Hashable, ...], Whole] = OrderedDict()
+
+    def plan(
+        self,
+        group: str,
+        offers: Sequence[Offer],
+        own: Callable[[bytes], LocalPlan | None],
+        options: Hashable = None,
+    ) -> tuple[list[Answer], Whole]:
+        """The global plan of what the ranks offer, and what to answer them.
+
+        ``own`` finds plans of this process itself; ``options`` are what plans are assigned by. Raises ValueError for
+        plans that do not make a whole, and :class:`DataStatesError` for a digest that is not known.
+        """
+        key = (options, *(offer.digest for offer in offers))
+        heads: dict[bytes, Head] = {}
+        locals_ = [self._plan(group, rank, offer, heads, own) for rank, offer in enumerate(offers)]
+        whole = self._wholes.get(key)
+        if whole is None:
+            whole = Whole(locals_, *self._assign(locals_))
+            self._wholes[key] = whole
+            while len(self._wholes) > _KEPT_WHOLES:
+                self._wholes.popitem(last=False)
+        self._wholes.move_to_end(key)
+        answers = [
+            Answer(
+                whole.name,
+                share.digest,
+                None if offer.share == share.digest else share.encode(),
+            )
+            for offer, share in zip(offers, whole.shares, strict=True)
+        ]
+        return answers, whole
+
+    def _plan(
+        self,
+        group: str,
+        rank: int,
+        offer: Offer,
+        heads: dict[bytes, Head],
+        own: Callable[[bytes], LocalPlan | None],
+    ) -> LocalPlan:
+        known = self._plans.setdefault((group, rank), {})
+        if offer.data is not None:
+            kept = {digest: known[digest] for digest in offer.keep if digest in known}
+            kept[offer.digest] = LocalPlan.decode(offer.data, heads)
+            self._plans[group, rank] = kept
+            return kept[offer.digest]
+        plan = known.get(offer.digest) or own(offer.digest)
+        if plan is None:
+            raise DataStatesError(
+                f"rank {rank} offers a plan that the coordinator has not seen: did the ranks use different "
+                f"planner objects before? The next save will send it"
+            )
+        return plan

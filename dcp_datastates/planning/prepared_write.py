@@ -1,0 +1,140 @@
+"""A rank's share, ready to be written again: files laid out, every tensor's place known by its position in the state.
+
+What is left to do for a save is to look up where the tensors are this time, in a few operations on arrays.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_datastates._native import SaveFile, Transfer
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
+from dcp_datastates.planning.report import Report
+from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.staging.ownership import STABLE
+
+__all__ = ["Prepared", "report_of"]
+
+_KEPT_SEALS: Final = 4
+
+_Sealed = tuple[list[SealedFile], Report]
+
+
+@dataclass(frozen=True, eq=False)
+class _Columns:
+    """The tensors of one file that have bytes."""
+
+    leaves: Ints
+    """Positions in the state."""
+    within: Ints
+    """Where the chunk begins in its tensor's memory, in bytes."""
+    offsets: list[int]
+    sizes: list[int]
+
+
+class Prepared:
+    """Any thread.
+
+    Args:
+        items: of the final plan.
+        rank: whose.
+        leaves: position in the state of each item's tensor; -1 for an object.
+        begins: first row of each item within its tensor.
+    """
+
+    def __init__(
+        self, items: Sequence[WriteItem], rank: int, leaves: Ints, begins: Sequence[int]
+    ) -> None:
+        self.layouts: Final = lay_out(items, rank)
+        self._columns = [_columns(layout, leaves, begins) for layout in self.layouts]
+        self._count = len(items)
+        self._lock = ProcessLock()  # guards _sealed
+        self._sealed: OrderedDict[tuple[tuple[int, ...], ...], _Sealed] = OrderedDict()
+
+    def files(
+        self,
+        paths: Sequence[Path],
+        addresses: Ints,
+        groups: Ints,
+        devices: Ints | None,
+        resolve: Callable[[int], memoryview],
+        keep: list[Any],
+    ) -> tuple[list[SaveFile], list[SealedFile], Report]:
+        """The files to write, and what to report of them, of a state whose tensors are at these ``addresses``.
+
+        ``devices`` as in ``Capture.bases``.
+        ``resolve`` serializes the object of an item. What must stay alive goes to ``keep``, but for the tensors.
+        """
+        objects = [[resolve(entry.item) for entry in layout.objects] for layout in self.layouts]
+        sealed, report = self._seal(tuple(tuple(map(len, each)) for each in objects))
+        files = []
+        for path, file, columns, data in zip(paths, sealed, self._columns, objects, strict=True):
+            content = Transfer()
+            content.add_buffer(0, file.header, STABLE)
+            sources = addresses[columns.leaves] + columns.within
+            content.add_many(
+                columns.offsets,
+                columns.sizes,
+                sources.tolist(),
+                groups[columns.leaves].tolist(),
+                None if devices is None else devices[columns.leaves].tolist(),
+            )
+            for offset, each in zip(file.object_offsets, data, strict=True):
+                if len(each):
+                    content.add_buffer(offset, each, STABLE)
+            keep.append((file.header, data))
+            files.append(SaveFile(str(path), file.table_offset, content))
+        return files, sealed, report
+
+    def _seal(self, sizes: tuple[tuple[int, ...], ...]) -> _Sealed:
+        with self._lock:
+            sealed = self._sealed.get(sizes)
+        if sealed is None:
+            files = [layout.seal(each) for layout, each in zip(self.layouts, sizes, strict=True)]
+            sealed = (files, report_of(self.layouts, files, self._count))
+            with self._lock:
+                self._sealed[sizes] = sealed
+                while len(self._sealed) > _KEPT_SEALS:
+                    self._sealed.popitem(last=False)
+        return sealed
+
+
+def _columns(layout: FileLayout, leaves: Ints, begins: Sequence[int]) -> _Columns:
+    entries = [entry for entry in layout.tensors if entry.nbytes]
+    rows = [entry.nbytes // entry.sizes[0] if entry.sizes else 0 for entry in entries]
+    return _Columns(
+        leaves[np.array([entry.item for entry in entries], np.int64)],
+        np.array(
+            [begins[entry.item] * row for entry, row in zip(entries, rows, strict=True)], np.int64
+        ),
+        [entry.offset for entry in entries],
+        [entry.nbytes for entry in entries],
+    )
+
+
+def report_of(layouts: Sequence[FileLayout], sealed: Sequence[SealedFile], count: int) -> Report:
+    """Where ``count`` items are, once all sizes are known."""
+    numbers, offsets, lengths = (np.zeros(count, np.int64) for _ in range(3))
+    files = []
+    for number, (layout, file) in enumerate(zip(layouts, sealed, strict=True)):
+        files.append((layout.name, file.nbytes, file.table_offset))
+        for entry in layout.tensors:
+            numbers[entry.item], offsets[entry.item] = number, entry.offset
+            lengths[entry.item] = entry.nbytes
+        for element, offset, size in zip(
+            layout.objects, file.object_offsets, file.object_sizes, strict=True
+        ):
+            numbers[element.item], offsets[element.item], lengths[element.item] = (
+                number,
+                offset,
+                size,
+            )
+    return Report(tuple(files), numbers, offsets, lengths)

@@ -1,0 +1,83 @@
+"""One rank's share of a checkpoint: which of its items it writes, and which rows of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.ragged import positions, starts_of
+from dcp_datastates.planning.local_plan import SHARD, LocalPlan, digest_of
+from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
+
+__all__ = ["FinalPlan"]
+
+_PLAN = b"dsfp\x02"
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class FinalPlan:
+    """M items, in the order of the rank's :class:`LocalPlan`, none of them twice."""
+
+    items: Ints
+    """(M,): index into the local plan's items."""
+    begins: Ints
+    """(M,): the first row of dimension 0 within the chunk; 0 if it has no dimensions, or is an object."""
+    ends: Ints
+    """(M,): after the last row; 1 if it has no dimensions, or is an object."""
+    hints: Ints
+    """(M,): place in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
+    shared: Ints = field(default_factory=lambda: _NONE)
+    """(K,): items of which several ranks write parts, whether this one does or not: their replicas must be equal.
+    By the set of ranks that hold them, and in the same order on all of these.
+    """
+    sets: Ints = field(default_factory=lambda: _NONE)
+    """(K,): which set that is, by a number that all ranks give it; ascending."""
+
+    def encode(self) -> bytes:
+        """The same bytes for equal plans; made once."""
+        return self._encoded
+
+    @staticmethod
+    def decode(data: bytes) -> FinalPlan:
+        """What :meth:`encode` encoded. ValueError: the bytes are damaged."""
+        items, *others, shared, sets = unpack(_PLAN, 6, data)
+        first, held = unpack_ints(items, -1), unpack_ints(shared, -1)
+        begins, ends, hints = (unpack_ints(column, len(first)) for column in others)
+        plan = FinalPlan(first, begins, ends, hints, held, unpack_ints(sets, len(held)))
+        plan.__dict__["digest"] = digest_of(data)
+        return plan
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes, of the encoding."""
+        return digest_of(self._encoded)
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        columns = (self.items, self.begins, self.ends, self.hints, self.shared, self.sets)
+        return pack(_PLAN, [pack_ints(column) for column in columns])
+
+    def write_items(self, local: LocalPlan) -> list[WriteItem]:
+        """As objects, for planners and writers that know nothing else.
+
+        A whole item is as in the stock plan, with its hint. A slice of one is of type SHARD: a chunk of its
+        own. ValueError: this is not a share of that plan.
+        """
+        if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(local.names):
+            raise ValueError(f"the final plan is of other items than the {len(local.names)} given")
+        ndims = local.ndims[self.items]
+        where = positions(starts_of(local.ndims)[self.items], ndims)
+        offsets, sizes = local.offsets[where], local.sizes[where]
+        cuttable = ndims > 0
+        first = starts_of(ndims)[cuttable]
+        begins, ends = self.begins[cuttable], self.ends[cuttable]
+        kinds = local.kinds[self.items]
+        kinds[np.flatnonzero(cuttable)[(begins != 0) | (ends != sizes[first])]] = SHARD
+        offsets[first] += begins
+        sizes[first] = ends - begins
+        return local.parts(self.items, kinds, offsets, sizes, self.hints.tolist())

@@ -1,0 +1,57 @@
+"""Host memory for eager copies: a slab of the host cache, so that the cache's size bounds it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+import torch
+
+from dcp_datastates._native import Engine, Slab
+from dcp_datastates.staging import step_gate
+
+__all__ = ["EagerBuffers"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.1
+
+_SMALL_BYTES: Final = 1 << 20
+"""Eager copies up to this size live in ordinary memory: a cache segment each would be a waste."""
+
+
+class EagerBuffers:
+    """Allocates for one capture; keeps what it took as ``slab``."""
+
+    def __init__(self, native: Engine, order: int) -> None:
+        self._engine = native
+        self._order = order
+        self.slab: Slab | None = None
+
+    def allocate(self, nbytes: int, pinned: bool) -> torch.Tensor:
+        """A ``uint8`` tensor of ``nbytes``, in the cache (which is pinned) if possible, or if it is large. May wait
+        for older saves to leave the cache.
+        """
+        if nbytes <= _SMALL_BYTES and not pinned:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes > self._engine.max_slab_bytes:
+            logger.warning(
+                "%d MiB must be copied at once and do not fit the host cache of %d MiB; using other "
+                "memory, which devices copy to slowly. Call dcp_datastates.track(optimizer) before the first "
+                "save, or raise host_cache_size",
+                nbytes >> 20,
+                self._engine.host_cache_bytes >> 20,
+            )
+            return torch.empty(nbytes, dtype=torch.uint8)
+        self.slab = self._engine.slab(nbytes, self._order, 0.0)
+        while self.slab is None:
+            # The space is held by saves whose reads would wait for a backward pass, which cannot come
+            # before this call returns.
+            step_gate.open_windows()
+            self.slab = self._engine.slab(nbytes, self._order, _POLL_SECONDS)
+        return torch.frombuffer(self.slab, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Give the slab back after a failed capture."""
+        if self.slab is not None:
+            self.slab.release()

@@ -1,0 +1,462 @@
+"""One asynchronous save between the call and its last read: what the gate waits for, and who notices a tear.
+
+States, each entered once::
+
+    captured by stage() ─► begun (DCP's thread looked at the state) ─► reading (the job is handed over)
+          │                        │                                      ─► settled (all read, none torn)
+          └────────────────────────┴──────────────────────────────────────► failed
+
+``stage()`` runs in the training thread, everything from *begun* on in DCP's thread, ``release_for`` in the
+thread that steps an optimizer, ``release_memory`` in one that moves a tensor's memory.
+
+There is no lock in here. A signal handler may interrupt the training thread anywhere and make a save of its
+own, which waits for the thread of this one: that one must not wait for what the interrupted frame holds. Where two
+threads may meet, one says first what it does and looks then what the other has said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
+from dcp_datastates.config import DEFAULT_COMMIT_TIMEOUT
+from dcp_datastates.errors import (
+    DataStatesError,
+    DeviceError,
+    SaveAbandonedError,
+    SaveStalledError,
+)
+from dcp_datastates.io.devices import follow, stream
+from dcp_datastates.io.engine import moved
+from dcp_datastates.process.forks import after_fork
+from dcp_datastates.process.futures import AskedFuture
+from dcp_datastates.process.waiting import Latch, Stall
+from dcp_datastates.staging import step_gate
+from dcp_datastates.staging.change_detection import Portion, Regions, portions
+from dcp_datastates.staging.ownership import STABLE, Ownership
+from dcp_datastates.staging.stage import Capture, DeferredTensors
+from dcp_datastates.stats import SaveStats
+
+__all__ = ["Snapshot"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.1
+"""How often a waiting gate looks whether the thread it waits for still exists."""
+
+_AWAITED_SECONDS: Final = 0.01
+"""How often a save with a closed window looks whether a thread waits for its future."""
+
+_YIELD_SECONDS: Final = 0.002
+"""How long DCP's thread leaves the GIL to the training thread before it begins to plan."""
+
+
+def _without_traceback(error: BaseException) -> BaseException:
+    """A copy that keeps no frames alive: they would hold the state's tensors, in a cycle with this."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return DataStatesError(f"{type(error).__name__}: {error}")
+
+
+def _stop(job: SaveJob) -> None:
+    job.cancel()
+    while not job.wait_read(-1, _POLL_SECONDS):
+        pass
+
+
+_not_submitted: set[int] = set()
+"""Orders of the snapshots whose reads no native job has. Changed and copied by single operations, which are atomic."""
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _not_submitted.clear()
+
+
+class Snapshot:
+    """A capture, its read window, and the promise that nothing in it is read late or torn.
+
+    Args:
+        ownership: which optimizers gate which groups, as of the capture.
+        window: opens when the deferred reads may start.
+        order: the save's sequence number.
+        stats: where the time that gates waited is added up.
+        timeout: seconds without progress after which a gate no longer waits, and the save fails.
+    """
+
+    def __init__(
+        self,
+        ownership: Ownership,
+        window: Window,
+        order: int,
+        stats: SaveStats,
+        timeout: float = DEFAULT_COMMIT_TIMEOUT,
+    ) -> None:
+        self.order = order
+        self.captured = AskedFuture(step_gate.open_windows)
+        self._timeout = timeout
+        self._stats = stats
+        self._ownership = ownership
+        self._window = window
+        self._capture: Capture | None = None
+        self._slab: Slab | None = None
+        self._fences: list[DeviceEvent] = []
+        self._readers: list[DeviceEvent] = []
+        self._portions: list[Portion] = []
+        self._deferred: DeferredTensors | None = None
+        self._regions: Regions | None = None
+        self._thread: threading.Thread | None = None
+        self._awaited: Callable[[], bool] = lambda: False
+        self._job: SaveJob | None = None
+        self._foreseen: SaveJob | None = None
+        self._end: dict[None, BaseException | None] = {}
+        """How it ended: settled (None) or failed. ``setdefault`` is atomic: the first counts."""
+        self._wanted = False  # whether a thread waits for the reads
+        self._handed_over = Latch()  # set when _job is, or a failure
+
+    # ---- training thread, in stage() -------------------------------------------------------
+
+    def hold(self, capture: Capture, slab: Slab | None) -> None:
+        """Take over a finished capture and hold the optimizers that own its deferred tensors back."""
+        self._capture = capture
+        self._fences = capture.fences
+        self._slab = slab
+        _not_submitted.add(self.order)
+        self._portions = portions(capture.deferred, self.order)
+        if self._portions:
+            step_gate.gate(self)
+        else:
+            self._window.open()
+            self._resolve_captured(None)
+
+    # ---- any thread --------------------------------------------------------------------------
+
+    def open_window(self) -> None:
+        """Let the deferred reads start. Never waits."""
+        self._wanted = True
+        self._window.open()
+
+    @property
+    def ownership(self) -> Ownership:
+        """Which optimizers gate what, as of the capture."""
+        return self._ownership
+
+    @property
+    def window(self) -> Window:
+        """The read window, for the native job."""
+        return self._window
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why this save cannot be committed; None so far."""
+        return self._end.get(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Give the save up: wake the gate, free its memory. The first reason stands; idempotent.
+
+        Changes nothing once all has been read. Returns when no native thread reads the deferred tensors any more.
+        """
+        failure = self._end.setdefault(None, _without_traceback(error))
+        if failure is None:
+            return
+        # Whoever starts a job looks for a failure after that, so here or there it is stopped.
+        for job in (self._foreseen, self._job):
+            if job is not None:
+                _stop(job)
+        self._handed_over.set()
+        with contextlib.suppress(DeviceError):  # one failure is enough
+            self._await_copies()
+        self._let_go()
+        self._resolve_captured(failure)
+
+    def _resolve_captured(self, error: BaseException | None) -> None:
+        try:
+            if error is None:
+                self.captured.set_result(None)
+            else:
+                self.captured.set_exception(error)
+        except Exception:  # resolved before: the first outcome stands
+            logger.debug("captured was resolved already")
+
+    def _let_go(self) -> None:
+        """Drop what kept sources alive. The eager copies' cache segments are free from here on."""
+        step_gate.ungate(self)
+        _not_submitted.discard(self.order)
+        self._foreseen = None
+        self._portions = []
+        self._ownership = Ownership(())
+        self._deferred = None
+        self._fences = []
+        self._readers = []
+        capture, self._capture = self._capture, None
+        slab, self._slab = self._slab, None
+        if slab is not None and capture is not None and capture.copying.abandoned:
+            slab.abandon()
+        elif slab is not None:
+            slab.release()
+
+    # ---- the thread that steps an optimizer, or moves memory ------------------------------------
+
+    def release_for(self, optimizer: Optimizer, on_host: bool) -> None:
+        """Return when ``optimizer`` may change what it owns; the GIL is free meanwhile.
+
+        Of memory on a device: when its copies are enqueued, and the calling thread's current stream there waits
+        for them; ``on_host``: when they are done. A failed or torn save lets go at once: its future tells. So does
+        one whose reads make no progress for the timeout: it has failed then.
+        """
+        self._release(
+            [
+                portion
+                for portion in self._portions
+                if (portion.on_device or not portion.settled)
+                and self._ownership.is_gated_by(portion.group, optimizer)
+            ],
+            lambda portion, stall: (
+                self._let_pass(portion, optimizer, on_host, stall)
+                if portion.on_device
+                else self._settle(portion, stall)
+            ),
+            "optimizer.step()",
+        )
+
+    def release_memory(self, storage: torch.UntypedStorage) -> None:
+        """Return when nothing reads the memory of ``storage``, as :meth:`release_for` does. That of a device is
+        nobody's once it is freed, so its copies must be done.
+        """
+        self._release(
+            [
+                portion
+                for portion in self._portions
+                if not portion.read and storage in portion.storages
+            ],
+            self._settle,
+            "a storage whose memory moves (a resize, share_memory_())",
+        )
+
+    def _release(
+        self, portions: list[Portion], release: Callable[[Portion, Stall], None], what: str
+    ) -> None:
+        if not portions:
+            return
+        began = time.perf_counter()
+        self.open_window()
+        stall = Stall(logger, f"{what}, which needs what save {self.order} reads,", self._timeout)
+        try:
+            self._await_hand_over(stall)
+            for portion in portions:
+                release(portion, stall)
+        except DataStatesError as error:
+            if isinstance(error, SaveStalledError):
+                logger.error("save %d is given up, and training goes on: %s", self.order, error)
+            self.fail(error)
+        self._stats.gate_seconds += time.perf_counter() - began
+
+    def _await_hand_over(self, stall: Stall) -> None:
+        while self._job is None and not self._end:
+            self._handed_over.wait(_POLL_SECONDS)
+            thread = self._thread
+            if thread is None:
+                stall.look(moved(self._foreseen), "its turn: DCP has not begun to plan it")
+            elif thread is threading.current_thread() or not thread.is_alive():
+                raise SaveAbandonedError("DCP ended this save before its data were written")
+            else:
+                stall.look(
+                    moved(self._foreseen), "DCP to plan it, which all its ranks take part in"
+                )
+
+    def _settle(self, portion: Portion, stall: Stall | None = None) -> None:
+        """Wait for the group's reads, then check that it is whole. Raises :class:`SnapshotTornError`."""
+        job = self._job
+        # If the save has failed nothing will be read, so there is nothing to wait for.
+        if job is None or self.failure is not None or portion.read:
+            return
+        self._await(job.wait_read, portion, stall)
+        if job.fault is not None:
+            if job.fault.kind == "lost":
+                portion.check_memory()
+            return  # the writer reports the fault
+        portion.check_memory()
+        portion.check()
+        portion.settled = portion.read = True
+
+    def _let_pass(
+        self, portion: Portion, optimizer: Optimizer, on_host: bool, stall: Stall
+    ) -> None:
+        """Of a group on devices: what the calling thread's current streams are given from now on comes after its
+        reads, which the host need not have seen the end of. Until the first who may change it passes, it must be whole.
+
+        Raises :class:`SnapshotTornError`, and :class:`DeviceError` if the driver refuses.
+        """
+        job = self._job
+        if job is None or self.failure is not None:
+            return
+        self._await(job.wait_read if on_host else job.wait_queued, portion, stall)
+        if job.fault is not None:
+            return
+        portion.check()
+        if not on_host:
+            self._hold(job, portion.group)
+        portion.settled = portion.settled or self._ownership.may_change(
+            optimizer, portion.group, portion.deferred.columns.locals
+        )
+
+    def _await(
+        self, wait: Callable[[int, float], bool], portion: Portion, stall: Stall | None
+    ) -> None:
+        while not wait(portion.group, _POLL_SECONDS):
+            if stall is not None:
+                done = 0 if self._job is None else self._job.bytes_read
+                stall.look(moved(self._job), f"its reads ({done >> 20} MiB are done)")
+
+    def _hold(self, job: SaveJob, group: int) -> None:
+        try:
+            for event in (*job.events(group), *self._readers):
+                event.hold(stream(event.device))
+        except RuntimeError as error:
+            raise DeviceError(str(error)) from error
+
+    # ---- DCP's thread ----------------------------------------------------------------------------
+
+    def begin(self, awaited: Callable[[], bool] = lambda: False) -> None:
+        """The current thread becomes the one that saves the state. ``awaited`` tells whether another waits for it."""
+        self._thread = threading.current_thread()
+        self._awaited = awaited
+        # DCP's planning would hold the GIL for a whole switch interval (5 ms) as soon as this thread
+        # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
+        if not self._wanted:
+            time.sleep(_YIELD_SECONDS)
+        capture = self.capture
+        self._deferred = capture.deferred
+        # Streams are a thread's own: what a planner makes of tensors on devices is made in this one's.
+        follow(capture.moment)
+
+    @property
+    def capture(self) -> Capture:
+        """What is saved. Raises :class:`SaveAbandonedError` if this snapshot was given up."""
+        capture = self._capture
+        if capture is None:
+            raise self.failure or SaveAbandonedError(
+                "this snapshot was given up before it was saved"
+            )
+        return capture
+
+    def state(self) -> dict[Any, Any]:
+        """The state at the call, with all tensors in it. Once."""
+        capture = self.capture
+        self._regions = Regions(capture.deferred)
+        capture.copying.wait()
+        return capture.materialize()
+
+    def group_of(self, address: int, nbytes: int) -> int:
+        """The group whose gate covers these bytes; ``STABLE`` for copies that nobody changes."""
+        return self._regions.group_of(address, nbytes) if self._regions is not None else STABLE
+
+    def hand_over(
+        self, start: Callable[[Window], SaveJob], readers: Sequence[DeviceEvent] = ()
+    ) -> SaveJob:
+        """Start the native job with this snapshot's window. Gates let go behind ``readers``, too: what this thread
+        had devices make of deferred tensors.
+
+        Raises what :meth:`fail` was told, or :class:`SnapshotTornError` if a deferred tensor has other
+        memory now than at the capture.
+        """
+        self._pin()
+        self._await_copies()
+        self._readers = list(readers)
+        self._raise_failure()
+        return self._take(start(self._window))
+
+    def foresee(self, start: Callable[[Window], SaveJob]) -> SaveJob | None:
+        """Begin to read by a plan that is not agreed on yet. The gate still waits for :meth:`adopt`.
+
+        None, and nothing is started, while an older snapshot is not being read by a plan that was agreed on: this
+        one's reads would take the cache that the older one needs to go on.
+        """
+        assert self._deferred is not None, "begin() comes first"
+        if min(_not_submitted.copy(), default=self.order) < self.order:
+            return None
+        self._pin()
+        self._await_copies()
+        if self._end:
+            return None
+        job = self._foreseen = start(self._window)
+        if self._end:
+            _stop(job)
+            return None
+        return job
+
+    def _pin(self) -> None:
+        for portion in self._portions:
+            portion.pin()
+
+    def _take(self, job: SaveJob) -> SaveJob:
+        """This job's reads are those that gates wait for."""
+        self._job = job
+        if self._end:
+            _stop(job)
+        self._handed_over.set()
+        self._raise_failure()
+        _not_submitted.discard(self.order)
+        return job
+
+    def _raise_failure(self) -> None:
+        if (failure := self.failure) is not None:
+            raise failure
+
+    def _await_copies(self) -> None:
+        capture = self._capture
+        if capture is not None:
+            capture.copying.wait()
+
+    @property
+    def fences(self) -> list[DeviceEvent]:
+        """What copies by devices come after: all that the streams had been given at the call."""
+        return self._fences
+
+    def adopt(self) -> SaveJob:
+        """The plan that :meth:`foresee` went by is the one that was agreed on."""
+        job = self._foreseen
+        self._raise_failure()
+        assert job is not None, "foresee() comes first"
+        self._take(job)
+        self._foreseen = None
+        return job
+
+    def discard(self) -> None:
+        """It is not. Returns when nothing is read by it any more."""
+        job, self._foreseen = self._foreseen, None
+        if job is not None:
+            _stop(job)
+
+    def settle(self) -> None:
+        """Wait until all is read and found whole; then the state may change freely.
+
+        Raises :class:`SnapshotTornError`; does not raise for a job that failed (it says so itself).
+        """
+        job = self._job
+        assert job is not None, "hand_over() comes first"
+        while not (self._window.is_open or job.wait_read(-1, _AWAITED_SECONDS)):
+            if self._awaited():
+                self.open_window()
+        portions = self._portions
+        for portion in portions:
+            if not portion.on_device:
+                self._settle(portion)
+        while not job.wait_read(-1, _POLL_SECONDS):
+            pass
+        for portion in portions:  # now: a gate may want the lock while devices read
+            self._settle(portion)
+        if job.fault is not None or self._end.setdefault(None, None) is not None:
+            return
+        self._let_go()
+        self._resolve_captured(None)

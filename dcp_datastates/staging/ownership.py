@@ -1,0 +1,211 @@
+"""Which tensors an optimizer owns: the only ones that may be read after ``async_save`` has returned.
+
+What an optimizer owns (its parameters, its state) changes in its ``step()``, and there the step gate
+waits. Optimizers are learnt when they first step, or named with :func:`track`.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from itertools import compress
+from typing import Any, Final
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.process.forks import ProcessLock
+
+__all__ = [
+    "STABLE",
+    "UNOWNED",
+    "Ownership",
+    "known_optimizers",
+    "local_tensor",
+    "never_defer",
+    "stepped",
+    "track",
+]
+
+STABLE: Final = 0
+"""Group of memory that nobody changes: copies made at capture, serialized objects."""
+
+UNOWNED: Final = 1
+"""Group of deferred tensors that no known optimizer owns (``defer="all"``)."""
+
+_FIRST_OWNED: Final = 2
+_PLAIN_TYPES: Final = frozenset({torch.nn.Parameter, torch.Tensor})
+
+_lock = ProcessLock()  # guards what follows
+_known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def never_defer(optimizer: Optimizer) -> None:
+    """A step of ``optimizer`` is captured into a graph, whose replays nothing announces."""
+    with _lock:
+        _known.add(optimizer)
+        _captured.add(optimizer)
+
+
+def stepped(optimizer: Optimizer) -> None:
+    """``optimizer`` steps, and not into a graph. Remembers it (weakly)."""
+    if optimizer not in _stepped:
+        with _lock:
+            _known.add(optimizer)
+            _stepped.add(optimizer)
+
+
+def _is_announced(optimizer: Optimizer) -> bool:
+    """Whether a hook is called before whatever steps ``optimizer``."""
+    if optimizer in _captured:
+        return False
+    # One that is made to be captured may have been, before anybody looked: unless it steps by itself.
+    # (torch.compile sets ``capturable``, and calls the hooks.)
+    return optimizer in _stepped or not any(
+        group.get("capturable") for group in optimizer.param_groups
+    )
+
+
+def track(optimizer: Optimizer) -> None:
+    """Name an optimizer before its first ``step()``, so that even the first save defers its tensors.
+
+    Without it, the first save of a job copies everything inside ``async_save``. Keeps only a weak
+    reference. Raises :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigurationError(
+            f"track() takes a torch.optim.Optimizer, not a {type(optimizer).__name__}; what another "
+            f"object updates cannot be deferred, because nothing announces its step"
+        )
+    with _lock:
+        _known.add(optimizer)
+
+
+def known_optimizers() -> list[Optimizer]:
+    """Those that have stepped or were named, and are alive."""
+    with _lock:
+        return list(_known)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: the local shard of a DTensor, a finished collective's result."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    return tensor
+
+
+def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
+    """The local tensors that ``optimizer`` owns, as far as they have memory of their own."""
+    tensors: list[torch.Tensor] = []
+    for group in optimizer.param_groups:
+        tensors += group["params"]
+    for state in optimizer.state.values():
+        if isinstance(state, dict):
+            # Step counts are single numbers: on the host too small to be deferred, and there are many.
+            tensors += [
+                value
+                for name, value in state.items()
+                if name != "step" or (isinstance(value, torch.Tensor) and not value.is_cpu)
+            ]
+    if set(map(type, tensors)) <= _PLAIN_TYPES:
+        return tensors
+    return [
+        tensor if type(tensor) in _PLAIN_TYPES else local_tensor(tensor)
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+    ]
+
+
+def _storages(tensors: list[torch.Tensor]) -> list[torch.UntypedStorage]:
+    try:
+        return list(map(torch.Tensor.untyped_storage, tensors))
+    except (RuntimeError, NotImplementedError):  # one without memory of its own: sparse, a wrapper
+        return [tensor.untyped_storage() for tensor in tensors if _has_storage(tensor)]
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+class Ownership:
+    """One look at what every known optimizer owns, taken at a capture.
+
+    Tensors are told apart by storage, so views and ``detach()`` of an owned tensor are owned. Each
+    optimizer's tensors form a *group*, for which its gate waits; a storage with several owners is in a
+    group of its own.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        # Storage objects compare by identity; torch keeps one per storage while it is referenced.
+        self._group_of_storage: dict[torch.UntypedStorage, int] = {}
+        self._owners: dict[int, frozenset[int]] = {}
+        self._unannounced: set[torch.UntypedStorage] = set()
+        self._optimizers = list(optimizers)  # strong: their ids stay theirs while this lives
+        group_of_owners: dict[frozenset[int], int] = {}
+        announced = list(map(_is_announced, self._optimizers))
+        for optimizer in compress(self._optimizers, announced):
+            self._add(optimizer, group_of_owners)
+        for optimizer in compress(self._optimizers, map(operator.not_, announced)):
+            for storage in _storages(_owned(optimizer)):  # whoever else owns it
+                self._group_of_storage.pop(storage, None)
+                self._unannounced.add(storage)
+
+    def _add(self, optimizer: Optimizer, group_of_owners: dict[frozenset[int], int]) -> None:
+        groups = self._group_of_storage
+        mine = self._group(frozenset({id(optimizer)}), group_of_owners)
+        storages = _storages(_owned(optimizer))
+        if groups.keys().isdisjoint(storages):
+            groups.update(dict.fromkeys(storages, mine))
+        else:
+            for storage in storages:
+                owners = self._owners[groups.get(storage, mine)] | self._owners[mine]
+                groups[storage] = self._group(owners, group_of_owners)
+
+    def _group(self, owners: frozenset[int], group_of_owners: dict[frozenset[int], int]) -> int:
+        group = group_of_owners.setdefault(owners, _FIRST_OWNED + len(group_of_owners))
+        self._owners[group] = owners
+        return group
+
+    def groups(self, tensors: list[torch.Tensor]) -> list[int | None]:
+        """Each (local) tensor's group, or None if nobody owns its storage.
+
+        By columns: a call per tensor and attribute from C costs half of what it costs in a loop.
+        """
+        return list(map(self._group_of_storage.get, map(torch.Tensor.untyped_storage, tensors)))
+
+    def owns(self, tensors: list[torch.Tensor]) -> tuple[bool, ...]:
+        """Whether an optimizer owns each of the (local) tensors, in any group or none."""
+        try:
+            storages = list(map(torch.Tensor.untyped_storage, tensors))
+        except (RuntimeError, NotImplementedError):  # one without memory of its own
+            return tuple(_has_storage(each) and self.owns([each])[0] for each in tensors)
+        known = self._group_of_storage
+        return tuple([storage in known or storage in self._unannounced for storage in storages])
+
+    def may_change(self, optimizer: Optimizer, group: int, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a step of ``optimizer`` may rightly change the (local) ``tensors``, which are of ``group``."""
+        if group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset()):
+            return True
+        return not set(_storages(_owned(optimizer))).isdisjoint(_storages(list(tensors)))
+
+    def is_gated_by(self, group: int, optimizer: Any) -> bool:
+        """Whether ``optimizer`` may change tensors of ``group`` when it steps.
+
+        An optimizer that was unknown at the capture may change anything. So may, for all one can tell,
+        the code around a step change what no optimizer owns.
+        """
+        if not any(optimizer is known for known in self._optimizers):
+            return True
+        return group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset())

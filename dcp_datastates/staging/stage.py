@@ -1,0 +1,405 @@
+"""What a state dict holds at the call of ``async_save``: tensors to read later, and copies of the rest.
+
+Each tensor is *deferred* (an optimizer owns it, so the step gate can hold its change back) or *eager*
+(copied now). Speed matters here and nowhere else in this package's Python: this runs in the training
+thread. So it works by columns: a call per tensor and attribute from C costs half of what it costs in a
+Python loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, compress
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from dcp_datastates._native import DeviceEvent, Engine, Transfer
+from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
+from dcp_datastates.errors import DeviceError
+from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.fields import further_values, with_further
+from dcp_datastates.io.device_copies import DeviceCopies
+from dcp_datastates.io.devices import (
+    HOST,
+    THROUGH_TORCH,
+    dense,
+    fences,
+    mark,
+    numbers,
+    report,
+    stream,
+)
+from dcp_datastates.io.shards import any_hold_shards, take_shards_of
+from dcp_datastates.io.tensor_memory import (
+    PLAIN_DTYPES,
+    add_region,
+    copy_unusual,
+    is_unusual,
+    tensor_over,
+)
+from dcp_datastates.staging.fingerprint import Fingerprint, fingerprint
+from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership, known_optimizers
+from dcp_datastates.staging.traverse import Columns, Staged, walk
+
+__all__ = ["Capture", "DeferredTensors", "capture", "look"]
+
+_SLOT: Final = 64
+"""Eager copies are aligned to this many bytes in their buffer."""
+
+_DTYPE: Final = operator.attrgetter("dtype")
+_IS_NESTED: Final = operator.attrgetter("is_nested")
+_LAYOUT: Final = operator.attrgetter("layout")
+_NBYTES: Final = operator.attrgetter("nbytes")
+_SHAPE: Final = operator.attrgetter("shape")
+_JUST_TENSORS: Final = frozenset({torch.Tensor})
+_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
+_JUST_STRIDED: Final = frozenset({torch.strided})
+
+
+@dataclass
+class DeferredTensors:
+    """The deferred tensors, and columns about them."""
+
+    columns: Columns = field(default_factory=Columns)
+    groups: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)
+    """-1: on the host."""
+
+    def where(self, mask: list[bool]) -> DeferredTensors:
+        """The entries for which ``mask`` is true."""
+        return DeferredTensors(
+            self.columns.where(mask),
+            list(compress(self.groups, mask)),
+            list(compress(self.addresses, mask)),
+            list(compress(self.sizes, mask)),
+            list(compress(self.devices, mask)),
+        )
+
+
+@dataclass
+class Capture:
+    """All that was captured. ``buffer`` holds the eager copies, at ``offsets``."""
+
+    root: dict[Any, Any]
+    deferred: DeferredTensors
+    eager: Columns
+    offsets: list[int]
+    forms: list[tuple[torch.Size, torch.dtype]]
+    """Shapes and dtypes at the call: the tensors themselves may have others by now."""
+    buffer: torch.Tensor | None
+    eager_bytes: int
+    regular: bool
+    """Whether all tensors are plain ones in reach of the engine: else plans for this state are not kept."""
+    late: list[bool]
+    """Which of all tensors are deferred, in the order of the walk."""
+    staged: Staged
+    fences: list[DeviceEvent] = field(default_factory=list)
+    """One for each device: what its streams had been given at the call, eager copies included."""
+    moment: list[Any] = field(default_factory=list)
+    """The call, for work that another thread gives to devices."""
+    copying: DeviceCopies = field(default_factory=DeviceCopies)
+    """The eager copies that devices make."""
+    further: list[tuple[Any, ...]] = field(default_factory=list)
+    """Of all tensors at the call, what :func:`further_values` says of their properties: copies may look otherwise."""
+    ownership: Ownership = field(default_factory=lambda: Ownership(()))
+    """What optimizers owned at the call."""
+
+    def owned(self) -> tuple[bool, ...]:
+        """Which of all tensors an optimizer owns, in the order of the walk."""
+        return self.ownership.owns(self.staged.columns.locals)
+
+    def fingerprint(self) -> Fingerprint | None:
+        """What the state looks like; None if it is not :attr:`regular`."""
+        columns = self.staged.columns
+        if not self.regular or not _are_plain(self.staged.structure, columns):
+            return None
+        return fingerprint(self.staged.structure, columns.tensors, columns.locals, self.further)
+
+    def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
+        """The items of a plan for this state, with the further properties that its tensors had at the call."""
+        if not self.further or not items:
+            return items
+        columns = self.staged.columns
+        position = {columns.name(number): number for number in range(len(columns.keys))}
+        changed = []
+        for item in items:
+            at = position.get(item.index.fqn)
+            data = item.tensor_data
+            if data is not None and at is not None and data.chunk.sizes == columns.locals[at].shape:
+                properties = with_further(data.properties, self.further[at])
+                data = dataclasses.replace(data, properties=properties)
+                item = dataclasses.replace(item, tensor_data=data)
+            changed.append(item)
+        return changed
+
+    def is_plain(self) -> bool:
+        """Whether every tensor's bytes are in its memory as they are to be written."""
+        deferred = self.deferred.columns.locals
+        return all(map(torch.Tensor.is_contiguous, deferred)) and not (
+            any(map(torch.Tensor.is_neg, deferred)) or any(map(torch.Tensor.is_conj, deferred))
+        )
+
+    def bases(self) -> tuple[Ints, Ints, Ints | None]:
+        """Address of the first byte, group and device (None: all on the host) of all tensors in the order of the
+        walk.
+        """
+        addresses = np.empty(len(self.late), np.int64)
+        groups = np.full(len(self.late), STABLE, np.int64)
+        late = np.array(self.late, bool)
+        addresses[late] = self.deferred.addresses
+        groups[late] = self.deferred.groups
+        if self.buffer is not None:
+            addresses[~late] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
+        if not self.fences:
+            return addresses, groups, None
+        devices = np.full(len(self.late), HOST, np.int64)
+        devices[late] = self.deferred.devices
+        return addresses, groups, devices
+
+    def materialize(self) -> dict[Any, Any]:
+        """Put tensors over the eager copies in their places; the state dict as it was at the call. Once."""
+        eager = self.eager
+        for container, key, tensor, offset, (shape, dtype) in zip(
+            eager.containers, eager.keys, eager.tensors, self.offsets, self.forms, strict=True
+        ):
+            assert self.buffer is not None
+            copied = take_shards_of(tensor, tensor_over(self.buffer, offset, shape, dtype))
+            if isinstance(tensor, DTensor):
+                copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+            container[key] = copied
+        self.eager, self.forms = Columns(), []
+        return self.root
+
+
+def capture(
+    state_dict: Mapping[str, Any],
+    ownership: Ownership,
+    defer: Defer,
+    engine: Engine,
+    allocate: Callable[[int, bool], torch.Tensor],
+) -> Capture:
+    """Classify every leaf of ``state_dict`` and copy what cannot be read later.
+
+    ``allocate`` gives a ``uint8`` host buffer of the size asked for, pinned if a device is to write to it; it is
+    called at most once. Raises :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be
+    stored, :class:`~dcp_datastates.errors.DeviceError`.
+    """
+    root, staged = walk(state_dict)
+    everything = staged.columns
+    devices = numbers(engine, everything.locals)
+    columns, devices = _set_apart(everything, devices, _odd_memory(everything, devices))
+    try:
+        deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
+    except (RuntimeError, NotImplementedError):  # one without a storage: sparse
+        odd = list(map(is_unusual, columns.locals))
+        columns, devices = _set_apart(columns, devices, odd)
+        deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
+    usual, eager_devices = _set_apart(eager, eager_devices, _odd_values(eager))
+    regular = columns is everything and usual is eager and not any_hold_shards(everything.locals)
+    eager = usual
+    sizes = list(map(_NBYTES, eager.locals))
+    ends = list(accumulate(size + -size % _SLOT for size in sizes))
+    nbytes = ends[-1] if ends else 0
+    offsets = [0, *ends[:-1]] if ends else []
+    forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
+    made = Capture(root, deferred, eager, offsets, forms, None, nbytes, regular, late, staged)
+    made.ownership = ownership
+    made.further = further_values(everything.locals)
+    if offsets:
+        on_devices = set(compress(eager_devices or (), sizes)) - {HOST}
+        made.buffer = allocate(max(nbytes, 1), bool(on_devices))
+        engine.gather(
+            _regions(eager, offsets, sizes, eager_devices, HOST)[0], made.buffer.data_ptr(), nbytes
+        )
+        try:
+            for device in on_devices:
+                _copy_from(engine, device, made, sizes, eager_devices)
+        except BaseException:
+            with contextlib.suppress(DeviceError):
+                made.copying.wait()  # the buffer is about to be somebody else's
+            raise
+    if devices is not None:
+        made.fences = fences(engine, devices)
+        report(engine)
+    made.moment = mark(set(devices or ()))
+    return made
+
+
+def _copy_from(
+    engine: Engine, device: int, capture: Capture, sizes: list[int], devices: list[int] | None
+) -> None:
+    """Has the current stream copy the eager tensors of ``device``: after what it was given before, and before the
+    rest. So the training thread need not wait.
+    """
+    assert capture.buffer is not None
+    content, _dense = _regions(capture.eager, capture.offsets, sizes, devices, device)
+    try:
+        event, fault = engine.copy_to_host(
+            content, capture.buffer.data_ptr(), capture.eager_bytes, device, stream(device)
+        )
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error
+    if event is not None:
+        capture.copying.add(event)
+    if fault is not None:
+        raise DeviceError(fault.message)
+
+
+def look(state_dict: Mapping[str, Any]) -> Capture:
+    """A capture for planning alone: nothing is copied, and the tensors are those of the state."""
+    root, staged = walk(state_dict)
+    locals_ = staged.columns.locals
+    regular = _odd_memory(staged.columns, None) is None and not any_hold_shards(locals_)
+    late = [True] * len(locals_)
+    made = Capture(root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, staged)
+    made.ownership = Ownership(known_optimizers())
+    made.further = further_values(locals_)
+    return made
+
+
+def _is_peculiar(kind: type) -> bool:
+    """Whether DCP may make of such a value what the walk does not see."""
+    return kind not in _PLAIN and (
+        issubclass(kind, torch.Tensor)
+        or (issubclass(kind, list) and kind is not list)
+        or hasattr(kind, "__create_write_items__")
+    )
+
+
+def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) -> bool:
+    """Whether every tensor that DCP will see is one of ``columns``."""
+    kinds = list(chain.from_iterable(types for _, types in structure))
+    if any(map(_is_peculiar, set(kinds))):
+        return False
+    return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
+
+
+def _odd_memory(columns: Columns, devices: list[int] | None) -> list[bool] | None:
+    """Marks tensors whose memory cannot be had by address; None if there are none."""
+    locals_ = columns.locals
+    if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in (devices or ()):
+        return None
+    if devices is None:
+        return list(map(is_unusual, locals_))
+    return [
+        device == THROUGH_TORCH or is_unusual(local)
+        for device, local in zip(devices, locals_, strict=True)
+    ]
+
+
+def _odd_values(columns: Columns) -> list[bool] | None:
+    """Marks tensors whose memory is not simply the value; None if there are none."""
+    locals_ = columns.locals
+    if (
+        set(map(_DTYPE, locals_)) <= PLAIN_DTYPES
+        and set(map(_LAYOUT, locals_)) <= _JUST_STRIDED
+        and not any(map(torch.Tensor.is_neg, locals_))
+        and not any(map(_IS_NESTED, locals_))
+    ):
+        return None
+    return list(map(is_unusual, locals_))
+
+
+def _set_apart(
+    columns: Columns, devices: list[int] | None, odd: list[bool] | None
+) -> tuple[Columns, list[int] | None]:
+    """Copies the odd ones, each by itself, into their places; returns the others, and where they are."""
+    if odd is None:
+        return columns, devices
+    strange = columns.where(odd)
+    for position, (container, key) in enumerate(zip(strange.containers, strange.keys, strict=True)):
+        tensor, local = strange.tensors[position], strange.locals[position]
+        container[key] = copy_unusual(tensor, local, strange.name(position))
+    usual = list(map(operator.not_, odd))
+    return columns.where(usual), None if devices is None else list(compress(devices, usual))
+
+
+def _classify(
+    columns: Columns, devices: list[int] | None, ownership: Ownership, defer: Defer
+) -> tuple[DeferredTensors, Columns, list[int] | None, list[bool]]:
+    """The deferred tensors; those to copy, and where they are; and which are which."""
+    if defer == "none":
+        return DeferredTensors(), columns, devices, [False] * len(columns.tensors)
+    sizes = list(map(_NBYTES, columns.locals))
+    owners = ownership.groups(columns.locals)
+    if defer == "all":
+        owners = [UNOWNED if group is None else group for group in owners]
+    # Memory that is not dense is read in many pieces. That is slow on a device, and where each piece is guarded
+    # against being unmapped; a plain copy at the call is not.
+    contiguous = list(map(torch.Tensor.is_contiguous, columns.locals))
+    late = [
+        group is not None and nbytes >= EAGER_BELOW_BYTES and dense
+        for group, nbytes, dense in zip(owners, sizes, contiguous, strict=True)
+    ]
+    if devices is not None:
+        late = _late_on_devices(columns, owners, sizes, devices, contiguous, late)
+    chosen = columns if all(late) else columns.where(late)
+    deferred = DeferredTensors(
+        chosen,
+        cast("list[int]", list(compress(owners, late))),
+        list(map(torch.Tensor.data_ptr, chosen.locals)),
+        list(compress(sizes, late)),
+        [HOST] * len(sizes) if devices is None else list(compress(devices, late)),
+    )
+    early = list(map(operator.not_, late))
+    eager = Columns() if chosen is columns else columns.where(early)
+    return deferred, eager, None if devices is None else list(compress(devices, early)), late
+
+
+def _late_on_devices(
+    columns: Columns,
+    owners: list[int | None],
+    sizes: list[int],
+    devices: list[int],
+    dense: list[bool],
+    late: list[bool],
+) -> list[bool]:
+    """Of tensors on devices, small ones are deferred, too: telling a device to copy one takes the caller as long
+    as deferring it.
+    """
+    locals_ = columns.locals
+    if not set(map(_DTYPE, locals_)) <= PLAIN_DTYPES or any(map(torch.Tensor.is_neg, locals_)):
+        plain = (local.dtype in PLAIN_DTYPES and not local.is_neg() for local in locals_)
+        dense = list(map(operator.and_, dense, plain))
+    return [
+        before if device == HOST else contiguous and group is not None and nbytes > 0
+        for before, group, nbytes, device, contiguous in zip(
+            late, owners, sizes, devices, dense, strict=True
+        )
+    ]
+
+
+def _regions(
+    eager: Columns, offsets: list[int], sizes: list[int], devices: list[int] | None, device: int
+) -> tuple[Transfer, list[torch.Tensor]]:
+    """The eager tensors of one device, or of the host; and those whose memory is listed, some of them made here: to be
+    kept until somebody was told to copy them.
+    """
+    content = Transfer()
+    locals_ = eager.locals
+    if devices is not None and set(devices) != {device}:
+        mine = [number == device for number in devices]
+        locals_ = list(compress(locals_, mine))
+        offsets = list(compress(offsets, mine))
+        sizes = list(compress(sizes, mine))
+    if device != HOST:
+        locals_ = list(map(dense, locals_))
+    if all(map(torch.Tensor.is_contiguous, locals_)) and all(sizes):
+        addresses = list(map(torch.Tensor.data_ptr, locals_))
+        numbers_ = None if device == HOST else [device] * len(sizes)
+        content.add_many(offsets, sizes, addresses, [STABLE] * len(sizes), numbers_)
+    else:
+        for local, offset, nbytes in zip(locals_, offsets, sizes, strict=True):
+            if nbytes:
+                add_region(content, offset, local, nbytes, STABLE, device)
+    return content, locals_

@@ -1,0 +1,180 @@
+"""The step gate and the read window: the moments of training that a save must know about.
+
+* **The gate.** Before an optimizer changes what it owns, the reads of those tensors must be done. One
+  global hook before every ``Optimizer.step()`` waits for them, without holding the GIL. Methods of
+  ``torch.UntypedStorage`` that free or replace a storage's memory in place (a resize, a move to shared memory)
+  wait in the same way.
+* **The window.** Reads start when the next backward pass begins: seen by a hook that fires when the
+  first of a few chosen parameters has its gradient accumulated.
+
+The hooks stay in place and cost a look at an empty dict when no save is in flight.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Final, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dcp_datastates.io.devices import capturing
+from dcp_datastates.process.ending import at_end
+from dcp_datastates.process.forks import after_fork
+from dcp_datastates.staging.ownership import known_optimizers, never_defer, stepped
+
+__all__ = ["Gated", "arm_backward", "gate", "open_windows", "ungate"]
+
+_WATCHED_PER_OPTIMIZER = 4
+
+_MOVES_MEMORY: Final = (
+    "resize_",
+    "_resize_with_addr_",
+    "_set_from_file",
+    "_share_fd_cpu_",
+    "_share_filename_cpu_",
+    "_swap_data_ptr_",
+)
+"""Methods of ``torch.UntypedStorage``, as far as a torch release has them. ``share_memory_()`` and
+``torch.multiprocessing`` come down to two of them."""
+
+
+class Gated(Protocol):
+    """A snapshot whose deferred reads are not all done."""
+
+    def open_window(self) -> None:
+        """Let the reads start. Never waits."""
+
+    def release_for(self, optimizer: Optimizer, on_host: bool) -> None:
+        """Return when ``optimizer`` may change what it owns: what the calling thread gives its current streams
+        from now on; if ``on_host``, what anybody does. Never raises for a failed save.
+        """
+
+    def release_memory(self, storage: torch.UntypedStorage) -> None:
+        """Return when nothing reads the memory of ``storage`` any more. Never raises for a failed save."""
+
+
+# No lock: a signal handler or a garbage collection may come here in the middle of anything. Single operations of
+# a dict, copy() among them, are atomic.
+_gated: dict[Gated, None] = {}
+
+
+def gate(snapshot: Gated) -> None:
+    """Hold optimizers back for ``snapshot`` from now on."""
+    _gated[snapshot] = None
+
+
+def ungate(snapshot: Gated) -> None:
+    """All its deferred reads are done, or it failed. Idempotent."""
+    _gated.pop(snapshot, None)
+
+
+def open_windows() -> None:
+    """Start the reads of every save in flight."""
+    for snapshot in _gated.copy():
+        snapshot.open_window()
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    captured = capturing()
+    if captured:
+        # Nothing can be inserted here, and no hook is called when this is replayed.
+        never_defer(optimizer)
+    else:
+        stepped(optimizer)
+    for snapshot in _gated.copy():
+        snapshot.release_for(optimizer, captured)
+
+
+def _gate_moves(name: str) -> None:
+    """Have a method of ``torch.UntypedStorage`` wait until what it moves has been read."""
+    move = getattr(torch.UntypedStorage, name)
+
+    @functools.wraps(move)
+    def gated(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        if _gated:
+            for storage in (self, *args):
+                if isinstance(storage, torch.UntypedStorage):
+                    for snapshot in _gated.copy():
+                        snapshot.release_memory(storage)
+        return move(self, *args, **kwargs)
+
+    setattr(torch.UntypedStorage, name, gated)
+
+
+class _Watch:
+    """Hooks on a few parameters of one optimizer; the first gradient opens the windows. They go with this object,
+    which goes with the optimizer.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._handles: list[Any] = []
+        for parameter in parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(_on_gradient))  # type: ignore[no-untyped-call]
+
+    def watches(self, parameters: list[torch.nn.Parameter]) -> bool:
+        return len(parameters) == len(self._parameters) and all(
+            reference() is parameter
+            for reference, parameter in zip(self._parameters, parameters, strict=True)
+        )
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+_watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
+
+
+def _on_gradient(_: torch.Tensor) -> None:
+    if _gated:
+        open_windows()
+
+
+def arm_backward() -> None:
+    """See to it that the next backward pass through a known optimizer's parameters opens the windows.
+
+    Called by the training thread. Gradients come in about the reverse order of the parameters, so the
+    last ones are watched, and some before them in case those get no gradient.
+    """
+    for optimizer in known_optimizers():
+        parameters = _spread(optimizer)
+        watch = _watches.get(optimizer)
+        if watch is None or not watch.watches(parameters):
+            _watches[optimizer] = _Watch(parameters)
+
+
+def _spread(optimizer: Optimizer) -> list[torch.nn.Parameter]:
+    chosen: list[torch.nn.Parameter] = []
+    for group in reversed(optimizer.param_groups):
+        parameters = group["params"]
+        for position in (len(parameters) - 1, len(parameters) // 2, 0):
+            if position < 0:
+                continue
+            parameter = parameters[position]
+            if (
+                parameter.requires_grad
+                and parameter.is_leaf
+                and not any(parameter is other for other in chosen)
+            ):
+                chosen.append(parameter)
+            if len(chosen) == _WATCHED_PER_OPTIMIZER:
+                return chosen
+    return chosen
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _gated.clear()
+
+
+register_optimizer_step_pre_hook(_before_step)
+for _name in _MOVES_MEMORY:
+    if hasattr(torch.UntypedStorage, _name):
+        _gate_moves(_name)
+# At exit the interpreter waits for DCP's threads, and they for reads whose window may never open by
+# itself in time.
+at_end(open_windows)

@@ -1,0 +1,200 @@
+"""One walk over a state dict: its staged copy, and columns over its tensors.
+
+What is not a tensor is copied here. Tensors are only listed; whether one is read later or copied now is
+:mod:`dcp_datastates.staging.stage`'s business.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from dcp_datastates.errors import UnsupportedStateError
+from dcp_datastates.io.shards import take_shards_of
+from dcp_datastates.io.tensor_memory import copy_sharded
+from dcp_datastates.staging.ownership import local_tensor
+
+__all__ = ["Columns", "Staged", "check_mapping", "walk"]
+
+_ATOMS: Final = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    }
+)
+_COMMON: Final = frozenset({torch.Tensor, DTensor})
+_COMMON_OR_ATOMS: Final = _ATOMS | _COMMON
+_JUST_TENSORS: Final = frozenset({torch.Tensor})
+_JUST_STRINGS: Final = frozenset({str})
+
+
+@dataclass
+class Columns:
+    """Columns over tensors of a state dict: one entry each."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """As they stand in the staged state: the local tensor itself, or a DTensor around it."""
+    locals: list[torch.Tensor] = field(default_factory=list)
+    """Those that have the memory."""
+    containers: list[Any] = field(default_factory=list)
+    """The staged dict or list that each stands in, under its key."""
+    keys: list[Any] = field(default_factory=list)
+    prefixes: list[str] = field(default_factory=list)
+
+    def name(self, position: int) -> str:
+        """The FQN, as DCP flattens state dicts."""
+        return f"{self.prefixes[position]}{self.keys[position]}"
+
+    def where(self, mask: Iterable[bool]) -> Columns:
+        """The entries for which ``mask`` is true."""
+        mask = list(mask)
+        return Columns(
+            list(compress(self.tensors, mask)),
+            list(compress(self.locals, mask)),
+            list(compress(self.containers, mask)),
+            list(compress(self.keys, mask)),
+            list(compress(self.prefixes, mask)),
+        )
+
+
+@dataclass
+class Staged:
+    """What a walk has found."""
+
+    columns: Columns = field(default_factory=Columns)
+    structure: list[tuple[Any, tuple[type, ...]]] = field(default_factory=list)
+    """Of every container: the keys of a mapping, or the name of a list; and the types of the values."""
+
+
+def walk(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Staged]:
+    """The staged copy of ``state_dict``, with the tensors themselves in it, and columns over them.
+
+    Containers are copied as far as DCP flattens them; other objects deeply. Raises :class:`UnsupportedStateError` for a
+    state that is no mapping, and naming an object that cannot be stored.
+    """
+    check_mapping(state_dict)
+    found = Staged()
+    return _mapping(state_dict, "", found), found
+
+
+def check_mapping(state: object) -> None:
+    """Raise :class:`UnsupportedStateError` unless ``state`` is a mapping, as DCP wants it."""
+    if not isinstance(state, Mapping):
+        raise UnsupportedStateError(
+            f"the state is a {type(state).__name__}, and DCP saves a mapping of names to tensors and objects: "
+            f'pass {{"state": …}}, or model.state_dict()'
+        )
+
+
+def _mapping(source: Mapping[Any, Any], prefix: str, found: Staged) -> dict[Any, Any]:
+    columns = found.columns
+    keys: tuple[Any, ...] = tuple(source)
+    if not set(map(type, keys)) <= _JUST_STRINGS:
+        keys = tuple(
+            (type(key), key) for key in keys
+        )  # 1, 1.0 and True are equal, and named differently
+    found.structure.append((keys, tuple(map(type, source.values()))))
+    staged: dict[Any, Any] = (
+        OrderedDict(source) if isinstance(source, OrderedDict) else dict(source)
+    )
+    # The common case in a few passes of C: nearly all values are tensors or numbers.
+    tensors = [value for value in source.values() if type(value) in _COMMON]
+    locals_ = [value._local_tensor if type(value) is DTensor else value for value in tensors]
+    done = _ATOMS
+    if set(map(type, locals_)) <= _JUST_TENSORS:
+        columns.tensors += tensors
+        columns.locals += locals_
+        columns.containers += [staged] * len(tensors)
+        columns.keys += [key for key, value in source.items() if type(value) in _COMMON]
+        columns.prefixes += [prefix] * len(tensors)
+        done = _COMMON_OR_ATOMS
+    for key, value in source.items():
+        if type(value) not in done:
+            staged[key] = _leaf(staged, key, value, prefix, found)
+    return staged
+
+
+def _leaf(container: Any, key: Any, value: Any, prefix: str, found: Staged) -> Any:
+    """What to put in ``value``'s place."""
+    if type(value) is torch.nn.Parameter:
+        # An alias of our own: ``parameter.data = …`` cannot take the memory from under it.
+        value = local = take_shards_of(value, value.detach())
+    elif isinstance(value, ShardedTensor):
+        return copy_sharded(value, f"{prefix}{key}")
+    elif isinstance(value, torch.Tensor):
+        local = local_tensor(value)
+    elif isinstance(value, Mapping):
+        return _mapping(value, f"{prefix}{key}.", found)
+    elif type(value) is list and not all(type(element) in _ATOMS for element in value):
+        staged: list[Any] = list(value)
+        found.structure.append((f"{prefix}{key}", tuple(map(type, value))))
+        for position, element in enumerate(value):
+            if type(element) not in _ATOMS:
+                staged[position] = _leaf(staged, position, element, f"{prefix}{key}.", found)
+        return staged
+    else:
+        return _copy_object(value, f"{prefix}{key}")
+    columns = found.columns
+    columns.tensors.append(value)
+    columns.locals.append(local)
+    columns.containers.append(container)
+    columns.keys.append(key)
+    columns.prefixes.append(prefix)
+    return value
+
+
+def _copy_object(value: Any, name: str) -> Any:
+    try:
+        try:
+            copied = copy.deepcopy(value)
+        except (
+            Exception
+        ):  # what cannot be deep-copied can often be saved all the same, as DCP would
+            return _through_torch(value)
+        if not _is_plain(copied):
+            _Pickling(_Nowhere()).dump(
+                copied
+            )  # a function, say, is its own copy, and cannot be stored
+        return copied
+    except Exception as error:
+        raise UnsupportedStateError(
+            f"object {name!r} of the state, a {type(value).__name__}, cannot be stored: it can be neither copied "
+            f"nor pickled ({error}); leave it out, or put what it stands for in its place"
+        ) from error
+
+
+def _through_torch(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)  # our own bytes, written a line above
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is made of what pickles for certain: a glance, no more."""
+    if type(value) in (list, tuple, set, frozenset):
+        return set(map(type, value)) <= _ATOMS
+    return type(value) is np.ndarray and not value.dtype.hasobject
+
+
+class _Nowhere(io.RawIOBase):
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
+class _Pickling(pickle.Pickler):
+    """Pickles as ``torch.save`` does as far as objects are concerned; what tensors hold is left out."""
+
+    def persistent_id(self, value: Any) -> Any:
+        return "left out" if isinstance(value, (torch.Tensor, torch.UntypedStorage)) else None
