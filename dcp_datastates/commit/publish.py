@@ -26,7 +26,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.commit.round import Consolidated, Round
@@ -35,13 +34,10 @@ from dcp_datastates.errors import (
     CheckpointSupersededError,
     DataStatesError,
 )
-from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, encode
-from dcp_datastates.format.metadata_columns import table_of
-from dcp_datastates.planning.plan_cache import PlannedMetadata
+from dcp_datastates.format.metadata import decode
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import attempts, local, operations
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.lock import asking, exclusive
 
@@ -57,9 +53,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-DCP_VERSION: Final = "1.0.0"
-"""What stock DCP of torch 2.11 to 2.13 notes as ``Metadata.version``."""
 
 _REMEMBERED: Final = 64
 
@@ -90,7 +83,7 @@ def publish(
     assert attempt is not None
     assert claim is not None
     meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
-    data = _document(meta, claim, consolidated)
+    data = consolidated.document(meta, claim)
     published = False
     hit("publish.lock.before")
     try:
@@ -200,42 +193,6 @@ def published_attempt(directory: Path) -> Attempt:
     """Which attempt is committed there. Raises OSError or :class:`CheckpointCorruptError`."""
     path = directory / local.METADATA_NAME
     return decode(path.read_bytes(), path).note.attempt
-
-
-def _document(meta: StorageMeta, claim: Claim, consolidated: Consolidated) -> bytes:
-    if isinstance(consolidated.metadata, PlannedMetadata):
-        return _planned_document(meta, claim, consolidated.metadata)
-    files: dict[str, FileRecord] = {}
-    storage_data: dict[object, _StorageInfo] = {}
-    for rank_results in consolidated.results:
-        for result in rank_results:
-            if isinstance(result.storage_data, FileRecord):
-                files[result.storage_data.relative_path] = result.storage_data
-            else:
-                storage_data[result.index] = result.storage_data
-    metadata = consolidated.metadata
-    metadata.storage_data = storage_data
-    metadata.storage_meta = meta
-    metadata.version = DCP_VERSION
-    return encode(table_of(metadata, Note(claim.attempt, files, claim.after)))
-
-
-def _planned_document(meta: StorageMeta, claim: Claim, metadata: PlannedMetadata) -> bytes:
-    attempt = claim.attempt
-    files = {}
-    for report in metadata.reports:
-        for name, nbytes, table_offset in report.files:
-            path = f"{attempt.name}/{name}"
-            files[path] = FileRecord(path, nbytes, table_offset)
-    return encode(
-        MetadataTable(
-            metadata.whole.catalog,
-            metadata.whole.placement(metadata.reports, attempt.name),
-            Note(attempt, files, claim.after),
-            meta,
-            DCP_VERSION,
-        )
-    )
 
 
 def _check_not_superseded(directory: Path, attempt: Attempt, seen: local.Signature | None) -> None:

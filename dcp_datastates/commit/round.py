@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.storage.attempt import Attempt
@@ -54,10 +53,9 @@ class FailedPart:
 
 @dataclass(frozen=True)
 class Consolidated:
-    """What the coordinator publishes: DCP's global metadata, and every rank's results."""
+    """What the coordinator publishes. ``document`` makes the bytes of ``.metadata``, once, in the commit thread."""
 
-    metadata: Metadata
-    results: Sequence[Sequence[WriteResult]]
+    document: Callable[[StorageMeta, Claim], bytes]
 
 
 class Round:

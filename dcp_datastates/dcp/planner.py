@@ -11,8 +11,7 @@ import dataclasses
 import io
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -28,13 +27,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.chunk_table import Catalog
 from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
 from dcp_datastates.io.devices import HOST
 from dcp_datastates.io.shards import holds_shards, shard_with
-from dcp_datastates.io.tensor_memory import check_storable
+from dcp_datastates.io.tensor_memory import check_storable, local_tensor
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.exchange import Answer, Offer
@@ -44,11 +43,10 @@ from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Held
 from dcp_datastates.planning.session import Session, SessionMeta
+from dcp_datastates.planning.shares import Foreseen, Leaves, Local, Share
 from dcp_datastates.staging.fingerprint import Fingerprint
-from dcp_datastates.staging.ownership import local_tensor
-from dcp_datastates.staging.stage import Capture
 
-__all__ = ["DataStatesSavePlanner", "Foreseen", "Share", "is_unchanged"]
+__all__ = ["DataStatesSavePlanner", "is_unchanged"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,60 +63,6 @@ _SHORT: Final = 256
 
 _Looks = tuple[str, Fingerprint, tuple[bool, ...]]
 """What a local plan is remembered by: the group, what the state looks like, and which of it optimizers own."""
-
-
-@dataclass(eq=False)
-class Share:
-    """What this rank writes in a global plan, and what is known about writing it."""
-
-    final: FinalPlan
-    plan: SavePlan
-    told: dict[bytes, bytes] = field(default_factory=dict)
-    """By global plan: the digest of the report that its coordinator has."""
-    sent: bytes = b""
-    """Digest of the newest report."""
-    whole: bytes = b""
-    """The global plan of the newest save."""
-
-
-@dataclass(eq=False)
-class _Local:
-    """A local plan that was used, and the shares that were given for it."""
-
-    local: LocalPlan
-    shares: OrderedDict[bytes, Share] = field(default_factory=OrderedDict)
-    latest: bytes = b""
-    """Digest of the newest share; empty if there is none."""
-
-
-@dataclass(eq=False)
-class _Leaves:
-    """How the items of a local plan are found in a staged state that looks the same."""
-
-    local: _Local
-    positions: Ints
-    """By item: the tensor's position in the walk; -1 for an object."""
-    paths: dict[str, tuple[Any, ...]]
-    """Of the objects: the keys that lead there."""
-    prepared: dict[tuple[int, bytes], Prepared] = field(default_factory=dict)
-    """By rank (of DCP's group: files are named after it) and digest of the share."""
-
-    def object(self, capture: Capture, name: str) -> Any:
-        """The object of this name in ``capture``."""
-        value: Any = capture.root
-        for key in self.paths[name]:
-            value = value[key]
-        return value
-
-
-@dataclass(frozen=True, eq=False)
-class Foreseen:
-    """A share that will be written again, most likely."""
-
-    share: Share
-    prepared: Prepared
-    resolve: Callable[[int], memoryview]
-    """Serializes the object of an item."""
 
 
 class DataStatesSavePlanner(DefaultSavePlanner):
@@ -160,14 +104,14 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self._coordinator = Coordinator(self._assign)
-        self._known: dict[str, OrderedDict[bytes, _Local]] = {}  # by group: what was agreed on
-        self._leaves: OrderedDict[_Looks, _Leaves] = OrderedDict()
+        self._known: dict[str, OrderedDict[bytes, Local]] = {}  # by group: what was agreed on
+        self._leaves: OrderedDict[_Looks, Leaves] = OrderedDict()
         self._serialized: dict[tuple[type, Any], bytes] = {}
         # Of the save that is being planned:
         self._session: Session | None = None
         self._fingerprint: Fingerprint | None = None
-        self._found: _Leaves | None = None
-        self._entry: _Local | None = None
+        self._found: Leaves | None = None
+        self._entry: Local | None = None
         self._planning: str | None = None  # the group, until the plan is finished
         self._held: dict[str, list[tuple[torch.Size, torch.Size]]] | None = None
         self._share: Share | None = None
@@ -235,7 +179,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             local = LocalPlan.of(items, self.mappings if self.flatten_state_dict else None)
             digest = local.digest
             agreed = known.get(digest) if self._caches else None
-            self._entry = agreed or _Local(local)
+            self._entry = agreed or Local(local)
         if agreed is not None:
             known.move_to_end(digest)
             return SavePlan([], planner_data=Offer(digest, agreed.latest, None))
@@ -480,7 +424,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             self._given = self._session.state()
         super().set_up_planner(self._given, None, self.is_coordinator)
 
-    def _learn(self, entry: _Local) -> None:
+    def _learn(self, entry: Local) -> None:
         """Note where the items of this plan are in a state that looks like this one."""
         session, key = self._session, self._fingerprint
         if session is None or session.capture is None or key is None:
@@ -508,7 +452,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
                 if path is None:
                     return
                 paths[name] = path
-        self._leaves[self._looks_of(session, key)] = _Leaves(entry, positions, paths)
+        self._leaves[self._looks_of(session, key)] = Leaves(entry, positions, paths)
         while len(self._leaves) > _KEPT_PLANS:
             self._leaves.popitem(last=False)
 

@@ -31,7 +31,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata import FileRecord, Note
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, place
-from dcp_datastates.staging.ownership import local_tensor
+from dcp_datastates.io.tensor_memory import local_tensor
 
 __all__ = ["restore"]
 

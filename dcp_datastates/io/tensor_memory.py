@@ -6,6 +6,7 @@ import copy
 from typing import Any, Final
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,7 @@ __all__ = [
     "copy_sharded",
     "copy_unusual",
     "is_unusual",
+    "local_tensor",
     "tensor_over",
 ]
 
@@ -37,6 +39,15 @@ PLAIN_DTYPES: Final = frozenset(
 
 def _is_wrapper(tensor: Any) -> bool:
     return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that has the memory: the local shard of a DTensor, a finished collective's result."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = tensor.wait()
+    return tensor
 
 
 def check_storable(tensor: torch.Tensor, name: str) -> None:

@@ -40,6 +40,7 @@ from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.saving.admission import LEFT_OUT
+from dcp_datastates.saving.document import document
 from dcp_datastates.saving.turns import Turn
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import Snapshot
@@ -231,7 +232,7 @@ class Save:
         assert self._round is not None, "write_data() comes first"
         # The commit thread completes its own copy: DCP's thread may be pickling this one meanwhile.
         mine = metadata if isinstance(metadata, PlannedMetadata) else copy.copy(metadata)
-        self._round.provide(Consolidated(mine, results))
+        self._round.provide(Consolidated(lambda meta, claim: document(meta, claim, mine, results)))
         if not self.background:
             self._round.committed.result()
             vars(metadata).update(vars(mine))

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Transfer, Window
-from dcp_datastates.dcp.planner import DataStatesSavePlanner, Share
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
@@ -34,14 +33,15 @@ from dcp_datastates.format.layout import FileLayout, SealedFile, TensorEntry, la
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, fences, place
-from dcp_datastates.io.tensor_memory import add_region, check_storable
+from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
 from dcp_datastates.planning.prepared_write import Prepared, report_of
 from dcp_datastates.planning.replicas import sample
 from dcp_datastates.planning.report import Report, Told
 from dcp_datastates.planning.session import Session
+from dcp_datastates.planning.shares import Share, SharesPlanner
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.staging.deferred_reads import Snapshot
-from dcp_datastates.staging.ownership import STABLE, local_tensor
+from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.attempt import Attempt
@@ -125,7 +125,7 @@ class Ahead:
 
 
 def read_ahead(
-    planner: DataStatesSavePlanner,
+    planner: SharesPlanner,
     engine: Engine,
     order: int,
     snapshot: Snapshot,
@@ -272,7 +272,7 @@ def _prepared(
     """The share's files as they were laid out before, if the state is as it was captured."""
     if session is None or share is None or not _is_plain(session):
         return None
-    assert isinstance(planner, DataStatesSavePlanner)
+    assert isinstance(planner, SharesPlanner)
     return planner.prepare(share, rank)
 
 
@@ -283,7 +283,7 @@ def _is_plain(session: Session) -> bool:
 def _samples(planner: SavePlanner, share: Share | None, attempt: Attempt) -> bytes:
     if share is None or not len(share.final.shared):
         return b""
-    assert isinstance(planner, DataStatesSavePlanner)
+    assert isinstance(planner, SharesPlanner)
     held, _keep = planner.replicas(share)
     return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
 

@@ -21,7 +21,8 @@ import torch
 from dcp_datastates._native import sample_words
 from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.io.devices import HOST
-from dcp_datastates.staging.ownership import STABLE, local_tensor
+from dcp_datastates.io.tensor_memory import local_tensor
+from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.staging.stage import DeferredTensors
 
 __all__ = ["Portion", "Regions", "portions"]

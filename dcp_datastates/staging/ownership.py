@@ -13,11 +13,10 @@ from itertools import compress
 from typing import Any, Final
 
 import torch
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.process.forks import ProcessLock
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "UNOWNED",
     "Ownership",
     "known_optimizers",
-    "local_tensor",
     "never_defer",
     "stepped",
     "track",
@@ -91,15 +89,6 @@ def known_optimizers() -> list[Optimizer]:
     """Those that have stepped or were named, and are alive."""
     with _lock:
         return list(_known)
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the memory: the local shard of a DTensor, a finished collective's result."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor._local_tensor
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()
-    return tensor
 
 
 def _owned(optimizer: Optimizer) -> list[torch.Tensor]:

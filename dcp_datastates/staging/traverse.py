@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.io.shards import take_shards_of
-from dcp_datastates.io.tensor_memory import copy_sharded
-from dcp_datastates.staging.ownership import local_tensor
+from dcp_datastates.io.tensor_memory import copy_sharded, local_tensor
 
 __all__ = ["Columns", "Staged", "check_mapping", "walk"]
 

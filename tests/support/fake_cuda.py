@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from dcp_datastates.io import devices, engine
-from dcp_datastates.staging.ownership import local_tensor
+from dcp_datastates.io.tensor_memory import local_tensor
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "fake-cuda"

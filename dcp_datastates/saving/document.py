@@ -1,0 +1,67 @@
+"""What the coordinator publishes: the bytes of ``.metadata``, made of the plan and of all ranks' results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, encode
+from dcp_datastates.format.metadata_columns import table_of
+from dcp_datastates.planning.plan_cache import PlannedMetadata
+from dcp_datastates.storage.claims import Claim
+
+__all__ = ["DCP_VERSION", "document"]
+
+DCP_VERSION: Final = "1.0.0"
+"""What stock DCP of torch 2.11 to 2.13 notes as ``Metadata.version``."""
+
+
+def document(
+    meta: StorageMeta, claim: Claim, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+) -> bytes:
+    """The bytes of ``.metadata``. Completes ``metadata``, unless they are :class:`PlannedMetadata`.
+
+    Args:
+        meta: what DCP notes of the storage.
+        claim: how the attempt was claimed.
+        metadata: what the planner made.
+        results: of every rank's ``write_data``.
+
+    Raises :class:`ConfigurationError` if the metadata hold what cannot be read again.
+    """
+    if isinstance(metadata, PlannedMetadata):
+        return _planned_document(meta, claim, metadata)
+    files: dict[str, FileRecord] = {}
+    storage_data: dict[object, _StorageInfo] = {}
+    for rank_results in results:
+        for result in rank_results:
+            if isinstance(result.storage_data, FileRecord):
+                files[result.storage_data.relative_path] = result.storage_data
+            else:
+                storage_data[result.index] = result.storage_data
+    metadata.storage_data = storage_data
+    metadata.storage_meta = meta
+    metadata.version = DCP_VERSION
+    return encode(table_of(metadata, Note(claim.attempt, files, claim.after)))
+
+
+def _planned_document(meta: StorageMeta, claim: Claim, metadata: PlannedMetadata) -> bytes:
+    attempt = claim.attempt
+    files = {}
+    for report in metadata.reports:
+        for name, nbytes, table_offset in report.files:
+            path = f"{attempt.name}/{name}"
+            files[path] = FileRecord(path, nbytes, table_offset)
+    return encode(
+        MetadataTable(
+            metadata.whole.catalog,
+            metadata.whole.placement(metadata.reports, attempt.name),
+            Note(attempt, files, claim.after),
+            meta,
+            DCP_VERSION,
+        )
+    )
