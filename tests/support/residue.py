@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcp_datastates.commit import gloo_group
+from dcp_datastates.commit import gloo_group, groups
 from dcp_datastates.io import engine
 
 __all__ = ["Residue", "assert_nothing_left", "entries"]
 
 _SECONDS = 20.0
 """How long what is being let go may take."""
+
+
+_PULSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,7 @@ class Residue:
     @staticmethod
     def now() -> Residue:
         gc.collect()
+        _await_pulses()
         stats = engine.stats()
         return Residue(
             # A thread that logs while it ends leaves a dummy until its number is used again; its task is gone.
@@ -60,6 +64,15 @@ class Residue:
             "cache segments": self.cache_segments,
         }
         return {what: much for what, much in more.items() if much}
+
+
+def _await_pulses() -> None:
+    """A rank's pulse starts when it has read where the coordinator listens: some time after its first save."""
+    deadline = time.monotonic() + _PULSE_SECONDS
+    for group in list(groups._groups.values()):
+        detector = group.heart
+        while detector is not None and not detector.hears_all and time.monotonic() < deadline:
+            time.sleep(0.02)
 
 
 def _of_gloo(groups: int) -> Counter[str]:
