@@ -55,7 +55,7 @@ def metadata_pickle(
 
     ``opcodes`` have neither PROTO nor frames, and end within a dict of attributes. The four arrays are
     where the unpickler's memo, which has ``memo_size`` entries by then, has the words of
-    ``native/src/metadata_pickle.h``, and the names, properties and paths of the columns. Writes without the
+    ``native/src/metadata/metadata_pickle.h``, and the names, properties and paths of the columns. Writes without the
     GIL; the arrays must not change meanwhile. Raises ValueError for columns that are inconsistent.
     """
 
@@ -144,7 +144,7 @@ class Window:
 
 @final
 class PulseServer:
-    """The coordinator's side of the signs of life that need no Python: see ``native/src/pulse.h``. Any thread.
+    """The coordinator's side of the signs of life that need no Python: see ``native/src/ranks/pulse.h``. Any thread.
 
     It listens at a UDP port that the kernel chooses, on a thread of its own. In a forked child, and closed, it
     raises RuntimeError.

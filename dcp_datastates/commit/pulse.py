@@ -1,4 +1,4 @@
-"""Signs of life that need no Python: what ``native/src/pulse.h`` does, for a set of ranks.
+"""Signs of life that need no Python: what ``native/src/ranks/pulse.h`` does, for a set of ranks.
 
 A rank whose Python stands still (a call holds the GIL) sends no beats, but its pulse goes on, and so it is not taken
 for lost. The coordinator listens, and says in its beats where; the others send to it, and hear it answer. A network

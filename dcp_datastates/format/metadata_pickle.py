@@ -75,7 +75,7 @@ _WORDS: Final = (
     "transform_descriptors",
     TRANSFORM_DESCRIPTORS,
 )
-"""In order of ``Word`` in ``native/src/metadata_pickle.h``."""
+"""In order of ``Word`` in ``native/src/metadata/metadata_pickle.h``."""
 
 
 def emit(

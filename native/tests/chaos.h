@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "engine.h"
+#include "pipeline/engine.h"
 #include "support.h"
 
 namespace datastates::testing {

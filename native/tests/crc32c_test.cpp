@@ -1,4 +1,4 @@
-#include "crc32c.h"
+#include "files/crc32c.h"
 
 #include <span>
 #include <vector>

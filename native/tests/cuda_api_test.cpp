@@ -1,6 +1,6 @@
 // CUDA as a DeviceApi: how its library is found, what it is asked, and what its answers become.
 
-#include "cuda_api.h"
+#include "device/cuda_api.h"
 
 #include <dlfcn.h>
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "device_support.h"
-#include "engine.h"
+#include "pipeline/engine.h"
 #include "support.h"
 
 namespace datastates::testing {

@@ -11,11 +11,11 @@
 #include <thread>
 #include <vector>
 
+#include "base/fault.h"
 #include "check.h"
-#include "cuda_api.h"
-#include "device_api.h"
+#include "device/cuda_api.h"
+#include "device/device_api.h"
 #include "fake_cuda.h"
-#include "fault.h"
 #include "support.h"
 
 namespace datastates::testing {

@@ -1,6 +1,6 @@
 // Failpoints: what is refused, who counts what, what each action does, and the log before it.
 
-#include "failpoints.h"
+#include "files/failpoints.h"
 
 #include <sys/types.h>
 #include <sys/wait.h>

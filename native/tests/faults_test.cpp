@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "check.h"
-#include "engine.h"
+#include "pipeline/engine.h"
 #include "support.h"
 
 namespace datastates::testing {

@@ -1,4 +1,4 @@
-#include "guarded_copy.h"
+#include "memory/guarded_copy.h"
 
 #include <sys/mman.h>
 
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "check.h"
-#include "sample.h"
+#include "memory/sample.h"
 #include "support.h"
 
 namespace datastates::testing {

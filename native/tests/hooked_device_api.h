@@ -11,7 +11,7 @@
 #include <thread>
 #include <utility>
 
-#include "device_api.h"
+#include "device/device_api.h"
 
 namespace datastates::testing {
 

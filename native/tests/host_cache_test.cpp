@@ -1,4 +1,4 @@
-#include "host_cache.h"
+#include "memory/host_cache.h"
 
 #include <algorithm>
 #include <atomic>

@@ -1,7 +1,7 @@
 // That unpicklers make of it what was meant, tests/test_emit.py sees; here: bounds, and what is
 // refused, under sanitizers.
 
-#include "metadata_pickle.h"
+#include "metadata/metadata_pickle.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "check.h"
-#include "pickle_opcodes.h"
-#include "pickle_output.h"
+#include "metadata/pickle_opcodes.h"
+#include "metadata/pickle_output.h"
 
 namespace datastates::testing {
 namespace {

@@ -1,4 +1,4 @@
-#include "pulse.h"
+#include "ranks/pulse.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>

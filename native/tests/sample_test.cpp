@@ -1,4 +1,4 @@
-#include "sample.h"
+#include "memory/sample.h"
 
 #include <array>
 #include <span>

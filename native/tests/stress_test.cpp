@@ -18,7 +18,7 @@
 
 #include "chaos.h"
 #include "check.h"
-#include "engine.h"
+#include "pipeline/engine.h"
 #include "support.h"
 
 namespace datastates::testing {

@@ -22,9 +22,9 @@
 #include <vector>
 
 #include "check.h"
-#include "engine.h"
+#include "files/watched_file_ops.h"
+#include "pipeline/engine.h"
 #include "support.h"
-#include "watched_file_ops.h"
 
 namespace datastates::testing {
 namespace {

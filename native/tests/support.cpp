@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "check.h"
-#include "crc32c.h"
+#include "files/crc32c.h"
 
 namespace datastates::testing {
 

@@ -20,11 +20,11 @@
 #include <utility>
 #include <vector>
 
-#include "file_ops.h"
-#include "host_cache.h"
-#include "save_job.h"
-#include "transfer.h"
-#include "window.h"
+#include "files/file_ops.h"
+#include "memory/host_cache.h"
+#include "memory/transfer.h"
+#include "pipeline/save_job.h"
+#include "pipeline/window.h"
 
 namespace datastates::testing {
 

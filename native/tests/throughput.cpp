@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "engine.h"
+#include "pipeline/engine.h"
 #include "support.h"
 
 namespace {

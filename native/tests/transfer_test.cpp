@@ -1,4 +1,4 @@
-#include "transfer.h"
+#include "memory/transfer.h"
 
 #include <algorithm>
 #include <array>
@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "check.h"
-#include "gather.h"
+#include "memory/gather.h"
 #include "support.h"
 
 namespace datastates::testing {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check.h"
-#include "engine.h"
+#include "pipeline/engine.h"
 #include "support.h"
 
 namespace datastates::testing {

@@ -1,6 +1,6 @@
 // File operations that fail and leave a trace as asked: where each name is, and what is recorded.
 
-#include "watched_file_ops.h"
+#include "files/watched_file_ops.h"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -17,9 +17,9 @@
 #include <vector>
 
 #include "check.h"
-#include "engine.h"
+#include "files/trace.h"
+#include "pipeline/engine.h"
 #include "support.h"
-#include "trace.h"
 
 namespace datastates::testing {
 namespace {

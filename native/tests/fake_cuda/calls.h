@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda_abi.h"
+#include "device/cuda_abi.h"
 
 #pragma GCC visibility push(default)
 extern "C" {

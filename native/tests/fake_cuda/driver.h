@@ -14,7 +14,7 @@
 #include <string_view>
 #include <vector>
 
-#include "cuda_abi.h"
+#include "device/cuda_abi.h"
 #include "memory.h"
 #include "scheduler.h"
 #include "streams.h"

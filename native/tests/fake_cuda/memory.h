@@ -8,7 +8,7 @@
 #include <memory>
 #include <new>
 
-#include "cuda_abi.h"
+#include "device/cuda_abi.h"
 
 namespace datastates::fake_cuda {
 

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "cuda_abi.h"
+#include "device/cuda_abi.h"
 #include "scheduler.h"
 
 namespace datastates::fake_cuda {

@@ -1,0 +1,312 @@
+#include "device/cuda_api.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "device/cuda_table.h"
+
+namespace datastates {
+namespace {
+
+cuda::DevicePointer address_of(const std::byte* data) {
+    return reinterpret_cast<std::uintptr_t>(data);
+}
+
+/// By either of its handles. It takes no batches.
+bool is_legacy(StreamHandle stream) {
+    return stream <= 1;
+}
+
+/// As the driver's arrays.
+struct Batch {
+    explicit Batch(std::span<const DeviceCopy> copies) {
+        to.reserve(copies.size());
+        from.reserve(copies.size());
+        nbytes.reserve(copies.size());
+        for (const DeviceCopy& copy : copies) {
+            if (copy.nbytes == 0) continue;  // a batch may not have such
+            to.push_back(address_of(copy.to));
+            from.push_back(address_of(copy.from));
+            nbytes.push_back(copy.nbytes);
+        }
+    }
+
+    std::vector<cuda::DevicePointer> to;
+    std::vector<cuda::DevicePointer> from;
+    std::vector<std::size_t> nbytes;
+};
+
+class CudaApi final : public DeviceApi {
+  public:
+    explicit CudaApi(const cuda::Table& table)
+        : table_(table), batches_(table.copy_batch.function != nullptr) {}
+
+    MaybeFault device_count(int& count) override;
+    MaybeFault retain(int device) override;
+    void release(int device) override;
+    MaybeFault enter(int device) override;
+    void leave() override;
+    MaybeFault exchange_capture(CaptureMode& mode) override;
+    MaybeFault create_stream(StreamHandle& stream) override;
+    void destroy_stream(StreamHandle stream) override;
+    MaybeFault create_event(EventHandle& event) override;
+    void destroy_event(EventHandle event) override;
+    MaybeFault record(EventHandle event, StreamHandle stream) override;
+    MaybeFault is_done(EventHandle event, bool& done) override;
+    MaybeFault stream_wait(StreamHandle stream, EventHandle event) override;
+    MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
+                    StreamHandle stream) override;
+    MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override;
+    void unregister_host(std::byte* data) override;
+
+  private:
+    struct Retained {
+        cuda::Device device = 0;
+        cuda::Context context = 0;
+        int references = 0;
+    };
+
+    template <typename... Parameters, typename... Arguments>
+    [[nodiscard]] MaybeFault run(const cuda::Call<Parameters...>& call,
+                                 Arguments... arguments) const {
+        return outcome(call.name, call.function(arguments...));
+    }
+    [[nodiscard]] MaybeFault outcome(const char* operation, cuda::Result result) const;
+    [[nodiscard]] std::string words_of(cuda::Result result) const;
+    [[nodiscard]] MaybeFault copy_one(Direction direction, const DeviceCopy& copy,
+                                      StreamHandle stream) const;
+    [[nodiscard]] bool are_mapped(Direction direction, std::span<const DeviceCopy> copies) const;
+    [[nodiscard]] MaybeFault copy_batches(std::span<const DeviceCopy> copies,
+                                          StreamHandle stream) const;
+
+    const cuda::Table table_;
+    std::atomic<bool> batches_;  // the driver has a call for them, and has not refused it
+    mutable std::mutex mutex_;   // guards what follows
+    std::map<int, Retained> retained_;
+    /// Host memory that was registered here and that devices find at the host's addresses, by where
+    /// it begins: bytes.
+    std::map<const std::byte*, std::uint64_t> mapped_;
+};
+
+std::string CudaApi::words_of(cuda::Result result) const {
+    const char* name = nullptr;
+    const char* words = nullptr;
+    static_cast<void>(table_.error_name.function(result, &name));
+    static_cast<void>(table_.error_string.function(result, &words));
+    const std::string number = std::to_string(result);
+    if (name == nullptr) return "error " + number + ", which the driver has no name for";
+    return std::string(name) + " (" + number + ")" +
+           (words != nullptr ? ": " + std::string(words) : "");
+}
+
+MaybeFault CudaApi::outcome(const char* operation, cuda::Result result) const {
+    if (result == cuda::kSuccess) return std::nullopt;
+    Fault fault;
+    fault.kind = FaultKind::kDevice;
+    fault.error = result;
+    fault.operation = operation;
+    fault.detail = words_of(result);
+    return fault;
+}
+
+MaybeFault CudaApi::device_count(int& count) {
+    count = 0;
+    const cuda::Result result = table_.init.function(0);
+    if (result == cuda::kNoDevice) return std::nullopt;  // a driver, and nothing for it to drive
+    if (auto fault = outcome(table_.init.name, result)) return fault;
+    return run(table_.device_count, &count);
+}
+
+MaybeFault CudaApi::retain(int device) {
+    const std::scoped_lock lock(mutex_);
+    const auto found = retained_.find(device);
+    if (found != retained_.end()) {
+        ++found->second.references;
+        return std::nullopt;
+    }
+    Retained retained{.references = 1};
+    if (auto fault = run(table_.init, 0U)) return fault;
+    if (auto fault = run(table_.device_get, &retained.device, device)) return fault;
+    if (auto fault = run(table_.context_retain, &retained.context, retained.device)) return fault;
+    retained_.emplace(device, retained);
+    return std::nullopt;
+}
+
+void CudaApi::release(int device) {
+    const std::scoped_lock lock(mutex_);
+    const auto found = retained_.find(device);
+    if (found == retained_.end() || --found->second.references > 0) return;
+    static_cast<void>(table_.context_release.function(found->second.device));
+    retained_.erase(found);
+}
+
+MaybeFault CudaApi::enter(int device) {
+    cuda::Context context = 0;
+    {
+        const std::scoped_lock lock(mutex_);
+        const auto found = retained_.find(device);
+        if (found != retained_.end()) context = found->second.context;
+    }
+    if (context != 0) return run(table_.context_push, context);
+    auto fault = outcome(table_.context_push.name, cuda::kInvalidContext);
+    if (fault) fault->detail += "; device " + std::to_string(device) + " is not retained";
+    return fault;
+}
+
+void CudaApi::leave() {
+    cuda::Context popped = 0;
+    static_cast<void>(table_.context_pop.function(&popped));
+}
+
+MaybeFault CudaApi::exchange_capture(CaptureMode& mode) {
+    static_assert(std::is_same_v<CaptureMode, cuda::CaptureMode> &&
+                  kRelaxedCapture == cuda::kCaptureRelaxed);
+    return run(table_.exchange_capture_mode, &mode);
+}
+
+MaybeFault CudaApi::create_stream(StreamHandle& stream) {
+    int least = 0;
+    int greatest = 0;
+    if (auto fault = run(table_.priority_range, &least, &greatest)) return fault;
+    return run(table_.stream_create, &stream, cuda::kStreamNonBlocking, least);
+}
+
+void CudaApi::destroy_stream(StreamHandle stream) {
+    static_cast<void>(table_.stream_destroy.function(stream));
+}
+
+MaybeFault CudaApi::create_event(EventHandle& event) {
+    return run(table_.event_create, &event, cuda::kEventDisableTiming);
+}
+
+void CudaApi::destroy_event(EventHandle event) {
+    static_cast<void>(table_.event_destroy.function(event));
+}
+
+MaybeFault CudaApi::record(EventHandle event, StreamHandle stream) {
+    return run(table_.event_record, event, stream);
+}
+
+MaybeFault CudaApi::is_done(EventHandle event, bool& done) {
+    const cuda::Result result = table_.event_query.function(event);
+    done = result == cuda::kSuccess;
+    if (result == cuda::kNotReady) return std::nullopt;
+    return outcome(table_.event_query.name, result);
+}
+
+MaybeFault CudaApi::stream_wait(StreamHandle stream, EventHandle event) {
+    return run(table_.stream_wait, stream, event, 0U);
+}
+
+MaybeFault CudaApi::copy(Direction direction, std::span<const DeviceCopy> copies,
+                         StreamHandle stream) {
+    if (copies.size() > 1 && batches_ && !is_legacy(stream) && are_mapped(direction, copies)) {
+        if (!copy_batches(copies, stream)) return std::nullopt;
+        // There are drivers that know the call and refuse it, some by the platform or the memory.
+        // What it has enqueued is enqueued again, and makes the same bytes.
+        batches_ = false;
+    }
+    for (const DeviceCopy& each : copies) {
+        if (each.nbytes == 0) continue;
+        if (auto fault = copy_one(direction, each, stream)) return fault;
+    }
+    return std::nullopt;
+}
+
+MaybeFault CudaApi::copy_one(Direction direction, const DeviceCopy& copy,
+                             StreamHandle stream) const {
+    if (direction == Direction::kGather) {
+        return run(table_.copy_to_host, static_cast<void*>(copy.to), address_of(copy.from),
+                   static_cast<std::size_t>(copy.nbytes), stream);
+    }
+    return run(table_.copy_to_device, address_of(copy.to), static_cast<const void*>(copy.from),
+               static_cast<std::size_t>(copy.nbytes), stream);
+}
+
+/// A batch takes the host's addresses as they are. Where the device has other ones for that memory
+/// (it has on WSL 2: sgl-project/sglang issue 40232), or none, some drivers refuse the batch, and
+/// some enqueue it and end in an illegal access, which ends training.
+bool CudaApi::are_mapped(Direction direction, std::span<const DeviceCopy> copies) const {
+    const std::scoped_lock lock(mutex_);
+    return std::ranges::all_of(copies, [&](const DeviceCopy& copy) {
+        if (copy.nbytes == 0) return true;
+        const std::byte* const host = direction == Direction::kGather ? copy.to : copy.from;
+        const auto after = mapped_.upper_bound(host);
+        if (after == mapped_.begin()) return false;
+        const auto& [begin, nbytes] = *std::prev(after);
+        return lies_in({begin, nbytes}, host, copy.nbytes);
+    });
+}
+
+MaybeFault CudaApi::copy_batches(std::span<const DeviceCopy> copies, StreamHandle stream) const {
+    constexpr std::size_t kMost = 1024;  // drivers have had trouble with tens of thousands
+    while (!copies.empty()) {
+        Batch batch(copies.first(std::min(copies.size(), kMost)));
+        copies = copies.subspan(std::min(copies.size(), kMost));
+        if (batch.nbytes.empty()) continue;
+        cuda::CopyAttributes attributes;
+        attributes.source_access_order = cuda::kSourceInStreamOrder;
+        std::size_t first = 0;  // of the copies with these attributes
+        std::size_t failed = SIZE_MAX;
+        if (auto fault =
+                run(table_.copy_batch, batch.to.data(), batch.from.data(), batch.nbytes.data(),
+                    batch.nbytes.size(), &attributes, &first, std::size_t{1}, &failed, stream)) {
+            return fault;
+        }
+    }
+    return std::nullopt;
+}
+
+MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
+    {
+        const std::scoped_lock lock(mutex_);
+        mapped_.try_emplace(data);  // now, as it may throw; of no size yet
+    }
+    const cuda::Result result =
+        table_.host_register.function(data, static_cast<std::size_t>(nbytes),
+                                      cuda::kHostRegisterPortable | cuda::kHostRegisterMapped);
+    if (result == cuda::kHostMemoryAlreadyRegistered) return std::nullopt;
+    if (auto fault = outcome(table_.host_register.name, result)) return fault;
+    // Devices with unified addressing all find it at one address: the host's, or none does.
+    cuda::DevicePointer seen = 0;
+    if (table_.host_device_pointer.function(&seen, data, 0U) == cuda::kSuccess &&
+        seen == address_of(data)) {
+        const std::scoped_lock lock(mutex_);
+        mapped_[data] = nbytes;
+    }
+    return std::nullopt;
+}
+
+void CudaApi::unregister_host(std::byte* data) {
+    {
+        const std::scoped_lock lock(mutex_);
+        mapped_.erase(data);
+    }
+    static_cast<void>(table_.host_unregister.function(data));
+}
+
+}  // namespace
+
+std::string cuda_library() {
+    const char* const named = std::getenv("DCP_DATASTATES_CUDA_LIBRARY");
+    return named != nullptr && *named != '\0' ? named : "libcuda.so.1";
+}
+
+MaybeFault open_cuda(const std::string& library, std::shared_ptr<DeviceApi>& api) {
+    cuda::Table table;
+    auto fault = cuda::load(library, table);
+    if (!fault) api = std::make_shared<CudaApi>(table);
+    return fault;
+}
+
+}  // namespace datastates

@@ -1,0 +1,66 @@
+// The CUDA driver's functions, found in its library at run time: nothing here is linked to CUDA,
+// and one build serves machines with and without it.
+
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "base/fault.h"
+#include "device/cuda_abi.h"
+
+namespace datastates::cuda {
+
+/// One function of the driver. `name` is the exported one, with the suffix of its ABI; `version` is
+/// the CUDA version that introduced this ABI, which is how the driver is asked for it.
+template <typename... Arguments>
+struct Call {
+    const char* name = nullptr;
+    int version = 0;
+    Result (*function)(Arguments...) = nullptr;
+};
+
+/// Those that are used. After `load` all are there but, in some drivers, `copy_batch`.
+struct Table {
+    Call<unsigned> init{"cuInit", 2000};
+    Call<Result, const char**> error_name{"cuGetErrorName", 6000};
+    Call<Result, const char**> error_string{"cuGetErrorString", 6000};
+    Call<int*> driver_version{"cuDriverGetVersion", 2020};
+
+    Call<int*> device_count{"cuDeviceGetCount", 2000};
+    Call<Device*, int> device_get{"cuDeviceGet", 2000};
+    Call<Context*, Device> context_retain{"cuDevicePrimaryCtxRetain", 7000};
+    Call<Device> context_release{"cuDevicePrimaryCtxRelease_v2", 11000};
+    Call<Context> context_push{"cuCtxPushCurrent_v2", 4000};
+    Call<Context*> context_pop{"cuCtxPopCurrent_v2", 4000};
+
+    Call<int*, int*> priority_range{"cuCtxGetStreamPriorityRange", 5050};
+    Call<Stream*, unsigned, int> stream_create{"cuStreamCreateWithPriority", 5050};
+    Call<Stream> stream_destroy{"cuStreamDestroy_v2", 4000};
+    Call<Stream, Event, unsigned> stream_wait{"cuStreamWaitEvent", 3020};
+    Call<CaptureMode*> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode", 10010};
+
+    Call<Event*, unsigned> event_create{"cuEventCreate", 2000};
+    Call<Event> event_destroy{"cuEventDestroy_v2", 4000};
+    Call<Event, Stream> event_record{"cuEventRecord", 2000};
+    Call<Event> event_query{"cuEventQuery", 2000};
+
+    Call<void*, std::size_t, unsigned> host_register{"cuMemHostRegister_v2", 6050};
+    Call<void*> host_unregister{"cuMemHostUnregister", 4000};
+    Call<DevicePointer*, void*, unsigned> host_device_pointer{"cuMemHostGetDevicePointer_v2", 3020};
+    Call<void*, DevicePointer, std::size_t, Stream> copy_to_host{"cuMemcpyDtoHAsync_v2", 3020};
+    Call<DevicePointer, const void*, std::size_t, Stream> copy_to_device{"cuMemcpyHtoDAsync_v2",
+                                                                         3020};
+    /// Destinations, sources, sizes, their count; attributes, the first copy of each, their count;
+    /// the copy that failed. CUDA 13.0 gave the name to an ABI without the last, but answers those
+    /// who ask for 12.8 with this one.
+    Call<DevicePointer*, DevicePointer*, std::size_t*, std::size_t, CopyAttributes*, std::size_t*,
+         std::size_t, std::size_t*, Stream>
+        copy_batch{"cuMemcpyBatchAsync", 12080};
+};
+
+/// Opens `library` for good, and finds the functions in it. The fault names the library, and what
+/// the loader says or which functions are missing.
+MaybeFault load(const std::string& library, Table& table);
+
+}  // namespace datastates::cuda

@@ -1,0 +1,165 @@
+// One device as the engine uses it: its context, its streams, its events.
+
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/fault.h"
+#include "device/device_api.h"
+
+namespace datastates {
+
+class DeviceEvent;
+
+/// Events that copies come after.
+using Fences = std::vector<std::shared_ptr<DeviceEvent>>;
+
+/// As long as it lives, calls of this thread break no graph that is being captured, by whichever
+/// thread. (Queries of events do, for one; and so does whatever may allocate.)
+class RelaxedCapture {
+  public:
+    explicit RelaxedCapture(DeviceApi& api) : api_(api), fault_(api.exchange_capture(mode_)) {}
+    RelaxedCapture(const RelaxedCapture&) = delete;
+    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+    RelaxedCapture(RelaxedCapture&&) = delete;
+    RelaxedCapture& operator=(RelaxedCapture&&) = delete;
+    ~RelaxedCapture() {
+        if (!fault_) static_cast<void>(api_.exchange_capture(mode_));
+    }
+
+    [[nodiscard]] const MaybeFault& fault() const { return fault_; }
+
+  private:
+    DeviceApi& api_;
+    CaptureMode mode_ = kRelaxedCapture;  // then the thread's own, to restore
+    MaybeFault fault_;
+};
+
+/// Binds the calling thread to a device's context, as long as it lives; and relaxes its captures.
+class DeviceScope {
+  public:
+    DeviceScope(DeviceApi& api, int device)
+        : api_(api),
+          relaxed_(api),
+          fault_(relaxed_.fault() ? relaxed_.fault() : api.enter(device)) {}
+    DeviceScope(const DeviceScope&) = delete;
+    DeviceScope& operator=(const DeviceScope&) = delete;
+    DeviceScope(DeviceScope&&) = delete;
+    DeviceScope& operator=(DeviceScope&&) = delete;
+    ~DeviceScope() {
+        if (!fault_) api_.leave();
+    }
+
+    /// Why the thread is not bound, if it is not.
+    [[nodiscard]] const MaybeFault& fault() const { return fault_; }
+
+  private:
+    DeviceApi& api_;
+    RelaxedCapture relaxed_;  // until after `leave`
+    MaybeFault fault_;
+};
+
+/// Host memory is pinned in pieces that end at multiples of this, and no copy crosses one: drivers
+/// refuse copies of memory that is pinned in part, or in two calls. (One call for all would hold
+/// the driver's lock, and with it all launches of kernels, for as long as the pages take.)
+inline constexpr std::uint64_t kPinBytes = std::uint64_t{64} << 20U;
+
+/// Any thread may call anything; nothing waits for the device.
+class Device : public std::enable_shared_from_this<Device> {
+  public:
+    /// Takes a reference to the context of device `number`, and makes two streams there.
+    static MaybeFault open(std::shared_ptr<DeviceApi> api, int number,
+                           std::shared_ptr<Device>& device);
+    Device(const Device&) = delete;
+    Device& operator=(const Device&) = delete;
+    Device(Device&&) = delete;
+    Device& operator=(Device&&) = delete;
+    ~Device();
+
+    [[nodiscard]] int number() const { return number_; }
+    [[nodiscard]] DeviceApi& api() const { return *api_; }
+
+    /// The streams that saves copy on, and restores.
+    [[nodiscard]] StreamHandle save_stream() const { return save_stream_; }
+    [[nodiscard]] StreamHandle restore_stream() const { return restore_stream_; }
+
+    /// An event that comes when what is enqueued on `stream` by now is done.
+    MaybeFault record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event);
+
+    /// Enqueues `copies` on `stream`, after those of `fences` that are of this device; `done` comes
+    /// after them. After a fault there is a `done` if some of them may be under way. Throws
+    /// std::bad_alloc, and has then enqueued nothing.
+    MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
+                    const Fences& fences, std::shared_ptr<DeviceEvent>& done);
+
+    /// Makes `stream` of this device wait for `event`, which may be another device's.
+    MaybeFault hold(StreamHandle stream, const DeviceEvent& event);
+
+  private:
+    explicit Device(std::shared_ptr<DeviceApi> api, int number);
+
+    MaybeFault create_event(std::shared_ptr<DeviceEvent>& event);
+
+    const std::shared_ptr<DeviceApi> api_;
+    const int number_;
+    bool retained_ = false;
+    StreamHandle save_stream_ = 0;  // these two are set by `open`
+    StreamHandle restore_stream_ = 0;
+};
+
+class DeviceEvent {
+  public:
+    explicit DeviceEvent(std::shared_ptr<Device> device) : device_(std::move(device)) {}
+    DeviceEvent(const DeviceEvent&) = delete;
+    DeviceEvent& operator=(const DeviceEvent&) = delete;
+    DeviceEvent(DeviceEvent&&) = delete;
+    DeviceEvent& operator=(DeviceEvent&&) = delete;
+    ~DeviceEvent();
+
+    [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
+    [[nodiscard]] EventHandle handle() const { return handle_; }
+
+    /// A fault of work before the event, too.
+    MaybeFault is_done(bool& done) const;
+
+    /// Polls until the event has come (then `done`), or `give_up` is true. The driver's own wait
+    /// has no way out, should the device hang.
+    MaybeFault wait(const std::function<bool()>& give_up, bool& done) const;
+
+    /// Polls until the device has nothing to do any more with what came before the event (then
+    /// `idle`), or `give_up` is true: a fault alone does not say so. Returns the first fault.
+    MaybeFault wait_idle(const std::function<bool()>& give_up, bool& idle) const;
+
+  private:
+    friend class Device;  // which makes them
+
+    std::shared_ptr<Device> device_;
+    EventHandle handle_ = 0;  // none: never created
+};
+
+/// Host memory that is pinned for all devices, as long as this lives: no longer than the memory.
+class PinnedMemory {
+  public:
+    /// Null after a fault.
+    static MaybeFault pin(std::shared_ptr<Device> device, std::span<std::byte> memory,
+                          std::unique_ptr<PinnedMemory>& pinned);
+    PinnedMemory(const PinnedMemory&) = delete;
+    PinnedMemory& operator=(const PinnedMemory&) = delete;
+    PinnedMemory(PinnedMemory&&) = delete;
+    PinnedMemory& operator=(PinnedMemory&&) = delete;
+    ~PinnedMemory();
+
+  private:
+    PinnedMemory(std::shared_ptr<Device> device, std::byte* data)
+        : device_(std::move(device)), data_(data) {}
+
+    std::shared_ptr<Device> device_;
+    std::byte* data_;
+};
+
+}  // namespace datastates

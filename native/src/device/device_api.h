@@ -1,0 +1,90 @@
+// What the engine asks of an accelerator's driver: a table of calls, as an interface. CudaApi is
+// one implementation; another driver is another one. Nothing here knows files, segments or jobs.
+//
+// Every call but `device_count`, `retain`, `release` and `exchange_capture` is made by a thread
+// that `enter` has bound to the device's context. A call that fails returns a fault of kind
+// kDevice, whose `error` is the driver's code, `operation` the driver's name for the call, and
+// `detail` the driver's name and words for the code. No call waits for the device, but for copies
+// from or to memory that is not registered.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/fault.h"
+#include "memory/box.h"
+
+namespace datastates {
+
+/// The driver's handles. Zero is the legacy default stream, and no event.
+using StreamHandle = std::uintptr_t;
+using EventHandle = std::uintptr_t;
+
+/// How calls of a thread bear on graphs that are being captured, in the driver's numbers.
+using CaptureMode = int;
+/// They break none.
+inline constexpr CaptureMode kRelaxedCapture = 2;
+
+/// One contiguous copy; which side is the device's follows from the direction.
+struct DeviceCopy {
+    std::byte* to = nullptr;
+    const std::byte* from = nullptr;
+    std::uint64_t nbytes = 0;
+};
+
+/// True if `nbytes` from `data` on lie in `range`.
+inline bool lies_in(std::span<const std::byte> range, const std::byte* data, std::uint64_t nbytes) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(range.data());
+    const auto at = reinterpret_cast<std::uintptr_t>(data);
+    return at >= begin && at - begin <= range.size() && nbytes <= range.size() - (at - begin);
+}
+
+class DeviceApi {
+  public:
+    DeviceApi() = default;
+    DeviceApi(const DeviceApi&) = delete;
+    DeviceApi& operator=(const DeviceApi&) = delete;
+    DeviceApi(DeviceApi&&) = delete;
+    DeviceApi& operator=(DeviceApi&&) = delete;
+    virtual ~DeviceApi() = default;
+
+    virtual MaybeFault device_count(int& count) = 0;
+
+    /// Takes a reference to the primary context of `device`, which exists already where the process
+    /// uses the device. Binds nothing.
+    virtual MaybeFault retain(int device) = 0;
+    virtual void release(int device) = 0;
+
+    /// Binds the calling thread to the context of a retained `device`; `leave` restores what was
+    /// bound before. Pairs nest.
+    virtual MaybeFault enter(int device) = 0;
+    virtual void leave() = 0;
+
+    /// Gives the calling thread another mode, and `mode` the one that it had. Needs no context.
+    virtual MaybeFault exchange_capture(CaptureMode& mode) = 0;
+
+    /// A stream that does not wait for the legacy default stream, of the lowest priority.
+    virtual MaybeFault create_stream(StreamHandle& stream) = 0;
+    virtual void destroy_stream(StreamHandle stream) = 0;
+
+    /// An event without timing.
+    virtual MaybeFault create_event(EventHandle& event) = 0;
+    virtual void destroy_event(EventHandle event) = 0;
+    virtual MaybeFault record(EventHandle event, StreamHandle stream) = 0;
+    virtual MaybeFault is_done(EventHandle event, bool& done) = 0;
+    virtual MaybeFault stream_wait(StreamHandle stream, EventHandle event) = 0;
+
+    /// Enqueues copies from device to host (kGather) or from host to device (kScatter); in one call
+    /// of the driver where it has such a call and there are several. They may run in any order.
+    /// After a fault, any number of them may have been enqueued.
+    virtual MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
+                            StreamHandle stream) = 0;
+
+    /// Pins host memory, for all devices.
+    virtual MaybeFault register_host(std::byte* data, std::uint64_t nbytes) = 0;
+    virtual void unregister_host(std::byte* data) = 0;
+};
+
+}  // namespace datastates

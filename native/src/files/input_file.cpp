@@ -1,0 +1,101 @@
+#include "files/input_file.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/sizes.h"
+
+namespace datastates {
+namespace {
+
+bool is_unsupported(int error) {
+    return error == EOPNOTSUPP || error == ENOSYS || error == EINVAL;
+}
+
+}  // namespace
+
+InputFile::InputFile(std::shared_ptr<FileOps> ops, std::string path)
+    : ops_(std::move(ops)), path_(std::move(path)) {}
+
+InputFile::~InputFile() {
+    if (fd_ >= 0) ops_->close(fd_);  // nothing was written: nothing to lose
+}
+
+MaybeFault InputFile::open(std::uint64_t nbytes) {
+    Fault fault{.kind = FaultKind::kIo, .path = path_, .operation = "open", .detail = {}};
+    const auto opened = uninterrupted([&] { return ops_->open(path_, O_RDONLY | O_CLOEXEC, 0); });
+    if (!opened.ok()) {
+        fault.error = opened.error;
+        return fault;
+    }
+    fd_ = static_cast<int>(opened.value);
+    if (!ops_->set_direct(fd_, true).ok()) direct_ = false;
+    const auto size = ops_->size(fd_);
+    if (!size.ok()) {
+        fault.error = size.error;
+        fault.operation = "fstat";
+        return fault;
+    }
+    const auto found = static_cast<std::uint64_t>(size.value);
+    if (found != nbytes) {
+        fault.kind = FaultKind::kCorrupt;
+        fault.operation = "fstat";
+        fault.offset = std::min(found, nbytes);
+        fault.detail = (found < nbytes ? "short file: it has " : "wrong size: it has ") +
+                       std::to_string(found) + " bytes instead of " + std::to_string(nbytes);
+        return fault;
+    }
+    return std::nullopt;
+}
+
+MaybeFault InputFile::fall_back() {
+    const auto result = ops_->set_direct(fd_, false);
+    if (!result.ok()) {
+        return Fault{.kind = FaultKind::kIo,
+                     .error = result.error,
+                     .path = path_,
+                     .operation = "open",
+                     .detail = {}};
+    }
+    direct_ = false;
+    return std::nullopt;
+}
+
+MaybeFault InputFile::read(std::span<std::byte> buffer, std::uint64_t offset,
+                           std::uint64_t nbytes) {
+    std::uint64_t done = 0;
+    while (done < nbytes) {
+        const bool direct = direct_;
+        const std::uint64_t wanted =
+            direct ? round_up(nbytes, kDirectAlignment) - done : nbytes - done;
+        const auto result = uninterrupted(
+            [&] { return ops_->read(fd_, buffer.subspan(done, wanted), offset + done); });
+        if (direct && is_unsupported(result.error)) {
+            if (auto fault = fall_back()) return fault;
+            continue;
+        }
+        const auto got = static_cast<std::uint64_t>(std::max<std::int64_t>(0, result.value));
+        if (!result.ok() || got == 0) {
+            return Fault{.kind = FaultKind::kIo,
+                         .error = result.error,
+                         .path = path_,
+                         .offset = offset + done,
+                         .operation = "read",
+                         .detail = result.ok() ? "the file ends too early" : ""};
+        }
+        if (!direct || done + got >= nbytes) {
+            done += got;
+            continue;
+        }
+        // A short direct read goes on from the last aligned place; one shorter than that, buffered.
+        done += got / kDirectAlignment * kDirectAlignment;
+        if (got < kDirectAlignment) {
+            if (auto fault = fall_back()) return fault;
+        }
+    }
+    return std::nullopt;
+}
+
+}  // namespace datastates

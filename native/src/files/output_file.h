@@ -1,0 +1,85 @@
+// A new file that is written past the page cache, and made durable.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "base/fault.h"
+#include "base/sizes.h"
+#include "files/file_ops.h"
+
+namespace datastates {
+
+/// One file under construction; any thread may write any part. Uses O_DIRECT where the filesystem
+/// takes it, and else the page cache, of which it then keeps little dirty.
+class OutputFile {
+  public:
+    OutputFile(std::shared_ptr<FileOps> ops, std::string path, std::uint64_t nbytes);
+    OutputFile(const OutputFile&) = delete;
+    OutputFile& operator=(const OutputFile&) = delete;
+    OutputFile(OutputFile&&) = delete;
+    OutputFile& operator=(OutputFile&&) = delete;
+    ~OutputFile() { abandon(); }
+
+    /// Another path than the one given at first. Nobody has opened the file, or does so now.
+    void set_path(std::string path) { path_ = std::move(path); }
+
+    /// Creates the file (it must not exist) and allocates its space. Only the first call does;
+    /// others wait for it, or for `cancel`.
+    MaybeFault ensure_open();
+
+    /// Nobody needs the file any more: who waits for another thread to open it returns. Does not
+    /// block.
+    void cancel();
+
+    /// Writes whole multiples of kDirectAlignment at such an offset. What lies beyond the file's
+    /// size is padding: it may reach storage, and `finish` cuts it off. The file is open.
+    MaybeFault write(std::span<const std::byte> data, std::uint64_t offset);
+
+    /// Cuts the file to its size, makes its bytes durable, closes it. No write is under way.
+    MaybeFault finish();
+
+    /// Closes the file as it is. No write is under way.
+    void abandon();
+
+    /// Nothing closes it any more but the end of the process: it may take for ever. Any thread.
+    void leave_open() { left_open_ = true; }
+
+    /// False once the file had to be written through the page cache.
+    [[nodiscard]] bool direct() const { return direct_; }
+
+  private:
+    enum class Opening : std::uint8_t { kNotYet, kUnderWay, kTried };
+
+    MaybeFault create();
+    MaybeFault fall_back();
+    MaybeFault limit_dirty(Range written);
+    [[nodiscard]] Fault failed(const char* operation, int error, std::uint64_t offset) const;
+
+    std::shared_ptr<FileOps> ops_;
+    std::string path_;
+    std::uint64_t nbytes_;
+    std::mutex mutex_;  // guards what follows up to open_fault_, and behind_
+    std::condition_variable opening_changed_;
+    Opening opening_ = Opening::kNotYet;
+    bool cancelled_ = false;
+    MaybeFault open_fault_;
+    std::atomic<int> fd_ = -1;
+    std::atomic<bool> direct_ = true;
+    std::atomic<bool> left_open_ = false;
+    std::deque<Range> behind_;  // buffered writes whose write-back was started, oldest first
+};
+
+/// Makes a directory's entries durable.
+MaybeFault sync_directory(FileOps& ops, const std::string& path);
+
+}  // namespace datastates

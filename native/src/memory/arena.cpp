@@ -1,0 +1,44 @@
+#include "memory/arena.h"
+
+#include <sys/mman.h>
+
+#include <new>
+#include <utility>
+
+#include "base/sizes.h"
+
+namespace datastates {
+namespace {
+
+constexpr std::uint64_t kHugePage = std::uint64_t{2} << 20U;
+
+}  // namespace
+
+Arena::Arena(std::uint64_t nbytes) : nbytes_(nbytes) {
+    // mmap aligns to pages only: map a little more, and give back both ends.
+    const std::uint64_t mapped = nbytes + kHugePage;
+    if (mapped < nbytes) throw std::bad_alloc();
+    void* const start =
+        ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (start == MAP_FAILED) throw std::bad_alloc();
+    auto* const first = static_cast<std::byte*>(start);
+    const std::uint64_t misaligned = reinterpret_cast<std::uintptr_t>(first) % kHugePage;
+    const std::uint64_t before = misaligned == 0 ? 0 : kHugePage - misaligned;
+    data_ = first + before;
+    if (before > 0) ::munmap(first, before);
+    ::munmap(data_ + nbytes, mapped - before - nbytes);
+    ::madvise(data_, nbytes, MADV_HUGEPAGE);  // only advice: where refused, small pages do
+    if (::madvise(data_, nbytes, MADV_DONTFORK) != 0) {
+        ::munmap(data_, nbytes);
+        throw std::bad_alloc();
+    }
+}
+
+Arena::Arena(Arena&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), nbytes_(other.nbytes_) {}
+
+Arena::~Arena() {
+    if (data_ != nullptr) ::munmap(data_, nbytes_);
+}
+
+}  // namespace datastates

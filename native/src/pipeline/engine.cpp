@@ -1,0 +1,165 @@
+#include "pipeline/engine.h"
+
+#include <chrono>
+#include <optional>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "base/sizes.h"
+#include "base/threads.h"
+
+namespace datastates {
+namespace {
+
+std::shared_ptr<HostCache> make_cache(std::uint64_t nbytes, const ThreadCounts& threads) {
+    if (nbytes < kMinSegments * kSegmentBytes) {
+        throw std::invalid_argument("host_cache_bytes=" + std::to_string(nbytes) +
+                                    " is below the minimum of " +
+                                    std::to_string(kMinSegments * kSegmentBytes) + " (" +
+                                    std::to_string(kMinSegments) + " segments)");
+    }
+    constexpr std::size_t kMaxThreads = 256;
+    for (const std::size_t count : {threads.copy, threads.flush, threads.restore}) {
+        if (count == 0 || count > kMaxThreads) {
+            throw std::invalid_argument("a thread count of " + std::to_string(count) +
+                                        " is not between 1 and " + std::to_string(kMaxThreads));
+        }
+    }
+    return std::make_shared<HostCache>(nbytes);
+}
+
+}  // namespace
+
+SaveHandle::SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<SaveJob> job)
+    : pipeline_(std::move(pipeline)), job_(std::move(job)) {}
+
+SaveHandle::~SaveHandle() {
+    if (!job_->all_read() || !job_->placed()) pipeline_->fail(job_, cancelled());
+    job_->wait_not_reading();
+}
+
+void SaveHandle::place(Placement placement) {
+    pipeline_->place(job_, std::move(placement));
+}
+
+void SaveHandle::cancel() {
+    pipeline_->fail(job_, cancelled());
+}
+
+RestoreHandle::RestoreHandle(std::shared_ptr<RestorePipeline> pipeline,
+                             std::shared_ptr<RestoreJob> job)
+    : pipeline_(std::move(pipeline)), job_(std::move(job)) {}
+
+RestoreHandle::~RestoreHandle() {
+    cancel();
+    job_->wait(Clock::time_point::max());
+}
+
+void RestoreHandle::cancel() {
+    pipeline_->fail(job_, cancelled());
+}
+
+Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops,
+               std::shared_ptr<DeviceApi> api, Clock::duration patience)
+    : ops_(std::make_shared<AbandonableFileOps>(std::move(ops), patience)),
+      cache_(make_cache(host_cache_bytes, threads)),
+      devices_(std::make_shared<Devices>(cache_, std::move(api), patience)),
+      saves_(std::make_shared<SavePipeline>(cache_, devices_, ops_, threads.copy, threads.flush)),
+      restores_(std::make_shared<RestorePipeline>(cache_, ops_, threads.restore)) {}
+
+void Engine::grow(std::uint64_t nbytes) {
+    devices_->grow(nbytes);
+}
+
+void Engine::require_open(const StreamContent& content) const {
+    for (const int device : content.devices()) {
+        if (devices_->lane(device) == nullptr) {
+            throw std::invalid_argument("device " + std::to_string(device) + " was not opened");
+        }
+    }
+}
+
+MaybeFault Engine::copy_to_host(const StreamContent& content, std::byte* out, int device,
+                                StreamHandle stream, std::shared_ptr<DeviceEvent>& done) {
+    require_open(content);
+    std::map<int, DeviceWork> work;
+    content.list(Direction::kGather, {.begin = 0, .end = content.end()}, out, work);
+    std::uint64_t listed = 0;
+    for (const auto& [number, each] : work) {
+        for (const GroupBytes& group : each.groups) listed += group.nbytes;
+    }
+    if (listed != content.nbytes() || work.size() != 1 || !work.contains(device)) {
+        throw std::invalid_argument("not all regions are on device " + std::to_string(device));
+    }
+    if (auto fault = devices_->await_pinned(out, content.end())) return fault;
+    return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream, {}, done);
+}
+
+std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
+                                         std::vector<std::string> sync_directories,
+                                         std::uint64_t order, const std::shared_ptr<Window>& window,
+                                         Fences fences) {
+    std::vector<std::string> paths;
+    paths.reserve(files.size());
+    for (const SaveFile& file : files) {
+        paths.push_back(file.path);
+        require_open(*file.content);
+    }
+    check_distinct(paths);
+    return submit(std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_,
+                                            std::move(fences)));
+}
+
+std::shared_ptr<SaveHandle> Engine::save_unplaced(const std::vector<SaveFile>& files,
+                                                  std::uint64_t order,
+                                                  const std::shared_ptr<Window>& window,
+                                                  Fences fences) {
+    for (const SaveFile& file : files) require_open(*file.content);
+    return submit(
+        std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_, std::move(fences)));
+}
+
+std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) {
+    auto handle = std::make_shared<SaveHandle>(saves_, job);
+    if (!saves_->submit(job)) throw std::runtime_error("the engine is shut down");
+    return handle;
+}
+
+std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& files,
+                                               Fences fences) {
+    for (const RestoreFile& file : files) require_open(*file.content);
+    const auto job = std::make_shared<RestoreJob>(files, ops_, devices_, std::move(fences));
+    auto handle = std::make_shared<RestoreHandle>(restores_, job);  // before any thread has the job
+    if (!restores_->submit(job)) throw std::runtime_error("the engine is shut down");
+    return handle;
+}
+
+void Engine::limit_file_patience() {
+    const std::scoped_lock lock(shutdown_mutex_);
+    if (!alive_ || watch_.joinable()) return;
+    ops_->limit_patience();
+    try {
+        watch_ = start_thread("ds-patience", [this] {
+            for (; alive_; std::this_thread::sleep_for(std::chrono::milliseconds(50))) {
+                saves_->give_up_stuck();
+                restores_->give_up_stuck();
+            }
+        });
+    } catch (const std::system_error&) {  // NOLINT(bugprone-empty-catch): `shutdown` looks, too
+    }
+}
+
+void Engine::shutdown() {
+    const std::scoped_lock lock(shutdown_mutex_);
+    if (!alive_.exchange(false)) return;
+    if (watch_.joinable()) watch_.join();
+    cache_->close();
+    ops_->begin_shutdown();
+    devices_->begin_shutdown();
+    saves_->shutdown();
+    restores_->shutdown();
+    devices_->shutdown();  // last: what it still hears of goes to the saves
+}
+
+}  // namespace datastates

@@ -1,0 +1,149 @@
+// The engine: a host cache, and the threads that save and restore through it.
+
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/fault.h"
+#include "device/devices.h"
+#include "files/abandonable_file_ops.h"
+#include "files/file_ops.h"
+#include "memory/host_cache.h"
+#include "pipeline/restore_job.h"
+#include "pipeline/restore_pipeline.h"
+#include "pipeline/save_job.h"
+#include "pipeline/save_pipeline.h"
+#include "pipeline/window.h"
+
+namespace datastates {
+
+/// A save in flight, for its caller. Dropped before all is read, or while it is unplaced, it
+/// cancels the save and waits for copies under way; later, the save goes on by itself.
+class SaveHandle {
+  public:
+    SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<SaveJob> job);
+    SaveHandle(const SaveHandle&) = delete;
+    SaveHandle& operator=(const SaveHandle&) = delete;
+    SaveHandle(SaveHandle&&) = delete;
+    SaveHandle& operator=(SaveHandle&&) = delete;
+    ~SaveHandle();
+
+    /// Says where the files of an unplaced save go. Throws std::invalid_argument.
+    void place(Placement placement);
+    void cancel();
+    SaveJob* operator->() const { return job_.get(); }
+
+  private:
+    std::shared_ptr<SavePipeline> pipeline_;
+    std::shared_ptr<SaveJob> job_;
+};
+
+/// A restore in flight, for its caller. Dropped early, it cancels the restore and waits until no
+/// thread writes to its memory.
+class RestoreHandle {
+  public:
+    RestoreHandle(std::shared_ptr<RestorePipeline> pipeline, std::shared_ptr<RestoreJob> job);
+    RestoreHandle(const RestoreHandle&) = delete;
+    RestoreHandle& operator=(const RestoreHandle&) = delete;
+    RestoreHandle(RestoreHandle&&) = delete;
+    RestoreHandle& operator=(RestoreHandle&&) = delete;
+    ~RestoreHandle();
+
+    void cancel();
+    RestoreJob* operator->() const { return job_.get(); }
+
+  private:
+    std::shared_ptr<RestorePipeline> pipeline_;
+    std::shared_ptr<RestoreJob> job_;
+};
+
+struct ThreadCounts {
+    std::size_t copy = 2;
+    std::size_t flush = 4;
+    std::size_t restore = 4;
+};
+
+class Engine {
+  public:
+    /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
+    /// Devices are CUDA's where no other `api` is given. A shutdown waits `patience` for devices
+    /// that hang, and for file operations that do not return; it abandons the memory that they may
+    /// still use, and the threads that are in such operations.
+    explicit Engine(std::uint64_t host_cache_bytes, ThreadCounts threads = {},
+                    std::shared_ptr<FileOps> ops = posix_file_ops(),
+                    std::shared_ptr<DeviceApi> api = nullptr,
+                    Clock::duration patience = Patience::kDefault);
+    Engine(const Engine&) = delete;
+    Engine& operator=(const Engine&) = delete;
+    Engine(Engine&&) = delete;
+    Engine& operator=(Engine&&) = delete;
+    ~Engine() { shutdown(); }
+
+    [[nodiscard]] HostCache& cache() const { return *cache_; }
+    [[nodiscard]] const std::shared_ptr<HostCache>& shared_cache() const { return cache_; }
+
+    [[nodiscard]] Devices& devices() const { return *devices_; }
+
+    /// Adds segments until the cache has `nbytes`. Throws std::bad_alloc, and is then unchanged.
+    void grow(std::uint64_t nbytes);
+
+    /// Throws std::invalid_argument for a path named twice or a device that is not open,
+    /// std::runtime_error after `shutdown`.
+    std::shared_ptr<SaveHandle> save(const std::vector<SaveFile>& files,
+                                     std::vector<std::string> sync_directories, std::uint64_t order,
+                                     const std::shared_ptr<Window>& window, Fences fences = {});
+
+    /// The same, before it is known where the files go: their paths are only names, and nothing is
+    /// written until SaveHandle::place. What callers must heed is in save_pipeline.h.
+    std::shared_ptr<SaveHandle> save_unplaced(const std::vector<SaveFile>& files,
+                                              std::uint64_t order,
+                                              const std::shared_ptr<Window>& window,
+                                              Fences fences = {});
+
+    /// Throws std::invalid_argument for a device that is not open, std::runtime_error after
+    /// `shutdown`.
+    std::shared_ptr<RestoreHandle> restore(const std::vector<RestoreFile>& files,
+                                           Fences fences = {});
+
+    /// Enqueues the copies of `content`, all on `device`, into memory at `out` (where byte 0 of the
+    /// stream goes) on `stream`; `done` comes after them. Throws std::invalid_argument if the
+    /// content is elsewhere or the device is not open.
+    MaybeFault copy_to_host(const StreamContent& content, std::byte* out, int device,
+                            StreamHandle stream, std::shared_ptr<DeviceEvent>& done);
+
+    /// The process is about to end: from now on, threads in a file operation that does not return
+    /// are given up when patience with it is over, and what is in flight in their pipeline fails
+    /// then. Idempotent, any thread.
+    void limit_file_patience();
+
+    /// What threads were given up for until now.
+    [[nodiscard]] std::vector<Fault> given_up() const { return ops_->abandoned(); }
+
+    /// Fails what is in flight and joins all threads, but for those that it gives up. Idempotent,
+    /// any thread.
+    void shutdown();
+
+    [[nodiscard]] bool alive() const { return alive_; }
+
+  private:
+    void require_open(const StreamContent& content) const;
+    std::shared_ptr<SaveHandle> submit(const std::shared_ptr<SaveJob>& job);
+
+    const std::shared_ptr<AbandonableFileOps> ops_;
+    const std::shared_ptr<HostCache> cache_;
+    const std::shared_ptr<Devices> devices_;
+    const std::shared_ptr<SavePipeline> saves_;
+    const std::shared_ptr<RestorePipeline> restores_;
+    std::atomic<bool> alive_ = true;
+    std::mutex shutdown_mutex_;  // held during `shutdown`: a second caller returns after the first
+    std::jthread watch_;         // gives up what is stuck, until not alive_; joined by `shutdown`
+};
+
+}  // namespace datastates

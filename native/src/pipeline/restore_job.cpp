@@ -1,0 +1,225 @@
+#include "pipeline/restore_job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <span>
+#include <stdexcept>
+#include <utility>
+
+#include "files/crc32c.h"
+#include "pipeline/save_job.h"
+
+namespace datastates {
+namespace {
+
+Fault corrupt(const RestoreFile& file, std::uint64_t offset, std::string detail) {
+    return {.kind = FaultKind::kCorrupt,
+            .error = 0,
+            .path = file.path,
+            .offset = offset,
+            .operation = "checksum",
+            .detail = std::move(detail)};
+}
+
+}  // namespace
+
+RestoreFile::RestoreFile(std::string file_path, std::uint64_t size, std::uint64_t table,
+                         const Transfer& transfer)
+    : path(std::move(file_path)), nbytes(size), table_offset(table) {
+    const SaveFile same_rules(path, table_offset, transfer);
+    content = same_rules.content;
+    if (same_rules.nbytes() != nbytes) {
+        throw std::invalid_argument("nbytes=" + std::to_string(nbytes) + " is not the " +
+                                    std::to_string(same_rules.nbytes()) + " that table_offset=" +
+                                    std::to_string(table_offset) + " makes, in '" + path + "'");
+    }
+    if (content->has_read_only()) {
+        throw std::invalid_argument("a read-only buffer cannot be restored into, in '" + path +
+                                    "'");
+    }
+}
+
+RestoreJob::RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
+                       std::shared_ptr<Devices> devices, Fences fences)
+    : devices_(std::move(devices)), fences_(std::move(fences)) {
+    for (const RestoreFile& file : files) files_.push_back(std::make_unique<File>(file, ops));
+}
+
+bool RestoreJob::wait(Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, deadline, [&] { return done_; });
+}
+
+MaybeFault RestoreJob::fault() const {
+    const std::scoped_lock lock(mutex_);
+    return fault_;
+}
+
+bool RestoreJob::fail(Fault fault) {
+    const std::scoped_lock lock(mutex_);
+    if (fault_ || ending_) return false;
+    fault_ = std::move(fault);
+    failed_ = true;
+    return true;
+}
+
+void RestoreJob::give_up(Fault fault) {
+    const std::scoped_lock lock(mutex_);
+    leave_open_ = true;
+    if (fault_ && !done_) replace_end(*fault_, std::move(fault));
+}
+
+void RestoreJob::lose_pin() {
+    const std::scoped_lock lock(mutex_);
+    if (!ending_ && --pins_ > 0) return;
+    ending_ = true;  // or it was lost while it closed the files
+    done_ = true;
+    changed_.notify_all();
+}
+
+std::vector<RestoreStep> RestoreJob::first_steps() const {
+    std::vector<RestoreStep> steps;
+    steps.reserve(files_.size());
+    for (std::size_t i = 0; i < files_.size(); ++i) {
+        steps.push_back({.file = i, .open = true, .blocks = {}});
+    }
+    return steps;
+}
+
+MaybeFault RestoreJob::run(const RestoreStep& step, Lease& memory, std::vector<RestoreStep>& more) {
+    File& file = *files_[step.file];
+    if (!step.open) return scatter(file, step.blocks, memory);
+    auto fault = file.input.open(file.spec.nbytes);
+    if (!fault) fault = read_table(file, memory.data());
+    if (!fault) plan_reads(step.file, file, more);
+    return fault;
+}
+
+MaybeFault RestoreJob::read_table(File& file, std::byte* memory) {
+    const RestoreFile& spec = file.spec;
+    std::vector<std::uint32_t> table((spec.nbytes - spec.table_offset) / sizeof(std::uint32_t));
+    auto words = std::as_writable_bytes(std::span(table));
+    std::uint64_t offset = spec.table_offset;
+    while (!words.empty()) {
+        const std::uint64_t begin = offset / kDirectAlignment * kDirectAlignment;
+        const std::uint64_t end = std::min(begin + kSegmentBytes, spec.nbytes);
+        if (auto fault = file.input.read({memory, kSegmentBytes}, begin, end - begin)) return fault;
+        bytes_read_ += end - begin;
+        const std::uint64_t size = end - offset;
+        std::memcpy(words.data(), memory + (offset - begin), size);
+        words = words.subspan(size);
+        offset = end;
+    }
+    const std::uint32_t stored = table.back();
+    table.pop_back();
+    if (crc32c(std::as_bytes(std::span(table))) != stored) {
+        return corrupt(spec, spec.table_offset,
+                       "the checksum table does not match its own checksum");
+    }
+    file.checksums = std::move(table);
+    return std::nullopt;
+}
+
+void RestoreJob::plan_reads(std::size_t index, const File& file, std::vector<RestoreStep>& steps) {
+    const StreamContent& content = *file.spec.content;
+    Range run;  // needed blocks that follow each other, so far
+    const auto end_run = [&] {
+        if (run.size() > 0) steps.push_back({.file = index, .open = false, .blocks = run});
+        run = {};
+    };
+    for (std::uint64_t at = 0; at < content.end(); at += kBlockBytes) {
+        const Range block{.begin = at, .end = std::min(at + kBlockBytes, file.spec.table_offset)};
+        if (!content.touches(block)) {
+            end_run();
+            continue;
+        }
+        run = {.begin = run.size() > 0 ? run.begin : at, .end = block.end};
+        if (run.size() == kSegmentBytes) end_run();
+    }
+    end_run();
+}
+
+MaybeFault RestoreJob::scatter(File& file, Range blocks, Lease& memory) {
+    if (auto fault = file.input.read({memory.data(), kSegmentBytes}, blocks.begin, blocks.size())) {
+        return fault;
+    }
+    bytes_read_ += blocks.size();
+    std::map<int, DeviceWork> work;
+    for (std::uint64_t at = blocks.begin; at < blocks.end; at += kBlockBytes) {
+        const Range block{.begin = at, .end = std::min(at + kBlockBytes, blocks.end)};
+        std::byte* const bytes = memory.data() + (at - blocks.begin);
+        if (crc32c({bytes, block.size()}) != file.checksums[at / kBlockBytes]) {
+            return corrupt(file.spec, at, "the block does not match its checksum");
+        }
+        file.spec.content->copy(Direction::kScatter, block, bytes);
+        file.spec.content->list(Direction::kScatter, block, bytes, work);
+    }
+    return scatter_to_devices(work, memory);
+}
+
+MaybeFault RestoreJob::scatter_to_devices(const std::map<int, DeviceWork>& work, Lease& memory) {
+    if (work.empty()) return std::nullopt;
+    auto fault = devices_->await_pinned(memory.data(), kSegmentBytes);
+    if (fault) return fault;
+    Fences copied;
+    copied.reserve(work.size());
+    for (const auto& [number, each] : work) {
+        const auto device = devices_->find(number);
+        std::shared_ptr<DeviceEvent> done;
+        try {
+            fault = device->copy(Direction::kScatter, each.copies, device->restore_stream(),
+                                 fences_, done);
+        } catch (const std::bad_alloc&) {
+            fault = out_of_memory("copy");
+        }
+        if (done) copied.push_back(std::move(done));
+        if (fault) break;
+    }
+    // Until then the segment is not free, and the tensors are not the caller's. Others overlap it:
+    // as many segments as there are threads are read, verified and copied at a time.
+    for (const auto& event : copied) {
+        bool idle = false;
+        auto failed = event->wait_idle(
+            [&, since = Clock::now()] { return devices_->patience().is_over(since); }, idle);
+        if (!idle) memory.abandon();
+        if (failed && !fault) fault = std::move(failed);
+        if (!idle && !fault) fault = shut_down();
+    }
+    return fault;
+}
+
+void RestoreJob::unpin() {
+    {
+        const std::scoped_lock lock(mutex_);
+        if (--pins_ > 0 || ending_) return;
+        ending_ = true;
+        if (leave_open_) {
+            for (const auto& file : files_) file->input.leave_open();
+        }
+    }
+    files_.clear();  // closes them; whoever would use them has a pin, or was given up
+    const std::scoped_lock lock(mutex_);
+    done_ = true;
+    changed_.notify_all();
+}
+
+RestoreJob::Pin::Pin(std::shared_ptr<RestoreJob> job) : job_(std::move(job)) {
+    const std::scoped_lock lock(job_->mutex_);
+    ++job_->pins_;
+}
+
+RestoreJob::Pin& RestoreJob::Pin::operator=(Pin&& other) noexcept {
+    if (this != &other) {
+        release();
+        job_ = std::move(other.job_);
+    }
+    return *this;
+}
+
+void RestoreJob::Pin::release() {
+    if (const auto job = std::move(job_)) job->unpin();
+    job_ = nullptr;
+}
+
+}  // namespace datastates

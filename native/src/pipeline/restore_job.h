@@ -1,0 +1,132 @@
+// What one restore reads, and how far it has come. Passive: RestorePipeline's threads act.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/fault.h"
+#include "base/sizes.h"
+#include "device/devices.h"
+#include "files/input_file.h"
+#include "memory/transfer.h"
+#include "pipeline/save_job.h"
+#include "pipeline/window.h"
+
+namespace datastates {
+
+/// Regions of one file, to be scattered into memory.
+struct RestoreFile {
+    /// Throws std::invalid_argument if the arguments do not fit together.
+    RestoreFile(std::string file_path, std::uint64_t size, std::uint64_t table,
+                const Transfer& transfer);
+
+    std::string path;
+    std::uint64_t nbytes = 0;
+    std::uint64_t table_offset = 0;
+    std::shared_ptr<const StreamContent> content;
+};
+
+/// A step that needs one segment of memory.
+struct RestoreStep {
+    std::size_t file = 0;
+    bool open = false;  ///< open the file and read its checksums; else: read `blocks`
+    Range blocks;       ///< bytes of the file, whole blocks, at most a segment
+};
+
+class RestoreJob {
+  public:
+    /// Copies to devices come after `fences`.
+    RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
+               std::shared_ptr<Devices> devices, Fences fences);
+
+    // --- for the handle -------------------------------------------------------------------
+
+    /// Until all is scattered, or the job has failed and no thread is at work on it any more, but
+    /// for those that were given up: they write no more.
+    bool wait(Clock::time_point deadline);
+    [[nodiscard]] MaybeFault fault() const;
+    [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
+
+    // --- for the pipeline -------------------------------------------------------------------
+
+    /// The steps to begin with: one per file.
+    [[nodiscard]] std::vector<RestoreStep> first_steps() const;
+
+    /// Takes a step, with a segment of `memory`, which it abandons if a device hangs. Steps that
+    /// follow from it go to `more`.
+    MaybeFault run(const RestoreStep& step, Lease& memory, std::vector<RestoreStep>& more);
+
+    [[nodiscard]] bool failed() const { return failed_; }
+
+    /// The first fault wins. Returns whether it was this one.
+    bool fail(Fault fault);
+
+    /// A file operation never returns: `fault` is why a job ends that was cancelled or shut down,
+    /// and its files are not closed any more. The caller fails it.
+    void give_up(Fault fault);
+
+    /// A pin never goes: the thread that has it was given up.
+    void lose_pin();
+
+    /// Keeps the job at work: it is done when the last pin goes. Every step, queued or under way,
+    /// has one.
+    class Pin;
+
+  private:
+    struct File {
+        File(const RestoreFile& file, const std::shared_ptr<FileOps>& ops)
+            : spec(file), input(ops, file.path) {}
+
+        RestoreFile spec;
+        InputFile input;
+        std::vector<std::uint32_t> checksums;  // written by the opening step, then only read
+    };
+
+    MaybeFault read_table(File& file, std::byte* memory);
+    MaybeFault scatter(File& file, Range blocks, Lease& memory);
+    MaybeFault scatter_to_devices(const std::map<int, DeviceWork>& work, Lease& memory);
+    static void plan_reads(std::size_t index, const File& file, std::vector<RestoreStep>& steps);
+    void unpin();
+
+    const std::shared_ptr<Devices> devices_;
+    const Fences fences_;
+    std::vector<std::unique_ptr<File>> files_;  // until the last pin goes
+    std::atomic<bool> failed_ = false;
+    std::atomic<std::uint64_t> bytes_read_ = 0;
+
+    mutable std::mutex mutex_;         // guards what follows
+    std::condition_variable changed_;  // done_
+    std::size_t pins_ = 0;
+    MaybeFault fault_;
+    bool leave_open_ = false;
+    bool ending_ = false;  // the last pin went
+    bool done_ = false;
+};
+
+class RestoreJob::Pin {
+  public:
+    explicit Pin(std::shared_ptr<RestoreJob> job);
+    Pin(const Pin&) = delete;
+    Pin& operator=(const Pin&) = delete;
+    Pin(Pin&& other) noexcept = default;
+    Pin& operator=(Pin&& other) noexcept;
+    ~Pin() { release(); }
+
+    [[nodiscard]] const std::shared_ptr<RestoreJob>& job() const { return job_; }
+    RestoreJob* operator->() const { return job_.get(); }
+
+  private:
+    void release();
+
+    std::shared_ptr<RestoreJob> job_;
+};
+
+}  // namespace datastates

@@ -1,0 +1,153 @@
+#include "pipeline/restore_pipeline.h"
+
+#include <cerrno>
+#include <exception>
+#include <string>
+#include <utility>
+
+namespace datastates {
+
+RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache,
+                                 std::shared_ptr<AbandonableFileOps> ops, std::size_t threads)
+    : cache_(std::move(cache)), thread_count_(threads), threads_(std::move(ops)) {}
+
+bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
+    const RestoreJob::Pin until_queued(job);  // a plan of no files is done when this goes
+    {
+        const std::scoped_lock lock(mutex_);
+        if (stopping_) return false;
+        for (std::size_t i = threads_.size(); i < thread_count_; ++i) {
+            threads_.start("ds-restore-" + std::to_string(i),
+                           [self = shared_from_this()](Thread& thread) { self->loop(thread); });
+        }
+        std::erase_if(jobs_, [](const auto& weak) { return weak.expired(); });
+        jobs_.push_back(job);
+        for (const RestoreStep& step : job->first_steps()) {
+            tasks_.push_back({.job = RestoreJob::Pin(job), .step = step});
+        }
+    }
+    changed_.notify_all();
+    return true;
+}
+
+void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept {
+    const RestoreJob::Pin until_dropped(job);
+    if (!job->fail(std::move(fault))) return;
+    std::list<Task> dropped;  // destroyed after the lock
+    {
+        const std::scoped_lock lock(mutex_);
+        for (auto next = tasks_.begin(); next != tasks_.end();) {
+            const auto task = next++;
+            if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
+        }
+    }
+    cache_->interrupt();  // threads that wait for a segment on its behalf
+}
+
+/// When no more are taken.
+template <typename Function>
+void RestorePipeline::for_all_jobs(const Function& function) {
+    for (std::size_t i = 0;; ++i) {
+        std::shared_ptr<RestoreJob> job;
+        {
+            const std::scoped_lock lock(mutex_);
+            if (i == jobs_.size()) return;
+            job = jobs_[i].lock();
+        }
+        if (job) function(job);
+    }
+}
+
+void RestorePipeline::give_up_stuck() {
+    auto losses = threads_.give_up_stuck();
+    if (losses.empty()) return;
+    {
+        const std::scoped_lock lock(mutex_);
+        stopping_ = true;
+        changed_.notify_all();
+    }
+    const Fault first = copy_of(losses.front().fault);
+    for (auto& [job, fault] : losses) {
+        if (!job) continue;
+        job->give_up(copy_of(fault));
+        fail(job, std::move(fault));
+    }
+    for_all_jobs([&](const auto& job) {
+        job->give_up(copy_of(first));
+        fail(job, copy_of(first));
+    });
+    for (const auto& loss : losses) {
+        if (loss.job) loss.job->lose_pin();
+    }
+}
+
+void RestorePipeline::shutdown() {
+    {
+        const std::scoped_lock lock(mutex_);
+        stopping_ = true;
+        changed_.notify_all();
+    }
+    for_all_jobs([this](const auto& job) { fail(job, shut_down()); });
+    cache_->interrupt();
+    threads_.join([this] { give_up_stuck(); });
+}
+
+void RestorePipeline::loop(Thread& self) {
+    while (const auto task = next_task()) {
+        self.works_on(task->job.job());
+        try {
+            run(*task);
+        } catch (const std::exception&) {  // only memory can have run out
+            fail(task->job.job(), {.kind = FaultKind::kIo,
+                                   .error = ENOMEM,
+                                   .path = {},
+                                   .operation = "read",
+                                   .detail = {}});
+        }
+    }
+}
+
+std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
+    if (stopping_) return std::nullopt;
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    return task;
+}
+
+void RestorePipeline::run(const Task& task) {
+    Lease memory;
+    std::vector<RestoreStep> more;
+    // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
+    auto fault = acquire_segment(*task.job.job(), memory);
+    if (task.job->failed()) return;
+    if (!fault) fault = task.job->run(task.step, memory, more);
+    if (fault) fail(task.job.job(), std::move(*fault));
+    if (more.empty()) return;
+    {
+        const std::scoped_lock lock(mutex_);
+        if (task.job->failed()) return;
+        // When stopping, too: they keep the job from its end until `shutdown` has failed it.
+        for (const RestoreStep& step : more) {
+            tasks_.push_back({.job = RestoreJob::Pin(task.job.job()), .step = step});
+        }
+    }
+    changed_.notify_all();
+}
+
+MaybeFault RestorePipeline::acquire_segment(const RestoreJob& job, Lease& memory) {
+    while (!memory) {
+        const std::uint64_t epoch = cache_->epoch();
+        {
+            const std::scoped_lock lock(mutex_);
+            if (stopping_) return shut_down();
+        }
+        if (job.failed()) return std::nullopt;
+        if (cache_->is_lost(Share::kRestore)) return cache_lost();
+        memory = cache_->acquire(Share::kRestore, 0, epoch);
+    }
+    return std::nullopt;
+}
+
+}  // namespace datastates

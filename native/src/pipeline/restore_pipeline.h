@@ -1,0 +1,71 @@
+// The threads that restore. Each takes a step, gets a segment, reads, verifies, scatters.
+
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "files/abandonable_file_ops.h"
+#include "memory/host_cache.h"
+#include "pipeline/crew.h"
+#include "pipeline/restore_job.h"
+
+namespace datastates {
+
+class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
+  public:
+    RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<AbandonableFileOps> ops,
+                    std::size_t threads);
+    RestorePipeline(const RestorePipeline&) = delete;
+    RestorePipeline& operator=(const RestorePipeline&) = delete;
+    RestorePipeline(RestorePipeline&&) = delete;
+    RestorePipeline& operator=(RestorePipeline&&) = delete;
+    ~RestorePipeline() = default;  // threads keep it alive: `shutdown` ends them
+
+    /// Starts the threads with the first job. False after `shutdown`.
+    bool submit(const std::shared_ptr<RestoreJob>& job);
+
+    /// Fails `job` and drops what is queued of it. Returns at once.
+    void fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept;
+
+    /// Gives up threads in file operations that patience is over for; if there are some, takes no
+    /// jobs any more and fails all that there are: the others would only wait for what those hold.
+    /// One call of this or `shutdown` at a time.
+    void give_up_stuck();
+
+    /// Fails all jobs with a shutdown fault and joins the threads, but for those that it gives up.
+    /// One call at a time.
+    void shutdown();
+
+  private:
+    struct Task {
+        RestoreJob::Pin job;
+        RestoreStep step;
+    };
+
+    using Thread = Crew<RestoreJob>::Member;
+
+    template <typename Function>
+    void for_all_jobs(const Function& function);
+    void loop(Thread& self);
+    std::optional<Task> next_task();
+    void run(const Task& task);
+    MaybeFault acquire_segment(const RestoreJob& job, Lease& memory);
+
+    const std::shared_ptr<HostCache> cache_;
+    const std::size_t thread_count_;
+
+    std::mutex mutex_;                 // guards what follows; taken before a job's
+    std::condition_variable changed_;  // tasks_, stopping_
+    std::list<Task> tasks_;  // bounded by what the plans read; a list, which is cut without fail
+    std::vector<std::weak_ptr<RestoreJob>> jobs_;  // all that may be in flight
+    bool stopping_ = false;                        // takes no jobs; threads end
+    Crew<RestoreJob> threads_;  // joined by `shutdown`; has its own lock, taken after mutex_
+};
+
+}  // namespace datastates

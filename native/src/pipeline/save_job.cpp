@@ -1,0 +1,439 @@
+#include "pipeline/save_job.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <set>
+#include <span>
+#include <stdexcept>
+#include <string_view>
+#include <utility>
+
+#include "files/crc32c.h"
+
+namespace datastates {
+namespace {
+
+constexpr std::uint64_t kWord = sizeof(std::uint32_t);
+
+double seconds_between(Clock::time_point from, Clock::time_point to) {
+    return std::chrono::duration<double>(std::max(to, from) - from).count();
+}
+
+void check_path(const std::string& path) {
+    if (path.empty()) throw std::invalid_argument("path is empty");
+    if (path.find('\0') != std::string::npos) {
+        throw std::invalid_argument("path has a NUL character");
+    }
+}
+
+}  // namespace
+
+void check_distinct(const std::vector<std::string>& paths) {
+    std::set<std::string_view> seen;
+    for (const std::string& path : paths) {
+        if (!seen.insert(path).second) {
+            throw std::invalid_argument("'" + path + "' is written twice by one save");
+        }
+    }
+}
+
+std::uint64_t file_bytes(std::uint64_t table_offset) {
+    return table_offset + kWord * (divide_up(table_offset, kBlockBytes) + 1);
+}
+
+SaveFile::SaveFile(std::string file_path, std::uint64_t offset, const Transfer& transfer)
+    : path(std::move(file_path)), table_offset(offset) {
+    constexpr std::uint64_t kMaxFile = std::uint64_t{1} << 62U;
+    check_path(path);
+    if (table_offset % kWord != 0) {
+        throw std::invalid_argument("table_offset=" + std::to_string(table_offset) +
+                                    " is not a multiple of 4, in '" + path + "'");
+    }
+    if (table_offset > kMaxFile) {
+        throw std::invalid_argument("table_offset=" + std::to_string(table_offset) +
+                                    " is too large, in '" + path + "'");
+    }
+    content = std::make_shared<const StreamContent>(transfer);
+    if (content->end() > table_offset) {
+        throw std::invalid_argument("a region ends at " + std::to_string(content->end()) +
+                                    ", beyond table_offset=" + std::to_string(table_offset) +
+                                    ", in '" + path + "'");
+    }
+}
+
+std::uint64_t SaveFile::nbytes() const {
+    return file_bytes(table_offset);
+}
+
+SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
+    : spec(file),
+      output(ops, file.path, file.nbytes()),
+      checksums(divide_up(file.table_offset, kBlockBytes)),
+      // The last is the one that the table begins in. Should the table not fit there, it goes on
+      // through that segment's memory, so no file ever waits with more than one segment in hand.
+      segments(file.table_offset / kSegmentBytes + 1),
+      unsummed(segments - 1),
+      unwritten(segments) {}
+
+SaveJob::SaveJob(const std::vector<SaveFile>& files,
+                 std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
+                 std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences)
+    : order_(order),
+      window_(std::move(window)),
+      ops_(std::move(ops)),
+      fences_(std::move(fences)),
+      submitted_(Clock::now()),
+      placed_(sync_directories.has_value()),
+      unfinished_files_(files.size()) {
+    if (sync_directories) directories_ = std::move(*sync_directories);
+    for (const SaveFile& file : files) {
+        files_.push_back(std::make_unique<File>(file, ops_));
+        for (const Region& region : file.content->regions()) {
+            unread_[region.group] += region.nbytes();
+        }
+        unread_total_ += file.content->nbytes();
+    }
+    unqueued_ = unread_;
+    if (unread_total_ == 0) read_at_ = submitted_;
+}
+
+bool SaveJob::wait_read(Group group, Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, deadline, [&] {
+        if (fault_) return reading_ == 0;
+        if (group == kEveryGroup) return unread_total_ == 0;
+        const auto unread = unread_.find(group);
+        return unread == unread_.end() || unread->second == 0;
+    });
+}
+
+bool SaveJob::wait_queued(Group group, Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, deadline, [&] {
+        if (fault_) return reading_ == 0;
+        const auto unqueued = unqueued_.find(group);
+        return unqueued == unqueued_.end() || unqueued->second == 0;
+    });
+}
+
+Fences SaveJob::events(Group group) const {
+    const std::scoped_lock lock(mutex_);
+    Fences events;
+    for (const auto& [key, event] : events_) {
+        if (key.first == group) events.push_back(event);
+    }
+    return events;
+}
+
+bool SaveJob::wait(Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, deadline, [&] { return done_; });
+}
+
+void SaveJob::wait_not_reading() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return reading_ == 0; });
+}
+
+bool SaveJob::all_read() const {
+    const std::scoped_lock lock(mutex_);
+    return unread_total_ == 0;
+}
+
+bool SaveJob::done() const {
+    const std::scoped_lock lock(mutex_);
+    return done_;
+}
+
+MaybeFault SaveJob::fault() const {
+    const std::scoped_lock lock(mutex_);
+    return fault_;
+}
+
+bool SaveJob::direct() const {
+    return std::ranges::all_of(files_, [](const auto& file) { return file->output.direct(); });
+}
+
+double SaveJob::read_seconds() const {
+    const std::scoped_lock lock(mutex_);
+    if (unread_total_ != 0) return 0;
+    return seconds_between(std::max(submitted_, window_->opened_at()), read_at_);
+}
+
+double SaveJob::total_seconds() const {
+    const std::scoped_lock lock(mutex_);
+    if (!done_ || fault_) return 0;
+    return seconds_between(std::max(submitted_, window_->opened_at()), durable_at_);
+}
+
+bool SaveJob::is_last(const Unit& unit) const {
+    return unit.segment + 1 == files_[unit.file]->segments;
+}
+
+std::optional<std::vector<ReadUnit>> SaveJob::place(Placement placement) {
+    auto& [paths, directories] = placement;
+    if (paths.size() != files_.size()) {
+        throw std::invalid_argument("paths has " + std::to_string(paths.size()) +
+                                    " entries, and the save " + std::to_string(files_.size()) +
+                                    " files");
+    }
+    std::ranges::for_each(paths, check_path);
+    check_distinct(paths);
+    const std::scoped_lock lock(mutex_);
+    if (placed_) throw std::invalid_argument("the save was placed before");
+    placed_ = true;
+    if (fault_) return std::nullopt;
+    for (std::size_t i = 0; i < files_.size(); ++i) {
+        files_[i]->output.set_path(paths[i]);
+        files_[i]->spec.path = std::move(paths[i]);
+    }
+    directories_ = std::move(directories);
+    return std::exchange(parked_, {});
+}
+
+std::optional<SaveJob::Taken> SaveJob::take_unit() {
+    const std::scoped_lock lock(mutex_);
+    if (fault_ || next_.file == files_.size()) return std::nullopt;
+    const Unit unit = next_;
+    next_ = is_last(unit) ? Unit{unit.file + 1, 0} : Unit{unit.file, unit.segment + 1};
+    ++reading_;
+    return Taken{.unit = unit, .last = next_.file == files_.size()};
+}
+
+MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
+                           std::map<int, DeviceWork>& work) {
+    const SaveFile& spec = files_[unit.file]->spec;
+    const std::uint64_t begin = unit.segment * kSegmentBytes;
+    const Range part{.begin = begin, .end = std::min(begin + kSegmentBytes, spec.table_offset)};
+    int error = ops_->gather_begins().error;
+    if (error == 0) {
+        auto filled = spec.content->fill(part, memory);
+        spec.content->list(Direction::kGather, part, memory, work);
+        const SysResult watched = ops_->gather_ended();
+        error = filled.error != 0 ? filled.error : watched.error;
+        if (error == 0) groups = std::move(filled.groups);
+    }
+    if (error == 0) return std::nullopt;
+    const std::scoped_lock lock(mutex_);  // `place` may give it another path
+    return Fault{.kind = error == EFAULT ? FaultKind::kLost : FaultKind::kIo,
+                 .error = error,
+                 .path = spec.path,
+                 .offset = begin,
+                 .operation = "copy",
+                 .detail = {}};
+}
+
+SaveJob::Gathered SaveJob::read(const Unit& unit, Lease memory) {
+    std::vector<GroupBytes> groups;
+    std::map<int, DeviceWork> work;
+    MaybeFault fault;
+    std::exception_ptr error;
+    try {
+        fault = gather(unit, memory.data(), groups, work);
+    } catch (...) {
+        error = std::current_exception();  // out of memory: the count below must still be right
+    }
+    ReadUnit read{.unit = unit, .memory = std::move(memory)};
+    Passed passed;
+    const std::scoped_lock lock(mutex_);
+    if (!error) {
+        for (const auto& [group, nbytes] : groups) unqueued_[group] -= nbytes;
+        count_read(groups, passed);
+    }
+    changed_.notify_all();
+    if (!error && !fault && !fault_ && !work.empty()) {
+        DeviceRead unread{.read = std::move(read), .work = std::move(work)};
+        return {.writable = {}, .unread = std::move(unread), .fault = {}};
+    }
+    --reading_;
+    if (error) std::rethrow_exception(error);
+    if (fault || fault_) return {.writable = {}, .unread = {}, .fault = std::move(fault)};
+    return {.writable = hand_out(std::move(read)), .unread = {}, .fault = {}};
+}
+
+void SaveJob::count_read(const std::vector<GroupBytes>& groups, Passed& passed) {
+    for (const auto& [group, nbytes] : groups) {
+        unread_[group] -= nbytes;
+        unread_total_ -= nbytes;
+        bytes_read_ += nbytes;
+    }
+    if (unread_total_ > 0 || groups.empty()) return;
+    read_at_ = Clock::now();
+    // No stream has to wait any more. (Nobody enqueues, either: what is enqueued is not read yet.)
+    passed.events.swap(events_);
+    passed.fences.swap(fences_);
+}
+
+std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {
+    File& file = *files_[read.unit.file];
+    if (is_last(read.unit) && file.unsummed > 0) {
+        file.last = std::move(read.memory);
+        return std::nullopt;
+    }
+    if (!placed_) {
+        parked_.push_back(std::move(read));
+        return std::nullopt;
+    }
+    return read;
+}
+
+void SaveJob::queued(int device, const std::vector<GroupBytes>& groups,
+                     const std::shared_ptr<DeviceEvent>& event) {
+    if (!event) return;  // the job is about to fail
+    Fences passed;       // destroyed after the lock
+    passed.reserve(groups.size());
+    const std::scoped_lock lock(mutex_);
+    for (const auto& [group, nbytes] : groups) {
+        unqueued_[group] -= nbytes;
+        passed.push_back(std::exchange(events_[{group, device}], event));
+    }
+    changed_.notify_all();
+}
+
+std::optional<ReadUnit> SaveJob::end_read(DeviceRead read, bool failed) {
+    Passed passed;
+    const std::scoped_lock lock(mutex_);
+    --reading_;
+    if (!failed) {
+        for (const auto& [device, work] : read.work) count_read(work.groups, passed);
+    }
+    changed_.notify_all();
+    if (failed || fault_) return std::nullopt;
+    return hand_out(std::move(read.read));
+}
+
+std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {
+    File& file = *files_[read.unit.file];
+    std::uint64_t offset = read.unit.segment * kSegmentBytes;
+    const std::uint64_t end = std::min(offset + kSegmentBytes, file.spec.table_offset);
+    const std::byte* block = read.memory.data();
+    while (offset < end) {
+        const std::uint64_t size = std::min(kBlockBytes, end - offset);
+        file.checksums[offset / kBlockBytes] = crc32c({block, size});
+        offset += size;
+        block += size;
+    }
+    if (is_last(read.unit)) return std::nullopt;
+    const std::scoped_lock lock(mutex_);
+    --file.unsummed;
+    if (file.unsummed > 0 || !file.last) return std::nullopt;
+    return ReadUnit{.unit = {read.unit.file, file.segments - 1}, .memory = std::move(file.last)};
+}
+
+MaybeFault SaveJob::write(const ReadUnit& read) {
+    File& file = *files_[read.unit.file];
+    if (is_last(read.unit)) return write_table(file, read.memory.data());
+    auto fault =
+        file.output.write({read.memory.data(), kSegmentBytes}, read.unit.segment * kSegmentBytes);
+    if (!fault) bytes_written_ += kSegmentBytes;
+    return fault;
+}
+
+MaybeFault SaveJob::write_table(File& file, std::byte* memory) {
+    std::vector<std::uint32_t> table = file.checksums;
+    table.push_back(crc32c(std::as_bytes(std::span(table))));
+    auto words = std::as_bytes(std::span(table));
+    std::uint64_t offset = (file.segments - 1) * kSegmentBytes;
+    std::uint64_t filled = file.spec.table_offset - offset;  // the stream's last bytes are there
+    while (true) {
+        const std::uint64_t size = std::min<std::uint64_t>(words.size(), kSegmentBytes - filled);
+        std::memcpy(memory + filled, words.data(), size);
+        filled += size;
+        words = words.subspan(size);
+        const std::uint64_t padded = round_up(filled, kDirectAlignment);
+        std::memset(memory + filled, 0, padded - filled);
+        if (auto fault = file.output.write({memory, padded}, offset)) return fault;
+        bytes_written_ += filled;
+        if (words.empty()) return std::nullopt;
+        offset += kSegmentBytes;
+        filled = 0;
+    }
+}
+
+bool SaveJob::unit_written(std::size_t file) {
+    const std::scoped_lock lock(mutex_);
+    return --files_[file]->unwritten == 0;
+}
+
+bool SaveJob::file_finished() {
+    const std::scoped_lock lock(mutex_);
+    return --unfinished_files_ == 0;
+}
+
+MaybeFault SaveJob::sync_directories() {
+    for (const std::string& directory : directories_) {
+        if (auto fault = sync_directory(*ops_, directory)) return fault;
+    }
+    return std::nullopt;
+}
+
+void SaveJob::succeed() {
+    const std::scoped_lock lock(mutex_);
+    if (fault_) return;
+    durable_at_ = Clock::now();
+    done_ = true;
+    changed_.notify_all();
+}
+
+bool SaveJob::fail(Fault fault) {
+    std::vector<ReadUnit> parked;  // given back after the lock
+    const std::scoped_lock lock(mutex_);
+    if (fault_ || done_) return false;
+    fault_ = std::move(fault);
+    failed_ = true;
+    parked.swap(parked_);
+    for (const auto& file : files_) {
+        file->last.release();
+        file->output.cancel();
+    }
+    changed_.notify_all();
+    return true;
+}
+
+void SaveJob::give_up(Fault fault) {
+    for (const auto& file : files_) file->output.leave_open();
+    const std::scoped_lock lock(mutex_);
+    if (fault_ && !done_) replace_end(*fault_, std::move(fault));
+}
+
+void SaveJob::lose_pin() {
+    const std::scoped_lock lock(mutex_);
+    if (!ending_ && --pins_ > 0) return;
+    ending_ = true;  // or it was lost while it closed the files
+    done_ = true;
+    changed_.notify_all();
+}
+
+void SaveJob::unpin() {
+    {
+        const std::scoped_lock lock(mutex_);
+        if (--pins_ > 0 || !fault_ || done_ || ending_) return;
+        ending_ = true;
+    }
+    // Nobody else is at work on the job, and nobody will be: a failed job gives out no units.
+    for (const auto& file : files_) file->output.abandon();
+    const std::scoped_lock lock(mutex_);
+    done_ = true;
+    changed_.notify_all();
+}
+
+SaveJob::Pin::Pin(std::shared_ptr<SaveJob> job) : job_(std::move(job)) {
+    const std::scoped_lock lock(job_->mutex_);
+    ++job_->pins_;
+}
+
+SaveJob::Pin& SaveJob::Pin::operator=(Pin&& other) noexcept {
+    if (this != &other) {
+        release();
+        job_ = std::move(other.job_);
+    }
+    return *this;
+}
+
+void SaveJob::Pin::release() {
+    if (const auto job = std::move(job_)) job->unpin();
+    job_ = nullptr;
+}
+
+}  // namespace datastates

@@ -1,0 +1,256 @@
+// One rank's files of one save, and how far they have come. Passive: SavePipeline's threads act.
+
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/fault.h"
+#include "base/sizes.h"
+#include "device/device.h"
+#include "files/output_file.h"
+#include "memory/host_cache.h"
+#include "memory/transfer.h"
+#include "pipeline/window.h"
+
+namespace datastates {
+
+/// A file to write: `table_offset` bytes of stream, then the table of its blocks' checksums.
+struct SaveFile {
+    /// Throws std::invalid_argument if the arguments make no file.
+    SaveFile(std::string file_path, std::uint64_t offset, const Transfer& transfer);
+
+    std::string path;
+    std::uint64_t table_offset = 0;
+    std::shared_ptr<const StreamContent> content;
+
+    [[nodiscard]] std::uint64_t nbytes() const;
+};
+
+/// Throws std::invalid_argument for a path that is named twice.
+void check_distinct(const std::vector<std::string>& paths);
+
+/// Size of a file, its checksum table included.
+std::uint64_t file_bytes(std::uint64_t table_offset);
+
+/// Where a job's files go.
+struct Placement {
+    std::vector<std::string> paths;             ///< one per file, in the files' order
+    std::vector<std::string> sync_directories;  ///< synced in this order, when all files are
+};
+
+/// One segment of one file of a job.
+struct Unit {
+    std::size_t file = 0;
+    std::uint64_t segment = 0;
+};
+
+/// A unit that has been read and may be written.
+struct ReadUnit {
+    Unit unit;
+    Lease memory;
+};
+
+/// A unit of which devices have some bytes: what they have to copy, by device.
+struct DeviceRead {
+    ReadUnit read;
+    std::map<int, DeviceWork> work;
+};
+
+class SaveJob {
+  public:
+    /// Without `sync_directories`, the job is unplaced: it is read, but its files' paths are only
+    /// names for faults, and what is read waits for `place`.
+    SaveJob(const std::vector<SaveFile>& files,
+            std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
+            std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences = {});
+
+    // --- for the handle -------------------------------------------------------------------
+
+    /// Until all regions of `group` have been read, or the job has failed and reads no more.
+    bool wait_read(Group group, Clock::time_point deadline);
+    /// Until all regions of `group` have been read, or will have been before what `events` say; or
+    /// the job has failed and reads no more.
+    bool wait_queued(Group group, Clock::time_point deadline);
+    /// After `wait_queued`: what streams that change the group have to wait for; nothing if all is
+    /// read.
+    [[nodiscard]] Fences events(Group group) const;
+    /// Until durable, or failed and no thread is at work on it any more, but for those that were
+    /// given up.
+    bool wait(Clock::time_point deadline);
+    /// Until no thread reads the job's sources. Only after a failure, or when all is read.
+    void wait_not_reading();
+
+    [[nodiscard]] bool all_read() const;
+    [[nodiscard]] bool done() const;
+    [[nodiscard]] MaybeFault fault() const;
+    [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
+    [[nodiscard]] std::uint64_t bytes_written() const { return bytes_written_; }
+    [[nodiscard]] bool direct() const;
+    [[nodiscard]] double read_seconds() const;
+    [[nodiscard]] double total_seconds() const;
+
+    // --- for the pipeline -------------------------------------------------------------------
+
+    [[nodiscard]] std::uint64_t order() const { return order_; }
+    [[nodiscard]] const std::shared_ptr<Window>& window() const { return window_; }
+    [[nodiscard]] std::size_t file_count() const { return files_.size(); }
+    [[nodiscard]] bool failed() const { return failed_; }
+    [[nodiscard]] bool placed() const { return placed_; }
+
+    /// Says where the files go; the caller opens them, and writes what was read until now: it is
+    /// returned in the order in which it was read, and nothing if the job has failed. Throws
+    /// std::invalid_argument if `placement` is not one of this job's files, or not the first.
+    std::optional<std::vector<ReadUnit>> place(Placement placement);
+
+    struct Taken {
+        Unit unit;
+        bool last = false;
+    };
+    /// The next unit in file order, which the caller must read; none if the job has failed.
+    std::optional<Taken> take_unit();
+
+    struct Gathered {
+        std::optional<ReadUnit> writable;
+        std::optional<DeviceRead> unread;  ///< the caller has it read, and calls `end_read`
+        MaybeFault fault;                  ///< the job has not failed yet: the caller makes it
+    };
+    /// Gathers a taken unit into `memory`, and reports it. Returns what may be written now, if any:
+    /// the file's last segment waits here for the checksums of those before it, and all others for
+    /// `place`.
+    Gathered read(const Unit& unit, Lease memory);
+
+    /// What copies by devices come after. For who has a unit to enqueue.
+    [[nodiscard]] const Fences& fences() const { return fences_; }
+    /// Reports that a device will have read these when `event` comes (null: it will not).
+    void queued(int device, const std::vector<GroupBytes>& groups,
+                const std::shared_ptr<DeviceEvent>& event);
+    /// Reports that devices have read their part, or `failed`. Returns what may be written now, as
+    /// `read` does.
+    std::optional<ReadUnit> end_read(DeviceRead read, bool failed);
+
+    MaybeFault open_file(std::size_t file) { return files_[file]->output.ensure_open(); }
+
+    /// Sums a unit's blocks. Returns the file's last segment if that was all it waited for.
+    std::optional<ReadUnit> sum(const ReadUnit& read);
+
+    /// Writes a summed unit; with the file's last segment, the checksum table.
+    MaybeFault write(const ReadUnit& read);
+
+    /// Reports a written unit. True if it was the file's last.
+    bool unit_written(std::size_t file);
+
+    MaybeFault finish_file(std::size_t file) { return files_[file]->output.finish(); }
+    /// Reports a durable file. True if it was the job's last.
+    bool file_finished();
+    /// Makes the directories' entries durable.
+    MaybeFault sync_directories();
+    /// Reports that everything is durable.
+    void succeed();
+
+    /// The first fault wins. Returns whether it was this one; what waits to be written is dropped.
+    bool fail(Fault fault);
+
+    /// A file operation never returns: `fault` is why a job ends that was cancelled or shut down,
+    /// and its files are not closed any more. The caller fails it.
+    void give_up(Fault fault);
+
+    /// A pin never goes: the thread that has it was given up.
+    void lose_pin();
+
+    /// Keeps the job at work: a failed job is done when the last pin goes. Every queue entry and
+    /// every thread that touches the job's files or sources has one.
+    class Pin;
+
+  private:
+    struct File {
+        File(const SaveFile& file, const std::shared_ptr<FileOps>& ops);
+
+        SaveFile spec;
+        OutputFile output;
+        std::vector<std::uint32_t>
+            checksums;               // each written by one thread, before `unsummed` drops
+        std::uint64_t segments = 0;  // that pass through the cache: up to the last
+        std::uint64_t unsummed = 0;  // segments before the last whose sums are missing
+        std::uint64_t unwritten = 0;
+        Lease last;  // the last segment, read, while it waits for `unsummed`
+    };
+
+    using Events = std::map<std::pair<Group, int>, std::shared_ptr<DeviceEvent>>;  // the last ones
+
+    /// What nobody waits for any more. To be destroyed without the lock: that calls the driver,
+    /// which may keep its callers waiting.
+    struct Passed {
+        Events events;
+        Fences fences;
+    };
+
+    [[nodiscard]] bool is_last(const Unit& unit) const;
+    MaybeFault gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
+                      std::map<int, DeviceWork>& work);
+    MaybeFault write_table(File& file, std::byte* memory);
+    std::optional<ReadUnit> hand_out(ReadUnit read);                         // mutex_ held
+    void count_read(const std::vector<GroupBytes>& groups, Passed& passed);  // mutex_ held
+    void unpin();
+
+    const std::uint64_t order_;
+    const std::shared_ptr<Window> window_;
+    const std::shared_ptr<FileOps> ops_;
+    Fences fences_;                         // until all is read
+    std::vector<std::string> directories_;  // like all paths: once placed, never changed
+    std::vector<std::unique_ptr<File>> files_;
+    const Clock::time_point submitted_;
+
+    std::atomic<bool> failed_ = false;
+    std::atomic<bool> placed_;  // set with mutex_ held
+    std::atomic<std::uint64_t> bytes_read_ = 0;
+    std::atomic<std::uint64_t> bytes_written_ = 0;
+
+    mutable std::mutex mutex_;         // guards what follows, and the counts and `last` of File
+    std::condition_variable changed_;  // any of it; waiters are the handle's methods only
+    Unit next_;                        // not yet taken
+    std::vector<ReadUnit> parked_;     // read, while the job is unplaced
+    std::unordered_map<Group, std::uint64_t> unread_;    // bytes per group
+    std::unordered_map<Group, std::uint64_t> unqueued_;  // bytes per group, neither read nor queued
+    Events events_;
+    std::uint64_t unread_total_ = 0;
+    std::size_t reading_ = 0;  // units whose sources threads or devices read now
+    std::size_t unfinished_files_ = 0;
+    std::size_t pins_ = 0;
+    MaybeFault fault_;
+    bool ending_ = false;  // it has failed and its last pin went; a late one does not count
+    bool done_ = false;
+    Clock::time_point read_at_;
+    Clock::time_point durable_at_;
+};
+
+class SaveJob::Pin {
+  public:
+    Pin() = default;  ///< of no job
+    explicit Pin(std::shared_ptr<SaveJob> job);
+    Pin(const Pin&) = delete;
+    Pin& operator=(const Pin&) = delete;
+    Pin(Pin&& other) noexcept = default;
+    Pin& operator=(Pin&& other) noexcept;
+    ~Pin() { release(); }
+
+    [[nodiscard]] const std::shared_ptr<SaveJob>& job() const { return job_; }
+    SaveJob* operator->() const { return job_.get(); }
+
+  private:
+    void release();
+
+    std::shared_ptr<SaveJob> job_;
+};
+
+}  // namespace datastates

@@ -1,0 +1,424 @@
+#include "pipeline/save_pipeline.h"
+
+#include <algorithm>
+#include <exception>
+#include <new>
+#include <string>
+#include <system_error>
+#include <utility>
+
+namespace datastates {
+namespace {
+
+Fault no_thread(const std::system_error& error) {
+    return {.kind = FaultKind::kIo,
+            .error = error.code().value(),
+            .path = {},
+            .operation = "starting a thread",
+            .detail = {}};
+}
+
+}  // namespace
+
+SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
+                           std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
+                           std::size_t flush_threads)
+    : cache_(std::move(cache)),
+      devices_(std::move(devices)),
+      copy_threads_(copy_threads),
+      flush_threads_(flush_threads),
+      threads_(std::move(ops)) {}
+
+bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
+    job->window()->attach(weak_from_this());
+    {
+        const std::scoped_lock lock(mutex_);
+        if (stopping_) return false;
+        start_threads();
+        std::erase_if(jobs_, [](const auto& weak) { return weak.expired(); });
+        jobs_.push_back(job);
+        // Opened ahead of the first read, so that a full disk is found before anything is copied.
+        if (job->placed()) queue_opening(job);
+        if (job->file_count() > 0) {
+            const auto place = std::ranges::upper_bound(unread_jobs_, job->order(), {},
+                                                        [](const auto& j) { return j->order(); });
+            unread_jobs_.insert(place, job);
+        }
+    }
+    tasks_changed_.notify_all();
+    wake_copy_threads();
+    return true;
+}
+
+void SavePipeline::queue_opening(const std::shared_ptr<SaveJob>& job) {
+    for (std::size_t file = 0; file < job->file_count(); ++file) {
+        tasks_.push_back({.job = SaveJob::Pin(job), .open = file, .write = std::nullopt});
+    }
+    if (job->file_count() == 0) {
+        tasks_.push_back({.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
+    }
+}
+
+void SavePipeline::place(const std::shared_ptr<SaveJob>& job, Placement placement) {
+    try {
+        // Held until all is queued: what is read from now on comes behind what is parked.
+        const std::scoped_lock lock(mutex_);
+        auto parked = job->place(std::move(placement));
+        if (!parked) return;
+        queue_opening(job);
+        for (ReadUnit& read : *parked) {
+            tasks_.push_back(
+                {.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::move(read)});
+        }
+    } catch (const std::bad_alloc&) {
+        fail(job, out_of_memory("place"));  // if it is placed already, in part
+        return;
+    }
+    tasks_changed_.notify_all();
+    wake_copy_threads();
+}
+
+void SavePipeline::start_threads() {
+    const auto self = shared_from_this();
+    for (std::size_t i = threads_.size(); i < copy_threads_ + flush_threads_; ++i) {
+        if (i < copy_threads_) {
+            threads_.start("ds-copy-" + std::to_string(i),
+                           [self](Thread& thread) { self->copy_loop(thread); });
+        } else {
+            threads_.start("ds-flush-" + std::to_string(i - copy_threads_),
+                           [self](Thread& thread) { self->flush_loop(thread); });
+        }
+    }
+}
+
+void SavePipeline::wake_copy_threads() {
+    {
+        const std::scoped_lock lock(mutex_);  // or a thread about to wait would miss it
+        jobs_changed_.notify_all();
+    }
+    // Threads that wait for segments on behalf of a newer job look again.
+    cache_->interrupt();
+}
+
+void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept {
+    SaveJob::Pin until_dropped(job);
+    if (!job->fail(std::move(fault))) return;
+    std::list<Task> end;
+    std::list<Task> dropped;
+    try {
+        end.push_back({.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
+    } catch (const std::bad_alloc&) {  // then it ends here
+        end.clear();
+    }
+    {
+        const std::scoped_lock lock(mutex_);
+        std::erase(unread_jobs_, job);
+        for (auto next = tasks_.begin(); next != tasks_.end();) {
+            const auto task = next++;
+            if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
+        }
+    }
+    dropped.clear();
+    // By a flush thread, not here: closing its files may take a while, or for ever. So its pin is
+    // the last that is left of this.
+    if (!end.empty()) until_dropped = {};
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!ended_) tasks_.splice(tasks_.begin(), end);
+    }
+    tasks_changed_.notify_all();
+    wake_copy_threads();
+}
+
+/// When no more are taken.
+template <typename Function>
+void SavePipeline::for_all_jobs(const Function& function) {
+    for (std::size_t i = 0;; ++i) {
+        std::shared_ptr<SaveJob> job;
+        {
+            const std::scoped_lock lock(mutex_);
+            if (i == jobs_.size()) return;
+            job = jobs_[i].lock();
+        }
+        if (job) function(job);
+    }
+}
+
+void SavePipeline::give_up_stuck() {
+    auto losses = threads_.give_up_stuck();
+    if (losses.empty()) return;
+    {
+        const std::scoped_lock lock(mutex_);
+        stopping_ = true;
+        all_failed_ = true;
+        ended_ = true;
+        jobs_changed_.notify_all();
+        tasks_changed_.notify_all();
+    }
+    const Fault first = copy_of(losses.front().fault);
+    for (auto& [job, fault] : losses) {
+        if (!job) continue;
+        job->give_up(copy_of(fault));
+        fail(job, std::move(fault));
+    }
+    for_all_jobs([&](const auto& job) {
+        job->give_up(copy_of(first));
+        fail(job, copy_of(first));
+    });
+    for (const auto& loss : losses) {
+        if (loss.job) loss.job->lose_pin();
+    }
+    drop_tasks();
+}
+
+void SavePipeline::drop_tasks() {
+    std::list<Task> left;  // destroyed after the lock
+    const std::scoped_lock lock(mutex_);
+    left.swap(tasks_);
+}
+
+void SavePipeline::shutdown() {
+    {
+        const std::scoped_lock lock(mutex_);
+        stopping_ = true;
+        jobs_changed_.notify_all();
+    }
+    for_all_jobs([this](const auto& job) { fail(job, shut_down()); });
+    cache_->interrupt();
+    {
+        const std::scoped_lock lock(mutex_);
+        all_failed_ = true;
+        tasks_changed_.notify_all();
+    }
+    threads_.join([this] { give_up_stuck(); });
+    {
+        const std::scoped_lock lock(mutex_);
+        ended_ = true;
+    }
+    drop_tasks();
+}
+
+// --- copy threads ------------------------------------------------------------------------------
+
+void SavePipeline::copy_loop(Thread& self) {
+    while (true) {
+        self.works_on({});
+        const std::uint64_t epoch = cache_->epoch();
+        const auto next = wait_for_open_job();
+        if (!next) return;
+        Lease memory = acquire_segment(next, epoch);
+        if (!memory) continue;  // something changed: an older job may have become readable
+        auto reading = take_unit();
+        if (!reading) continue;
+        const auto& [job, taken] = *reading;
+        self.works_on(job.job());
+        if (taken.last) wake_copy_threads();  // a newer job may be read now
+        try {
+            proceed(job, job->read(taken.unit, std::move(memory)));
+        } catch (const std::exception&) {
+            fail(job.job(), out_of_memory("copy"));
+        }
+    }
+}
+
+Lease SavePipeline::acquire_segment(const std::shared_ptr<SaveJob>& job, std::uint64_t epoch) {
+    try {
+        if (cache_->is_lost(Share::kSave)) {
+            fail(job, cache_lost());
+            return {};
+        }
+        return cache_->acquire(Share::kSave, job->order(), epoch);
+    } catch (const std::bad_alloc&) {
+        fail(job, out_of_memory("copy"));
+        return {};
+    }
+}
+
+void SavePipeline::proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered) {
+    if (gathered.fault) fail(job.job(), std::move(*gathered.fault));
+    if (gathered.unread) read_on_devices(job, std::move(*gathered.unread));
+    write_later(job, std::move(gathered.writable));
+}
+
+void SavePipeline::write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read) {
+    if (!read) return;
+    enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)});
+}
+
+/// A unit that devices read. The last of them to be done ends the reading.
+struct SavePipeline::DevicesReading {
+    SaveJob::Pin job;
+    DeviceRead unread;
+    std::mutex mutex;  // guards what follows
+    std::size_t left = 0;
+    bool failed = false;
+    bool finished = true;
+};
+
+void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
+    if (auto fault = devices_->await_pinned(read.read.memory.data(), kSegmentBytes)) {
+        fail(job.job(), std::move(*fault));
+        job->end_read(std::move(read), true);
+        return;
+    }
+    std::shared_ptr<DevicesReading> reading;
+    try {
+        reading = std::make_shared<DevicesReading>();
+        reading->job = SaveJob::Pin(job.job());
+    } catch (...) {
+        job->end_read(std::move(read), true);
+        throw;
+    }
+    reading->unread = std::move(read);
+    reading->left =
+        reading->unread.work.size() + 1;  // one of them this thread, which reads the list
+    for (const auto& [device, work] : reading->unread.work) {
+        try {
+            read_on_device(reading, device, work);
+        } catch (const std::system_error& error) {  // the lane's thread; nothing was enqueued
+            device_done(reading, {.fault = no_thread(error), .finished = true});
+        } catch (const std::exception&) {
+            device_done(reading, {.fault = out_of_memory("copy"), .finished = true});
+        }
+    }
+    device_done(reading, {});
+}
+
+void SavePipeline::read_on_device(const std::shared_ptr<DevicesReading>& reading, int device,
+                                  const DeviceWork& work) {
+    SaveJob& job = *reading->job.job();
+    devices_->lane(device)->read(
+        work.copies, job.fences(),
+        [&](const auto& event) { job.queued(device, work.groups, event); },
+        [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
+            self->device_done(reading, std::move(outcome));
+        });
+}
+
+void SavePipeline::device_done(const std::shared_ptr<DevicesReading>& reading,
+                               DeviceLane::Outcome outcome) {
+    bool failed = outcome.fault.has_value();
+    if (failed) fail(reading->job.job(), std::move(*outcome.fault));
+    {
+        const std::scoped_lock lock(reading->mutex);
+        reading->failed = reading->failed || failed;
+        reading->finished = reading->finished && outcome.finished;
+        if (--reading->left > 0) return;
+        failed = reading->failed;
+    }
+    if (!reading->finished) reading->unread.read.memory.abandon();
+    const SaveJob::Pin job = std::move(reading->job);
+    try {
+        write_later(job, job->end_read(std::move(reading->unread), failed));
+    } catch (const std::exception&) {
+        fail(job.job(), out_of_memory("copy"));
+    }
+}
+
+bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
+    return job->placed() || job == unread_jobs_.front();
+}
+
+std::shared_ptr<SaveJob> SavePipeline::wait_for_open_job() {
+    std::unique_lock lock(mutex_);
+    while (!stopping_) {
+        const auto open = std::ranges::find_if(unread_jobs_, [this](const auto& job) {
+            return may_read(job) && job->window()->is_open();
+        });
+        if (open != unread_jobs_.end()) return *open;
+        if (unread_jobs_.empty()) {
+            jobs_changed_.wait(lock);
+        } else {
+            auto next = Clock::time_point::max();
+            for (const auto& job : unread_jobs_) {
+                if (may_read(job)) next = std::min(next, job->window()->opened_at());
+            }
+            jobs_changed_.wait_until(lock, next);
+        }
+    }
+    return nullptr;
+}
+
+std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
+    const std::scoped_lock lock(mutex_);
+    for (auto next = unread_jobs_.begin(); next != unread_jobs_.end(); ++next) {
+        if (!may_read(*next) || !(*next)->window()->is_open()) continue;
+        SaveJob::Pin pin(*next);
+        const auto taken = pin->take_unit();
+        if (!taken) continue;  // it has failed, and is about to leave the list
+        if (taken->last) unread_jobs_.erase(next);
+        return Reading{.job = std::move(pin), .taken = *taken};
+    }
+    return std::nullopt;
+}
+
+// --- flush threads -----------------------------------------------------------------------------
+
+void SavePipeline::flush_loop(Thread& self) {
+    while (auto task = next_task()) {
+        self.works_on(task->job.job());
+        try {
+            run(*task);
+        } catch (const std::exception&) {
+            fail(task->job.job(), out_of_memory("write"));
+        }
+    }
+}
+
+std::optional<SavePipeline::Task> SavePipeline::next_task() {
+    std::unique_lock lock(mutex_);
+    tasks_changed_.wait(lock, [&] { return all_failed_ || !tasks_.empty(); });
+    if (tasks_.empty()) return std::nullopt;
+    Task task = std::move(tasks_.front());
+    tasks_.pop_front();
+    return task;
+}
+
+void SavePipeline::enqueue(Task task) {
+    {
+        const std::scoped_lock lock(mutex_);
+        // Nobody would take it: lanes call this when the threads are gone, too. Dropped, it keeps
+        // no job from its end, and all have failed by now.
+        if (ended_) return;
+        tasks_.push_back(std::move(task));
+    }
+    tasks_changed_.notify_one();
+}
+
+void SavePipeline::run(Task& task) {
+    if (task.job->failed()) return;
+    if (task.open) {
+        if (auto fault = task.job->open_file(*task.open)) fail(task.job.job(), std::move(*fault));
+    } else if (task.write) {
+        write(task.job, std::move(*task.write));
+    } else {
+        finish_job(task.job);
+    }
+}
+
+void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
+    const std::size_t file = read.unit.file;
+    if (auto last = job->sum(read)) {
+        enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
+    }
+    auto fault = job->open_file(file);
+    if (!fault) fault = job->write(read);
+    read.memory.release();
+    if (!fault && job->unit_written(file) && !job->failed()) {
+        fault = job->finish_file(file);
+        if (!fault && job->file_finished()) finish_job(job);
+    }
+    if (fault) fail(job.job(), std::move(*fault));
+}
+
+void SavePipeline::finish_job(const SaveJob::Pin& job) {
+    if (job->failed()) return;
+    auto fault = job->sync_directories();
+    if (fault) {
+        fail(job.job(), std::move(*fault));
+    } else {
+        job->succeed();
+    }
+}
+
+}  // namespace datastates

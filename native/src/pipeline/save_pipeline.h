@@ -1,0 +1,137 @@
+// The threads that save: copy threads read sources into segments, flush threads write them out.
+//
+//     sources ─► copy threads ─► queue ─► flush threads (checksum, write, fdatasync) ─► done
+//     on devices ─► copy threads enqueue ─► lane ─┘
+//
+// What devices have is copied by them: a copy thread only tells them to, and the device's lane sees
+// when it is done.
+//
+// The queue is bounded by the cache, as every entry that waits in it for long holds a segment. Copy
+// threads wait for jobs with an open window, and for segments; flush threads wait for entries, and
+// never for segments: so what is read is always written, whatever else waits.
+//
+// A job may be unplaced: it is not known yet where its files go. It is read all the same, but what
+// is read is parked with the job, and holds its segments, until `place` moves it to the queue. The
+// oldest job goes on nevertheless:
+//   - An unplaced job is read only when no unit of an older job is left to take, open windows or
+//     not: what is parked never keeps segments from an older job.
+//   - Callers submit an unplaced job only after all older ones, and place it without waiting for
+//     its own reads (it may be larger than the cache) or for anything of a newer save: a job, or a
+//     slab. They may wait for older saves.
+// Newer jobs, placed or not, and newer slabs may have to wait for segments until `place`, or until
+// the job has failed: which it does at the latest when its handle is dropped.
+
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "device/devices.h"
+#include "files/abandonable_file_ops.h"
+#include "memory/host_cache.h"
+#include "pipeline/crew.h"
+#include "pipeline/save_job.h"
+#include "pipeline/window.h"
+
+namespace datastates {
+
+class SavePipeline : public WindowListener, public std::enable_shared_from_this<SavePipeline> {
+  public:
+    SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
+                 std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
+                 std::size_t flush_threads);
+    SavePipeline(const SavePipeline&) = delete;
+    SavePipeline& operator=(const SavePipeline&) = delete;
+    SavePipeline(SavePipeline&&) = delete;
+    SavePipeline& operator=(SavePipeline&&) = delete;
+    ~SavePipeline() override = default;  // threads keep it alive: `shutdown` ends them
+
+    /// Starts the threads with the first job. False after `shutdown`.
+    bool submit(const std::shared_ptr<SaveJob>& job);
+
+    /// Begins to write an unplaced job; nothing if it has failed. Returns at once. Throws what
+    /// SaveJob::place throws.
+    void place(const std::shared_ptr<SaveJob>& job, Placement placement);
+
+    /// Fails `job` and drops what is queued or parked of it. Returns at once.
+    void fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept;
+
+    /// Gives up threads in file operations that patience is over for; if there are some, takes no
+    /// jobs any more and fails all that there are: the others would only wait for what those hold.
+    /// One call of this or `shutdown` at a time.
+    void give_up_stuck();
+
+    /// Fails all jobs with a shutdown fault and joins the threads, but for those that it gives up.
+    /// One call at a time.
+    void shutdown();
+
+    void window_opened() override { wake_copy_threads(); }
+
+  private:
+    /// What a flush thread does next: open a file, write a unit, or (neither) sync the directories
+    /// of a job that has no files, or let a failed job end.
+    struct Task {
+        SaveJob::Pin job;
+        std::optional<std::size_t> open;
+        std::optional<ReadUnit> write;
+    };
+
+    struct Reading {
+        SaveJob::Pin job;
+        SaveJob::Taken taken;
+    };
+
+    void start_threads();
+    template <typename Function>
+    void for_all_jobs(const Function& function);
+    void drop_tasks();
+    void queue_opening(const std::shared_ptr<SaveJob>& job);
+    void wake_copy_threads();
+
+    using Thread = Crew<SaveJob>::Member;
+
+    void copy_loop(Thread& self);
+    [[nodiscard]] bool may_read(const std::shared_ptr<SaveJob>& job) const;
+    std::shared_ptr<SaveJob> wait_for_open_job();
+    Lease acquire_segment(const std::shared_ptr<SaveJob>& job, std::uint64_t epoch);
+    std::optional<Reading> take_unit();
+    void proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered);
+    void write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read);
+    struct DevicesReading;
+    void read_on_devices(const SaveJob::Pin& job, DeviceRead read);
+    void read_on_device(const std::shared_ptr<DevicesReading>& reading, int device,
+                        const DeviceWork& work);
+    void device_done(const std::shared_ptr<DevicesReading>& reading, DeviceLane::Outcome outcome);
+
+    void flush_loop(Thread& self);
+    std::optional<Task> next_task();
+    void enqueue(Task task);
+    void run(Task& task);
+    void write(const SaveJob::Pin& job, ReadUnit read);
+    void finish_job(const SaveJob::Pin& job);
+
+    const std::shared_ptr<HostCache> cache_;
+    const std::shared_ptr<Devices> devices_;
+    const std::size_t copy_threads_;
+    const std::size_t flush_threads_;
+
+    std::mutex mutex_;  // guards what follows; taken before a job's
+    std::condition_variable
+        jobs_changed_;  // copy threads: unread_jobs_, windows, places, stopping_
+    std::condition_variable tasks_changed_;              // flush threads: tasks_, all_failed_
+    std::vector<std::shared_ptr<SaveJob>> unread_jobs_;  // units left to take; by order, arrival
+    std::list<Task> tasks_;                              // a list, which is cut without fail
+    std::vector<std::weak_ptr<SaveJob>> jobs_;           // all that may be in flight
+    bool stopping_ = false;                              // copy threads end
+    bool all_failed_ = false;                            // flush threads end when no tasks are left
+    bool ended_ = false;                                 // no thread takes tasks any more
+    Crew<SaveJob> threads_;  // joined by `shutdown`; has its own lock, taken after mutex_
+};
+
+}  // namespace datastates

@@ -1,0 +1,95 @@
+// The engine's objects as Python holds them: safe in a forked child, and alive with what they need.
+
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/fork_guard.h"
+#include "memory/host_cache.h"
+#include "pipeline/engine.h"
+#include "pipeline/restore_job.h"
+#include "pipeline/window.h"
+#include "python/python_gil.h"
+
+namespace datastates {
+
+struct PyWindow {
+    explicit PyWindow(std::shared_ptr<Window> made) : window(std::move(made)) {}
+
+    ProcessBound<Window> window;
+};
+
+struct PySlab {
+    PySlab(std::shared_ptr<Lease> granted, std::uint64_t size)
+        : data(granted->data()), nbytes(size), lease(std::move(granted)) {}
+
+    std::byte* data;
+    std::uint64_t nbytes;
+    ProcessBound<Lease> lease;
+};
+
+struct PyDeviceEvent {
+    explicit PyDeviceEvent(std::shared_ptr<DeviceEvent> recorded)
+        : device(recorded->device()->number()), event(std::move(recorded)) {}
+
+    int device;
+    ProcessBound<DeviceEvent> event;
+    MaybeFault fault;  ///< the first of its waits; with the GIL
+};
+
+using PyFences = std::vector<const PyDeviceEvent*>;
+
+/// The events, or RuntimeError in a forked child.
+Fences to_fences(const PyFences& events);
+
+struct RestorePlan {
+    std::vector<RestoreFile> files;
+};
+
+/// A job's handle, and the Python object that keeps its memory alive: in this order, the handle
+/// goes first, and the memory once no thread touches it.
+template <typename Handle>
+struct PyJob {
+    PyJob(std::shared_ptr<Handle> job, pybind11::object memory)
+        : keepalive(std::move(memory)), handle(std::move(job)) {}
+    PyJob(const PyJob&) = delete;
+    PyJob& operator=(const PyJob&) = delete;
+    PyJob(PyJob&&) = delete;
+    PyJob& operator=(PyJob&&) = delete;
+    // Of what may throw there, only memory can be missing, and nothing could be done about it.
+    ~PyJob() { drop_handle(); }  // NOLINT(bugprone-exception-escape)
+
+    /// Waits for copies under way, without the GIL. Idempotent.
+    void drop_handle() {
+        auto dropped = handle.take();  // with the GIL: a finalizer may have made others see the job
+        const GilRelease release;
+        dropped.reset();
+    }
+
+    pybind11::object keepalive;
+    ProcessBound<Handle> handle;
+};
+
+using PySaveJob = PyJob<SaveHandle>;
+using PyRestoreJob = PyJob<RestoreHandle>;
+
+struct PyEngine {
+    ProcessBound<Engine> engine;
+
+    explicit PyEngine(std::shared_ptr<Engine> made) : engine(std::move(made)) {}
+    PyEngine(const PyEngine&) = delete;
+    PyEngine& operator=(const PyEngine&) = delete;
+    PyEngine(PyEngine&&) = delete;
+    PyEngine& operator=(PyEngine&&) = delete;
+    ~PyEngine() {                  // NOLINT(bugprone-exception-escape): as above
+        const GilRelease release;  // it joins threads
+        engine.reset();
+    }
+};
+
+}  // namespace datastates
