@@ -416,7 +416,7 @@ class Engine:
         there is an event.
         """
     def limit_patience(self) -> None:
-        """The process is about to end: whoever waits for a device that hangs gives up in time from now on."""
+        """The process is about to end: waits for a device that hangs end in time from now on."""
     def limit_file_patience(self) -> None:
         """Nothing more is to be waited for: from now on, a thread in a file operation that has not returned for
         10 s is given up. Its job fails with an ``io`` fault that names the path and the operation (``errno`` is

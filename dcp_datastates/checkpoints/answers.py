@@ -70,7 +70,7 @@ def from_first_rank(
         return compute()
     name = f"dcp_datastates/{purpose}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     key = str(_count(name))
-    # A clone has a connection of its own: waiting on it keeps nobody else from the store.
+    # A clone has a connection of its own: waiting on it keeps no other thread from the store.
     job_store: Any = distributed_c10d._get_default_store()
     store: Any = PrefixStore(name, job_store.clone())
     if dist.get_rank() == ranks[0]:

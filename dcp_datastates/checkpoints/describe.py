@@ -346,7 +346,7 @@ def _listed(found: Found) -> Listed:
 
 
 def _other(path: Path) -> Listed | None:
-    """A save that is not committed, or somebody else's checkpoint; None for any other directory."""
+    """A save that is not committed, or another program's checkpoint; None for any other directory."""
     claimed = attempts.present(path)
     if (path / local.METADATA_NAME).exists():
         try:

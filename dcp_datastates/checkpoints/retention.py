@@ -156,7 +156,7 @@ def _delete(victim: Found, dry_run: bool) -> bool:
 
 
 def _finish_deleting(path: Path, good: list[Found], dry_run: bool) -> bool:
-    """Remove what a deletion that was cut off has left: attempts that nobody holds or will need."""
+    """Remove what a deletion that was cut off has left: attempts that no process holds or will need."""
     if path.is_symlink() or os.path.lexists(path / local.METADATA_NAME):
         return False
     claimed = attempts.present(path)

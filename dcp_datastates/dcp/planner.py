@@ -151,7 +151,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             self._flat = True
             return
         self._given = state_dict
-        # Not flattened, a nested dict is an object, and its tensors are nobody's but its own.
+        # Not flattened, a nested dict is an object, and its tensors belong to it alone.
         if self._caches and self.flatten_state_dict:
             self._fingerprint = session.fingerprint
             if self._fingerprint is not None:

@@ -220,7 +220,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def wait(self) -> None:
         """Block until the outcome of every save of this writer is known; starts their reads now.
 
-        With ``commit="background"``, raises what a save failed with whose outcome nobody has asked for.
+        With ``commit="background"``, raises what a save failed with, if its outcome was not asked for.
         """
         step_gate.open_windows()
         end_here(asynchronous=False)
@@ -678,7 +678,7 @@ def _done() -> Future[None]:
 
 
 def _is_told(save: Save) -> bool:
-    """Whether nobody needs to be told about the save any more."""
+    """Whether the save's outcome is known, and was told if it must be."""
     return save.over and (
         not save.background or save.committed.asked or save.committed.peek() is None
     )

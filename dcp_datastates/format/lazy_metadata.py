@@ -2,7 +2,7 @@
 
 DCP broadcasts the ``Metadata`` of a checkpoint to all ranks at the end of every save, for callers of
 ``dcp.save`` that look at what it returns. Unpickling those of a large job takes every rank seconds, with the GIL
-held. These read themselves from the ``.metadata`` file when somebody looks.
+held. These read themselves from the ``.metadata`` file at the first look.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read as if somebody had made it to do harm.
+"""The header of a safetensors file, read as if it was made to do harm.
 
 A load does not need it (the metadata say where everything is); tools do. The format is that of
 safetensors: a length (u64), JSON of that length, data; and the same rules hold as in its own reader, so that

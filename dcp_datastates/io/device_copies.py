@@ -1,4 +1,4 @@
-"""Copies that devices make by themselves, into memory that may be somebody else's when they are done."""
+"""Copies that devices make by themselves, into memory that may have another owner when they are done."""
 
 from __future__ import annotations
 

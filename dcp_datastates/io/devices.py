@@ -54,7 +54,7 @@ class Accelerator(Protocol):
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a contiguous copy that the calling thread's current stream makes.
 
-        Whoever gets the copy's memory next gets it in the order of that stream.
+        The next owner of the copy's memory gets it in the order of that stream.
         """
 
     def mark(self, devices: Iterable[int]) -> list[Any]:

@@ -1,7 +1,8 @@
 """Sharing out what several ranks hold, so that all of them write the same number of bytes.
 
-Chunks that are too small to be cut go whole to whoever has least; then those that are left level it out. They are laid
-in one line, and the line is cut at the holders' quotas: n holders need n - 1 cuts, however many tensors there are.
+Chunks that are too small to be cut go whole to the rank that has least; then those that are left level it out. They
+are laid in one line, and the line is cut at the holders' quotas: n holders need n - 1 cuts, however many tensors there
+are.
 """
 
 from __future__ import annotations

@@ -300,7 +300,7 @@ def check_shared(folder: Path, rank: int) -> None:
     """Raise :class:`ConfigurationError` unless this rank sees the directory that the coordinator made.
 
     It is made once more, and must be there: that asks the server of a network file system, which a look does not, for
-    half a minute after somebody has looked for it in vain.
+    half a minute after a process has looked for it in vain.
     """
     made = local.make_directories(folder, "share")
     if not made:

@@ -169,7 +169,7 @@ class Snapshot:
         failure = self._end.setdefault(None, _without_traceback(error))
         if failure is None:
             return
-        # Whoever starts a job looks for a failure after that, so here or there it is stopped.
+        # A thread that starts a job looks for a failure after that, so here or there it is stopped.
         for job in (self._foreseen, self._job):
             if job is not None:
                 _stop(job)
@@ -231,7 +231,7 @@ class Snapshot:
 
     def release_memory(self, storage: torch.UntypedStorage) -> None:
         """Return when nothing reads the memory of ``storage``, as :meth:`release_for` does. That of a device is
-        nobody's once it is freed, so its copies must be done.
+        not the tensor's once it is freed, so its copies must be done.
         """
         self._release(
             [
@@ -358,7 +358,7 @@ class Snapshot:
         return capture.materialize()
 
     def group_of(self, address: int, nbytes: int) -> int:
-        """The group whose gate covers these bytes; ``STABLE`` for copies that nobody changes."""
+        """The group whose gate covers these bytes; ``STABLE`` for copies, which do not change."""
         return self._regions.group_of(address, nbytes) if self._regions is not None else STABLE
 
     def hand_over(

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 STABLE: Final = 0
-"""Group of memory that nobody changes: copies made at capture, serialized objects."""
+"""Group of memory that does not change: copies made at capture, serialized objects."""
 
 UNOWNED: Final = 1
 """Group of deferred tensors that no known optimizer owns (``defer="all"``)."""
@@ -147,7 +147,7 @@ class Ownership:
         for optimizer in compress(self._optimizers, announced):
             self._add(optimizer, group_of_owners)
         for optimizer in compress(self._optimizers, map(operator.not_, announced)):
-            for storage in _storages(_owned(optimizer)):  # whoever else owns it
+            for storage in _storages(_owned(optimizer)):  # which others may own, too
                 self._group_of_storage.pop(storage, None)
                 self._unannounced.add(storage)
 
@@ -168,7 +168,7 @@ class Ownership:
         return group
 
     def groups(self, tensors: list[torch.Tensor]) -> list[int | None]:
-        """Each (local) tensor's group, or None if nobody owns its storage.
+        """Each (local) tensor's group, or None if no optimizer owns its storage.
 
         By columns: a call per tensor and attribute from C costs half of what it costs in a loop.
         """

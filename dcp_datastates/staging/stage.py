@@ -226,7 +226,7 @@ def capture(
                 _copy_from(engine, device, made, sizes, eager_devices)
         except BaseException:
             with contextlib.suppress(DeviceError):
-                made.copying.wait()  # the buffer is about to be somebody else's
+                made.copying.wait()  # the buffer is about to have another owner
             raise
     if devices is not None:
         made.fences = fences(engine, devices)
@@ -383,7 +383,7 @@ def _regions(
     eager: Columns, offsets: list[int], sizes: list[int], devices: list[int] | None, device: int
 ) -> tuple[Transfer, list[torch.Tensor]]:
     """The eager tensors of one device, or of the host; and those whose memory is listed, some of them made here: to be
-    kept until somebody was told to copy them.
+    kept until a device was told to copy them.
     """
     content = Transfer()
     locals_ = eager.locals

@@ -132,7 +132,7 @@ _collector = _Collector()
 
 
 def collect_ticket(deliver: Callable[[Ticket], Any] | None) -> None:
-    """Have tickets unpickled in this thread from now on call ``deliver`` (None: nobody)."""
+    """Have tickets unpickled in this thread from now on call ``deliver`` (None: no function)."""
     _collector.deliver = deliver
 
 

@@ -82,7 +82,7 @@ class Hold:
 
     @staticmethod
     def on(directory: Path) -> Hold | None:
-        """A hold on a directory that was made a moment ago; None if somebody has removed it before it was held."""
+        """A hold on a directory that was made a moment ago; None if it was removed before it was held."""
         try:
             hold = Hold(directory)
         except FileNotFoundError:
@@ -114,7 +114,7 @@ def in_flight(directory: Path) -> bool | None:
 
 @contextlib.contextmanager
 def asking(directory: Path) -> Iterator[bool | None]:
-    """:func:`in_flight`, and nobody can begin to hold it before this ends."""
+    """:func:`in_flight`, and no process can begin to hold it before this ends."""
     try:
         descriptor = _open(directory)
     except FileNotFoundError:

@@ -187,7 +187,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
             )
         if dist.is_initialized():
             return async_save(state_dict, checkpoint_id, writer=writer)
-        # Without ranks there is nobody to agree with, and DCP's own call does.
+        # Without ranks there is no other to agree with, and DCP's own call does.
         response = dcp.async_save(  # type: ignore[attr-defined]
             state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, async_stager=writer
         )
@@ -289,7 +289,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     def _close(self) -> None:
         """Wait until the outcome of every save is known, then let everything go. Idempotent.
 
-        Raises what a save failed with that nobody has asked about; while another error is on its way, logs it.
+        Raises what a save failed with that was not asked about; while another error is on its way, logs it.
         """
         if self._closed:  # torchtitan's __del__ closes again, in whichever thread collects garbage
             return

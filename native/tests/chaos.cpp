@@ -169,7 +169,7 @@ void Caller::run() {
 }
 
 std::shared_ptr<Window> Caller::random_window() {
-    // Some wait for somebody to open them.
+    // Some wait to be opened.
     const std::uint64_t milliseconds = one_in(4) ? 600'000 : random_below(random_, 20);
     return std::make_shared<Window>(in(0.001 * static_cast<double>(milliseconds)));
 }
@@ -206,7 +206,7 @@ void Caller::one_save() {
             saved.job->cancel();
             break;
         case 1:
-            saved.job.reset();     // or somebody who is meddling with it will
+            saved.job.reset();     // or a thread that is meddling with it will
             saved.window->open();  // one that had nothing to read goes on
             ++scene_.tally.dropped;
             return;
@@ -267,14 +267,14 @@ void Caller::save_what_is_gone_soon() {
     }
     job.reset();
     source.reset();
-    window->open();  // whoever had nothing to read goes on; whoever had something must not
+    window->open();  // a save with nothing to read goes on; one with something must not
     ++scene_.tally.dropped;
     std::filesystem::remove(path);  // if it exists yet
 }
 
 void Caller::settle(Saved saved) {
     SaveJob& job = *saved.job->operator->();
-    saved.window->open();                                                        // if nobody has
+    saved.window->open();  // if it is not open
     if (saved.unplaced && one_in(2)) scene_.place(*saved.job, *saved.unplaced);  // or others do
     check(job.wait_read(kEveryGroup, in(kPatience)), "all is read, or the job has failed");
     saved.slab.release();
@@ -291,7 +291,7 @@ void Caller::settle(Saved saved) {
                 break;
             case FaultKind::kDevice:
             case FaultKind::kShutdown:
-                check(scene_.stopping, "nobody shut the engine down");
+                check(scene_.stopping, "the engine was not shut down");
                 ++scene_.tally.shut_down;
                 break;
             case FaultKind::kCorrupt:

@@ -64,11 +64,11 @@ struct Sample {
     Bytes file;
 };
 
-/// An unplaced save, which its caller or somebody else places.
+/// An unplaced save, which its caller or another thread places.
 struct Unplaced {
     std::weak_ptr<SaveHandle> job;
     Placement placement;
-    std::atomic<bool> taken = false;  // by whoever places it
+    std::atomic<bool> taken = false;  // by the thread that places it
 };
 
 /// One engine, and what its callers share.

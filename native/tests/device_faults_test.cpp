@@ -339,7 +339,7 @@ void a_hanging_device_does_not_keep_a_shutdown() {
     check_equal(fake_cuda_count("violations"), 0U);
 }
 
-/// On one core, these run on whenever nobody else wants to.
+/// On one core, these run on whenever no other thread wants to.
 void starve_lanes() {
     for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task")) {
         std::string name;

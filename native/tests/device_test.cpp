@@ -74,7 +74,7 @@ bool saves_what_was_at_the_fence(std::uint64_t seed, const Meeting& how) {
     check((*save)->wait_read(kEveryGroup, in(0)));
     check_equal(fake_cuda_synchronize_all(60), 0);
     check_equal(fake_cuda_count("pageable_copies"), 0U);
-    check(tensors.image() == after, "nobody else has changed the tensors");
+    check(tensors.image() == after, "nothing else has changed the tensors");
     return read_file(directory.file("f")) == reference_file(stream_of(layout, before));
 }
 

@@ -43,7 +43,7 @@ void what_is_no_entry_is_refused() {
           "flush.write.before=error:5", "flush.write.before=error:EWHATEVER",
           "flush.write.before@=kill", "flush.write.before@x=kill", "flush.write.before@-1=kill",
           "flush.write.before@99999999999999999999=kill", "Flush=kill", "flush write=kill", " ",
-          // Of another's failpoint, too: whoever mistypes wants to know.
+          // Of another's failpoint, too: a mistyped name must be told.
           "vote.before=die", "vote.before@=kill", "vote.before=error:eio"}) {
         check_throws<std::invalid_argument>(std::string("'") + entry + "'",
                                             [&] { failpoints(entry); });

@@ -145,7 +145,7 @@ void the_legacy_stream_keeps_order_with_blocking_streams_only() {
     Entered entered(*driver.api, 0);
     check(keeps_order_with_legacy(training_stream(0, true)));
     check(!keeps_order_with_legacy(training_stream(0, false)));
-    check(!keeps_order_with_legacy(entered.stream()), "the engine's streams wait for nobody");
+    check(!keeps_order_with_legacy(entered.stream()), "the engine's streams wait for no other");
     Gate gate;  // another device's
     gate.close(0, 0);
     const StreamHandle other = training_stream(1, true);

@@ -107,7 +107,7 @@ void a_dropped_handle_never_reads_again() {
         source.reset();  // AddressSanitizer sees a read after this
         check_all_free(engine.cache());
         if (!was_read) continue;
-        // All was read: the save goes on without its handle. Nobody tells when it is done.
+        // All was read: the save goes on without its handle. Nothing tells when it is done.
         const auto deadline = in(60);
         while (std::filesystem::file_size(directory.file(name)) != expected.size()) {
             check(Clock::now() < deadline);

@@ -121,7 +121,7 @@ void stress(Storage storage) {
             }
             engine.cache().grow((kMinSegments + 1) * kSegmentBytes);
         });
-        // Of saves whose handles were dropped, nobody knows when they end.
+        // Of saves whose handles were dropped, it is not known when they end.
         const auto deadline = in(60);
         while (ops->open_files() != 0) {
             check(Clock::now() < deadline, "files stay open");
@@ -173,7 +173,7 @@ void one_engine(std::uint64_t seed, Tally& tally) {
     const std::weak_ptr<HookedFileOps> weak_ops = ops;
     engine.reset();
     ops.reset();
-    check(cache.expired() && weak_ops.expired(), "somebody holds on to the engine's memory");
+    check(cache.expired() && weak_ops.expired(), "the engine's memory is still held");
 }
 
 void shutdown_at_any_moment() {

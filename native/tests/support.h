@@ -81,8 +81,8 @@ class OneCore {
     cpu_set_t before_;
 };
 
-/// A thread runs only while none else on its core wants to: whoever it wakes goes on at once, and
-/// it does not. (Where the system refuses, what is tested so becomes a matter of chance.)
+/// A thread runs only while none else on its core wants to: a thread that it wakes goes on at once,
+/// and it does not. (Where the system refuses, what is tested so becomes a matter of chance.)
 void starve(pid_t thread);
 
 /// Waits until no segment is in use. (Soon after the last job: a copy thread may just have taken

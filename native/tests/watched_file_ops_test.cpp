@@ -156,7 +156,7 @@ void errors_reach_restores_by_names_of_their_own() {
 
 // --- the trace -----------------------------------------------------------------------------------
 
-/// A line of the trace, taken apart by somebody who knows only what it should look like.
+/// A line of the trace, taken apart by code that knows only what it should look like.
 struct Line {
     std::string op;
     std::string path;

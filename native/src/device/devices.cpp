@@ -42,7 +42,8 @@ std::shared_ptr<Device> Devices::find(int device) const {
 }
 
 void Devices::grow(std::uint64_t nbytes) {
-    // At once for whoever asks `await_pinned`: the cache gives new memory to those who wait for it.
+    // At once for a thread that asks `await_pinned`: the cache gives new memory to those who wait
+    // for it.
     const std::scoped_lock lock(mutex_);
     cache_->grow(nbytes);
     if (lanes_.empty()) return;  // `open` will see to it

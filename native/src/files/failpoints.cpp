@@ -146,7 +146,7 @@ int Failpoints::hit(std::string_view name) {
 void Failpoints::log(std::string_view name) const {
     if (log_path_.empty()) return;
     const int fd = ::open(log_path_.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    if (fd < 0) return;  // whoever looks for the line does not find it
+    if (fd < 0) return;  // then the line is missing
     const std::string line = std::string(name) + "\n";
     static_cast<void>(::write(fd, line.data(), line.size()) < 0);
     ::close(fd);

@@ -30,15 +30,15 @@ class OutputFile {
     OutputFile& operator=(OutputFile&&) = delete;
     ~OutputFile() { abandon(); }
 
-    /// Another path than the one given at first. Nobody has opened the file, or does so now.
+    /// Another path than the one given at first. No thread has opened the file, or does so now.
     void set_path(std::string path) { path_ = std::move(path); }
 
     /// Creates the file (it must not exist) and allocates its space. Only the first call does;
     /// others wait for it, or for `cancel`.
     MaybeFault ensure_open();
 
-    /// Nobody needs the file any more: who waits for another thread to open it returns. Does not
-    /// block.
+    /// The file is not needed any more: a thread that waits for another to open it returns. Does
+    /// not block.
     void cancel();
 
     /// Writes whole multiples of kDirectAlignment at such an offset. What lies beyond the file's

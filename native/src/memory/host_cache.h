@@ -127,7 +127,7 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
         std::uint32_t count = 1;  // of the lease that begins here
     };
 
-    /// A place in the queue. Lives with whoever waits; all of it is guarded by mutex_.
+    /// A place in the queue. Lives with the thread that waits; all of it is guarded by mutex_.
     struct Request {
         Share share = Share::kSave;
         std::uint64_t order = 0;

@@ -198,7 +198,7 @@ void RestoreJob::unpin() {
             for (const auto& file : files_) file->input.leave_open();
         }
     }
-    files_.clear();  // closes them; whoever would use them has a pin, or was given up
+    files_.clear();  // closes them; a thread that would use them has a pin, or was given up
     const std::scoped_lock lock(mutex_);
     done_ = true;
     changed_.notify_all();

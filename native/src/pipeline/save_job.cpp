@@ -260,7 +260,7 @@ void SaveJob::count_read(const std::vector<GroupBytes>& groups, Passed& passed) 
     }
     if (unread_total_ > 0 || groups.empty()) return;
     read_at_ = Clock::now();
-    // No stream has to wait any more. (Nobody enqueues, either: what is enqueued is not read yet.)
+    // No stream has to wait any more. (None is enqueued, either: what is enqueued is not read yet.)
     passed.events.swap(events_);
     passed.fences.swap(fences_);
 }
@@ -411,7 +411,7 @@ void SaveJob::unpin() {
         if (--pins_ > 0 || !fault_ || done_ || ending_) return;
         ending_ = true;
     }
-    // Nobody else is at work on the job, and nobody will be: a failed job gives out no units.
+    // No other thread is at work on the job, and none will be: a failed job gives out no units.
     for (const auto& file : files_) file->output.abandon();
     const std::scoped_lock lock(mutex_);
     done_ = true;

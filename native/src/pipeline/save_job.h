@@ -188,7 +188,7 @@ class SaveJob {
 
     using Events = std::map<std::pair<Group, int>, std::shared_ptr<DeviceEvent>>;  // the last ones
 
-    /// What nobody waits for any more. To be destroyed without the lock: that calls the driver,
+    /// What is not waited for any more. To be destroyed without the lock: that calls the driver,
     /// which may keep its callers waiting.
     struct Passed {
         Events events;

@@ -377,8 +377,8 @@ std::optional<SavePipeline::Task> SavePipeline::next_task() {
 void SavePipeline::enqueue(Task task) {
     {
         const std::scoped_lock lock(mutex_);
-        // Nobody would take it: lanes call this when the threads are gone, too. Dropped, it keeps
-        // no job from its end, and all have failed by now.
+        // No thread would take it: lanes call this when the threads are gone, too. Dropped, it
+        // keeps no job from its end, and all have failed by now.
         if (ended_) return;
         tasks_.push_back(std::move(task));
     }

@@ -27,7 +27,7 @@ class WindowListener {
 
 class Window {
   public:
-    /// Opens by itself at `deadline`; whoever waits for it keeps an eye on the clock.
+    /// Opens by itself at `deadline`; a thread that waits for it keeps an eye on the clock.
     explicit Window(Clock::time_point deadline) : deadline_(deadline) {}
 
     /// Opens it now, if it is not open. Any thread; does not block.

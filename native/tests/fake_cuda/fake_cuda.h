@@ -3,8 +3,8 @@
  *
  * Device memory is host memory that was allocated or declared here. Work in different streams runs
  * at any time and in any order unless events order it; a copy reads its source and writes its
- * destination piece by piece while it runs, with pauses in between: whoever changes the one, or
- * reads the other, too early, finds wrong bytes.
+ * destination piece by piece while it runs, with pauses in between: a program that changes the one,
+ * or reads the other, too early, finds wrong bytes.
  *
  * Functions that return int return an error code of the driver (0: success). Any thread may call
  * any of them, but for fake_cuda_reset. `stream` is a handle of the driver's; 0 is the legacy
@@ -21,8 +21,8 @@ extern "C" {
 #endif
 
 /* As loaded: stops the threads, and forgets all work, memory, handles, counts and arrangements.
- * Handles of before are invalid from then on. Nobody else may be in a call, but for those who wait
- * in one: they get an error. Not from within a kernel. */
+ * Handles of before are invalid from then on. No other thread may be in a call, but for those who
+ * wait in one: they get an error. Not from within a kernel. */
 void fake_cuda_reset(void);
 
 /* How many devices there are (2 unless set), what pseudo-random choices begin with, how late work
