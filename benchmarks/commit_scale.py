@@ -38,6 +38,7 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.rank_set import Connection, Peers, of_store
 from dcp_datastates.commit.round import Consolidated, Round
 from dcp_datastates.dcp.process_group import Collectives
+from dcp_datastates.saving.document import document
 from dcp_datastates.storage.claims import claim
 from machine import describe
 
@@ -164,7 +165,9 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             timeout=300,
         )
         if rank == 0:
-            round_.provide(Consolidated(Metadata({}), []))
+            round_.provide(
+                Consolidated(lambda meta, claim: document(meta, claim, Metadata({}), []))
+            )
         groups[rank].submit(round_)
         round_.committed.result()
 

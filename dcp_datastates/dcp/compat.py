@@ -101,10 +101,13 @@ class _Watch:
             while not self._arriving.empty():
                 watched.append(self._arriving.get())
             watched[0][0].join(_POLL_SECONDS)  # saves take turns, so the oldest mostly ends first
-            for thread, save in watched:
-                if not thread.is_alive():
-                    save.ended()
-            watched = [each for each in watched if not each[1].has_ended]
+            watched = [each for each in watched if not _has_ended(*each)]
+
+
+def _has_ended(thread: threading.Thread, save: Running) -> bool:
+    if not thread.is_alive():
+        save.ended()
+    return save.has_ended
 
 
 class _Here(threading.local):

@@ -38,8 +38,12 @@ class Waiting(Protocol):
     left_out: int
 
     @property
-    def over(self) -> bool:
+    def is_known(self) -> bool:
         """Whether its outcome is known."""
+
+    @property
+    def over(self) -> bool:
+        """Whether its outcome is known, and it is planned to its end."""
 
     def wait_briefly(self, seconds: float) -> None:
         """Return when it is over, or after ``seconds``. Starts its reads."""
@@ -92,7 +96,7 @@ def make_room(limit: int, mode: WhenBehind) -> int:
     if mode == "wait":
         await_room(limit)
         return 0
-    saves = [save for save in in_flight() if not save.left_out]
+    saves = [save for save in in_flight() if not save.left_out and not save.is_known]
     if len(saves) < limit:
         return 0
     if mode == "skip":

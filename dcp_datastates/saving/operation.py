@@ -280,6 +280,11 @@ class Save:
         return self._round is not None
 
     @property
+    def is_known(self) -> bool:
+        """Whether its outcome is known."""
+        return self.committed.done()
+
+    @property
     def over(self) -> bool:
         """Whether DCP is done with it, and its outcome is known."""
         return self.committed.done() and (self.turn is None or self.turn.ended)

@@ -25,6 +25,7 @@ from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit import publish
 from dcp_datastates.commit.round import Consolidated, FailedPart, Round
+from dcp_datastates.saving.document import document
 from dcp_datastates.storage import attempt, attempts, claims, local, lock, operations
 from dcp_datastates.storage.attempt import Attempt
 
@@ -134,7 +135,10 @@ class Job:
                 self._end(round_, 0, False)
                 return
             try:
-                publish.publish(round_, Consolidated(Metadata({}), []))
+                publish.publish(
+                    round_,
+                    Consolidated(lambda meta, claim: document(meta, claim, Metadata({}), [])),
+                )
             except CommitOutcomeUnknown:
                 raise
             except DataStatesError:

@@ -25,6 +25,7 @@ from dcp_datastates import (
 )
 from dcp_datastates.commit import groups, publish
 from dcp_datastates.commit.round import Consolidated, FailedPart, Round
+from dcp_datastates.saving.document import document
 from dcp_datastates.storage import attempt, attempts, claims, local, lock, operations
 
 STEPS = [
@@ -72,7 +73,9 @@ def _publish(round_):
     """As a job of one rank does. Why it failed; None for a commit."""
     publish.find_older(round_)
     try:
-        publish.publish(round_, Consolidated(Metadata({}), []))
+        publish.publish(
+            round_, Consolidated(lambda meta, claim: document(meta, claim, Metadata({}), []))
+        )
     except CommitOutcomeUnknown:
         raise
     except DataStatesError as error:
@@ -193,7 +196,9 @@ def test_a_rename_of_which_storage_does_not_tell_is_unknown(when, tmp_path):
     new = _begun(tmp_path)
     entries = f"publish.rename.{when}=error:EIO;withdraw.rmdir.before=error:EIO"
     with armed(entries), pytest.raises(CommitOutcomeUnknown, match="storage fails"):
-        publish.publish(new, Consolidated(Metadata({}), []))
+        publish.publish(
+            new, Consolidated(lambda meta, claim: document(meta, claim, Metadata({}), []))
+        )
     assert (tmp_path / new.attempt.name / DATA).exists()
 
 

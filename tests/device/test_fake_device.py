@@ -385,7 +385,10 @@ def test_what_saves_take_from_the_driver_is_given_back(cuda: FakeCuda, tmp_path:
         future.result()
         names = ("live_streams", "live_events", "live_registrations")
         counts.append([cuda.count(name) for name in names])
-    assert counts[1:] == [counts[1]] * 5
+    # Events go with the thread that ran the save, which may outlive its future for a moment.
+    assert all(
+        now <= then for count in counts[2:] for now, then in zip(count, counts[1], strict=True)
+    )
     assert cuda.count("early_unregistrations") == 0
 
 

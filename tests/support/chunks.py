@@ -29,6 +29,7 @@ from dcp_datastates.commit.publish import publish
 from dcp_datastates.commit.round import Consolidated, Round
 from dcp_datastates.io.engine import engine, next_order
 from dcp_datastates.process.progress import Progress
+from dcp_datastates.saving.document import document
 from dcp_datastates.saving.write import write_plan
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
@@ -151,7 +152,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         assert part.wait(60)
         assert part.error is None
     round_ = Round(0, attempt, path, parts[0], claim=claimed, timeout=60)
-    publish(round_, Consolidated(metadata, results))
+    publish(round_, Consolidated(lambda meta, claim: document(meta, claim, metadata, results)))
     claimed.hold.release()
 
 
