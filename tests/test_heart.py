@@ -197,6 +197,37 @@ class _NoPulse(Pulse):
         return {}
 
 
+def test_a_rank_whose_python_stands_still_for_too_long_is_lost(hearts, monkeypatch):
+    _elsewhere(monkeypatch)
+    monkeypatch.setattr(heart_module, "_HELD_SECONDS", 2.0)
+    status = _StandsStill()
+    first, _second = hearts(0), hearts(1, status=status)
+    _until(lambda: first._watched[1].pulses > 1)
+    status.goes_on.clear()
+    _until(first.losses)
+    status.goes_on.set()
+    _until(lambda: not first.losses())
+
+
+def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heart(hearts, monkeypatch):
+    made = []
+    real = heart_module.Pulse
+
+    def make(*arguments):
+        made.append(real(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(heart_module, "Pulse", make)
+    first, second = hearts(0), hearts(1)
+    _until(lambda: first._watched[1].pulses > 1)
+    for pulse in made:
+        pulse.close()
+    beats = first._count
+    _until(lambda: first._count > beats + 3)
+    assert not first.misses_store
+    assert second._thread.is_alive()
+
+
 def test_a_rank_that_misses_the_store_does_not_show_a_pulse(hearts, monkeypatch):
     _elsewhere(monkeypatch)
     first, second = hearts(0), hearts(1)

@@ -292,6 +292,13 @@ WRONG = {
     "planner data of bytes": _put("planner_data", {"bytes": "6x"}),
     "planner data of an enum": _put("planner_data", {"enum": ["Metadata", "__init__"]}),
     "list of a billion": _put("planner_data", "dict", "w", {"tuple": ["w", 1 << 40]}),
+    "list of a billion, past a flag": _put(
+        "planner_data", "dict", "w", {"tuple": ["w", True, 1 << 40]}
+    ),
+    "list of a billion, past nothing": _put(
+        "planner_data", "dict", "w", {"tuple": ["w", 1 << 40, None]}
+    ),
+    "list of a billion, as a list": _put("planner_data", "dict", "w", ["w", 1 << 40]),
     "list from behind": _put("planner_data", "dict", "w", {"tuple": ["w", -1]}),
     # --- columns, which have as many values as the names, tensors and chunks say
     **{f"{name} longer": _longer(name) for name in COLUMNS},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
 import os
+import queue
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -248,3 +251,50 @@ def test_metadata_that_dcp_has_are_not_touched_by_the_commit_thread(tmp_path):
     assert metadata.storage_data is None
     waited = async_save({"w": torch.ones(10)}, tmp_path / "b").result(60)
     assert len(waited.storage_data) == 1
+
+
+def test_a_save_in_a_pool_of_threads_that_stays_is_over_with_its_work(tmp_path):
+    ours = writer()
+    with ThreadPoolExecutor(1) as pool:
+        for number in range(2):
+            staged = ours.stage({"n": torch.tensor(number)})
+            done = pool.submit(
+                dcp.save, staged, storage_writer=ours, checkpoint_id=tmp_path / str(number)
+            )
+            done.result(60)
+        began = time.monotonic()
+        ours.wait()
+        assert time.monotonic() - began < 30
+    assert load({"n": torch.tensor(0)}, tmp_path / "1")["n"].item() == 1
+
+
+def test_a_callback_of_dcps_future_may_take_its_time(tmp_path):
+    """It runs in DCP's thread, when the save is over: the next save does not wait for it."""
+    go_on = threading.Event()
+    first = dcp.async_save(
+        {"n": torch.tensor(1)}, storage_writer=writer(tmp_path / "1", read_window="immediate")
+    )
+    first.add_done_callback(lambda _: go_on.wait(60))
+    first.result(60)
+    dcp.async_save(
+        {"n": torch.tensor(2)}, storage_writer=writer(tmp_path / "2", read_window="immediate")
+    ).result(30)
+    go_on.set()
+
+
+def test_saves_in_threads_that_python_has_not_made(tmp_path):
+    outcomes = queue.SimpleQueue()
+
+    def run():
+        try:
+            for number in range(2):
+                dcp.save({"n": torch.tensor(number)}, storage_writer=writer(tmp_path / str(number)))
+            outcomes.put(None)
+        except BaseException as error:
+            outcomes.put(error)
+
+    _thread.start_new_thread(run, ())
+    assert outcomes.get(timeout=60) is None
+    # What watches over saves that DCP runs is still there.
+    dcp.async_save({"n": torch.tensor(2)}, storage_writer=writer(tmp_path / "2")).result(60)
+    assert load({"n": torch.tensor(0)}, tmp_path / "2")["n"].item() == 2

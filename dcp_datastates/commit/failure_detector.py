@@ -44,6 +44,9 @@ SILENCE_SECONDS: Final = 15.0
 _PULSELESS: Final = 4
 """How many times as long a rank may be silent whose pulse has never come: perhaps a call of its holds the GIL."""
 
+_HELD_SECONDS: Final = 300.0
+"""A rank whose Python has stood still for so long may never go on: its pulse does not count any more."""
+
 _UNSEEN_SECONDS: Final = 300.0
 """The same for a rank that has never been heard of: it may not have come to its first save yet."""
 
@@ -78,6 +81,7 @@ class _Watched:
     beat: Beat = field(default_factory=Beat)
     pulses: int = 0
     silent: float = 0.0  # seconds without a new beat or pulse, by observations made
+    beatless: float = 0.0  # seconds without a new beat
     still: float = 0.0  # seconds without progress
     who: str | None = None
     near: bool = False  # on this machine, so that its process can be seen
@@ -390,15 +394,18 @@ class Heart:
             for rank, watched in self._watched.items():
                 watched.silent += passed
                 watched.still += passed
+                watched.beatless += passed
                 if watched.pulses != (pulse := pulses.get(rank, 0)):
-                    watched.pulses, watched.silent = pulse, 0.0
+                    watched.pulses = pulse
+                    if watched.beatless < _HELD_SECONDS:
+                        watched.silent = 0.0
             for rank, value in zip(ranks, values, strict=True):
                 watched = self._watched[rank]
                 if value == watched.value:
                     continue
                 beat = Beat.decode(value)
                 watched.heard = watched.heard or bool(watched.value)
-                watched.value, watched.silent = value, 0.0
+                watched.value, watched.silent, watched.beatless = value, 0.0, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0
             self._silent = [

@@ -9,6 +9,7 @@ lost.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import secrets
 import socket
@@ -46,10 +47,10 @@ class Pulse:
         try:
             host = _own_host(self._peers.host or socket.gethostname())
             self._server = PulseServer(token, self._peers.world)
+            return host, self._server.port, token
         except (OSError, RuntimeError) as error:
             logger.info("ranks that hold the GIL for long will count as lost: %s", error)
             return ()
-        return host, self._server.port, token
 
     def follow(self, place: Sequence[Any]) -> None:
         """Send to where the coordinator listens, according to its latest beat."""
@@ -74,21 +75,29 @@ class Pulse:
 
     def counts(self) -> Mapping[int, int]:
         """Of each rank that is watched: a number that changes while its process runs; 0 if it was not heard of."""
-        if self._server is not None:
-            return dict(enumerate(self._server.counts()))
-        return {} if self._client is None else {0: self._client.count}
+        server, client = self._server, self._client
+        with contextlib.suppress(RuntimeError):  # closed just now, at the end of the process
+            if server is not None:
+                return dict(enumerate(server.counts()))
+            if client is not None:
+                return {0: client.count}
+        return {}
 
     def vouch(self, for_this_rank: bool) -> None:
         """Whether this rank is to be heard: not one that knows that it misses the store."""
-        if self._server is not None:
-            self._server.answer(for_this_rank)
-        if self._client is not None:
-            self._client.send(for_this_rank)
+        server, client = self._server, self._client
+        with contextlib.suppress(RuntimeError):  # as above
+            if server is not None:
+                server.answer(for_this_rank)
+            if client is not None:
+                client.send(for_this_rank)
 
     def close(self) -> None:
         """End it. Idempotent, any thread."""
         atexit.unregister(self.close)
-        for side in (self._server, self._client):
+        server, self._server = self._server, None
+        client, self._client = self._client, None
+        for side in (server, client):
             if side is not None:
                 side.close()
 

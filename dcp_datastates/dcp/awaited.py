@@ -10,25 +10,19 @@ item ends, and it knows who waits. Read-only, and where a future Python hides it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["awaited_here"]
+__all__ = ["is_awaited", "work_item_here"]
 
 
-def awaited_here() -> Callable[[], bool]:
-    """A function, for any thread, that tells whether a thread waits for the calling thread's work item."""
-    future = _work_item_here()
-
-    def awaited() -> bool:
-        condition = getattr(future, "_condition", None)
-        return bool(getattr(condition, "_waiters", None) or getattr(future, "_waiters", None))
-
-    return awaited
+def is_awaited(work: Any) -> bool:
+    """Whether a thread waits for this :func:`work_item_here`. Any thread may ask."""
+    condition = getattr(work, "_condition", None)
+    return bool(getattr(condition, "_waiters", None) or getattr(work, "_waiters", None))
 
 
-def _work_item_here() -> Any:
+def work_item_here() -> Any:
     """The future of the executor's work item that the calling thread runs; None if it runs none, or hides it."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -11,8 +11,10 @@ the state. So two things must be found out that this package knows by itself of 
 from __future__ import annotations
 
 import atexit
+import logging
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Protocol
@@ -23,6 +25,8 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["Running", "StagedStateDict", "bind", "end_here", "warn_if_shared"]
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 
@@ -39,7 +43,7 @@ class Running(Protocol):
         """Whether DCP is done with it."""
 
     def ended(self) -> None:
-        """DCP is done with it. Idempotent; never waits."""
+        """DCP is done with it. Idempotent."""
 
 
 class StagedStateDict(Mapping[Any, Any]):
@@ -86,27 +90,42 @@ class _Watch:
     """Ends the saves whose threads have ended. Its own thread lives to the end of the process."""
 
     def __init__(self) -> None:
-        self._arriving: queue.SimpleQueue[tuple[threading.Thread, Running]] = queue.SimpleQueue()
+        self._arriving: queue.SimpleQueue[_Watched] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="dcp_datastates-watch", daemon=True).start()
 
-    def add(self, save: Running) -> None:
-        """Watch the calling thread until ``save`` has ended."""
-        self._arriving.put((threading.current_thread(), save))
+    def add(self, save: Running, work: Any) -> None:
+        """Watch the calling thread, and what it works on, until ``save`` has ended."""
+        self._arriving.put((threading.current_thread(), work, save))
 
     def _run(self) -> None:
-        watched: list[tuple[threading.Thread, Running]] = []
+        watched: list[_Watched] = []
         while True:
             if not watched:
                 watched.append(self._arriving.get())
             while not self._arriving.empty():
                 watched.append(self._arriving.get())
-            watched[0][0].join(_POLL_SECONDS)  # saves take turns, so the oldest mostly ends first
+            _join(watched[0][0])  # saves take turns, so the oldest mostly ends first
             watched = [each for each in watched if not _has_ended(*each)]
 
 
-def _has_ended(thread: threading.Thread, save: Running) -> bool:
-    if not thread.is_alive():
-        save.ended()
+_Watched = tuple[threading.Thread, Any, Running]
+"""A thread, the future of what it works on (None if it has none), and the save that it runs."""
+
+
+def _join(thread: threading.Thread) -> None:
+    try:
+        thread.join(_POLL_SECONDS)
+    except (AssertionError, RuntimeError):  # a thread that Python has not made
+        time.sleep(_POLL_SECONDS)
+
+
+def _has_ended(thread: threading.Thread, work: Any, save: Running) -> bool:
+    try:
+        if not thread.is_alive() or (work is not None and work.done()):
+            save.ended()
+    except Exception:  # a callback of the save's futures, say: the watch must go on
+        logger.exception("a save could not be ended")
+        return True
     return save.has_ended
 
 
@@ -119,15 +138,17 @@ _lock = ProcessLock()  # guards _watch
 _watch: _Watch | None = None
 
 
-def bind(save: Running) -> None:
-    """DCP's calls in the calling thread are for ``save`` from now on. If the thread ends, the save is over."""
+def bind(save: Running, work: Any = None) -> None:
+    """DCP's calls in the calling thread are for ``save`` from now on. It is over when the thread has ended, or the
+    future of its ``work`` is done: a thread may outlive that.
+    """
     global _watch
     end_here()
     _here.save = save
     with _lock:
         if _watch is None:
             _watch = _Watch()
-    _watch.add(save)
+    _watch.add(save, work)
 
 
 def end_here(*, asynchronous: bool = True) -> None:

@@ -35,7 +35,7 @@ from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.commit.rank_set import ALONE, Peers, peers_of
 from dcp_datastates.commit.round import FailedPart
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.dcp.awaited import awaited_here
+from dcp_datastates.dcp.awaited import is_awaited, work_item_here
 from dcp_datastates.dcp.compat import StagedStateDict, bind, end_here, warn_if_shared
 from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
 from dcp_datastates.errors import ConfigurationError, DataStatesError
@@ -118,7 +118,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         max_in_flight: Asynchronous saves of this process that may be under way before one is behind.
         when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save;
             drop the oldest that has not begun, for the ``"newest"``. The ranks agree on the last two,
-            and the future of a save that is left out raises :class:`CheckpointSkipped`.
+            and the future of a save that is left out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that
+            DCP runs does so on the ranks that were behind; on others it raises :class:`SaveAbandonedError`.)
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or ``path`` is a file.
@@ -258,9 +259,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
         def begin() -> dict[Any, Any]:
             self._here.staged = save
-            bind(save)
+            work = work_item_here()
+            bind(save, work)
             save.in_callers_thread = threading.get_ident() == caller
-            return self.begin(save, None)
+            return self.begin(save, None, work)
 
         def abandon(error: BaseException) -> None:
             assert save.snapshot is not None
@@ -328,34 +330,31 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         stats.stage_seconds = time.perf_counter() - began
         return save
 
-    def begin(self, save: Save, planner: SavePlanner | None) -> dict[Any, Any]:
+    def begin(self, save: Save, planner: SavePlanner | None, work: Any = None) -> dict[Any, Any]:
         """The calling thread plans ``save``: returns its state when its turn has come.
 
         What goes wrong is in ``save.error``, and raised from :meth:`storage_meta`: there it is told to the other ranks,
-        and here they would wait.
+        and here they would wait. ``work`` is the future of what DCP has the thread do.
         """
         assert save.turn is not None
         assert save.snapshot is not None
-        save.turn.come()
+        save.turn.come(work)
         try:
             if save.error is None:
-                if save.own:
-                    save.snapshot.begin()
-                else:
-                    save.snapshot.begin(awaited_here())
+                save.snapshot.begin(lambda: is_awaited(work))
                 if save.own and save.session is not None and self._config.when_behind == "wait":
                     # Before this save's turn, so that its reads wait for no other's bookkeeping. Here, and
                     # not in the training thread, which has better things to do.
                     save.ahead = self._read_ahead(save, save.session, planner)
-        except DataStatesError as error:
+        except Exception as error:
             save.error = save.error or error
         save.turn.wait()
-        save.begin()
         try:
+            save.begin()
             # A planner that knows this writer asks the session for the state, and mostly need not.
             given_by_session = save.own and save.session is not None
             return {} if save.error is not None or given_by_session else save.snapshot.state()
-        except DataStatesError as error:
+        except Exception as error:
             save.error = save.error or error
             return {}
 

@@ -91,6 +91,7 @@ def is_field_name(kind: type, name: object) -> bool:
     return (
         type(name) is str
         and name.isidentifier()
+        and not name.startswith("_")
         and (name in kind.__dataclass_fields__ or not hasattr(kind, name))  # type: ignore[attr-defined]
     )
 

@@ -225,19 +225,25 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
     """
     if not isinstance(planner_data, dict):
         return
-    indices: set[tuple[object, ...]] = set()
-    largest: dict[tuple[object, ...], int] = {}
+    nodes: dict[tuple[str, int, object], int] = {}  # the tree of all paths: parent and key, number
+    largest: dict[int, int] = {}
+    indices = 0
     for fqn in entries:
         path = planner_data.get(fqn)
-        if type(path) is not tuple or not set(map(type, path)) <= {str, int}:
+        if not isinstance(path, (tuple, list)) or not any(isinstance(key, int) for key in path):
             continue
-        path = ("root", *path)  # a string's hash no file can foresee, nor what begins with one
-        for depth, key in enumerate(path):
-            if type(key) is not int:
-                continue
-            if key < 0:
-                raise MetadataError(f"the path of {described(fqn)} has a negative index")
-            indices.add(path[: depth + 1])
-            largest[path[:depth]] = max(largest.get(path[:depth], 0), key)
-    if sum(largest.values(), len(largest)) > 16 * len(indices) + _SPARE_LIST_ITEMS:
+        if not set(map(type, path)) <= {str, int}:
+            raise MetadataError(f"the path of {described(fqn)} has a part that is no key or index")
+        parent = 0
+        for key in path:
+            if type(key) is int:
+                if key < 0:
+                    raise MetadataError(f"the path of {described(fqn)} has a negative index")
+                largest[parent] = max(largest.get(parent, 0), key)
+            node = ("root", parent, key)  # with a string in it, whose hash no file can foresee
+            if node not in nodes:
+                nodes[node] = len(nodes) + 1
+                indices += type(key) is int
+            parent = nodes[node]
+    if sum(largest.values(), len(largest)) > 16 * indices + _SPARE_LIST_ITEMS:
         raise MetadataError("planner_data describe lists that are longer than what is in them")

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
@@ -38,13 +38,18 @@ class Turn:
         self._expected = expected
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
+        self._work: Any = None  # the future of what DCP has its thread do
         self._made = time.monotonic()
         with _lock:
             self._previous, _last = _last, self
 
-    def come(self) -> None:
-        """The calling thread becomes its thread: what it does before :meth:`wait` may take its time."""
+    def come(self, work: Any = None) -> None:
+        """The calling thread becomes its thread: what it does before :meth:`wait` may take its time.
+
+        ``work`` is the future of what it works on, which the thread may outlive.
+        """
         self._thread = threading.current_thread()
+        self._work = self._work if work is None else work
 
     def wait(self) -> None:
         """Block, without the GIL, until it is this turn; the calling thread becomes its thread."""
@@ -68,7 +73,7 @@ class Turn:
     def _gone(self) -> bool:
         if self._thread is None:
             return self._expected and time.monotonic() - self._made > _BEGIN_SECONDS
-        return not self._thread.is_alive()
+        return not self._thread.is_alive() or (self._work is not None and self._work.done())
 
 
 def await_all(look: Callable[[], None] = lambda: None) -> None:

@@ -19,7 +19,7 @@ from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["Attempt", "Ticket", "TicketCarrier", "collect_ticket", "next_attempt", "take"]
 
-_NAME = re.compile(r"([0-9a-f]{16})-(\d{8,})")
+_NAME = re.compile(r"([0-9a-f]{16})-(\d{8,20})")
 
 
 @dataclass(frozen=True, order=True)
