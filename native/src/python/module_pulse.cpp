@@ -68,8 +68,8 @@ void bind_pulse(const py::module_& module) {
     py::class_<PyPulseClient>(module, "PulseClient", py::is_final())
         .def(py::init([](std::uint64_t token, std::uint32_t rank, double interval,
                          const std::vector<std::string>& hosts, std::uint16_t port) {
-                 constexpr double kLongest = 86400;  // seconds; and NaN is none
-                 if (!(interval > 0 && interval <= kLongest)) {
+                 constexpr double kLongest = 86400;  // seconds
+                 if (std::isnan(interval) || interval <= 0 || interval > kLongest) {
                      throw py::value_error("interval=" + std::to_string(interval) +
                                            " is not within a day");
                  }

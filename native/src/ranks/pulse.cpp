@@ -179,13 +179,15 @@ PulseClient::~PulseClient() {
 void PulseClient::run() {
     Bytes bytes{};
     encode({token_, rank_}, bytes);
-    do {
+    bool goes_on = true;
+    while (goes_on) {
         for (const Target& target : targets_) {
             if (!sends_.load(std::memory_order_relaxed)) break;
             ::sendto(target.socket.get(), bytes.data(), kDatagramBytes, 0,
                      reinterpret_cast<const sockaddr*>(&target.address), target.size);
         }
-    } while (wait_until(Clock::now() + interval_));
+        goes_on = wait_until(Clock::now() + interval_);
+    }
 }
 
 /// Receives until then; false if it is to end.
