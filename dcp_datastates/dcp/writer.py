@@ -118,8 +118,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         max_in_flight: Asynchronous saves of this process that may be under way before one is behind.
         when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save;
             drop the oldest that has not begun, for the ``"newest"``. The ranks agree on the last two,
-            and the future of a save that is left out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that
-            DCP runs does so on the ranks that were behind; on others it raises :class:`SaveAbandonedError`.)
+            and the future of a save that is left out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save
+            that DCP runs does so on the ranks that were behind; on others it raises :class:`SaveAbandonedError`.)
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or ``path`` is a file.
