@@ -1,7 +1,7 @@
 """Committed or absent: the ranks agree on the outcome of every save, in the order of the saves.
 
 A :class:`CommitGroup` has gloo connections of its own, never the training job's, one thread that runs the rounds, and a
-heart (``heart.py``) that tells which ranks are lost. What a rank does in a round, ``protocol.py`` says, and
+heart (``failure_detector.py``) that tells which ranks are lost. What a rank does in a round, ``protocol.py`` says, and
 ``voter.py`` carries it out. Alone, a rank runs the same code.
 """
 

@@ -357,6 +357,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         except Exception as error:
             save.error = save.error or error
             return {}
+        finally:
+            if save.error is not None:
+                save.snapshot.fail(save.error)  # its memory is free at once
 
     def run(self, save: Save) -> None:
         """The calling thread makes DCP's calls for ``save`` from now on."""

@@ -21,6 +21,7 @@ from dcp_datastates.commit import failure_detector as heart
 from dcp_datastates.commit import rank_set as peers
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.process import waiting
+from dcp_datastates.staging import deferred_reads
 
 
 class Loader:
@@ -215,3 +216,25 @@ def test_a_job_that_destroys_its_process_group_finishes_its_saves_first(shared_d
         each.shutdown()  # as destroy_process_group() does with each group in its books
     assert all(handle.committed.done() for handle in handles)
     assert _numbers(shared_dir / "2") == {2.0}
+
+
+@ranks(2)
+def test_an_error_of_torchs_own_before_the_ranks_meet_is_told_to_all_and_leaves_them_in_step(
+    shared_dir,
+):
+    """Of a device that is lost, say. All saves go to one path, so that only the count of calls tells them apart."""
+    _begin(0, shared_dir / "c").result(60)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(deferred_reads, "follow", _lost)
+        with raises(SaveFailedError, "rank 1", "device is lost"):
+            _begin(1, shared_dir / "c").result(60)
+        dist.barrier()
+    for number in (2, 3):
+        _begin(number, shared_dir / "c").result(60)
+        assert _numbers(shared_dir / "c") == {number}
+        dist.barrier()
+
+
+def _lost(moment):
+    raise RuntimeError("the device is lost")
