@@ -31,11 +31,11 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_datastates.commit import failure_detector as heart
+from dcp_datastates.commit import failure_detector
 from dcp_datastates.commit import rank_set as store_of_ranks
 from dcp_datastates.commit.gloo_tree import GlooTree, places
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.rank_set import Connection, Peers, of_store
+from dcp_datastates.commit.rank_set import Connection, RankSet, of_store
 from dcp_datastates.commit.round import Consolidated, Round
 from dcp_datastates.dcp.process_group import Collectives
 from dcp_datastates.saving.document import document
@@ -99,7 +99,7 @@ class _Requests:
         requests = self
 
         def ask(connection: Connection, request: Callable[[Any], Any]) -> Any:
-            beat = threading.current_thread().name == "dcp_datastates-heart"
+            beat = threading.current_thread().name == "dcp_datastates-heartbeat"
             with requests._lock:
                 requests.beats += beat
                 requests.count += not beat
@@ -174,9 +174,9 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
     _together(len(groups), commit)
 
 
-def _vote_seconds(peers: list[Peers]) -> tuple[float, float]:
+def _vote_seconds(rank_sets: list[RankSet]) -> tuple[float, float]:
     """One operation of a tree like that of the votes, up, and down again: how long, and how much of a core per rank."""
-    trees = [GlooTree(each, "timed") for each in peers]
+    trees = [GlooTree(each, "timed") for each in rank_sets]
     seconds, busy = [], []
 
     def vote(rank: int) -> None:
@@ -189,8 +189,8 @@ def _vote_seconds(peers: list[Peers]) -> tuple[float, float]:
                 busy.append(time.process_time())
         trees[rank].close()
 
-    _together(len(peers), vote)
-    return statistics.median(seconds), (busy[-1] - busy[0]) / (VOTES - 1) / len(peers)
+    _together(len(rank_sets), vote)
+    return statistics.median(seconds), (busy[-1] - busy[0]) / (VOTES - 1) / len(rank_sets)
 
 
 def _nothing() -> None:
@@ -215,15 +215,16 @@ def measure(world: int) -> Row:
     with tempfile.TemporaryDirectory() as root, _Requests() as requests:
         client = dist.TCPStore("127.0.0.1", server.port, None, False, _TIMEOUT, False)
         ranks = tuple(range(world))
-        peers = [of_store(rank, ranks, client) for rank in ranks]
-        _together(world, lambda rank: peers[rank].connect("warm").check(["up"]))
-        vote_seconds, vote_cpu_seconds = _vote_seconds(peers)
-        groups = [CommitGroup(each) for each in peers]
-        hearts = [group.heart for group in groups if group.heart is not None]
-        for heart in hearts:
-            heart.quicken()
+        rank_sets = [of_store(rank, ranks, client) for rank in ranks]
+        _together(world, lambda rank: rank_sets[rank].connect("warm").check(["up"]))
+        vote_seconds, vote_cpu_seconds = _vote_seconds(rank_sets)
+        groups = [CommitGroup(each) for each in rank_sets]
+        detectors = [group.detector for group in groups if group.detector is not None]
+        for detector in detectors:
+            detector.quicken()
         plans = [
-            Collectives(each, heart, _nothing) for each, heart in zip(peers, hearts, strict=True)
+            Collectives(each, detector, _nothing)
+            for each, detector in zip(rank_sets, detectors, strict=True)
         ]
         kept, asked, began = server.num_keys(), requests.count, time.monotonic()
         _plan(plans, 1)
@@ -257,8 +258,8 @@ def measure(world: int) -> Row:
                 (requests.beats - beats) / (time.monotonic() - began), 1
             ),
         )
-        for heart in hearts:
-            heart.slow()
+        for detector in detectors:
+            detector.slow()
         _together(world, lambda rank: plans[rank].close())
         _together(world, lambda rank: groups[rank].close())
     return row
@@ -295,7 +296,10 @@ def reckon(rows: list[Row]) -> dict[str, float]:
         "most_sockets": _most_sockets(RECKONED),
         "beat_requests_per_second": last.beat_requests_per_second
         * (RECKONED / last.ranks)
-        * (heart.seconds_between_beats(last.ranks) / heart.seconds_between_beats(RECKONED)),
+        * (
+            failure_detector.seconds_between_beats(last.ranks)
+            / heart.seconds_between_beats(RECKONED)
+        ),
     }
 
 

@@ -1,4 +1,4 @@
-"""Who is lost, and who only takes his time: two ranks' hearts in one process, over a store in a file."""
+"""Who is lost, and who only takes his time: two ranks' detectors in one process, over a store in a file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dcp_datastates.commit import processes
 from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision import Decision, Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.failure_detector import Heart
+from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.pulse import Pulse
-from dcp_datastates.commit.rank_set import Peers
+from dcp_datastates.commit.rank_set import RankSet
 
 
 @pytest.fixture(autouse=True)
@@ -30,21 +30,21 @@ def _hurried(monkeypatch):
 
 
 @pytest.fixture
-def hearts(tmp_path):
-    """Makes hearts, rank by rank, each with a store of its own; ends them."""
+def detectors(tmp_path):
+    """Makes detectors, rank by rank, each with a store of its own; ends them."""
     made = []
 
     def make(rank, world=2, status=Beat):
         base = dist.FileStore(str(tmp_path / "store"), world)
-        peers = Peers(rank, tuple(range(world)), base)
-        heart = Heart(peers, peers.connect("commit"), status)
-        heart.quicken()
-        made.append(heart)
-        return heart
+        rank_set = RankSet(rank, tuple(range(world)), base)
+        detector = FailureDetector(rank_set, rank_set.connect("commit"), status)
+        detector.quicken()
+        made.append(detector)
+        return detector
 
     yield make
-    for heart in made:
-        heart.close()
+    for detector in made:
+        detector.close()
 
 
 def _until(condition, seconds=10):
@@ -59,9 +59,9 @@ def _elsewhere(monkeypatch):
     monkeypatch.setattr(heart_module, "is_gone", lambda who: False)
 
 
-def test_a_silent_rank_is_lost_and_named_and_is_not_when_it_beats_again(hearts, monkeypatch):
+def test_a_silent_rank_is_lost_and_named_and_is_not_when_it_beats_again(detectors, monkeypatch):
     _elsewhere(monkeypatch)
-    first, second = hearts(0), hearts(1)
+    first, second = detectors(0), detectors(1)
     _until(lambda: all(watched.value for watched in first._watched.values()))
     assert first.losses() == []
     second.close()
@@ -69,24 +69,24 @@ def test_a_silent_rank_is_lost_and_named_and_is_not_when_it_beats_again(hearts, 
     (loss,) = first.losses()
     assert str(loss).startswith("rank 1 has been silent")
     assert not loss.certain
-    hearts(1)
+    detectors(1)
     _until(lambda: not first.losses())
 
 
-def test_the_others_hear_from_the_coordinator_who_is_lost(hearts, monkeypatch):
+def test_the_others_hear_from_the_coordinator_who_is_lost(detectors, monkeypatch):
     _elsewhere(monkeypatch)
-    first, second, third = (hearts(rank, world=3) for rank in range(3))
+    first, second, third = (detectors(rank, world=3) for rank in range(3))
     _until(lambda: all(watched.value for watched in first._watched.values()))
     second.close()
     _until(third.losses)
     assert [loss.rank for loss in third.losses()] == [1]
 
 
-def test_a_dead_process_on_this_machine_is_seen_at_once(hearts, tmp_path):
-    first = hearts(0)
+def test_a_dead_process_on_this_machine_is_seen_at_once(detectors, tmp_path):
+    first = detectors(0)
     child = os.fork()
     if child == 0:
-        store = Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
+        store = RankSet(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
         store.set("who/1", processes.identity())
         store.set("beat/1", Beat().encode(1))
         os._exit(0)
@@ -108,25 +108,25 @@ def test_another_machines_process_is_never_called_dead():
     assert not processes.is_gone("|".join([host, "", "999999", "0"]))
 
 
-def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(hearts):
-    first = hearts(0)
+def test_a_rank_never_heard_of_has_longer_as_it_may_not_save_yet(detectors):
+    first = detectors(0)
     time.sleep(2.2)
     assert first.losses() == []
     _until(first.losses)
 
 
-def test_in_a_round_a_rank_never_heard_of_is_silent_like_any_other(hearts):
-    first = hearts(0)
+def test_in_a_round_a_rank_never_heard_of_is_silent_like_any_other(detectors):
+    first = detectors(0)
     first.follow(0)
     began = time.monotonic()
     _until(first.losses)
     assert time.monotonic() - began < 3.5
 
 
-def test_a_rank_without_progress_is_stalled_only_while_it_owes_a_vote(hearts):
+def test_a_rank_without_progress_is_stalled_only_while_it_owes_a_vote(detectors):
     beats = {"now": Beat(voted=4, progress=7, doing="flushing (save 5)")}
-    first = hearts(0)
-    hearts(1, status=lambda: beats["now"])
+    first = detectors(0)
+    detectors(1, status=lambda: beats["now"])
     first.follow(5)
     _until(lambda: first.stalled(5, 1.0))
     (loss,) = first.stalled(5, 1.0)
@@ -138,7 +138,7 @@ def test_a_rank_without_progress_is_stalled_only_while_it_owes_a_vote(hearts):
 
 
 class _StandsStill:
-    """What a rank says of itself, until its Python stands still: then its heart's thread waits here."""
+    """What a rank says of itself, until its Python stands still: then its detector's thread waits here."""
 
     def __init__(self):
         self.goes_on = threading.Event()
@@ -153,10 +153,10 @@ class _StandsStill:
 
 
 @pytest.mark.parametrize("standing", [0, 1])
-def test_a_rank_whose_python_stands_still_is_stalled_and_not_lost(hearts, monkeypatch, standing):
+def test_a_rank_whose_python_stands_still_is_stalled_and_not_lost(detectors, monkeypatch, standing):
     _elsewhere(monkeypatch)
     status = _StandsStill()
-    both = [hearts(rank, status=status if rank == standing else Beat) for rank in (0, 1)]
+    both = [detectors(rank, status=status if rank == standing else Beat) for rank in (0, 1)]
     watching = both[1 - standing]
     watching.follow(0)
     _until(lambda: watching._watched[standing].pulses > 1)
@@ -172,12 +172,12 @@ def test_a_rank_whose_python_stands_still_is_stalled_and_not_lost(hearts, monkey
 
 @pytest.mark.parametrize("standing", [0, 1])
 def test_where_no_pulse_comes_a_rank_whose_python_stands_still_is_given_more_time(
-    hearts, monkeypatch, standing
+    detectors, monkeypatch, standing
 ):
     _elsewhere(monkeypatch)
     monkeypatch.setattr(heart_module, "Pulse", _NoPulse)
     status = _StandsStill()
-    both = [hearts(rank, status=status if rank == standing else Beat) for rank in (0, 1)]
+    both = [detectors(rank, status=status if rank == standing else Beat) for rank in (0, 1)]
     watching = both[1 - standing]
     _until(lambda: watching._watched[standing].heard)
     status.goes_on.clear()
@@ -197,11 +197,11 @@ class _NoPulse(Pulse):
         return {}
 
 
-def test_a_rank_whose_python_stands_still_for_too_long_is_lost(hearts, monkeypatch):
+def test_a_rank_whose_python_stands_still_for_too_long_is_lost(detectors, monkeypatch):
     _elsewhere(monkeypatch)
     monkeypatch.setattr(heart_module, "_HELD_SECONDS", 2.0)
     status = _StandsStill()
-    first, _second = hearts(0), hearts(1, status=status)
+    first, _second = detectors(0), detectors(1, status=status)
     _until(lambda: first._watched[1].pulses > 1)
     status.goes_on.clear()
     _until(first.losses)
@@ -209,7 +209,7 @@ def test_a_rank_whose_python_stands_still_for_too_long_is_lost(hearts, monkeypat
     _until(lambda: not first.losses())
 
 
-def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heart(hearts, monkeypatch):
+def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heart(detectors, monkeypatch):
     made = []
     real = heart_module.Pulse
 
@@ -218,7 +218,7 @@ def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heart(hearts, 
         return made[-1]
 
     monkeypatch.setattr(heart_module, "Pulse", make)
-    first, second = hearts(0), hearts(1)
+    first, second = detectors(0), detectors(1)
     _until(lambda: first._watched[1].pulses > 1)
     for pulse in made:
         pulse.close()
@@ -228,9 +228,9 @@ def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heart(hearts, 
     assert second._thread.is_alive()
 
 
-def test_a_rank_that_misses_the_store_does_not_show_a_pulse(hearts, monkeypatch):
+def test_a_rank_that_misses_the_store_does_not_show_a_pulse(detectors, monkeypatch):
     _elsewhere(monkeypatch)
-    first, second = hearts(0), hearts(1)
+    first, second = detectors(0), detectors(1)
     _until(lambda: first._watched[1].pulses > 1)
 
     def fails(*_):
@@ -241,26 +241,26 @@ def test_a_rank_that_misses_the_store_does_not_show_a_pulse(hearts, monkeypatch)
     assert "rank 1 has been silent" in str(first.losses()[0])
 
 
-def test_what_went_before_a_round_does_not_count_against_it(hearts):
-    first = hearts(0)
-    hearts(1)
+def test_what_went_before_a_round_does_not_count_against_it(detectors):
+    first = detectors(0)
+    detectors(1)
     time.sleep(1.5)
     first.follow(0)
     assert first.stalled(0, 1.0) == []
 
 
-def test_what_the_coordinator_decided_in_the_followed_round_is_seen(hearts, tmp_path):
+def test_what_the_coordinator_decided_in_the_followed_round_is_seen(detectors, tmp_path):
     ended = -1
 
     def status():
         return Beat(ended=ended)
 
-    first, second = hearts(0, status=status), hearts(1)
+    first, second = detectors(0, status=status), detectors(1)
     second.follow(3)
     _until(lambda: second.losses() == [] and first.ended(0) == [])
     assert second.said is None
     log = DecisionLog(
-        Peers(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
+        RankSet(1, (0, 1), dist.FileStore(str(tmp_path / "store"), 2)).connect("commit")
     )
     log.note(3, Decision(Outcome.COMMITTED))
     log.note(4, Decision(Outcome.FAILED))
@@ -277,15 +277,15 @@ def test_what_the_coordinator_decided_in_the_followed_round_is_seen(hearts, tmp_
     assert second.said is None
 
 
-def test_the_coordinator_sees_which_ranks_have_ended_a_round(hearts):
-    first = hearts(0)
-    hearts(1, status=lambda: Beat(ended=7))
+def test_the_coordinator_sees_which_ranks_have_ended_a_round(detectors):
+    first = detectors(0)
+    detectors(1, status=lambda: Beat(ended=7))
     _until(lambda: first.ended(7) == [1])
     assert first.ended(8) == []
 
 
-def test_close_ends_the_thread(hearts):
-    first = hearts(0)
+def test_close_ends_the_thread(detectors):
+    first = detectors(0)
     first.close()
     assert not first._thread.is_alive()
 
@@ -306,8 +306,8 @@ def test_beats_travel():
     assert [Loss(*loss) for loss in found.lost] == losses
 
 
-def test_a_listener_that_raises_does_not_end_the_heart(hearts, monkeypatch):
-    first = hearts(0)
+def test_a_listener_that_raises_does_not_end_the_heart(detectors, monkeypatch):
+    first = detectors(0)
     told = []
 
     def listener(losses):
@@ -319,8 +319,8 @@ def test_a_listener_that_raises_does_not_end_the_heart(hearts, monkeypatch):
     _until(lambda: len(told) >= 2)
 
 
-def test_the_coordinator_does_not_tell_the_others_that_it_missed_the_store(hearts, monkeypatch):
-    first, second = hearts(0), hearts(1)
+def test_the_coordinator_does_not_tell_the_others_that_it_missed_the_store(detectors, monkeypatch):
+    first, second = detectors(0), detectors(1)
     _until(lambda: second.said_by_coordinator)
     real, fails = first._store.set, [True]
 

@@ -12,8 +12,8 @@ requests a second and rank, less often in a large job. A rank is
   ``commit_timeout``.
 
 A beat says how far the rank's own save has come, so flushes that take longer on one rank than on another
-time no rank out. One thread, ``dcp_datastates-heart``: it ends with :meth:`Heart.close`, and touches nothing but
-the store and the fields below ``_lock``.
+time no rank out. One thread, ``dcp_datastates-heartbeat``: it ends with :meth:`FailureDetector.close`, and touches
+nothing but the store and the fields below ``_lock``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.processes import identity, is_gone, is_near
 from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.pulse import Pulse
-from dcp_datastates.commit.rank_set import Connection, Peers
+from dcp_datastates.commit.rank_set import Connection, RankSet
 from dcp_datastates.process.forks import ProcessLock
 
-__all__ = ["SILENCE_SECONDS", "Heart", "seconds_between_beats"]
+__all__ = ["SILENCE_SECONDS", "FailureDetector", "seconds_between_beats"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,24 +87,24 @@ class _Watched:
     near: bool = False  # on this machine, so that its process can be seen
 
 
-class Heart:
+class FailureDetector:
     """This rank's beat, and its watch over the others'.
 
     Args:
-        peers: the ranks.
+        rank_set: the ranks.
         store: a connection to the store for this thread alone.
-        status: what to say of this rank; called by the heart's thread.
+        status: what to say of this rank; called by the failure detector's thread.
     """
 
-    def __init__(self, peers: Peers, store: Connection, status: Callable[[], Beat]) -> None:
-        self._peers = peers
+    def __init__(self, rank_set: RankSet, store: Connection, status: Callable[[], Beat]) -> None:
+        self._rank_set = rank_set
         self._store = store
         self._decisions = DecisionLog(store)
         self._status = status
         self._watched = {
             rank: _Watched()
-            for rank in (range(1, peers.world) if peers.rank == 0 else (0,))
-            if rank != peers.rank
+            for rank in (range(1, rank_set.world) if rank_set.rank == 0 else (0,))
+            if rank != rank_set.rank
         }
         self._lock = ProcessLock()  # guards what follows
         self._round: int | None = None
@@ -124,7 +124,7 @@ class Heart:
         self._listeners: list[Callable[[list[Loss]], None]] = []
         self._identity = identity()
         self._thread = threading.Thread(
-            target=self._run, name="dcp_datastates-heart", daemon=True
+            target=self._run, name="dcp_datastates-heartbeat", daemon=True
         )  # joined by close()
         self._started = False
         self._introduced = threading.Event()  # set when the others can know of this rank
@@ -132,7 +132,7 @@ class Heart:
     # ---- any thread --------------------------------------------------------------------------
 
     def listen(self, listener: Callable[[list[Loss]], None]) -> None:
-        """Have ``listener`` called, by the heart's thread, while a save is on and ranks are lost."""
+        """Have ``listener`` called, by the failure detector's thread, while a save is on and ranks are lost."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -149,7 +149,7 @@ class Heart:
         with self._lock:
             self._active += 1
             self._expect_unheard()
-            if self._peers.rank != 0:  # a rank that was lost may be back since
+            if self._rank_set.rank != 0:  # a rank that was lost may be back since
                 self._told, self._old_news = [], self._watched[0].value
         self.introduce(0.0)
         self._wake.set()
@@ -295,10 +295,10 @@ class Heart:
         if started and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)  # it may be waiting for a store that is gone
 
-    # ---- the heart's thread -------------------------------------------------------------------
+    # ---- the failure detector's thread -------------------------------------------------------------------
 
     def _run(self) -> None:
-        pulse = Pulse(self._peers, seconds_between_beats(self._peers.world))
+        pulse = Pulse(self._rank_set, seconds_between_beats(self._rank_set.world))
         try:
             self._beat_on(pulse)
         finally:
@@ -310,12 +310,12 @@ class Heart:
             began = time.monotonic()
             try:
                 if not self._introduced.is_set():
-                    self._store.set(f"who/{self._peers.rank}", self._identity)
+                    self._store.set(f"who/{self._rank_set.rank}", self._identity)
                     self._introduced.set()
-                if self._peers.rank == 0:  # it says what it has seen
+                if self._rank_set.rank == 0:  # it says what it has seen
                     self._look(pulse)
                 self._beat(pulse)
-                if self._peers.rank != 0:
+                if self._rank_set.rank != 0:
                     self._look(pulse)
                 error = None
             except Exception as failed:
@@ -327,7 +327,7 @@ class Heart:
                     if error is not None and self._active:
                         logger.warning("the store that the ranks meet at fails: %s", error)
                 active = self._active > 0 or self._round is not None
-                self._interval = seconds_between_beats(self._peers.world, active=active)
+                self._interval = seconds_between_beats(self._rank_set.world, active=active)
                 listeners = list(self._listeners) if active else []
             if listeners and (losses := self.losses()):
                 for listener in listeners:
@@ -348,12 +348,12 @@ class Heart:
 
     def _beat(self, pulse: Pulse) -> None:
         beat = self._status()
-        if self._peers.rank == 0:
+        if self._rank_set.rank == 0:
             # That it has missed the store itself is over when it can say so.
             lost = [dataclasses.astuple(loss) for loss in self.losses() if loss.rank != 0]
             beat = dataclasses.replace(beat, lost=lost, pulse=pulse.place)
         self._count += 1
-        self._store.set(f"beat/{self._peers.rank}", beat.encode(self._count))
+        self._store.set(f"beat/{self._rank_set.rank}", beat.encode(self._count))
 
     def _look(self, pulse: Pulse) -> None:
         # This thread may itself have been kept from running: then the others' beats are no older than
@@ -362,11 +362,11 @@ class Heart:
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now
         self._read_beats(passed, pulse.counts())
-        if self._peers.rank == 0:
+        if self._rank_set.rank == 0:
             return
         coordinator = self._watched[0]
         pulse.follow(coordinator.beat.pulse)
-        told = [Loss(*loss) for loss in coordinator.beat.lost if loss[0] != self._peers.rank]
+        told = [Loss(*loss) for loss in coordinator.beat.lost if loss[0] != self._rank_set.rank]
         with self._lock:
             news = coordinator.heard and coordinator.value != self._old_news
             self._told = told if news else []

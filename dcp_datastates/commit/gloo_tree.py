@@ -29,7 +29,7 @@ from dcp_datastates.commit.gloo_group import (
     Meeting,
     said_as_broken,
 )
-from dcp_datastates.commit.rank_set import Connection, Peers
+from dcp_datastates.commit.rank_set import Connection, RankSet
 
 __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
 
@@ -84,19 +84,19 @@ def places(rank: int, world: int) -> Iterator[Place]:
 
 
 class GlooTree:
-    """The ranks of ``peers``, connected when first needed and anew after :meth:`leave`.
+    """The ranks of ``rank_set``, connected when first needed and anew after :meth:`leave`.
 
     No generation is met in twice. Of the operations, all ranks make the same ones in the same order. Each raises
     :class:`GroupBroken`, or what its ``check`` raises, which is called all the time while it waits: then :meth:`leave`
     comes next. One thread uses a tree.
 
     Args:
-        peers: its ranks.
+        rank_set: its ranks.
         name: prefix of its keys in the store.
     """
 
-    def __init__(self, peers: Peers, name: str) -> None:
-        self._peers = peers
+    def __init__(self, rank_set: RankSet, name: str) -> None:
+        self._rank_set = rank_set
         self._name = name
         self._store: Connection | None = None
         self._generation = 0
@@ -125,7 +125,7 @@ class GlooTree:
         try:
             with said_as_broken("the store fails"):
                 if self._store is None:
-                    self._store = self._peers.connect(self._name)
+                    self._store = self._rank_set.connect(self._name)
                 self._count_up(self._store)
             self._met = True
             self._looked = time.monotonic()
@@ -195,7 +195,7 @@ class GlooTree:
 
     def broadcast(self, data: bytes | None, check: Check) -> bytes:
         """The bytes that rank 0 gives, on all ranks."""
-        told = (data or b"") if self._peers.rank == 0 else b""
+        told = (data or b"") if self._rank_set.rank == 0 else b""
         for _, group in reversed(self._joined()):
             size = torch.tensor([len(told)], dtype=torch.int64)
             group.broadcast(size, self._while_waiting(check))
@@ -208,28 +208,28 @@ class GlooTree:
 
     def _joined(self) -> list[tuple[Place, GlooGroup]]:
         groups = list(self._groups)  # another thread may close the tree
-        if not self._met or self._closed or (not groups and self._peers.world > 1):
+        if not self._met or self._closed or (not groups and self._rank_set.world > 1):
             raise GroupBroken("these connections were given up")
         return groups
 
     def _build(self, store: Connection, check: Check) -> None:
         """Lowest group first: so a rank leads into a group above only when all ranks below it are there."""
-        world = self._peers.world
+        world = self._rank_set.world
         pause = max(_STORE_PAUSE, _STORE_PAUSE_PER_RANK * world)
         looking = self._while_waiting(
             check, max(_MEETING_LOOK_SECONDS, _MEETING_LOOK_SECONDS_PER_RANK * world)
         )
-        for place in places(self._peers.rank, world):
+        for place in places(self._rank_set.rank, world):
             name = f"{self._generation}/{place.name}"
             meeting = Meeting(store, name, place.rank, place.size, pause, looking)
             self._keys.append(meeting.key(place.rank))
-            plain_store = functools.partial(self._peers.raw_store, f"{self._name}/{name}/gloo")
+            plain_store = functools.partial(self._rank_set.raw_store, f"{self._name}/{name}/gloo")
             self._groups.append((place, GlooGroup(meeting, plain_store)))
 
     def _while_waiting(self, check: Check, seconds: float | None = None) -> Check:
         """``check``, and whether other ranks have left; that is asked of the store every so many ``seconds``."""
         if seconds is None:
-            seconds = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._peers.world)
+            seconds = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._rank_set.world)
 
         def look() -> None:
             check()

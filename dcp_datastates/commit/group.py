@@ -1,7 +1,7 @@
 """Committed or absent: the ranks agree on the outcome of every save, in the order of the saves.
 
-A :class:`CommitGroup` has gloo connections of its own, never the training job's, one thread that runs the rounds, and a
-heart (``failure_detector.py``) that tells which ranks are lost. What a rank does in a round, ``protocol.py`` says, and
+A :class:`CommitGroup` has gloo connections of its own, never the training job's, one thread that runs the rounds, and
+a :class:`FailureDetector`, which tells which ranks are lost. ``protocol.py`` says what a rank does in a round, and
 ``voter.py`` carries it out. Alone, a rank runs the same code.
 """
 
@@ -16,9 +16,9 @@ from typing import Final
 from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision import Decision, Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.failure_detector import Heart
+from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
-from dcp_datastates.commit.rank_set import Peers
+from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.voter import Voter
 from dcp_datastates.commit.worker import Worker
@@ -47,8 +47,8 @@ class CommitGroup:
     runs at interpreter exit after what was submitted is decided.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers: Final = peers
+    def __init__(self, rank_set: RankSet) -> None:
+        self.rank_set: Final = rank_set
         self.neighbours: Final = Neighbours()  # of the coordinator's planning thread
         self._lock = ProcessLock()  # guards _drawn, missed, calls
         self.missed = 0
@@ -63,23 +63,25 @@ class CommitGroup:
         self._expected: int | None = None  # the next round, of the commit thread; None at first
         self._reading: Progress | None = None
         self._decisions = DecisionLog()
-        self.heart: Heart | None = None
-        if peers.world > 1:
-            self._decisions = DecisionLog(peers.connect("commit"))
-            self.heart = Heart(peers, peers.connect_alone("commit"), self._status)
-        self._voter = Voter(peers, self.heart, self._decisions)
+        self.detector: FailureDetector | None = None
+        if rank_set.world > 1:
+            self._decisions = DecisionLog(rank_set.connect("commit"))
+            self.detector = FailureDetector(
+                rank_set, rank_set.connect_alone("commit"), self._status
+            )
+        self._voter = Voter(rank_set, self.detector, self._decisions)
 
     # ---- any thread --------------------------------------------------------------------------
 
     @property
     def is_coordinator(self) -> bool:
         """Whether this rank publishes."""
-        return self.peers.rank == 0
+        return self.rank_set.rank == 0
 
     @property
     def name(self) -> str:
         """Which ranks these are; no other group of this process has it."""
-        return f"{self.first}/{self.peers.digest}"
+        return f"{self.first}/{self.rank_set.digest}"
 
     def draw(self) -> int:
         """Coordinator: the number of the next round."""
@@ -124,14 +126,14 @@ class CommitGroup:
         A round that storage holds up for long is left behind: its save was waited for before.
         """
         self._worker.close(_CLOSE_SECONDS)
-        if self.heart is not None:
-            self.heart.close()
+        if self.detector is not None:
+            self.detector.close()
         self._voter.close()
 
     def _cause(self, error: BaseException) -> BaseException:
-        if self.heart is None:
+        if self.detector is None:
             return error
-        losses = self.heart.await_loss()
+        losses = self.detector.await_loss()
         return RankLostError(Loss.reason_of(losses).message) if losses else error
 
     def _status(self) -> Beat:
@@ -148,7 +150,7 @@ class CommitGroup:
         try:
             if self._expected is None:
                 self._expected = round_.first
-            while self.peers.world > 1 and self._expected < round_.number:
+            while self.rank_set.world > 1 and self._expected < round_.number:
                 self._finish(Round.missing(self._expected, round_.first, round_.timeout))
             self._finish(round_)
         except BaseException as error:  # a defect: still, no rank may wait for ever
@@ -169,13 +171,13 @@ class CommitGroup:
 
     def _error(self, round_: Round, decision: Decision) -> BaseException | None:
         where = "an unknown path" if round_.path is None else repr(str(round_.path))
-        error = decision.error(where, self.peers.world)
+        error = decision.error(where, self.rank_set.world)
         if error is None:
             return None
         cause = round_.part.error or round_.failure
         if cause is not None:
             release_frames(cause)
-        if cause is not None and self.peers.world == 1:
+        if cause is not None and self.rank_set.world == 1:
             return cause
         error.__cause__ = cause
         return error
@@ -183,10 +185,10 @@ class CommitGroup:
     def _tidy(self, round_: Round, decision: Decision) -> None:  # 12
         hit("cleanup.before")
         if decision.outcome is Outcome.COMMITTED:
-            tidy_after_commit(round_, self.peers.rank, self.peers.world)
+            tidy_after_commit(round_, self.rank_set.rank, self.rank_set.world)
         elif decision.outcome is Outcome.FAILED:
             round_.part.cancel()
             # Storage may be stuck. Then the files stay, for the next commit to remove.
             if round_.part.wait(_CANCEL_SECONDS):
-                tidy_after_failure(round_, self.peers.rank, self.peers.world)
+                tidy_after_failure(round_, self.rank_set.rank, self.rank_set.world)
         hit("cleanup.after")

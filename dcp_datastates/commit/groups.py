@@ -7,7 +7,7 @@ import ctypes
 import threading
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.rank_set import ALONE, Peers, is_current
+from dcp_datastates.commit.rank_set import ALONE, RankSet, is_current
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["commit_group"]
@@ -16,22 +16,22 @@ _groups_lock = ProcessLock()  # guards _groups
 _groups: dict[tuple[int, ...], CommitGroup] = {}
 
 
-def commit_group(peers: Peers) -> CommitGroup:
+def commit_group(rank_set: RankSet) -> CommitGroup:
     """The process's commit group of these ranks. Groups over a store that is no more are closed.
 
     Returns without waiting for the other ranks: they meet in the first round.
     """
-    key = () if peers is ALONE else peers.ranks
+    key = () if rank_set is ALONE else rank_set.ranks
     with _groups_lock:
         stale = [
             ranks
             for ranks, group in _groups.items()
-            if group.peers is not ALONE and not is_current(group.peers)
+            if group.rank_set is not ALONE and not is_current(group.rank_set)
         ]
         closing = [_groups.pop(ranks) for ranks in stale]
         found = _groups.get(key)
         if found is None:
-            found = _groups[key] = CommitGroup(peers)
+            found = _groups[key] = CommitGroup(rank_set)
     for (
         group
     ) in closing:  # in a thread of its own: what is under way there may take its time to fail

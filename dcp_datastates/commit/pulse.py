@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dcp_datastates._native import PulseClient, PulseServer
-from dcp_datastates.commit.rank_set import Peers
+from dcp_datastates.commit.rank_set import RankSet
 
 __all__ = ["Pulse"]
 
@@ -28,16 +28,16 @@ class Pulse:
     """This rank's pulse, and what it hears of the others'. For one thread, but :meth:`close`.
 
     Args:
-        peers: the ranks.
+        rank_set: the ranks.
         interval: between two datagrams, in seconds.
     """
 
-    def __init__(self, peers: Peers, interval: float) -> None:
-        self._peers = peers
+    def __init__(self, rank_set: RankSet, interval: float) -> None:
+        self._rank_set = rank_set
         self._interval = interval
         self._server: PulseServer | None = None
         self._client: PulseClient | None = None
-        self.place: Final[Sequence[Any]] = self._serve() if peers.rank == 0 else ()
+        self.place: Final[Sequence[Any]] = self._serve() if rank_set.rank == 0 else ()
         """Where the coordinator listens, for its beats: host, port, token. Empty on the others, and if it cannot."""
         self._followed: Sequence[Any] = ()
         atexit.register(self.close)  # a process that hangs as it ends is lost
@@ -45,8 +45,8 @@ class Pulse:
     def _serve(self) -> Sequence[Any]:
         token = secrets.randbits(63)
         try:
-            host = _own_host(self._peers.host or socket.gethostname())
-            self._server = PulseServer(token, self._peers.world)
+            host = _own_host(self._rank_set.host or socket.gethostname())
+            self._server = PulseServer(token, self._rank_set.world)
             return host, self._server.port, token
         except (OSError, RuntimeError) as error:
             logger.info("ranks that hold the GIL for long will count as lost: %s", error)
@@ -65,10 +65,10 @@ class Pulse:
         host, port, token = place
         hosts = [host]
         try:
-            if self._peers.host:  # what the coordinator calls itself may be no name for others
-                hosts.append(_addresses(self._peers.host)[0][1][0])
+            if self._rank_set.host:  # what the coordinator calls itself may be no name for others
+                hosts.append(_addresses(self._rank_set.host)[0][1][0])
             self._client = PulseClient(
-                token, self._peers.rank, self._interval, list(dict.fromkeys(hosts)), port
+                token, self._rank_set.rank, self._interval, list(dict.fromkeys(hosts)), port
             )
         except (OSError, RuntimeError, ValueError) as error:
             logger.info("if this rank holds the GIL for long, it will count as lost: %s", error)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.forks import ProcessLock
 
-__all__ = ["ALONE", "Connection", "Peers", "is_current", "of_store", "peers_of"]
+__all__ = ["ALONE", "Connection", "RankSet", "is_current", "of_store", "rank_set_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Peers:
+class RankSet:
     """The ranks that commit together.
 
     Attributes:
@@ -216,7 +216,7 @@ class Peers:
         return f"dcp_datastates/{self.digest}/{purpose}"
 
 
-ALONE: Final = Peers(0, (0,), None)
+ALONE: Final = RankSet(0, (0,), None)
 
 
 class _Address:
@@ -251,16 +251,16 @@ class _Base:
         return self.address.clone()
 
 
-def of_store(rank: int, ranks: tuple[int, ...], store: Any) -> Peers:
+def of_store(rank: int, ranks: tuple[int, ...], store: Any) -> RankSet:
     """The ``ranks``, with a c10d ``store`` that lives as long as they are connected."""
-    return Peers(rank, ranks, _Base(store))
+    return RankSet(rank, ranks, _Base(store))
 
 
 _lock = ProcessLock()  # guards _base
 _base: _Base | None = None
 
 
-def peers_of(process_group: Any) -> Peers:
+def rank_set_of(process_group: Any) -> RankSet:
     """The ranks of ``process_group`` (None: all), or :data:`ALONE` without ``torch.distributed``.
 
     Raises :class:`ConfigurationError` if this process is not one of them.
@@ -282,7 +282,7 @@ def peers_of(process_group: Any) -> Peers:
         )
     if len(ranks) == 1:
         return ALONE
-    return Peers(ranks.index(me), ranks, _current(dist.distributed_c10d._get_default_store()))
+    return RankSet(ranks.index(me), ranks, _current(dist.distributed_c10d._get_default_store()))
 
 
 def _current(store: Any) -> _Base:
@@ -293,8 +293,8 @@ def _current(store: Any) -> _Base:
         return _base
 
 
-def is_current(peers: Peers) -> bool:
-    """Whether the default group that ``peers`` are of is still there."""
+def is_current(rank_set: RankSet) -> bool:
+    """Whether the default group that ``rank_set`` are of is still there."""
     if not dist.is_available() or not dist.is_initialized():
         return False
-    return peers.base is _current(dist.distributed_c10d._get_default_store())
+    return rank_set.base is _current(dist.distributed_c10d._get_default_store())

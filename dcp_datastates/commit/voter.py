@@ -1,6 +1,6 @@
 """One rank's part in a round, carried out: the actions of ``protocol.py``, with gloo, the store and storage.
 
-Of the commit thread. Every wait looks at the heart several times a second; what it knows may end the wait.
+Of the commit thread. Every wait looks at the failure detector several times a second; what it knows may end the wait.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.failure_detector import SILENCE_SECONDS, Heart
+from dcp_datastates.commit.failure_detector import SILENCE_SECONDS, FailureDetector
 from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.protocol import (
     Action,
@@ -45,7 +45,7 @@ from dcp_datastates.commit.protocol import (
     lead,
 )
 from dcp_datastates.commit.publish import find_older, publish, settle
-from dcp_datastates.commit.rank_set import Peers
+from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Ballot, is_unanimous
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError
@@ -63,26 +63,28 @@ _TOLD: Final = struct.Struct("<q")
 T = TypeVar("T")
 
 _PATIENCE_SECONDS: Final = 15.0
-"""A rank that cannot meet the others gives a round up no sooner than hearts find who is lost, and this."""
+"""A rank that cannot meet the others gives a round up no sooner than detectors find who is lost, and this."""
 
 
 class Voter:
     """This rank among those that commit together.
 
     Args:
-        peers: the ranks.
-        heart: knows which of them are lost; None for a rank alone.
+        rank_set: the ranks.
+        detector: knows which of them are lost; None for a rank alone.
         decisions: in the store.
     """
 
-    def __init__(self, peers: Peers, heart: Heart | None, decisions: DecisionLog) -> None:
-        self._peers = peers
-        self._heart = heart
+    def __init__(
+        self, rank_set: RankSet, detector: FailureDetector | None, decisions: DecisionLog
+    ) -> None:
+        self._rank_set = rank_set
+        self._detector = detector
         self._decisions = decisions
         self._tree: GlooTree | None = None  # from the first round on
         self._apart: float | None = None  # since when this rank has not met the others
         self._store_failed = False  # in this round
-        # The heart's thread reads these:
+        # The failure detector's thread reads these:
         self.round: Round | None = None
         """The one under way."""
         self.voted = -1
@@ -105,17 +107,17 @@ class Voter:
         self._store_failed = False
         if self._tree is None:
             # A store may outlive a default group, and with it the keys of a former one's connections.
-            self._tree = GlooTree(self._peers, f"vote/{round_.first}")
-        if self._heart is not None:
-            self._heart.follow(round_.number)
+            self._tree = GlooTree(self._rank_set, f"vote/{round_.first}")
+        if self._detector is not None:
+            self._detector.follow(round_.number)
         try:
             return self._follow_protocol(round_)
         finally:
             self._say("idle", round_)
             self.voted = self.ended = max(self.voted, round_.number)
             self.round = None
-            if self._heart is not None:
-                self._heart.follow(None)
+            if self._detector is not None:
+                self._detector.follow(None)
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -159,7 +161,9 @@ class Voter:
                 return Done()
         # These must not fail, and not wait for a store that is gone again and again: the round ends by them.
         try:
-            gone = self._heart is not None and (self._store_failed or self._heart.misses_store)
+            gone = self._detector is not None and (
+                self._store_failed or self._detector.misses_store
+            )
             if gone and not isinstance(action, Note):  # which is kept, to be written later
                 raise RuntimeError("the ranks' store does not answer")
             return self._try(action, round_)
@@ -173,7 +177,7 @@ class Voter:
     def _try(self, action: Action, round_: Round) -> Event:
         match action:
             case Explain(reason):
-                self._decisions.explain(round_.number, self._peers.rank, reason)
+                self._decisions.explain(round_.number, self._rank_set.rank, reason)
             case Note(decision):
                 self._decisions.note(round_.number, decision)
             case Collect():
@@ -194,7 +198,7 @@ class Voter:
         return Written(None if error is None else Reason.of(error))
 
     def _meet(self, round_: Round) -> Event:
-        if self._peers.world == 1:
+        if self._rank_set.world == 1:
             return Done()
         self._say("voting", round_)
         try:
@@ -224,16 +228,16 @@ class Voter:
             round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS
         ):
             why = f"has not met the others for {now - self._apart:.0f} s ({broken})"
-            event = Lost(Loss.reason_of([Loss(self._peers.rank, why)]))
+            event = Lost(Loss.reason_of([Loss(self._rank_set.rank, why)]))
         return event or Broke()
 
     def _vote(self, round_: Round, ok: bool) -> Event:
         ballot = Ballot(
-            ok, round_.number, round_.attempt, round_.path, self._peers.world, round_.missed
+            ok, round_.number, round_.attempt, round_.path, self._rank_set.world, round_.missed
         )
         hit("vote.before")
         maxima = ballot.encode()
-        if self._peers.world > 1:
+        if self._rank_set.world > 1:
             self.voted = round_.number
             found = self._wait(round_, lambda tree, check: tree.max(maxima, check))
             if not isinstance(found, list):
@@ -266,7 +270,7 @@ class Voter:
         return Decided(Decision(Outcome.COMMITTED))
 
     def _tell(self, round_: Round, decision: Decision) -> Event:  # 11
-        if self._peers.world == 1:
+        if self._rank_set.world == 1:
             return Done()
         hit("outcome.before")
         self._say("telling the outcome", round_)
@@ -328,21 +332,21 @@ class Voter:
     def _notice(
         self, round_: Round, *, joining: bool = False, telling: bool = False
     ) -> Event | None:
-        """What the heart knows that ends this wait.
+        """What the failure detector knows that ends this wait.
 
         Args:
             round_: the round.
             joining: this rank is connected with no other.
             telling: the coordinator has decided.
         """
-        heart = self._heart
-        if heart is None:
+        detector = self._detector
+        if detector is None:
             return None
-        losses = heart.losses() or heart.stalled(round_.number, round_.timeout)
+        losses = detector.losses() or detector.stalled(round_.number, round_.timeout)
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
         return interruption(
-            heart.ended(round_.number) if self._is_coordinator else (),
-            heart.said,
+            detector.ended(round_.number) if self._is_coordinator else (),
+            detector.said,
             Lost(Loss.reason_of(mine)) if mine else None,
             waits_in_vain=joining or bool(losses),
             telling=telling,
@@ -362,7 +366,7 @@ class Voter:
 
     @property
     def _is_coordinator(self) -> bool:
-        return self._peers.rank == 0
+        return self._rank_set.rank == 0
 
 
 class _Interrupted(Exception):

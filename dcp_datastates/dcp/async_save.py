@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import ALONE, peers_of
+from dcp_datastates.commit.rank_set import ALONE, rank_set_of
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.dcp.writer import DataStatesWriter
@@ -95,14 +95,14 @@ def _call(
     options: dict[str, Any],
 ) -> Save:
     if writer is None:
-        peers = ALONE if options.get("no_dist") else peers_of(process_group)
+        rank_set = ALONE if options.get("no_dist") else rank_set_of(process_group)
     elif options or process_group is not None:
         raise ConfigurationError(
             f"writer= has options of its own; pass {', '.join([*options, 'process_group'])} to it instead"
         )
     else:
-        peers = writer.peers
-    context = context_of(commit_group(peers))
+        rank_set = writer.rank_set
+    context = context_of(commit_group(rank_set))
     if planner is None:
         planner = context.planner
     try:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import peers_of
+from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
 from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.errors import ConfigurationError
@@ -47,7 +47,7 @@ def prime(
     each rank's error, on all of them.
     """
     step_gate.open_windows()
-    context = context_of(commit_group(peers_of(process_group)))
+    context = context_of(commit_group(rank_set_of(process_group)))
     chosen = context.planner if planner is None else planner
     context.run(
         "prime()", _TIMEOUT_SECONDS, lambda ranks: _plan(state_dict, chosen, context.group, ranks)
@@ -72,7 +72,11 @@ def _plan(
         captured = look(state_dict)
         if is_unchanged(chosen):
             session = Session(
-                group.name, group.peers.rank, group.peers.world, captured, captured.materialize
+                group.name,
+                group.rank_set.rank,
+                group.rank_set.world,
+                captured,
+                captured.materialize,
             )
             session.look()
         given = captured.materialize() if session is None else {}

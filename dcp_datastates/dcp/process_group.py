@@ -11,9 +11,9 @@ and come with the next, until they have caught up; those with the greatest meet 
 
 **None waits for ever.** A rank that leaves closes its sockets: its neighbours fail the entry as well, and theirs
 after them. Before, it notes in the store that the entry is given up, and why: a rank that comes late, and does not
-find the others, finds the note. What sockets do not tell, the heart knows (dead, silent, cut off), and so does
-``look``, which bounds the wait for a rank that does not call or comes no further. If a note is lost, the late rank is
-told by the others' next entry, or by ``look``.
+find the others, finds the note. The failure detector knows what sockets do not tell: that a rank is dead, silent or
+cut off. ``look`` bounds the wait for a rank that does not call or comes no further. If a note is lost, the others' next
+entry tells the late rank, or ``look`` does.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Final, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_datastates.commit.failure_detector import Heart
+from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
-from dcp_datastates.commit.rank_set import Peers
+from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.config import MAX_IN_FLIGHT
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.dcp.ranks import Ranks
@@ -62,24 +62,26 @@ _UNKNOWN: Final = "?"
 
 
 class Collectives:
-    """The meetings of ``peers`` for planning. Of the planning thread.
+    """The meetings of ``rank_set`` for planning. Of the planning thread.
 
     Args:
-        peers: the ranks.
-        heart: knows who is lost.
+        rank_set: the ranks.
+        detector: knows who is lost.
         on_destroy: called when the job destroys its process groups.
     """
 
-    def __init__(self, peers: Peers, heart: Heart, on_destroy: Callable[[], None]) -> None:
-        self._peers = peers
-        self._heart = heart
+    def __init__(
+        self, rank_set: RankSet, detector: FailureDetector, on_destroy: Callable[[], None]
+    ) -> None:
+        self._rank_set = rank_set
+        self._detector = detector
         # Now, in the thread of the call: torch names some groups by the number of groups that there are.
-        self._hook = DestroyHook(f"dcp_datastates/{peers.digest}", on_destroy)
-        self._store = peers.connect("planning")
-        self._tree = GlooTree(peers, "planning")
+        self._hook = DestroyHook(f"dcp_datastates/{rank_set.digest}", on_destroy)
+        self._store = rank_set.connect("planning")
+        self._tree = GlooTree(rank_set, "planning")
         # Whose entries these are: a store may outlive a default group, and with it the notes of a former one. The
         # coordinator's clock, known to all once they have met.
-        self._since = time.time_ns() if peers.rank == 0 else 0
+        self._since = time.time_ns() if rank_set.rank == 0 else 0
         self._noted: list[int] = []  # entries that this rank has noted
         self._in_step = False  # all ranks know that this one fails its entry: it need not leave
         self._look: Callable[[], None] = lambda: None
@@ -111,8 +113,8 @@ class Collectives:
             hear(greatest)
             self._in_step = False
             yield Ranks(
-                self._peers.rank,
-                self._peers.world,
+                self._rank_set.rank,
+                self._rank_set.world,
                 lambda data: self._step(entry, lambda: self._tree.gather(data, self._check)),
                 lambda parts: self._step(entry, lambda: self._tree.scatter(parts, self._check)),
             )
@@ -167,16 +169,16 @@ class Collectives:
 
     def _check(self) -> None:
         """Called by what waits in a step."""
-        if losses := self._heart.losses():
+        if losses := self._detector.losses():
             raise RankLostError("; ".join(map(str, losses[:3])))
         self._look()
 
     def _check_meeting(self, entry: int) -> None:
         """Called while the ranks are waited for."""
-        if self._heart.losses() and (lost := self._lost_for_good()):
+        if self._detector.losses() and (lost := self._lost_for_good()):
             raise RankLostError(lost)
         now = time.monotonic()
-        if now - self._looked > max(_NOTE_SECONDS, _NOTE_SECONDS_PER_RANK * self._peers.world):
+        if now - self._looked > max(_NOTE_SECONDS, _NOTE_SECONDS_PER_RANK * self._rank_set.world):
             if self._looked:  # not at once: mostly, all ranks are about to come
                 self._find_note(entry)
             self._looked = now
@@ -185,13 +187,13 @@ class Collectives:
     def _lost_for_good(self) -> str:
         """Who is lost; empty if no rank is. A rank that was silent, and is back, may not have been heard yet."""
         deadline = time.monotonic() + _RETURN_SECONDS
-        while losses := self._heart.losses():
+        while losses := self._detector.losses():
             if time.monotonic() > deadline or any(loss.certain for loss in losses):
                 return "; ".join(map(str, losses[:3]))
             time.sleep(_POLL_SECONDS)
         return ""
 
-    # ---- notes in the store; without the store, the heart says so ----------------------------------
+    # ---- notes in the store; without the store, the failure detector says so ----------------------------------
 
     def _note(self, entry: int, error: BaseException) -> None:
         if not self._since:

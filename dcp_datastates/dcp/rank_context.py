@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
-from dcp_datastates.commit.failure_detector import Heart
+from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.rank_set import is_current
 from dcp_datastates.commit.worker import Worker
@@ -80,8 +80,8 @@ class RankContext:
         """For saves that bring none of their own."""
         self._worker = Worker("dcp_datastates-planning")
         self._collectives: Collectives | None = None
-        if group.heart is not None:
-            self._collectives = Collectives(group.peers, group.heart, finish_saves)
+        if group.detector is not None:
+            self._collectives = Collectives(group.rank_set, group.detector, finish_saves)
         self._entries = 0  # how often the ranks have met here
         self._stray: set[str] = set()  # what others saved when the ranks came with different calls
 
@@ -149,7 +149,7 @@ class RankContext:
         try:
             self._plan(save, writer, planner)
         except BaseException as error:
-            save.error = save.error or _cause_here(error, self.group.peers.rank)
+            save.error = save.error or _cause_here(error, self.group.rank_set.rank)
             self._failed(save, error)
         finally:
             save.ended()
@@ -194,7 +194,7 @@ class RankContext:
         """The outcome, unless the commit group decides."""
         release_frames(error)
         save.committed.add_done_callback(_release_outcome)
-        world = self.group.peers.world
+        world = self.group.rank_set.world
         if isinstance(error, CheckpointException):
             causes = {rank: failure[0] for rank, failure in error.failures.items()}
             for cause in causes.values():
@@ -216,14 +216,14 @@ class RankContext:
             save.fail(error)
         elif world == 1 or isinstance(error, DataStatesError):
             save.fail(self._named(error, save))
-        else:  # a connection broke; the heart knows why within seconds
+        else:  # a connection broke; the failure detector knows why within seconds
             self.group.explain(error, lambda cause: save.fail(self._named(cause, save)))
 
     def _named(self, error: BaseException, save: Save) -> BaseException:
-        if self.group.peers.world == 1 or str(error).startswith("the save to "):
+        if self.group.rank_set.world == 1 or str(error).startswith("the save to "):
             return error
-        rank = -1 if isinstance(error, RankLostError) else self.group.peers.rank
-        told = Decision.failed(rank, error).error(repr(str(save.path)), self.group.peers.world)
+        rank = -1 if isinstance(error, RankLostError) else self.group.rank_set.rank
+        told = Decision.failed(rank, error).error(repr(str(save.path)), self.group.rank_set.world)
         assert told is not None
         told.__cause__ = error
         return told
@@ -257,29 +257,29 @@ class _Presence:
         waited = self._log.seconds
         if waited < 1:
             return
-        heart = self._group.heart
-        assert heart is not None
-        what = self._waited_for(heart)
+        detector = self._group.detector
+        assert detector is not None
+        what = self._waited_for(detector)
         self._group.tell_planning(what)
         if self._save is not None:
             self._save.doing = what
         self._log.look(what)
         if waited < self._timeout:
             return
-        if heart.absent(self._entry):
+        if detector.absent(self._entry):
             raise RankLostError(f"{what} for {waited:.0f} s")
-        if slow := heart.standing_still(self._timeout):
+        if slow := detector.standing_still(self._timeout):
             raise RankLostError("; ".join(map(str, slow[:3])))
 
-    def _waited_for(self, heart: Heart) -> str:
-        absent = heart.absent(self._entry)
+    def _waited_for(self, detector: FailureDetector) -> str:
+        absent = detector.absent(self._entry)
         if absent:
             named = ", ".join(map(str, absent[:3])) + (", …" if len(absent) > 3 else "")
             some = (
                 f"rank {named} has" if len(absent) == 1 else f"{len(absent)} ranks ({named}) have"
             )
             return f"{some} not called async_save"
-        if said := heart.said_by_coordinator:
+        if said := detector.said_by_coordinator:
             return f"waiting for rank 0 ({said})"
         return "waiting for the other ranks to plan and read"
 
@@ -314,7 +314,9 @@ def context_of(group: CommitGroup) -> RankContext:
     with _lock:
         found = _all.get(group)
         if found is None:
-            for former in [other for other in _all if other.heart and not is_current(other.peers)]:
+            for former in [
+                other for other in _all if other.detector and not is_current(other.rank_set)
+            ]:
                 _all.pop(former).close()
             found = _all[group] = RankContext(group)
     return found

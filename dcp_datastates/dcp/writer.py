@@ -32,7 +32,7 @@ from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.publish import check_overwrite
-from dcp_datastates.commit.rank_set import ALONE, Peers, peers_of
+from dcp_datastates.commit.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.commit.round import FailedPart
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.awaited import is_awaited, work_item_here
@@ -168,7 +168,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._process_group = process_group
         self._no_dist = no_dist
         # Where there are several ranks, only some may find it so: prepare_local_plan() tells them all.
-        self._alone = self.peers is ALONE  # raises if this process is not among them
+        self._alone = self.rank_set is ALONE  # raises if this process is not among them
         self._path = None if path is None else self._checked(path)
         self._here = _ThisThread()
         self._lock = ProcessLock()  # guards _saves, _newest, _last, _closed
@@ -177,10 +177,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._last: SaveStats | None = None
         self._closed = False
         engine(self._config.host_cache_bytes)
-        self._made_for = commit_group(self.peers)
-        if self._made_for.heart is not None:
-            # Once: from then on the other ranks see at once if this process dies. The heart's thread does it.
-            self._made_for.heart.introduce(_INTRODUCE_SECONDS)
+        self._made_for = commit_group(self.rank_set)
+        if self._made_for.detector is not None:
+            # Once: from then on the other ranks see at once if this process dies. The detector's thread does it.
+            self._made_for.detector.introduce(_INTRODUCE_SECONDS)
 
     def __del__(self) -> None:
         # DCP calls a Stateful's state_dict() before it comes here. If that raises, all that is seen of the call is a
@@ -297,7 +297,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         end_here()
         self._used = True
-        group = commit_group(self.peers)
+        group = commit_group(self.rank_set)
         left_out = make_room(config.max_in_flight, config.when_behind)
         stats = SaveStats()
         save = self._make_save(group, path, stats, asynchronous=True, own=own)
@@ -313,7 +313,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         except BaseException as error:
             save.error = error
             save.snapshot.fail(error)
-            if group.peers.world == 1 or not isinstance(error, Exception):
+            if group.rank_set.world == 1 or not isinstance(error, Exception):
                 raise
         if save.error is None and (not own or _is_ours(planner)):
             # On DCP's own way, the planner is not known yet, and DCP has the state itself.
@@ -546,9 +546,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     # ---- for this package's async_save ---------------------------------------------------------------
 
     @property
-    def peers(self) -> Peers:
+    def rank_set(self) -> RankSet:
         """The ranks that commit together."""
-        return ALONE if self._no_dist else peers_of(self._process_group)
+        return ALONE if self._no_dist else rank_set_of(self._process_group)
 
     def path_of(self, path: str | os.PathLike[str] | None) -> Path:
         """Where a call with this ``path`` saves to. Raises :class:`ConfigurationError` if nothing says."""
@@ -598,7 +598,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             # In a signal handler, what these need may be held by the very frame that it interrupts.
             stall = Stall(logger, "this save", self._config.commit_timeout)
             await_all(lambda: stall.look(moved(None), "the saves before it to be planned"))
-            group = commit_group(self.peers)
+            group = commit_group(self.rank_set)
             save = self._make_save(group, self._path, SaveStats(), asynchronous=False)
             bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
             self._used = True
@@ -657,7 +657,7 @@ def _is_ours(planner: SavePlanner | None) -> bool:
 def _session(
     group: CommitGroup, capture: Capture | None, state: Callable[[], dict[Any, Any]] | None
 ) -> Session:
-    return Session(group.name, group.peers.rank, group.peers.world, capture, state)
+    return Session(group.name, group.rank_set.rank, group.rank_set.world, capture, state)
 
 
 def _note_told(save: Save, share: Share, digest: bytes) -> None:

@@ -108,7 +108,7 @@ class Save:
         self.error: BaseException | None = None
         self.committed = AskedFuture(step_gate.open_windows)
         self._store = (
-            group.peers.store
+            group.rank_set.store
         )  # where the ranks meet, should the job destroy its group meanwhile
         self.background = background
         self._overwrite = overwrite
@@ -134,11 +134,11 @@ class Save:
         with self._lock:
             self._begun = True
         self.doing = "planning"
-        if self.group.heart is not None:
+        if self.group.detector is not None:
             with self._lock:
                 self._quick = True
-            self.group.heart.quicken()
-            self.group.heart.listen(self._lost)
+            self.group.detector.quicken()
+            self.group.detector.listen(self._lost)
 
     def directory(self) -> Path:
         """Where to. Raises :class:`ConfigurationError` if no path was given."""
@@ -167,7 +167,7 @@ class Save:
         group = self._group_of(world)
         if not group.is_coordinator:
             raise ConfigurationError(
-                f"DCP's coordinator is rank {group.peers.rank} of those that commit; it must be the first: "
+                f"DCP's coordinator is rank {group.rank_set.rank} of those that commit; it must be the first: "
                 f"leave coordinator_rank=0"
             )
         directory = self.place()
@@ -186,10 +186,10 @@ class Save:
         if (error := self.committed.peek()) is not None:
             raise error  # it was given up meanwhile
         group = self._group_of(self._ticket.world)
-        if group.peers.rank != self.rank:
+        if group.rank_set.rank != self.rank:
             raise ConfigurationError(
                 f"this is rank {self.rank} of the process group that DCP saves with, and rank "
-                f"{group.peers.rank} of the writer's; pass the same process_group= to both"
+                f"{group.rank_set.rank} of the writer's; pass the same process_group= to both"
             )
         if self._round is None:
             group.reading(self.progress)
@@ -333,7 +333,9 @@ class Save:
         self._decide(outcome.exception())
 
     def _decide(self, error: BaseException | None) -> None:
-        with self._lock:  # the commit thread, the heart's and the planning thread may come at once
+        with (
+            self._lock
+        ):  # the commit thread, the failure detector's and the planning thread may come at once
             if self.committed.done():
                 return
             self._store = None
@@ -362,7 +364,7 @@ class Save:
         stats = self.stats
         nbytes = stats.bytes_written
         rate = nbytes / stats.total_seconds / 1e9 if stats.total_seconds else 0.0
-        of = f" of {self.group.peers.world} ranks" if self.group.peers.world > 1 else ""
+        of = f" of {self.group.rank_set.world} ranks" if self.group.rank_set.world > 1 else ""
         stall = 1e3 * (stats.stage_seconds + stats.gate_seconds)
         waited = f", training waited {stall:.1f} ms" if self.asynchronous else ""
         return (
@@ -373,12 +375,12 @@ class Save:
     def _slow(self) -> None:
         with self._lock:
             quick, self._quick = self._quick, False
-        if quick and self.group.heart is not None:
-            self.group.heart.slow()
-            self.group.heart.forget(self._lost)
+        if quick and self.group.detector is not None:
+            self.group.detector.slow()
+            self.group.detector.forget(self._lost)
 
     def _lost(self, losses: list[Loss]) -> None:
-        """In the heart's thread: ranks are lost, and DCP may wait for them until its group times out.
+        """In the failure detector's thread: ranks are lost, and DCP may wait for them until its group times out.
 
         From the ticket on, all ranks have a round, and what it decides is the outcome: this rank votes against it.
         """
@@ -393,7 +395,7 @@ class Save:
                 self.submit(FailedPart(error))
             if self.snapshot is not None:
                 # In a thread of its own, as it waits for reads, behind which a device may have the very
-                # collective that hangs: a heart that waits is a lost one.
+                # collective that hangs: a failure detector that waits is a lost one.
                 threading.Thread(
                     target=self.snapshot.fail, args=(error,), name="dcp_datastates-give-up"
                 ).start()
@@ -401,11 +403,11 @@ class Save:
     def _group_of(self, world: int, *, checked: bool = True) -> CommitGroup:
         if world == 1:
             return commit_group(ALONE)  # no_dist=True, or a group of one
-        peers = self.group.peers
-        if checked and world != peers.world:
+        rank_set = self.group.rank_set
+        if checked and world != rank_set.world:
             raise ConfigurationError(
-                f"DCP saves with {world} ranks, the writer commits with {peers.world} "
-                f"({'all' if peers.world > 1 else 'this process alone'}): pass the process_group= that is "
+                f"DCP saves with {world} ranks, the writer commits with {rank_set.world} "
+                f"({'all' if rank_set.world > 1 else 'this process alone'}): pass the process_group= that is "
                 f"given to dcp.save or dcp.async_save to DataStatesWriter too"
             )
         return self.group

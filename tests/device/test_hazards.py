@@ -22,9 +22,9 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import DataStatesReader, DataStatesWriter
-from dcp_datastates.commit import failure_detector as heart
+from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.commit.beats import Beat
-from dcp_datastates.commit.rank_set import Peers
+from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.io import engine
 from dcp_datastates.saving.operation import Save
 from dcp_datastates.staging import stage as capture
@@ -354,19 +354,19 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank dies; on another, the collective with it hangs on the device, and eager copies behind that."""
-    monkeypatch.setattr(heart, "SILENCE_SECONDS", 2.0)
-    monkeypatch.setattr(heart, "_ACTIVE_SECONDS", 0.2)
-    monkeypatch.setattr(heart, "is_gone", lambda who: False)  # other machines
+    monkeypatch.setattr(detector, "SILENCE_SECONDS", 2.0)
+    monkeypatch.setattr(detector, "_ACTIVE_SECONDS", 0.2)
+    monkeypatch.setattr(detector, "is_gone", lambda who: False)  # other machines
 
-    def beating(rank: int) -> heart.Heart:
-        peers = Peers(rank, (0, 1, 2), dist.FileStore(str(tmp_path / "store"), 3))
-        made = heart.Heart(peers, peers.connect("commit"), Beat)
+    def beating(rank: int) -> detector.FailureDetector:
+        rank_set = RankSet(rank, (0, 1, 2), dist.FileStore(str(tmp_path / "store"), 3))
+        made = detector.FailureDetector(rank_set, rank_set.connect("commit"), Beat)
         made.quicken()
         return made
 
     running = cuda.adopt(torch.ones(1 << 20))
     cuda.await_pinned(CACHE)
-    hearts = [beating(rank) for rank in range(3)]
+    detectors = [beating(rank) for rank in range(3)]
     saves: list[Save] = []
     created = Save.__init__
 
@@ -378,15 +378,15 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     try:
         with stalled(cuda):
             future = save(tmp_path / "a", {"running": running})
-            hearts[1].listen(saves[0]._lost)
-            wait_until(lambda: all(each.heard for each in hearts[0]._watched.values()))
-            hearts[2].close()
+            detectors[1].listen(saves[0]._lost)
+            wait_until(lambda: all(each.heard for each in detectors[0]._watched.values()))
+            detectors[2].close()
             wait_until(lambda: saves[0].error is not None)
-            time.sleep(3 * heart.SILENCE_SECONDS)
-            assert [loss.rank for loss in hearts[0].losses()] == [2]
+            time.sleep(3 * detector.SILENCE_SECONDS)
+            assert [loss.rank for loss in detectors[0].losses()] == [2]
         assert "rank 2" in str(future.exception())
     finally:
-        for each in hearts:
+        for each in detectors:
             each.close()
 
 

@@ -17,8 +17,8 @@ from support.ranks import ranks
 
 import dcp_datastates
 from dcp_datastates import RankLostError, SaveFailedError
-from dcp_datastates.commit import failure_detector as heart
-from dcp_datastates.commit import rank_set as peers
+from dcp_datastates.commit import failure_detector as detector
+from dcp_datastates.commit import rank_set as rank_set
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.process import waiting
 from dcp_datastates.staging import deferred_reads
@@ -165,14 +165,14 @@ def test_a_failed_call_of_stock_dcp_is_seen_by_the_vote_of_the_next_save(shared_
 @ranks(2)
 def test_the_training_thread_asks_nothing_of_the_ranks_store(shared_dir):
     me, asked = threading.current_thread(), []
-    ask = peers._Client.ask
+    ask = rank_set._Client.ask
 
     def watched(client, request):
         asked.append(threading.current_thread())
         return ask(client, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(peers._Client, "ask", watched)
+        patch.setattr(rank_set._Client, "ask", watched)
         for number in range(3):
             _begin(number, shared_dir / "c").result(60)
     assert asked, "the ranks have met without the store"
@@ -185,7 +185,7 @@ def test_saving_on_one_rank_alone_does_not_fail_for_the_silence_of_the_other(sha
         dist.barrier()
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heart, "_UNSEEN_SECONDS", 1.0)
+        patch.setattr(detector, "_UNSEEN_SECONDS", 1.0)
         for number in range(3):
             future = dcp.async_save(
                 _state(number), storage_writer=writer(shared_dir / f"{number}"), no_dist=True

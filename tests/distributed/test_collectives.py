@@ -14,7 +14,7 @@ from support.checkpoints import CACHE
 from support.planners import FailingPlanner
 from support.ranks import ranks
 from support.residue import Residue, assert_nothing_left
-from support.threads import MemoryStore, peers, together
+from support.threads import MemoryStore, rank_set, together
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
@@ -42,7 +42,9 @@ def _nothing():
 
 
 def _plans(world, store=None):
-    return [Collectives(each, _Heart(), _nothing) for each in peers(world, store or MemoryStore())]
+    return [
+        Collectives(each, _Heart(), _nothing) for each in rank_set(world, store or MemoryStore())
+    ]
 
 
 def _step(plan, entry, say=None, look=_nothing):
@@ -191,11 +193,11 @@ def test_a_rank_that_the_heart_counts_out_is_named(comes):
             if rank == 1:
                 told.wait(30)
             else:
-                plan._heart.lost = [Loss(1, "is dead", True)]
+                plan._detector.lost = [Loss(1, "is dead", True)]
                 these.gather_object(rank)
 
     if not comes:
-        plans[0]._heart.lost = [Loss(1, "is dead", True)]
+        plans[0]._detector.lost = [Loss(1, "is dead", True)]
         outcome = together(plans[:1], lambda plan, _: _step(plan, 2))[0]
     else:
         other = threading.Thread(target=plan, args=(plans[1], 1))

@@ -485,14 +485,14 @@ def test_saves_go_on_alone_when_the_process_group_is_gone_and_nothing_of_it_is_l
     _begin(1, shared_dir / "c").upload_completion.result(60)
     dist.barrier()
     threads = {thread.name for thread in threading.enumerate()}
-    assert "dcp_datastates-heart" in threads
+    assert "dcp_datastates-heartbeat" in threads
     rank = dist.get_rank()
     dist.destroy_process_group()
     mine = shared_dir / f"alone{rank}"
     response = dcp_datastates.async_save({"n": torch.tensor(rank)}, mine, host_cache_size=CACHE)
     response.upload_completion.result(60)
     assert load_everything(mine)["n"].item() == rank
-    assert "dcp_datastates-heart" not in {thread.name for thread in threading.enumerate()}
+    assert "dcp_datastates-heartbeat" not in {thread.name for thread in threading.enumerate()}
     store = dist.FileStore(str(shared_dir / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     _begin(2, shared_dir / "c").upload_completion.result(60)

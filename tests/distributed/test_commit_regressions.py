@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError
-from dcp_datastates.commit import failure_detector as heart
+from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.commit import groups, publish
-from dcp_datastates.commit.rank_set import peers_of
+from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.dcp import rank_context
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import local
@@ -41,7 +41,7 @@ def _save(number, path, **options):
 
 
 def _group():
-    return groups.commit_group(peers_of(None))
+    return groups.commit_group(rank_set_of(None))
 
 
 def _forget_groups():
@@ -88,7 +88,7 @@ def test_a_new_group_over_the_same_store_plans_and_saves_at_once(shared_dir):
 def test_a_rank_that_comes_late_to_its_first_save_is_not_lost(shared_dir):
     _forget_groups()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heart, "SILENCE_SECONDS", 4.0)
+        patch.setattr(detector, "SILENCE_SECONDS", 4.0)
         if dist.get_rank() == 1:
             time.sleep(6)
         _save(1, shared_dir / "c")
@@ -103,8 +103,8 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
     tell, hear = voter._tell, voter._hear
 
     def tell_without_the_store(*arguments):
-        heart = group.heart
-        group._decisions._store = heart._store = heart._decisions._store = _Broken()
+        detector = group.detector
+        group._decisions._store = detector._store = detector._decisions._store = _Broken()
         return tell(*arguments)
 
     def hear_late(*arguments):
@@ -126,7 +126,7 @@ def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shar
     entries = "vote.before@1=error:EIO;vote.before@2=error:EIO"
     with pytest.MonkeyPatch.context() as patch, armed_on(0, entries, shared_dir / "fired"):
         if behind:  # it learns of what the coordinator decides when it meets it in the third round
-            patch.setattr(type(group.heart), "said", None)
+            patch.setattr(type(group.detector), "said", None)
             wait = group._voter._await_files
             patch.setattr(
                 group._voter, "_await_files", lambda round_: (time.sleep(2), wait(round_))[1]

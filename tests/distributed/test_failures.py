@@ -157,8 +157,8 @@ def test_a_false_alarm_while_a_rank_reads_is_told_to_all_ranks_alike(alarmed, sh
         def resolve_data(self, write_item):
             if dist.get_rank() == alarmed and not alarm.is_set():
                 alarm.set()
-                heart = commit_group(ours.peers).heart
-                for listener in list(heart._listeners):
+                detector = commit_group(ours.rank_set).detector
+                for listener in list(detector._listeners):
                     listener([Loss(1 - alarmed, "is only late")])
             return super().resolve_data(write_item)
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 from support.residue import Residue, assert_nothing_left
-from support.threads import MemoryStore, peers, together
+from support.threads import MemoryStore, rank_set, together
 
 from dcp_datastates.commit import gloo_group, gloo_tree
 from dcp_datastates.commit.gloo_group import GlooGroup, GroupBroken, Meeting
@@ -16,7 +16,7 @@ from dcp_datastates.commit.rank_set import Connection
 
 
 def _trees(world, store=None, **options):
-    return [GlooTree(each, "t", **options) for each in peers(world, store or MemoryStore())]
+    return [GlooTree(each, "t", **options) for each in rank_set(world, store or MemoryStore())]
 
 
 def _nothing():
@@ -261,7 +261,7 @@ def test_a_member_that_has_died_since_it_came_breaks_the_group(monkeypatch):
     monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=2))
     store = MemoryStore()
     meetings = [
-        Meeting(each.connect("t"), "0", each.rank, 2, 0.1, _nothing) for each in peers(2, store)
+        Meeting(each.connect("t"), "0", each.rank, 2, 0.1, _nothing) for each in rank_set(2, store)
     ]
     exchange = Meeting._exchange
 

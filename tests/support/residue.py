@@ -70,7 +70,7 @@ def _await_pulses() -> None:
     """A rank's pulse starts when it has read where the coordinator listens: some time after its first save."""
     deadline = time.monotonic() + _PULSE_SECONDS
     for group in list(groups._groups.values()):
-        detector = group.heart
+        detector = group.detector
         while detector is not None and not detector.hears_all and time.monotonic() < deadline:
             time.sleep(0.02)
 

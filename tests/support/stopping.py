@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates.commit import failure_detector as heart
+from dcp_datastates.commit import failure_detector as detector
 from support.failing import fired
 
 __all__ = ["await_fired", "go_on", "silence", "stop"]
@@ -23,7 +23,7 @@ __all__ = ["await_fired", "go_on", "silence", "stop"]
 def silence(seconds: float) -> Iterator[None]:
     """In this process a rank that is silent for ``seconds``, and not for as long as in earnest, is lost."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(heart, "SILENCE_SECONDS", seconds)
+        patch.setattr(detector, "SILENCE_SECONDS", seconds)
         yield
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_datastates.commit.rank_set import Peers
+from dcp_datastates.commit.rank_set import RankSet
 
-__all__ = ["MemoryStore", "peers", "together"]
+__all__ = ["MemoryStore", "rank_set", "together"]
 
 SECONDS = 60.0
 
@@ -25,9 +25,9 @@ class MemoryStore:
         return self.real
 
 
-def peers(world: int, store: MemoryStore) -> list[Peers]:
+def rank_set(world: int, store: MemoryStore) -> list[RankSet]:
     """Each rank's view of ``world`` ranks."""
-    return [Peers(rank, tuple(range(world)), store) for rank in range(world)]
+    return [RankSet(rank, tuple(range(world)), store) for rank in range(world)]
 
 
 def together(ranks: Sequence[Any], work: Callable[[Any, int], Any]) -> list[Any]:
