@@ -298,7 +298,7 @@ def reckon(rows: list[Row]) -> dict[str, float]:
         * (RECKONED / last.ranks)
         * (
             failure_detector.seconds_between_beats(last.ranks)
-            / heart.seconds_between_beats(RECKONED)
+            / failure_detector.seconds_between_beats(RECKONED)
         ),
     }
 

@@ -27,7 +27,7 @@ ReadWindow = Literal["backward", "immediate"]
 WhenBehind = Literal["wait", "skip", "newest"]
 
 EAGER_BELOW_BYTES = 64 * 1024
-"""Tensors smaller than this are copied at capture: below it, a copy costs less than a deferral."""
+"""Tensors smaller than this are copied at the call: below it, a copy costs less than a deferral."""
 
 MAX_READ_DEADLINE = 3600.0
 """Longest ``read_deadline``, in seconds. Every save must end, also one whose backward pass never comes."""

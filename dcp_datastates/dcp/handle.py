@@ -21,8 +21,8 @@ class SaveHandle(AsyncSaveResponse):
     """
 
     def __init__(self, save: Save) -> None:
-        assert save.snapshot is not None
-        super().__init__(save.snapshot.captured, save.committed)
+        assert save.reads is not None
+        super().__init__(save.reads.captured, save.committed)
         self._save = save
 
     @property

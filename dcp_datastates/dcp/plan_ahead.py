@@ -69,17 +69,17 @@ def _plan(
                 f"a {type(chosen).__name__} remembers no plans: pass the DataStatesSavePlanner that will be used, or "
                 f"None for that of dcp_datastates.async_save"
             )
-        captured = look(state_dict)
+        staged = look(state_dict)
         if is_unchanged(chosen):
             session = Session(
                 group.name,
                 group.rank_set.rank,
                 group.rank_set.world,
-                captured,
-                captured.materialize,
+                staged,
+                staged.materialize,
             )
             session.look()
-        given = captured.materialize() if session is None else {}
+        given = staged.materialize() if session is None else {}
         chosen.set_up_planner(given, SessionMeta(session=session), ranks.is_coordinator)
         return chosen.create_local_plan()
 

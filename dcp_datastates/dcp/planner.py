@@ -173,8 +173,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             self._entry = self._found.local = agreed or self._found.local
         else:
             plan = self._planned()
-            captured = session.capture
-            items = plan.items if captured is None else captured.as_captured(plan.items)
+            staged = session.staged
+            items = plan.items if staged is None else staged.as_captured(plan.items)
             items = self._declared(items)
             local = LocalPlan.of(items, self.mappings if self.flatten_state_dict else None)
             digest = local.digest
@@ -276,9 +276,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: Any) -> Any:
         """What stands at ``index`` in the state."""
         if self._found is not None and not self._flat and self._session is not None:
-            capture = self._session.capture
-            if capture is not None and index.fqn in self._found.paths:
-                return self._found.object(capture, index.fqn)
+            staged = self._session.staged
+            if staged is not None and index.fqn in self._found.paths:
+                return self._found.object(staged, index.fqn)
         self._flatten()
         return self.state_dict[index.fqn] if index.offset is None else super().lookup_object(index)
 
@@ -293,8 +293,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
         Any thread, also while another save is planned.
         """
-        capture, key = session.capture, session.fingerprint
-        if capture is None or key is None or not self._caches:
+        staged, key = session.staged, session.fingerprint
+        if staged is None or key is None or not self._caches:
             return None
         found = self._leaves.get(self._looks_of(session, key))
         share = None if found is None else found.local.shares.get(found.local.latest)
@@ -307,11 +307,11 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return Foreseen(
             share,
             prepared,
-            lambda item: memoryview(self.serialize(found.object(capture, items[item].index.fqn))),
+            lambda item: memoryview(self.serialize(found.object(staged, items[item].index.fqn))),
         )
 
     def prepare(self, share: Share, rank: int) -> Prepared | None:
-        """The share's files, to be written from the capture as it stands; None if that cannot be."""
+        """The share's files, to be written from what was staged; None if that cannot be."""
         found = self._found
         if found is None or self._flat:
             return None
@@ -330,11 +330,11 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         assert self._entry is not None
         local, items = self._entry.local, share.final.shared
         found, session = self._found, self._session
-        capture = None if session is None else session.capture
-        if found is not None and capture is not None and not self._flat and capture.is_plain():
-            capture.copying.wait()
+        staged = None if session is None else session.staged
+        if found is not None and staged is not None and not self._flat and staged.is_plain():
+            staged.copying.wait()
             leaves = found.positions[items]
-            addresses, _, devices = capture.bases()
+            addresses, _, devices = staged.bases()
             sizes = local.nbytes(items)
             if devices is not None:
                 sizes[devices[leaves] != HOST] = 0
@@ -398,8 +398,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return session.group, key, session.owned if self._split else ()
 
     def _declared(self, items: list[WriteItem]) -> list[WriteItem]:
-        capture = None if self._session is None else self._session.capture
-        return declared(items, self.state_dict, capture) if self._split else items
+        staged = None if self._session is None else self._session.staged
+        return declared(items, self.state_dict, staged) if self._split else items
 
     def _planned(self) -> SavePlan:
         """DCP's plan of the state."""
@@ -416,7 +416,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return entry.local if entry is not None and entry.local.digest == digest else None
 
     def _flatten(self) -> None:
-        """Have the state as DCP flattens it; with that, the capture is used up."""
+        """Have the state as DCP flattens it; with that, the staged is used up."""
         if self._flat:
             return
         self._flat = True
@@ -427,9 +427,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def _learn(self, entry: Local) -> None:
         """Note where the items of this plan are in a state that looks like this one."""
         session, key = self._session, self._fingerprint
-        if session is None or session.capture is None or key is None:
+        if session is None or session.staged is None or key is None:
             return
-        columns = session.capture.staged.columns
+        columns = session.staged.traversal.columns
         # By name: one tensor may stand in several places, and other tensors in those the next time.
         place = {columns.name(position): position for position in range(len(columns.keys))}
         if len(place) != len(columns.keys):

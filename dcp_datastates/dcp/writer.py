@@ -53,9 +53,9 @@ from dcp_datastates.saving.turns import Turn, await_all
 from dcp_datastates.saving.write import Ahead, read_ahead, write_plan
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.buffers import EagerBuffers
-from dcp_datastates.staging.deferred_reads import Snapshot
+from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
-from dcp_datastates.staging.stage import Capture, capture
+from dcp_datastates.staging.stage import StagedState, stage_state
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import TicketCarrier, collect_ticket
@@ -198,7 +198,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         with self._lock:
             newest = self._newest
-        return _done() if newest is None or newest.snapshot is None else newest.snapshot.captured
+        return _done() if newest is None or newest.reads is None else newest.reads.captured
 
     @property
     def committed(self) -> Future[None]:
@@ -246,7 +246,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     # ---- AsyncStager ---------------------------------------------------------------------------
 
     def stage(self, state_dict: Mapping[str, Any]) -> Any:
-        """Capture ``state_dict``: copy what must be copied, arm the gate and the read window, return.
+        """StagedState ``state_dict``: copy what must be copied, arm the gate and the read window, return.
 
         Called by ``dcp.async_save`` in the training thread. Raises :class:`ConfigurationError`. What
         may go wrong on one rank alone (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`,
@@ -265,8 +265,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             return self.begin(save, None, work)
 
         def abandon(error: BaseException) -> None:
-            assert save.snapshot is not None
-            save.snapshot.fail(error)
+            assert save.reads is not None
+            save.reads.fail(error)
             save.error = error
             save.ended()
 
@@ -301,24 +301,24 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         left_out = make_room(config.max_in_flight, config.when_behind)
         stats = SaveStats()
         save = self._make_save(group, path, stats, asynchronous=True, own=own)
-        save.snapshot = self._snapshot(save)
+        save.reads = self._deferred_reads(save)
         save.working_directory = local.working_directory()
         if left_out:
             save.leave_out(left_out)
         try:
-            hit("capture.before")
+            hit("staged.before")
             if not left_out:
-                self._capture(save, save.snapshot, state_dict)
-            hit("capture.after")
+                self._stage(save, save.reads, state_dict)
+            hit("staged.after")
         except BaseException as error:
             save.error = error
-            save.snapshot.fail(error)
+            save.reads.fail(error)
             if group.rank_set.world == 1 or not isinstance(error, Exception):
                 raise
         if save.error is None and (not own or _is_ours(planner)):
             # On DCP's own way, the planner is not known yet, and DCP has the state itself.
-            state = save.snapshot.state if own else None
-            save.session = _session(group, save.snapshot.capture, state)
+            state = save.reads.state if own else None
+            save.session = _session(group, save.reads.staged, state)
             # Now: the tensors may have other forms by the time that they are planned.
             save.session.look()
         save.turn = Turn(expected=not own)
@@ -337,11 +337,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         and here they would wait. ``work`` is the future of what DCP has the thread do.
         """
         assert save.turn is not None
-        assert save.snapshot is not None
+        assert save.reads is not None
         save.turn.come(work)
         try:
             if save.error is None:
-                save.snapshot.begin(lambda: is_awaited(work))
+                save.reads.begin(lambda: is_awaited(work))
                 if save.own and save.session is not None and self._config.when_behind == "wait":
                     # Before this save's turn, so that its reads wait for no other's bookkeeping. Here, and
                     # not in the training thread, which has better things to do.
@@ -353,13 +353,13 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.begin()
             # A planner that knows this writer asks the session for the state, and mostly need not.
             given_by_session = save.own and save.session is not None
-            return {} if save.error is not None or given_by_session else save.snapshot.state()
+            return {} if save.error is not None or given_by_session else save.reads.state()
         except Exception as error:
             save.error = save.error or error
             return {}
         finally:
             if save.error is not None:
-                save.snapshot.fail(save.error)  # its memory is free at once
+                save.reads.fail(save.error)  # its memory is free at once
 
     def run(self, save: Save) -> None:
         """The calling thread makes DCP's calls for ``save`` from now on."""
@@ -369,40 +369,40 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self, save: Save, session: Session, planner: SavePlanner | None
     ) -> Ahead | None:
         assert isinstance(planner, DataStatesSavePlanner)
-        assert save.snapshot is not None
+        assert save.reads is not None
         native = engine(self._config.host_cache_bytes)
         try:
-            return read_ahead(planner, native, save.order, save.snapshot, save.progress, session)
+            return read_ahead(planner, native, save.order, save.reads, save.progress, session)
         except DataStatesError:
             raise
         except Exception:  # then it is read when it is planned
             logger.exception("could not read ahead")
-            save.snapshot.discard()
+            save.reads.discard()
             return None
 
-    def _snapshot(self, save: Save) -> Snapshot:
+    def _deferred_reads(self, save: Save) -> DeferredReads:
         config = self._config
         ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
         window = Window(0.0 if config.read_window == "immediate" else config.read_deadline)
-        return Snapshot(ownership, window, save.order, save.stats, config.commit_timeout)
+        return DeferredReads(ownership, window, save.order, save.stats, config.commit_timeout)
 
-    def _capture(self, save: Save, snapshot: Snapshot, state_dict: Mapping[str, Any]) -> None:
+    def _stage(self, save: Save, reads: DeferredReads, state_dict: Mapping[str, Any]) -> None:
         config = self._config
         if save.path is not None:
             check_overwrite(save.path, config.overwrite)
         native = engine(config.host_cache_bytes)
         buffers = EagerBuffers(native, save.order)
         try:
-            captured = capture(
-                state_dict, snapshot.ownership, config.defer, native, buffers.allocate
+            staged = stage_state(
+                state_dict, reads.ownership, config.defer, native, buffers.allocate
             )
         except BaseException:
             buffers.release()
             raise
-        save.stats.eager_bytes = captured.eager_bytes
-        save.stats.deferred_bytes = sum(captured.deferred.sizes)
-        snapshot.hold(captured, buffers.slab)
-        if config.read_window != "immediate" and captured.deferred.sizes:
+        save.stats.eager_bytes = staged.eager_bytes
+        save.stats.deferred_bytes = sum(staged.deferred.sizes)
+        reads.hold(staged, buffers.slab)
+        if config.read_window != "immediate" and staged.deferred.sizes:
             step_gate.arm_backward()
 
     def synchronize_staging(self) -> None:
@@ -438,7 +438,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """DCP's first call for a save, in the thread that runs it."""
         save = self._begin()
         meta = SessionMeta(checkpoint_id=str(save.directory()))
-        if save.session is None and save.snapshot is None:  # synchronous: DCP has the state itself
+        if save.session is None and save.reads is None:  # synchronous: DCP has the state itself
             save.session = _session(save.group, None, None)
         meta.session = save.session
         return meta
@@ -461,10 +461,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         check_overwrite(directory, self._config.overwrite)
         local.check_writable(directory)
         hit("plan.after")
-        snapshot = self._save().snapshot
-        if snapshot is None:
+        reads = self._save().reads
+        if reads is None:
             return plan
-        return dataclasses.replace(plan, items=snapshot.capture.as_captured(plan.items))
+        return dataclasses.replace(plan, items=reads.staged.as_captured(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: claim an attempt; the ticket travels to the ranks with their plans."""
@@ -499,7 +499,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 ticket.attempt,
                 save.rank,
                 save.order,
-                save.snapshot,
+                save.reads,
                 save.stats,
                 save.progress,
                 save.session,
@@ -507,8 +507,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
                 save.ahead,
             )
         except BaseException as error:
-            if save.snapshot is not None:
-                save.snapshot.fail(error)
+            if save.reads is not None:
+                save.reads.fail(error)
             save.submit(FailedPart(error))
             self._over_unless_its_thread_tells(save)
             raise
@@ -655,9 +655,9 @@ def _is_ours(planner: SavePlanner | None) -> bool:
 
 
 def _session(
-    group: CommitGroup, capture: Capture | None, state: Callable[[], dict[Any, Any]] | None
+    group: CommitGroup, staged: StagedState | None, state: Callable[[], dict[Any, Any]] | None
 ) -> Session:
-    return Session(group.name, group.rank_set.rank, group.rank_set.world, capture, state)
+    return Session(group.name, group.rank_set.rank, group.rank_set.world, staged, state)
 
 
 def _note_told(save: Save, share: Share, digest: bytes) -> None:

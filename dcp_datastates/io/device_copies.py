@@ -16,7 +16,7 @@ _POLL_SECONDS: Final = 0.1
 
 
 class DeviceCopies:
-    """Those of one capture. Any thread may wait for them, several at once."""
+    """Those of one save. Any thread may wait for them, several at once."""
 
     def __init__(self) -> None:
         self._events: list[DeviceEvent] = []

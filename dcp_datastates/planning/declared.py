@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.cutting import SPLIT_FROM
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
-from dcp_datastates.staging.stage import Capture
+from dcp_datastates.staging.stage import StagedState
 
 __all__ = ["declared"]
 
 
 def declared(
-    items: Sequence[WriteItem], state_dict: Mapping[str, Any], capture: Capture | None
+    items: Sequence[WriteItem], state_dict: Mapping[str, Any], staged: StagedState | None
 ) -> list[WriteItem]:
     """``items``, with the large plain tensors that an optimizer owns as items of type SHARD: as chunks, of which
     replicas are equal.
@@ -31,14 +31,14 @@ def declared(
     Args:
         items: of a default planner.
         state_dict: what they are of, flattened.
-        capture: of that state, if there is one: its tensors may be copies by now.
+        staged: of that state, if there is one: its tensors may be copies by now.
     """
     large = [each.index.fqn for each in items if _is_large(each)]
     if not large:
         return list(items)
-    if capture is not None:
-        columns = capture.staged.columns
-        owned = {columns.name(at) for at, is_owned in enumerate(capture.owned()) if is_owned}
+    if staged is not None:
+        columns = staged.traversal.columns
+        owned = {columns.name(at) for at, is_owned in enumerate(staged.owned()) if is_owned}
     else:
         tensors = [local_tensor(state_dict[name]) for name in large]
         owned = set(compress(large, Ownership(known_optimizers()).owns(tensors)))

@@ -70,7 +70,7 @@ class Prepared:
     ) -> tuple[list[SaveFile], list[SealedFile], Report]:
         """The files to write, and what to report of them, of a state whose tensors are at these ``addresses``.
 
-        ``devices`` as in ``Capture.bases``.
+        ``devices`` as in ``StagedState.bases``.
         ``resolve`` serializes the object of an item. What must stay alive goes to ``keep``, but for the tensors.
         """
         objects = [[resolve(entry.item) for entry in layout.objects] for layout in self.layouts]

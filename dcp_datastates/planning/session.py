@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.staging.fingerprint import Fingerprint
-from dcp_datastates.staging.stage import Capture
+from dcp_datastates.staging.stage import StagedState
 
 __all__ = ["Session", "SessionMeta"]
 
@@ -22,7 +22,7 @@ class Session:
         group: names the ranks that save together.
         rank: this process's among them.
         world: how many they are.
-        capture: what was staged; None in a synchronous save, or if DCP has been given the state itself.
+        staged: what was staged; None in a synchronous save, or if DCP has been given the state itself.
         state: the staged state dict with all tensors in it. Asking for it ends the shortcuts.
         taken: whether the planner has been set up with this, and not with the empty dict that DCP has in its place.
     """
@@ -30,7 +30,7 @@ class Session:
     group: str
     rank: int
     world: int
-    capture: Capture | None
+    staged: StagedState | None
     state: Callable[[], dict[Any, Any]] | None
     taken: bool = False
     _fingerprint: Fingerprint | None = None
@@ -38,8 +38,8 @@ class Session:
 
     def look(self) -> None:
         """Note what the state looks like. In the thread that captured it, before that goes on."""
-        if self.capture is not None:
-            self._fingerprint = self.capture.fingerprint()
+        if self.staged is not None:
+            self._fingerprint = self.staged.fingerprint()
 
     @property
     def fingerprint(self) -> Fingerprint | None:
@@ -48,14 +48,14 @@ class Session:
 
     @property
     def owned(self) -> tuple[bool, ...]:
-        """Which tensors of the capture an optimizer owned at the call; empty without one."""
+        """Which staged tensors an optimizer owned at the call; empty without one."""
         if self._owned is None:
-            self._owned = () if self.capture is None else self.capture.owned()
+            self._owned = () if self.staged is None else self.staged.owned()
         return self._owned
 
     def close(self) -> None:
         """The state is no longer needed."""
-        self.capture = self.state = None
+        self.staged = self.state = None
 
 
 @dataclass

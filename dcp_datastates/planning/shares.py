@@ -15,7 +15,7 @@ from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Held
 from dcp_datastates.planning.session import Session
-from dcp_datastates.staging.stage import Capture
+from dcp_datastates.staging.stage import StagedState
 
 __all__ = ["Foreseen", "Leaves", "Local", "Share", "SharesPlanner"]
 
@@ -50,15 +50,15 @@ class Leaves:
 
     local: Local
     positions: Ints
-    """By item: the tensor's position in the walk; -1 for an object."""
+    """By item: the tensor's position in the traversal; -1 for an object."""
     paths: dict[str, tuple[Any, ...]]
     """Of the objects: the keys that lead there."""
     prepared: dict[tuple[int, bytes], Prepared] = field(default_factory=dict)
     """By rank (of DCP's group: files are named after it) and digest of the share."""
 
-    def object(self, capture: Capture, name: str) -> Any:
-        """The object of this name in ``capture``."""
-        value: Any = capture.root
+    def object(self, staged: StagedState, name: str) -> Any:
+        """The object of this name in ``staged``."""
+        value: Any = staged.root
         for key in self.paths[name]:
             value = value[key]
         return value
@@ -82,7 +82,7 @@ class SharesPlanner(Protocol):
         """What will be written if no rank's state looks otherwise than in the save before."""
 
     def prepare(self, share: Share, rank: int) -> Prepared | None:
-        """The share's files, to be written from the capture as it stands; None if that cannot be."""
+        """The share's files, to be written from what was staged; None if that cannot be."""
 
     def replicas(self, share: Share) -> tuple[Held, list[Any]]:
         """Where this rank's replicas of what several ranks write are in memory; and what must be kept meanwhile."""

@@ -1,4 +1,4 @@
-"""One save on this rank: its snapshot, its turn, its ticket, its round, and the futures that tell of it.
+"""One save on this rank: its deferred reads, its turn, its ticket, its round, and the futures that tell of it.
 
 A save is made by ``stage()``, or by DCP's first call if it is synchronous; it ends when its outcome is known
 and DCP has nothing more to do with it. Calls come from DCP's thread, in DCP's order.
@@ -43,7 +43,7 @@ from dcp_datastates.saving.admission import LEFT_OUT
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.turns import Turn
 from dcp_datastates.staging import step_gate
-from dcp_datastates.staging.deferred_reads import Snapshot
+from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Ticket, take
@@ -99,7 +99,7 @@ class Save:
         self._began = time.monotonic()
         self.asynchronous: Final = asynchronous
         self._missed = 0 if own else group.missed
-        self.snapshot: Snapshot | None = None  # these two of an asynchronous save
+        self.reads: DeferredReads | None = None  # these two of an asynchronous save
         self.turn: Turn | None = None
         self.stats = stats
         self.order = order
@@ -249,8 +249,8 @@ class Save:
                 return
             self._ended = True
         error = self.error or SaveAbandonedError("DCP ended this save before its data were written")
-        if self.snapshot is not None:
-            self.snapshot.fail(error)
+        if self.reads is not None:
+            self.reads.fail(error)
         if self.session is not None:
             self.session.close()
         if self._round is None:
@@ -323,8 +323,8 @@ class Save:
                 return False
             self.left_out = why
         self.error = CheckpointSkipped(LEFT_OUT[why])
-        if self.snapshot is not None:
-            self.snapshot.fail(self.error)
+        if self.reads is not None:
+            self.reads.fail(self.error)
         return True
 
     # ---- within ------------------------------------------------------------------------------------
@@ -393,11 +393,11 @@ class Save:
                 self.fail(error)
             else:
                 self.submit(FailedPart(error))
-            if self.snapshot is not None:
+            if self.reads is not None:
                 # In a thread of its own, as it waits for reads, behind which a device may have the very
                 # collective that hangs: a failure detector that waits is a lost one.
                 threading.Thread(
-                    target=self.snapshot.fail, args=(error,), name="dcp_datastates-give-up"
+                    target=self.reads.fail, args=(error,), name="dcp_datastates-give-up"
                 ).start()
 
     def _group_of(self, world: int, *, checked: bool = True) -> CommitGroup:

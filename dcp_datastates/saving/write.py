@@ -40,7 +40,7 @@ from dcp_datastates.planning.report import Report, Told
 from dcp_datastates.planning.session import Session
 from dcp_datastates.planning.shares import Share, SharesPlanner
 from dcp_datastates.process.progress import Progress
-from dcp_datastates.staging.deferred_reads import Snapshot
+from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, operations
@@ -128,7 +128,7 @@ def read_ahead(
     planner: SharesPlanner,
     engine: Engine,
     order: int,
-    snapshot: Snapshot,
+    reads: DeferredReads,
     progress: Progress,
     session: Session,
 ) -> Ahead | None:
@@ -136,20 +136,20 @@ def read_ahead(
     foreseen = planner.foresee(session)
     if foreseen is None or not _is_plain(session):
         return None
-    assert session.capture is not None
+    assert session.staged is not None
     keep: list[Any] = []
     names = [Path(layout.name) for layout in foreseen.prepared.layouts]
-    bases = session.capture.bases()
+    bases = session.staged.bases()
     files, sealed, report = foreseen.prepared.files(names, *bases, foreseen.resolve, keep)
 
-    after = snapshot.fences
+    after = reads.fences
 
     def start(window: Window) -> SaveJob:
         job = engine.save_unplaced(files, order, window, keep, after)
         progress.follow(job)
         return job
 
-    if snapshot.foresee(start) is None:
+    if reads.foresee(start) is None:
         return None
     content = _Content(files, sealed, foreseen.prepared.layouts, after, report)
     return Ahead(foreseen.share, content)
@@ -163,7 +163,7 @@ def write_plan(
     attempt: Attempt,
     rank: int,
     order: int,
-    snapshot: Snapshot | None,
+    reads: DeferredReads | None,
     stats: SaveStats,
     progress: Progress,
     session: Session | None = None,
@@ -181,18 +181,18 @@ def write_plan(
     job: SaveJob | None = None
     keep: list[Any] = []
     try:
-        if snapshot is not None and ahead is not None and ahead.share is share:
+        if reads is not None and ahead is not None and ahead.share is share:
             content = ahead.content
             stats.steady = True
             samples = _samples(planner, share, attempt)  # while the gate still holds
-            job = snapshot.adopt()
+            job = reads.adopt()
             paths = [str(folder / layout.name) for layout in content.layouts]
             job.place(paths, _directories(folder, paths))
         else:
-            if snapshot is not None:
-                snapshot.discard()
+            if reads is not None:
+                reads.discard()
             content = _content(
-                plan, planner, engine, folder, rank, snapshot, keep, progress, session, share
+                plan, planner, engine, folder, rank, reads, keep, progress, session, share
             )
             stats.steady = content.report is not None
             directories = _directories(folder, content.files)
@@ -205,14 +205,14 @@ def write_plan(
                 return job
 
             readers = content.readers
-            job = start(Window(0.0)) if snapshot is None else snapshot.hand_over(start, readers)
-        if snapshot is None:
+            job = start(Window(0.0)) if reads is None else reads.hand_over(start, readers)
+        if reads is None:
             while not job.wait_read(-1, _POLL_SECONDS):
                 pass
         else:
-            snapshot.settle()
-            if snapshot.failure is not None:
-                raise snapshot.failure
+            reads.settle()
+            if reads.failure is not None:
+                raise reads.failure
         if job.fault is not None:
             raise _error(job.fault, sum(file.nbytes for file in content.sealed))
     except BaseException:
@@ -240,7 +240,7 @@ def _content(
     engine: Engine,
     folder: Path,
     rank: int,
-    snapshot: Snapshot | None,
+    reads: DeferredReads | None,
     keep: list[Any],
     progress: Progress,
     session: Session | None,
@@ -250,20 +250,20 @@ def _content(
     layouts = lay_out(plan.items, rank) if prepared is None else prepared.layouts
     paths = [folder / layout.name for layout in layouts]
     if prepared is None:
-        sources = _Sources(engine, planner, snapshot, keep, progress)
+        sources = _Sources(engine, planner, reads, keep, progress)
         files, sealed = _files(plan.items, sources, layouts, paths)
         readers = fences(engine, sources.devices)
-        after = [*(snapshot.fences if snapshot is not None else ()), *readers]
+        after = [*(reads.fences if reads is not None else ()), *readers]
         return _Content(files, sealed, layouts, after, readers=readers)
     assert session is not None
-    assert session.capture is not None
+    assert session.staged is not None
     files, sealed, report = prepared.files(
         paths,
-        *session.capture.bases(),
+        *session.staged.bases(),
         lambda item: _resolve_object(planner, plan.items[item]),
         keep,
     )
-    return _Content(files, sealed, layouts, session.capture.fences, report)
+    return _Content(files, sealed, layouts, session.staged.fences, report)
 
 
 def _prepared(
@@ -277,7 +277,7 @@ def _prepared(
 
 
 def _is_plain(session: Session) -> bool:
-    return session.capture is not None and session.capture.is_plain()
+    return session.staged is not None and session.staged.is_plain()
 
 
 def _samples(planner: SavePlanner, share: Share | None, attempt: Attempt) -> bytes:
@@ -346,11 +346,11 @@ class _Sources:
 
     engine: Engine
     planner: SavePlanner
-    snapshot: Snapshot | None
+    reads: DeferredReads | None
     keep: list[Any]
     progress: Progress
     devices: set[int] = field(default_factory=set)
-    """Those with tensors that are not part of a snapshot: what made these may still be under way."""
+    """Those with tensors that are not among the deferred ones: what made these may still be under way."""
 
 
 def _files(
@@ -398,12 +398,12 @@ def _add_tensors(
     entries: Sequence[TensorEntry],
 ) -> None:
     columns = _Columns()
-    snapshot = sources.snapshot
+    reads = sources.reads
     for entry in entries:
         sources.progress.step()
         tensor, device = _resolve_tensor(sources, items[entry.item], entry)
         address = tensor.data_ptr()
-        group = STABLE if snapshot is None else snapshot.group_of(address, entry.nbytes)
+        group = STABLE if reads is None else reads.group_of(address, entry.nbytes)
         if device != HOST and group == STABLE:
             sources.devices.add(device)
             tensor = dense(tensor)

@@ -1,1 +1,1 @@
-"""What is read at the call, what later, and until when: the snapshot behind a save."""
+"""What is read at the call, what later, and until when: the deferred reads of a save."""

@@ -21,7 +21,7 @@ _SMALL_BYTES: Final = 1 << 20
 
 
 class EagerBuffers:
-    """Allocates for one capture; keeps what it took as ``slab``."""
+    """Allocates for one save; keeps what it took as ``slab``."""
 
     def __init__(self, native: Engine, order: int) -> None:
         self._engine = native
@@ -52,6 +52,6 @@ class EagerBuffers:
         return torch.frombuffer(self.slab, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Give the slab back after a failed capture."""
+        """Give the slab back after staging has failed."""
         if self.slab is not None:
             self.slab.release()

@@ -73,7 +73,7 @@ class Portion:
     def pin(self) -> None:
         """Before the reads: note where the memory is.
 
-        Raises :class:`SnapshotTornError` if a tensor has other memory now than at the capture, so that the planner
+        Raises :class:`SnapshotTornError` if a tensor has other memory now than at the call, so that the planner
         may have resolved the wrong bytes.
         """
         self._memory = self._look()  # first: from here on, no storage can go

@@ -43,10 +43,10 @@ from dcp_datastates.process.waiting import Latch, Stall
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.change_detection import Portion, Regions, portions
 from dcp_datastates.staging.ownership import STABLE, Ownership
-from dcp_datastates.staging.stage import Capture, DeferredTensors
+from dcp_datastates.staging.stage import DeferredTensors, StagedState
 from dcp_datastates.stats import SaveStats
 
-__all__ = ["Snapshot"]
+__all__ = ["DeferredReads"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def _stop(job: SaveJob) -> None:
 
 
 _not_submitted: set[int] = set()
-"""Orders of the snapshots whose reads no native job has. Changed and copied by single operations, which are atomic."""
+"""Orders of the saves whose reads no native job has. Changed and copied by single operations, which are atomic."""
 
 
 @after_fork
@@ -83,11 +83,11 @@ def _forget_in_child() -> None:
     _not_submitted.clear()
 
 
-class Snapshot:
-    """A capture, its read window, and the promise that nothing in it is read late or torn.
+class DeferredReads:
+    """A staged state, its read window, and the promise that nothing in it is read late or torn.
 
     Args:
-        ownership: which optimizers gate which groups, as of the capture.
+        ownership: which optimizers gate which groups, as of the call.
         window: opens when the deferred reads may start.
         order: the save's sequence number.
         stats: where the time that gates waited is added up.
@@ -108,7 +108,7 @@ class Snapshot:
         self._stats = stats
         self._ownership = ownership
         self._window = window
-        self._capture: Capture | None = None
+        self._staged: StagedState | None = None
         self._slab: Slab | None = None
         self._fences: list[DeviceEvent] = []
         self._readers: list[DeviceEvent] = []
@@ -126,13 +126,13 @@ class Snapshot:
 
     # ---- training thread, in stage() -------------------------------------------------------
 
-    def hold(self, capture: Capture, slab: Slab | None) -> None:
-        """Take over a finished capture and hold the optimizers that own its deferred tensors back."""
-        self._capture = capture
-        self._fences = capture.fences
+    def hold(self, staged: StagedState, slab: Slab | None) -> None:
+        """Take over a staged state and hold the optimizers that own its deferred tensors back."""
+        self._staged = staged
+        self._fences = staged.fences
         self._slab = slab
         _not_submitted.add(self.order)
-        self._portions = portions(capture.deferred, self.order)
+        self._portions = portions(staged.deferred, self.order)
         if self._portions:
             step_gate.gate(self)
         else:
@@ -148,7 +148,7 @@ class Snapshot:
 
     @property
     def ownership(self) -> Ownership:
-        """Which optimizers gate what, as of the capture."""
+        """Which optimizers gate what, as of the call."""
         return self._ownership
 
     @property
@@ -198,9 +198,9 @@ class Snapshot:
         self._deferred = None
         self._fences = []
         self._readers = []
-        capture, self._capture = self._capture, None
+        staged, self._staged = self._staged, None
         slab, self._slab = self._slab, None
-        if slab is not None and capture is not None and capture.copying.abandoned:
+        if slab is not None and staged is not None and staged.copying.abandoned:
             slab.abandon()
         elif slab is not None:
             slab.release()
@@ -335,27 +335,25 @@ class Snapshot:
         # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
         if not self._wanted:
             time.sleep(_YIELD_SECONDS)
-        capture = self.capture
-        self._deferred = capture.deferred
+        staged = self.staged
+        self._deferred = staged.deferred
         # Streams are a thread's own: what a planner makes of tensors on devices is made in this one's.
-        follow(capture.moment)
+        follow(staged.moment)
 
     @property
-    def capture(self) -> Capture:
-        """What is saved. Raises :class:`SaveAbandonedError` if this snapshot was given up."""
-        capture = self._capture
-        if capture is None:
-            raise self.failure or SaveAbandonedError(
-                "this snapshot was given up before it was saved"
-            )
-        return capture
+    def staged(self) -> StagedState:
+        """What is saved. Raises :class:`SaveAbandonedError` if this save was given up."""
+        staged = self._staged
+        if staged is None:
+            raise self.failure or SaveAbandonedError("this save was given up before it was planned")
+        return staged
 
     def state(self) -> dict[Any, Any]:
         """The state at the call, with all tensors in it. Once."""
-        capture = self.capture
-        self._regions = Regions(capture.deferred)
-        capture.copying.wait()
-        return capture.materialize()
+        staged = self.staged
+        self._regions = Regions(staged.deferred)
+        staged.copying.wait()
+        return staged.materialize()
 
     def group_of(self, address: int, nbytes: int) -> int:
         """The group whose gate covers these bytes; ``STABLE`` for copies, which do not change."""
@@ -364,11 +362,11 @@ class Snapshot:
     def hand_over(
         self, start: Callable[[Window], SaveJob], readers: Sequence[DeviceEvent] = ()
     ) -> SaveJob:
-        """Start the native job with this snapshot's window. Gates let go behind ``readers``, too: what this thread
+        """Start the native job with this save's window. Gates let go behind ``readers``, too: what this thread
         had devices make of deferred tensors.
 
         Raises what :meth:`fail` was told, or :class:`SnapshotTornError` if a deferred tensor has other
-        memory now than at the capture.
+        memory now than at the call.
         """
         self._pin()
         self._await_copies()
@@ -379,7 +377,7 @@ class Snapshot:
     def foresee(self, start: Callable[[Window], SaveJob]) -> SaveJob | None:
         """Begin to read by a plan that is not agreed on yet. The gate still waits for :meth:`adopt`.
 
-        None, and nothing is started, while an older snapshot is not being read by a plan that was agreed on: this
+        None, and nothing is started, while an older save is not being read by a plan that was agreed on: this
         one's reads would take the cache that the older one needs to go on.
         """
         assert self._deferred is not None, "begin() comes first"
@@ -414,9 +412,9 @@ class Snapshot:
             raise failure
 
     def _await_copies(self) -> None:
-        capture = self._capture
-        if capture is not None:
-            capture.copying.wait()
+        staged = self._staged
+        if staged is not None:
+            staged.copying.wait()
 
     @property
     def fences(self) -> list[DeviceEvent]:

@@ -1,6 +1,6 @@
 """What a staged state dict looks like, its values aside: equal fingerprints, equal plans.
 
-Made by the walk that stages a state, a few passes of C over all tensors, and compared the same way: nothing
+Made by the traversal that stages a state, a few passes of C over all tensors, and compared the same way: nothing
 here costs a Python loop over tensors.
 """
 
@@ -27,7 +27,7 @@ class Fingerprint:
     """Hashable. Holds no tensor.
 
     Args:
-        structure: keys, and types of the values, of every container in the order of the walk.
+        structure: keys, and types of the values, of every container in the order of the traversal.
         forms: shape, dtype, and so on, of the tensors in that order.
         specs: mesh, placements and global shape of those that are DTensors. Compared, not hashed: that takes
             longer, unless they are the very same objects, as they are from one save to the next.
@@ -62,7 +62,7 @@ def fingerprint(
     locals_: Sequence[torch.Tensor],
     further: Sequence[tuple[Any, ...]],
 ) -> Fingerprint | None:
-    """The fingerprint of a state with these leaves, in the order of the walk. All are plain and on the host.
+    """The fingerprint of a state with these leaves, in the order of the traversal. All are plain and on the host.
 
     ``further``: values of fields of ``TensorProperties`` that this package does not know. None if they cannot be
     compared.

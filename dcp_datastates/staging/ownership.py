@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 STABLE: Final = 0
-"""Group of memory that does not change: copies made at capture, serialized objects."""
+"""Group of memory that does not change: copies made at the call, serialized objects."""
 
 UNOWNED: Final = 1
 """Group of deferred tensors that no known optimizer owns (``defer="all"``)."""
@@ -63,7 +63,7 @@ def _is_announced(optimizer: Optimizer) -> bool:
     """Whether a hook is called before whatever steps ``optimizer``."""
     if optimizer in _captured:
         return False
-    # One that is made to be captured may have been, before anybody looked: unless it steps by itself.
+    # One that is made to be captured may have been, before it was looked at: unless it steps by itself.
     # (torch.compile sets ``capturable``, and calls the hooks.)
     return optimizer in _stepped or not any(
         group.get("capturable") for group in optimizer.param_groups
@@ -129,7 +129,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 class Ownership:
-    """One look at what every known optimizer owns, taken at a capture.
+    """One look at what every known optimizer owns, taken at the call.
 
     Tensors are told apart by storage, so views and ``detach()`` of an owned tensor are owned. Each
     optimizer's tensors form a *group*, for which its gate waits; a storage with several owners is in a
@@ -192,7 +192,7 @@ class Ownership:
     def is_gated_by(self, group: int, optimizer: Any) -> bool:
         """Whether ``optimizer`` may change tensors of ``group`` when it steps.
 
-        An optimizer that was unknown at the capture may change anything. So may, for all one can tell,
+        An optimizer that was unknown at the call may change anything. So may, for all one can tell,
         the code around a step change what no optimizer owns.
         """
         if not any(optimizer is known for known in self._optimizers):

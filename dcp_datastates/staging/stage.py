@@ -47,9 +47,9 @@ from dcp_datastates.io.tensor_memory import (
 )
 from dcp_datastates.staging.fingerprint import Fingerprint, fingerprint
 from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership, known_optimizers
-from dcp_datastates.staging.traverse import Columns, Staged, walk
+from dcp_datastates.staging.traverse import Columns, Traversal, traverse
 
-__all__ = ["Capture", "DeferredTensors", "capture", "look"]
+__all__ = ["DeferredTensors", "StagedState", "look", "stage_state"]
 
 _SLOT: Final = 64
 """Eager copies are aligned to this many bytes in their buffer."""
@@ -87,8 +87,8 @@ class DeferredTensors:
 
 
 @dataclass
-class Capture:
-    """All that was captured. ``buffer`` holds the eager copies, at ``offsets``."""
+class StagedState:
+    """All that was staged. ``buffer`` holds the eager copies, at ``offsets``."""
 
     root: dict[Any, Any]
     deferred: DeferredTensors
@@ -101,8 +101,8 @@ class Capture:
     regular: bool
     """Whether all tensors are plain ones in reach of the engine: else plans for this state are not kept."""
     late: list[bool]
-    """Which of all tensors are deferred, in the order of the walk."""
-    staged: Staged
+    """Which of all tensors are deferred, in the order of the traversal."""
+    traversal: Traversal
     fences: list[DeviceEvent] = field(default_factory=list)
     """One for each device: what its streams had been given at the call, eager copies included."""
     moment: list[Any] = field(default_factory=list)
@@ -115,21 +115,21 @@ class Capture:
     """What optimizers owned at the call."""
 
     def owned(self) -> tuple[bool, ...]:
-        """Which of all tensors an optimizer owns, in the order of the walk."""
-        return self.ownership.owns(self.staged.columns.locals)
+        """Which of all tensors an optimizer owns, in the order of the traversal."""
+        return self.ownership.owns(self.traversal.columns.locals)
 
     def fingerprint(self) -> Fingerprint | None:
         """What the state looks like; None if it is not :attr:`regular`."""
-        columns = self.staged.columns
-        if not self.regular or not _are_plain(self.staged.structure, columns):
+        columns = self.traversal.columns
+        if not self.regular or not _are_plain(self.traversal.structure, columns):
             return None
-        return fingerprint(self.staged.structure, columns.tensors, columns.locals, self.further)
+        return fingerprint(self.traversal.structure, columns.tensors, columns.locals, self.further)
 
     def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
         """The items of a plan for this state, with the further properties that its tensors had at the call."""
         if not self.further or not items:
             return items
-        columns = self.staged.columns
+        columns = self.traversal.columns
         position = {columns.name(number): number for number in range(len(columns.keys))}
         changed = []
         for item in items:
@@ -151,7 +151,7 @@ class Capture:
 
     def bases(self) -> tuple[Ints, Ints, Ints | None]:
         """Address of the first byte, group and device (None: all on the host) of all tensors in the order of the
-        walk.
+        traversal.
         """
         addresses = np.empty(len(self.late), np.int64)
         groups = np.full(len(self.late), STABLE, np.int64)
@@ -181,21 +181,21 @@ class Capture:
         return self.root
 
 
-def capture(
+def stage_state(
     state_dict: Mapping[str, Any],
     ownership: Ownership,
     defer: Defer,
     engine: Engine,
     allocate: Callable[[int, bool], torch.Tensor],
-) -> Capture:
+) -> StagedState:
     """Classify every leaf of ``state_dict`` and copy what cannot be read later.
 
     ``allocate`` gives a ``uint8`` host buffer of the size asked for, pinned if a device is to write to it; it is
     called at most once. Raises :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be
     stored, :class:`~dcp_datastates.errors.DeviceError`.
     """
-    root, staged = walk(state_dict)
-    everything = staged.columns
+    root, traversal = traverse(state_dict)
+    everything = traversal.columns
     devices = numbers(engine, everything.locals)
     columns, devices = _set_apart(everything, devices, _odd_memory(everything, devices))
     try:
@@ -212,7 +212,9 @@ def capture(
     nbytes = ends[-1] if ends else 0
     offsets = [0, *ends[:-1]] if ends else []
     forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
-    made = Capture(root, deferred, eager, offsets, forms, None, nbytes, regular, late, staged)
+    made = StagedState(
+        root, deferred, eager, offsets, forms, None, nbytes, regular, late, traversal
+    )
     made.ownership = ownership
     made.further = further_values(everything.locals)
     if offsets:
@@ -236,39 +238,41 @@ def capture(
 
 
 def _copy_from(
-    engine: Engine, device: int, capture: Capture, sizes: list[int], devices: list[int] | None
+    engine: Engine, device: int, staged: StagedState, sizes: list[int], devices: list[int] | None
 ) -> None:
     """Has the current stream copy the eager tensors of ``device``: after what it was given before, and before the
     rest. So the training thread need not wait.
     """
-    assert capture.buffer is not None
-    content, _dense = _regions(capture.eager, capture.offsets, sizes, devices, device)
+    assert staged.buffer is not None
+    content, _dense = _regions(staged.eager, staged.offsets, sizes, devices, device)
     try:
         event, fault = engine.copy_to_host(
-            content, capture.buffer.data_ptr(), capture.eager_bytes, device, stream(device)
+            content, staged.buffer.data_ptr(), staged.eager_bytes, device, stream(device)
         )
     except RuntimeError as error:
         raise DeviceError(str(error)) from error
     if event is not None:
-        capture.copying.add(event)
+        staged.copying.add(event)
     if fault is not None:
         raise DeviceError(fault.message)
 
 
-def look(state_dict: Mapping[str, Any]) -> Capture:
-    """A capture for planning alone: nothing is copied, and the tensors are those of the state."""
-    root, staged = walk(state_dict)
-    locals_ = staged.columns.locals
-    regular = _odd_memory(staged.columns, None) is None and not any_hold_shards(locals_)
+def look(state_dict: Mapping[str, Any]) -> StagedState:
+    """A staged state for planning alone: nothing is copied, and the tensors are those of the state."""
+    root, traversal = traverse(state_dict)
+    locals_ = traversal.columns.locals
+    regular = _odd_memory(traversal.columns, None) is None and not any_hold_shards(locals_)
     late = [True] * len(locals_)
-    made = Capture(root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, staged)
+    made = StagedState(
+        root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, traversal
+    )
     made.ownership = Ownership(known_optimizers())
     made.further = further_values(locals_)
     return made
 
 
 def _is_peculiar(kind: type) -> bool:
-    """Whether DCP may make of such a value what the walk does not see."""
+    """Whether DCP may make of such a value what the traversal does not see."""
     return kind not in _PLAIN and (
         issubclass(kind, torch.Tensor)
         or (issubclass(kind, list) and kind is not list)

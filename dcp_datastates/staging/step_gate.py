@@ -42,7 +42,7 @@ _MOVES_MEMORY: Final = (
 
 
 class Gated(Protocol):
-    """A snapshot whose deferred reads are not all done."""
+    """A save whose deferred reads are not all done."""
 
     def open_window(self) -> None:
         """Let the reads start. Never waits."""
@@ -61,20 +61,20 @@ class Gated(Protocol):
 _gated: dict[Gated, None] = {}
 
 
-def gate(snapshot: Gated) -> None:
-    """Hold optimizers back for ``snapshot`` from now on."""
-    _gated[snapshot] = None
+def gate(reads: Gated) -> None:
+    """Hold optimizers back for ``reads`` from now on."""
+    _gated[reads] = None
 
 
-def ungate(snapshot: Gated) -> None:
+def ungate(reads: Gated) -> None:
     """All its deferred reads are done, or it failed. Idempotent."""
-    _gated.pop(snapshot, None)
+    _gated.pop(reads, None)
 
 
 def open_windows() -> None:
     """Start the reads of every save in flight."""
-    for snapshot in _gated.copy():
-        snapshot.open_window()
+    for reads in _gated.copy():
+        reads.open_window()
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -84,8 +84,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         never_defer(optimizer)
     else:
         stepped(optimizer)
-    for snapshot in _gated.copy():
-        snapshot.release_for(optimizer, captured)
+    for reads in _gated.copy():
+        reads.release_for(optimizer, captured)
 
 
 def _gate_moves(name: str) -> None:
@@ -97,8 +97,8 @@ def _gate_moves(name: str) -> None:
         if _gated:
             for storage in (self, *args):
                 if isinstance(storage, torch.UntypedStorage):
-                    for snapshot in _gated.copy():
-                        snapshot.release_memory(storage)
+                    for reads in _gated.copy():
+                        reads.release_memory(storage)
         return move(self, *args, **kwargs)
 
     setattr(torch.UntypedStorage, name, gated)

@@ -1,4 +1,4 @@
-"""One walk over a state dict: its staged copy, and columns over its tensors.
+"""One traversal of a state dict: its staged copy, and columns over its tensors.
 
 What is not a tensor is copied here. Tensors are only listed; whether one is read later or copied now is
 :mod:`dcp_datastates.staging.stage`'s business.
@@ -24,7 +24,7 @@ from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.io.shards import take_shards_of
 from dcp_datastates.io.tensor_memory import copy_sharded, local_tensor
 
-__all__ = ["Columns", "Staged", "check_mapping", "walk"]
+__all__ = ["Columns", "Traversal", "check_mapping", "traverse"]
 
 _ATOMS: Final = frozenset(
     {
@@ -68,22 +68,22 @@ class Columns:
 
 
 @dataclass
-class Staged:
-    """What a walk has found."""
+class Traversal:
+    """What a traversal has found."""
 
     columns: Columns = field(default_factory=Columns)
     structure: list[tuple[Any, tuple[type, ...]]] = field(default_factory=list)
     """Of every container: the keys of a mapping, or the name of a list; and the types of the values."""
 
 
-def walk(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Staged]:
+def traverse(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Traversal]:
     """The staged copy of ``state_dict``, with the tensors themselves in it, and columns over them.
 
     Containers are copied as far as DCP flattens them; other objects deeply. Raises :class:`UnsupportedStateError` for a
     state that is no mapping, and naming an object that cannot be stored.
     """
     check_mapping(state_dict)
-    found = Staged()
+    found = Traversal()
     return _mapping(state_dict, "", found), found
 
 
@@ -96,7 +96,7 @@ def check_mapping(state: object) -> None:
         )
 
 
-def _mapping(source: Mapping[Any, Any], prefix: str, found: Staged) -> dict[Any, Any]:
+def _mapping(source: Mapping[Any, Any], prefix: str, found: Traversal) -> dict[Any, Any]:
     columns = found.columns
     keys: tuple[Any, ...] = tuple(source)
     if not set(map(type, keys)) <= _JUST_STRINGS:
@@ -124,7 +124,7 @@ def _mapping(source: Mapping[Any, Any], prefix: str, found: Staged) -> dict[Any,
     return staged
 
 
-def _leaf(container: Any, key: Any, value: Any, prefix: str, found: Staged) -> Any:
+def _leaf(container: Any, key: Any, value: Any, prefix: str, found: Traversal) -> Any:
     """What to put in ``value``'s place."""
     if type(value) is torch.nn.Parameter:
         # An alias of our own: ``parameter.data = …`` cannot take the memory from under it.

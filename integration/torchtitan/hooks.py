@@ -32,13 +32,13 @@ def kill_after(step: int, rank: int) -> None:
 def read_late(gate: bool) -> None:
     """Let no gradient start the reads, so that the step gate alone holds the optimizer back; or nothing, without it."""
     from dcp_datastates.staging import step_gate
-    from dcp_datastates.staging.deferred_reads import Snapshot
+    from dcp_datastates.staging.deferred_reads import DeferredReads
     from dcp_datastates.torchtitan import manager  # keeps the function that really opens them
 
     assert manager.open_windows is step_gate.open_windows
     step_gate.open_windows = lambda: None
     if not gate:
-        Snapshot.release_for = lambda self, optimizer, on_host: None  # type: ignore[method-assign]
+        DeferredReads.release_for = lambda self, optimizer, on_host: None  # type: ignore[method-assign]
 
 
 def no_collective_on_default_group() -> None:
@@ -85,7 +85,7 @@ def time_saves(folder: str) -> None:
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.trainer import Trainer
 
-    from dcp_datastates.staging.deferred_reads import Snapshot
+    from dcp_datastates.staging.deferred_reads import DeferredReads
 
     steps: list[dict[str, float]] = []
 
@@ -104,7 +104,7 @@ def time_saves(folder: str) -> None:
     timed(CheckpointManager, "save", "save")
     timed(CheckpointManager, "maybe_wait_for_saving", "previous")
     timed(CheckpointManager, "maybe_wait_for_staging", "staging")
-    timed(Snapshot, "release_for", "gate")
+    timed(DeferredReads, "release_for", "gate")
     timed(Trainer, "train_step", "step")
     train_step, close = Trainer.train_step, Trainer.close
 

@@ -357,7 +357,7 @@ class Fresh:
 def test_no_tensor_of_a_save_stays_without_garbage_collection(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    from dcp_datastates.staging.deferred_reads import Snapshot
+    from dcp_datastates.staging.deferred_reads import DeferredReads
 
     one = job(async_mode=mode)
     one.manager.states["fresh"] = fresh = Fresh()
@@ -373,9 +373,9 @@ def test_no_tensor_of_a_save_stays_without_garbage_collection(
         one.manager._behind.wait()  # DCP's thread has ended, too
         assert len(fresh.made) == 5
         assert [reference() for reference in fresh.made] == [None] * 5
-        for snapshot in [each for each in gc.get_objects() if type(each) is Snapshot]:
-            assert snapshot._capture is None
-            assert snapshot._slab is None
+        for reads in [each for each in gc.get_objects() if type(each) is DeferredReads]:
+            assert reads._staged is None
+            assert reads._slab is None
     finally:
         gc.enable()
 

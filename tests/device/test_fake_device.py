@@ -21,7 +21,7 @@ from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates.errors import ConfigurationError, DeviceError
 from dcp_datastates.io import devices
 from dcp_datastates.staging import stage as capture
-from dcp_datastates.staging.deferred_reads import Snapshot
+from dcp_datastates.staging.deferred_reads import DeferredReads
 
 # ---- consistency under overlap ---------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ def test_torn_without_an_event_at_the_capture(
 def test_torn_without_a_gate(
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Snapshot, "_hold", lambda self, job, group: None)
+    monkeypatch.setattr(DeferredReads, "_hold", lambda self, job, group: None)
     assert torn(cuda, tmp_path)
 
 
@@ -333,21 +333,21 @@ def test_a_gate_that_the_driver_refuses(
     """Then the save fails, and the step goes on when nothing is read any more."""
     stepper = Stepper(cuda, {"only": torch.nn.Parameter(torch.randn(1000, 100))})
     save(tmp_path / "before", stepper.named).result()
-    fail = Snapshot.fail
+    fail = DeferredReads.fail
 
-    def go_on(snapshot: Snapshot, error: BaseException) -> None:
+    def go_on(reads: DeferredReads, error: BaseException) -> None:
         # Not before it has failed: a save that has read all does not fail any more.
         def let_read() -> None:
-            while snapshot.failure is None and not snapshot.captured.done():
+            while reads.failure is None and not reads.captured.done():
                 time.sleep(0.001)
             cuda.lib.fake_cuda_stall(0)
 
         device = threading.Thread(target=let_read)
         device.start()
-        fail(snapshot, error)
+        fail(reads, error)
         device.join()
 
-    monkeypatch.setattr(Snapshot, "fail", go_on)
+    monkeypatch.setattr(DeferredReads, "fail", go_on)
     future = save(tmp_path / "refused", stepper.named, read_window="backward")
     cuda.lib.fake_cuda_stall(1)  # the reads are not done when the gate comes
     cuda.fail_next("cuStreamWaitEvent", 1, 1)  # the first is that of the copies

@@ -29,7 +29,7 @@ from dcp_datastates.io import engine
 from dcp_datastates.saving.operation import Save
 from dcp_datastates.staging import stage as capture
 from dcp_datastates.staging import traverse as walk
-from dcp_datastates.staging.deferred_reads import Snapshot
+from dcp_datastates.staging.deferred_reads import DeferredReads
 
 SECONDS = 30.0
 
@@ -42,16 +42,16 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 @pytest.fixture
-def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[Snapshot]:
+def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[DeferredReads]:
     """Those of all saves, as they are captured."""
-    made: list[Snapshot] = []
-    hold = Snapshot.hold
+    made: list[DeferredReads] = []
+    hold = DeferredReads.hold
 
-    def held(self: Snapshot, *args: Any) -> None:
+    def held(self: DeferredReads, *args: Any) -> None:
         hold(self, *args)
         made.append(self)
 
-    monkeypatch.setattr(Snapshot, "hold", held)
+    monkeypatch.setattr(DeferredReads, "hold", held)
     return made
 
 
@@ -68,7 +68,7 @@ def stalled(cuda: FakeCuda) -> Iterator[None]:
 
 
 def test_a_write_behind_the_queue_and_before_the_reads_tears(
-    cuda: FakeCuda, tmp_path: Path, snapshots: list[Snapshot]
+    cuda: FakeCuda, tmp_path: Path, snapshots: list[DeferredReads]
 ) -> None:
     """All reads have been given to the driver, which has not done them: nobody has let the write pass."""
     stepper = Stepper(cuda, model(4))
@@ -98,11 +98,11 @@ def _refused_as_torn(
     return True
 
 
-def _is_queued(snapshot: Snapshot) -> Callable[[], bool]:
+def _is_queued(reads: DeferredReads) -> Callable[[], bool]:
     def holds() -> bool:
-        job = snapshot._job or snapshot._foreseen
+        job = reads._job or reads._foreseen
         return job is not None and all(
-            job.wait_queued(portion.group, 0.0) for portion in snapshot._portions
+            job.wait_queued(portion.group, 0.0) for portion in reads._portions
         )
 
     return holds
@@ -187,7 +187,7 @@ def test_memory_is_not_freed_before_the_device_has_read_it(cuda: FakeCuda, tmp_p
 
 
 def test_who_gives_up_waits_for_eager_copies(
-    cuda: FakeCuda, tmp_path: Path, snapshots: list[Snapshot]
+    cuda: FakeCuda, tmp_path: Path, snapshots: list[DeferredReads]
 ) -> None:
     """Also while DCP's thread waits for the same."""
     running = cuda.adopt(torch.ones(1 << 20))  # nobody owns it
