@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Final, Literal, get_args
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
@@ -37,9 +39,6 @@ MIN_COMMIT_TIMEOUT = 1.0
 
 MAX_COMMIT_TIMEOUT = 86400.0
 """Longest ``commit_timeout``, in seconds."""
-
-DEFAULT_COMMIT_TIMEOUT = 300.0
-"""``commit_timeout`` where none is given, in seconds."""
 
 MAX_IN_FLIGHT = 32
 """Most saves that may be in flight at once."""
@@ -107,73 +106,63 @@ def _seconds(name: str, value: Any, least: float, most: float, why: str) -> floa
     return float(value)
 
 
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r} must be True or False")
+    return value
+
+
+def _count(name: str, value: Any, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise ConfigurationError(f"{name}={value!r} must be an int between 1 and {most}")
+    return value
+
+
 @dataclass(frozen=True)
 class WriterConfig:
     """Checked options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them."""
 
     host_cache_bytes: int
-    read_window: ReadWindow
-    read_deadline: float
-    defer: Defer
-    overwrite: bool
-    commit: Commit
-    commit_timeout: float
-    exit_timeout: float
-    max_in_flight: int
-    when_behind: WhenBehind
+    read_window: ReadWindow = "backward"
+    read_deadline: float = 1.0
+    defer: Defer = "owned"
+    overwrite: bool = True
+    commit: Commit = "wait"
+    commit_timeout: float = 300.0
+    exit_timeout: float = 600.0
+    max_in_flight: int = 4
+    when_behind: WhenBehind = "wait"
 
     @staticmethod
-    def checked(
-        *,
-        host_cache_size: int | str,
-        read_window: str,
-        read_deadline: float,
-        defer: str,
-        overwrite: bool,
-        commit: str,
-        commit_timeout: float,
-        exit_timeout: float,
-        max_in_flight: int,
-        when_behind: str,
-    ) -> WriterConfig:
+    def checked(host_cache_size: int | str, **options: Any) -> WriterConfig:
         """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
-        if not isinstance(overwrite, bool):
-            raise ConfigurationError(f"overwrite={overwrite!r} must be True or False")
-        if (
-            isinstance(max_in_flight, bool)
-            or not isinstance(max_in_flight, int)
-            or not 1 <= max_in_flight <= MAX_IN_FLIGHT
-        ):
-            raise ConfigurationError(
-                f"max_in_flight={max_in_flight!r} must be an int between 1 and {MAX_IN_FLIGHT}"
-            )
-        return WriterConfig(
-            host_cache_bytes=parse_host_cache_size(host_cache_size),
-            read_window=_one_of("read_window", read_window, ReadWindow),
-            read_deadline=_seconds(
-                "read_deadline",
-                read_deadline,
-                0,
-                MAX_READ_DEADLINE,
-                "reads that wait for longer hold up the commit",
-            ),
-            defer=_one_of("defer", defer, Defer),
-            overwrite=overwrite,
-            commit=_one_of("commit", commit, Commit),
-            commit_timeout=_seconds(
-                "commit_timeout",
-                commit_timeout,
-                MIN_COMMIT_TIMEOUT,
-                MAX_COMMIT_TIMEOUT,
-                "a rank without any progress for so long is given up",
-            ),
-            exit_timeout=_seconds(
-                "exit_timeout",
-                exit_timeout,
-                0,
-                MAX_COMMIT_TIMEOUT,
-                "the end of the process waits for saves in flight for so long",
-            ),
-            max_in_flight=max_in_flight,
-            when_behind=_one_of("when_behind", when_behind, WhenBehind),
-        )
+        checked = {name: _CHECKS[name](name, value) for name, value in options.items()}
+        return WriterConfig(parse_host_cache_size(host_cache_size), **checked)
+
+
+_CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
+    "read_window": partial(_one_of, kind=ReadWindow),
+    "read_deadline": partial(
+        _seconds,
+        least=0,
+        most=MAX_READ_DEADLINE,
+        why="reads that wait for longer hold up the commit",
+    ),
+    "defer": partial(_one_of, kind=Defer),
+    "overwrite": _flag,
+    "commit": partial(_one_of, kind=Commit),
+    "commit_timeout": partial(
+        _seconds,
+        least=MIN_COMMIT_TIMEOUT,
+        most=MAX_COMMIT_TIMEOUT,
+        why="a rank without any progress for so long is given up",
+    ),
+    "exit_timeout": partial(
+        _seconds,
+        least=0,
+        most=MAX_COMMIT_TIMEOUT,
+        why="the end of the process waits for saves in flight for so long",
+    ),
+    "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
+    "when_behind": partial(_one_of, kind=WhenBehind),
+}

@@ -51,6 +51,32 @@ def test_a_turn_is_kept_for_a_thread_that_has_come_and_takes_its_time(order):
     assert order == [first, second]
 
 
+def test_a_thread_that_lives_on_after_the_commit_lets_the_next_go(order, monkeypatch):
+    """A callback of DCP's future runs in DCP's thread, when DCP is done with the save: it may wait for the next one."""
+    monkeypatch.setattr(turns, "_LEAVE_SECONDS", 0.0)
+    first, second = Turn(), Turn()
+    ready, end = threading.Event(), threading.Event()
+
+    def stay():
+        first.wait()
+        ready.set()
+        end.wait(60)
+
+    staying = threading.Thread(target=stay)
+    staying.start()
+    assert ready.wait(30)
+    go_on = threading.Event()
+    go_on.set()
+    following = _thread(second, order, threading.Event(), go_on)
+    following.join(0.5)
+    assert order == []
+    first.committed()
+    following.join(30)
+    assert order == [second]
+    end.set()
+    staying.join(30)
+
+
 def test_a_turn_that_nobody_comes_for_is_passed_over(order):
     Turn()
     second = Turn()

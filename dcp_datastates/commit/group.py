@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import Final
 
 from dcp_datastates.commit.beats import Beat, Loss
-from dcp_datastates.commit.decision import Decision, Outcome
+from dcp_datastates.commit.decision import Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.voter import Voter
+from dcp_datastates.commit.voter import Agreed, Voter
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.errors import RankLostError, SaveFailedError, release_frames
 from dcp_datastates.process.forks import ProcessLock
@@ -159,22 +159,22 @@ class CommitGroup:
 
     def _finish(self, round_: Round) -> None:
         self._expected = round_.number + 1
-        decision = self._voter.agree(round_)
+        agreed = self._voter.agree(round_)
         if self.is_coordinator:
             with contextlib.suppress(RuntimeError):
                 self._decisions.forget_before(round_.number)
         try:
-            self._tidy(round_, decision)
+            self._tidy(round_, agreed)
         except Exception:  # what is left over goes with the next commit; the outcome stands
             logger.exception("could not tidy up after save %d", round_.number - round_.first)
-        round_.resolve(self._error(round_, decision))
+        round_.resolve(self._error(round_, agreed))
 
-    def _error(self, round_: Round, decision: Decision) -> BaseException | None:
+    def _error(self, round_: Round, agreed: Agreed) -> BaseException | None:
         where = "an unknown path" if round_.path is None else repr(str(round_.path))
-        error = decision.error(where, self.rank_set.world)
+        error = agreed.decision.error(where, self.rank_set.world)
         if error is None:
             return None
-        cause = round_.part.error or round_.failure
+        cause = round_.part.error or agreed.failure
         if cause is not None:
             release_frames(cause)
         if cause is not None and self.rank_set.world == 1:
@@ -182,11 +182,11 @@ class CommitGroup:
         error.__cause__ = cause
         return error
 
-    def _tidy(self, round_: Round, decision: Decision) -> None:  # 12
+    def _tidy(self, round_: Round, agreed: Agreed) -> None:  # 12
         hit("cleanup.before")
-        if decision.outcome is Outcome.COMMITTED:
-            tidy_after_commit(round_, self.rank_set.rank, self.rank_set.world)
-        elif decision.outcome is Outcome.FAILED:
+        if agreed.decision.outcome is Outcome.COMMITTED:
+            tidy_after_commit(round_, agreed.older, self.rank_set.rank, self.rank_set.world)
+        elif agreed.decision.outcome is Outcome.FAILED:
             round_.part.cancel()
             # Storage may be stuck. Then the files stay, for the next commit to remove.
             if round_.part.wait(_CANCEL_SECONDS):

@@ -22,13 +22,13 @@ import contextlib
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.commit.round import Consolidated, Round
+from dcp_datastates.commit.round import Document, Round
 from dcp_datastates.errors import (
     CheckpointExistsError,
     CheckpointSupersededError,
@@ -70,10 +70,10 @@ def check_overwrite(directory: Path, overwrite: bool) -> None:
         )
 
 
-def publish(
-    round_: Round, consolidated: Consolidated, waiting: Callable[[], None] = lambda: None
-) -> None:
-    """Commit ``round_``; calls ``waiting`` now and then while another process publishes there.
+def publish(round_: Round, document: Document, waiting: Callable[[], None] = lambda: None) -> None:
+    """Commit ``round_``, with the bytes that ``document`` makes.
+
+    Calls ``waiting`` now and then while another process publishes there.
 
     Raises :class:`StorageError`, :class:`CheckpointSupersededError`, :class:`CheckpointExistsError` or
     :class:`ConfigurationError`: then what was there before still is; or :class:`CommitOutcomeUnknown`.
@@ -83,7 +83,7 @@ def publish(
     assert attempt is not None
     assert claim is not None
     meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
-    data = consolidated.document(meta, claim)
+    data = document(meta, claim)
     published = False
     hit("publish.lock.before")
     try:
@@ -216,27 +216,28 @@ def _check_not_superseded(directory: Path, attempt: Attempt, seen: local.Signatu
     )
 
 
-def find_older(round_: Round) -> None:
-    """Step 5: note which attempts may go if the round commits, those at the path that are older.
+def find_older(round_: Round) -> list[Attempt]:
+    """Step 5: which attempts may go if the round commits: those at the path that are older.
 
     A rank looks before it votes. What it finds then is withdrawn before the commit; what it found later might be the
     checkpoint of a job that came after, where this one had been deleted meanwhile.
     """
     directory, attempt = round_.directory, round_.attempt
     if directory is None or attempt is None:
-        return
+        return []
     try:
-        round_.older = [older for older in attempts.present(directory) if older < attempt]
+        return [older for older in attempts.present(directory) if older < attempt]
     except OSError as error:
         logger.warning("could not look for older attempts at %s: %s", directory, error)
+        return []
 
 
-def tidy_after_commit(round_: Round, rank: int, world: int) -> None:
+def tidy_after_commit(round_: Round, superseded: Sequence[Attempt], rank: int, world: int) -> None:
     """Remove ``rank``'s share of what :func:`find_older` has found and no process holds. Never raises."""
     directory, attempt = round_.directory, round_.attempt
     if directory is None or attempt is None:
         return
-    for older in round_.older:
+    for older in superseded:
         with asking(directory / older.name) as held:
             if not held:
                 logger.debug("removing attempt %s of %s", older.name, directory)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from concurrent.futures import Future, InvalidStateError, wait
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Any, Protocol
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
@@ -16,7 +15,7 @@ from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
-__all__ = ["FailedPart", "Part", "Round"]
+__all__ = ["Document", "FailedPart", "Part", "Round"]
 
 
 class Part(Protocol):
@@ -51,77 +50,65 @@ class FailedPart:
         pass
 
 
-@dataclass(frozen=True)
-class Consolidated:
-    """What the coordinator publishes. ``document`` makes the bytes of ``.metadata``, once, in the commit thread."""
-
-    document: Callable[[StorageMeta, Claim], bytes]
+Document = Callable[[StorageMeta, Claim], bytes]
+"""Makes the bytes of ``.metadata``: once, in the commit thread."""
 
 
+def _pending() -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+@dataclass(eq=False)
 class Round:
-    """One save, from the moment that a rank has its share of the plan until its outcome is known.
+    """One save, from the moment that a rank has its share of the plan until its outcome is known."""
 
-    Args:
-        number: the same on every rank; the coordinator counts.
-        attempt: the same on every rank; None where this rank knows only that there was a save.
-        directory: the checkpoint's, with no symbolic links on this rank.
-        part: this rank's files.
-        path: as the user names the directory.
-        claim: coordinator: how the attempt was claimed.
-        overwrite: whether a checkpoint may be replaced.
-        first: number of the commit group's first round.
-        timeout: seconds without progress after which a rank is given up.
-        missed: calls of ``dcp.async_save`` here that failed before they came to a writer.
+    number: int
+    """The same on every rank; the coordinator counts."""
+    attempt: Attempt | None
+    """The same on every rank; None where this rank knows only that there was a save."""
+    directory: Path | None
+    """The checkpoint's, with no symbolic links on this rank."""
+    part: Part
+    """This rank's files."""
+    _: KW_ONLY
+    timeout: float
+    """Seconds without progress after which a rank is given up."""
+    path: Path | None = None
+    """As the user names the directory."""
+    claim: Claim | None = None
+    """Coordinator: how the attempt was claimed."""
+    overwrite: bool = True
+    """Whether a checkpoint may be replaced."""
+    first: int = 0
+    """Number of the commit group's first round."""
+    missed: int = 0
+    """Calls of ``dcp.async_save`` here that failed before they came to a writer."""
+    committed: Future[None] = field(init=False, default_factory=_pending)
+    """Resolves, in the commit thread, with the round's outcome on this rank."""
+    _document: Future[Document] = field(init=False, default_factory=_pending)
 
-    ``committed`` resolves, in the commit thread, with the round's outcome on this rank.
-    """
+    def provide(self, document: Document) -> None:
+        """Coordinator: DCP has gathered every rank's results. Any thread.
 
-    def __init__(
-        self,
-        number: int,
-        attempt: Attempt | None,
-        directory: Path | None,
-        part: Part,
-        *,
-        path: Path | None = None,
-        claim: Claim | None = None,
-        overwrite: bool = True,
-        first: int = 0,
-        timeout: float,
-        missed: int = 0,
-    ) -> None:
-        self.number: Final = number
-        self.attempt: Final = attempt
-        self.directory: Final = directory
-        self.path: Final = path or directory
-        self.part: Final = part
-        self.claim: Final = claim
-        self.overwrite: Final = overwrite
-        self.first: Final = first
-        self.timeout: Final = timeout
-        self.missed: Final = missed
-        self.committed: Future[None] = Future()
-        self.committed.set_running_or_notify_cancel()
-        self.consolidated: Consolidated | None = None
-        self.abandoned: BaseException | None = None
-        self.older: list[Attempt] = []  # what may go if it commits; the commit thread's
-        self.failure: BaseException | None = None  # of the publication; the commit thread's
-        self._settled = threading.Event()  # set once either of the two above is
-
-    def provide(self, consolidated: Consolidated) -> None:
-        """Coordinator: DCP has gathered every rank's results. Any thread, once."""
-        self.consolidated = consolidated
-        self._settled.set()
+        The first of this and :meth:`abandon` counts.
+        """
+        with contextlib.suppress(InvalidStateError):
+            self._document.set_result(document)
 
     def abandon(self, error: BaseException) -> None:
-        """Coordinator: DCP ended without gathering them. Changes nothing after :meth:`provide`."""
-        if not self._settled.is_set():
-            self.abandoned = error
-            self._settled.set()
+        """Coordinator: DCP ended without gathering them."""
+        with contextlib.suppress(InvalidStateError):
+            self._document.set_exception(error)
 
-    def await_consolidated(self, seconds: float) -> bool:
+    def await_document(self, seconds: float) -> bool:
         """Whether either has come within ``seconds``."""
-        return self._settled.wait(seconds)
+        return bool(wait([self._document], seconds).done)
+
+    def document(self) -> Document:
+        """What :meth:`provide` was given. Raises what :meth:`abandon` was told."""
+        return self._document.result()
 
     def resolve(self, error: BaseException | None) -> None:
         """Let ``committed`` know. The first call counts."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from dcp_datastates.commit.beats import Loss
@@ -49,9 +50,10 @@ from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Ballot, is_unanimous
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
 
-__all__ = ["Voter"]
+__all__ = ["Agreed", "Voter"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,17 @@ T = TypeVar("T")
 
 _PATIENCE_SECONDS: Final = 15.0
 """A rank that cannot meet the others gives a round up no sooner than detectors find who is lost, and this."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What a round came to."""
+
+    decision: Decision
+    older: Sequence[Attempt]
+    """The attempts that may go if it was committed."""
+    failure: BaseException | None
+    """Coordinator: why the publication failed."""
 
 
 class Voter:
@@ -83,7 +96,10 @@ class Voter:
         self._decisions = decisions
         self._tree: GlooTree | None = None  # from the first round on
         self._apart: float | None = None  # since when this rank has not met the others
-        self._store_failed = False  # in this round
+        # Of the round under way:
+        self._store_failed = False
+        self._older: list[Attempt] = []
+        self._failure: BaseException | None = None  # of the publication
         # The failure detector's thread reads these:
         self.round: Round | None = None
         """The one under way."""
@@ -100,18 +116,19 @@ class Voter:
         round_ = self.round
         return self._ticks if round_ is None else self._ticks + round_.part.progress
 
-    def agree(self, round_: Round) -> Decision:
-        """The ranks' decision about the round."""
+    def agree(self, round_: Round) -> Agreed:
+        """The ranks' decision about the round, and what this rank has found on the way."""
         self.round = round_
         self._apart = None
-        self._store_failed = False
+        self._store_failed, self._older, self._failure = False, [], None
         if self._tree is None:
             # A store may outlive a default group, and with it the keys of a former one's connections.
             self._tree = GlooTree(self._rank_set, f"vote/{round_.first}")
         if self._detector is not None:
             self._detector.follow(round_.number)
         try:
-            return self._follow_protocol(round_)
+            decision = self._follow_protocol(round_)
+            return Agreed(decision, self._older, self._failure)
         finally:
             self._say("idle", round_)
             self.voted = self.ended = max(self.voted, round_.number)
@@ -193,7 +210,7 @@ class Voter:
         while not round_.part.wait(_POLL_SECONDS):
             if (event := self._notice(round_)) is not None:
                 return event
-        find_older(round_)  # 5
+        self._older = find_older(round_)  # 5
         error = round_.part.error
         return Written(None if error is None else Reason.of(error))
 
@@ -252,20 +269,17 @@ class Voter:
     def _publish(self, round_: Round) -> Event:
         """Coordinator: all ranks are durable."""
         self._say("waiting for DCP to gather the results", round_)
-        while not round_.await_consolidated(_POLL_SECONDS):
+        while not round_.await_document(_POLL_SECONDS):
             if (event := self._notice(round_)) is not None:
                 return event
         self._say("publishing", round_)
         try:
-            if round_.consolidated is None:
-                assert round_.abandoned is not None
-                raise round_.abandoned
-            publish(round_, round_.consolidated, self._tick)  # 8 to 10
+            publish(round_, round_.document(), self._tick)  # 8 to 10
         except CommitOutcomeUnknown as error:
-            round_.failure = error
+            self._failure = error
             return Decided(Decision(Outcome.UNKNOWN, {0: Reason.of(error)}))
         except Exception as error:
-            round_.failure = error
+            self._failure = error
             return Decided(Decision.failed(0, error))
         return Decided(Decision(Outcome.COMMITTED))
 

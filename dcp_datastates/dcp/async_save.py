@@ -20,7 +20,7 @@ from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.saving.operation import Save
+from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
 
@@ -93,7 +93,7 @@ def _call(
     planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
     options: dict[str, Any],
-) -> Save:
+) -> SaveOperation:
     if writer is None:
         rank_set = ALONE if options.get("no_dist") else rank_set_of(process_group)
     elif options or process_group is not None:
@@ -108,7 +108,7 @@ def _call(
     try:
         if writer is None:
             writer = DataStatesWriter(path, process_group=process_group, **options)
-        made = writer.call(_without_objects(state_dict), planner, writer.path_of(path), own=True)
+        made = writer.call(writer.path_of(path), _without_objects(state_dict), planner)
     except BaseException as error:
         context.refuse(path, error)
         raise

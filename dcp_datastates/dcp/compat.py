@@ -12,38 +12,53 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch.distributed as dist
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.write import Ahead
 
-__all__ = ["Running", "StagedStateDict", "bind", "end_here", "warn_if_shared"]
+__all__ = ["Running", "StagedStateDict", "ThisThread", "bind", "end_here", "warn_if_shared"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.05
 
 
-class Running(Protocol):
-    """A save, as this module sees it."""
+@dataclass(eq=False)
+class Running:
+    """A save that DCP's calls in a thread are for."""
 
-    @property
-    def asynchronous(self) -> bool:
-        """Whether training goes on meanwhile."""
+    save: SaveOperation
+    ahead: Ahead | None
+    """What is read before it is planned, until it is written."""
+    ends_here: bool
+    """Whether the thread may live on after it, and nothing else tells that it has ended."""
+    rank: int = 0
+    is_coordinator: bool = False
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether DCP is done with it."""
+    def end(self) -> None:
+        """The writer's last call for it is over."""
+        if self.ends_here:
+            end_here()
 
-    def ended(self) -> None:
-        """DCP is done with it. Idempotent."""
+
+class ThisThread(threading.local):
+    """What DCP has told a writer so far in the calling thread."""
+
+    path: str | os.PathLike[str] | None = None
+    next: Running | None = None
+    running: Running | None = None
 
 
 class StagedStateDict(Mapping[Any, Any]):
@@ -93,9 +108,9 @@ class _Watch:
         self._arriving: queue.SimpleQueue[_Watched] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="dcp_datastates-watch", daemon=True).start()
 
-    def add(self, save: Running, work: Any) -> None:
-        """Watch the calling thread, and what it works on, until ``save`` has ended."""
-        self._arriving.put((threading.current_thread(), work, save))
+    def add(self, save: SaveOperation) -> None:
+        """Watch the calling thread until the planning of ``save`` is over."""
+        self._arriving.put((threading.current_thread(), save))
 
     def _run(self) -> None:
         watched: list[_Watched] = []
@@ -108,8 +123,8 @@ class _Watch:
             watched = [each for each in watched if not _has_ended(*each)]
 
 
-_Watched = tuple[threading.Thread, Any, Running]
-"""A thread, the future of what it works on (None if it has none), and the save that it runs."""
+_Watched = tuple[threading.Thread, SaveOperation]
+"""A thread, and the save that it runs."""
 
 
 def _join(thread: threading.Thread) -> None:
@@ -119,18 +134,18 @@ def _join(thread: threading.Thread) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _has_ended(thread: threading.Thread, work: Any, save: Running) -> bool:
+def _has_ended(thread: threading.Thread, save: SaveOperation) -> bool:
     try:
-        if not thread.is_alive() or (work is not None and work.done()):
-            save.ended()
+        if not thread.is_alive():
+            save.end_planning()
     except Exception:  # a callback of the save's futures, say: the watch must go on
         logger.exception("a save could not be ended")
         return True
-    return save.has_ended
+    return save.planning_is_over
 
 
 class _Here(threading.local):
-    save: Running | None = None
+    save: SaveOperation | None = None
 
 
 _here = _Here()
@@ -138,17 +153,15 @@ _lock = ProcessLock()  # guards _watch
 _watch: _Watch | None = None
 
 
-def bind(save: Running, work: Any = None) -> None:
-    """DCP's calls in the calling thread are for ``save`` from now on. It is over when the thread has ended, or the
-    future of its ``work`` is done: a thread may outlive that.
-    """
+def bind(save: SaveOperation) -> None:
+    """DCP's calls in the calling thread are for ``save`` from now on. Its planning is over when the thread ends."""
     global _watch
     end_here()
     _here.save = save
     with _lock:
         if _watch is None:
             _watch = _Watch()
-    _watch.add(save, work)
+    _watch.add(save)
 
 
 def end_here(*, asynchronous: bool = True) -> None:
@@ -157,9 +170,9 @@ def end_here(*, asynchronous: bool = True) -> None:
     Not an ``asynchronous`` one, where the call may be that of a destructor, in the middle of it.
     """
     save = _here.save
-    if save is not None and (asynchronous or not save.asynchronous):
+    if save is not None and (asynchronous or not save.call.asynchronous):
         _here.save = None
-        save.ended()
+        save.end_planning()
 
 
 @after_fork

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_datastates.saving.operation import Save
+from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.stats import SaveStats
 
 __all__ = ["SaveHandle"]
@@ -20,7 +20,7 @@ class SaveHandle(AsyncSaveResponse):
     :attr:`committed`. Whatever is asked for, the save's reads start at once: no backward pass comes while one waits.
     """
 
-    def __init__(self, save: Save) -> None:
+    def __init__(self, save: SaveOperation) -> None:
         assert save.reads is not None
         super().__init__(save.reads.captured, save.committed)
         self._save = save

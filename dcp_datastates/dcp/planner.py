@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.errors import DataStatesError
@@ -487,13 +487,18 @@ _OWN_HOOKS: Final = {
 }
 
 
-def is_unchanged(planner: DataStatesSavePlanner) -> bool:
-    """Whether nothing but this module has a say in what is written: no subclass, no hook set on the class or object,
-    no torch whose plans this package cannot put in columns.
+def is_unchanged(planner: SavePlanner) -> bool:
+    """Whether nothing but this module has a say in what is written: a :class:`DataStatesSavePlanner`, no subclass with
+    other hooks, no hook set on the class or object, no torch whose plans this package cannot put in columns. A hook
+    may look at the state, and plan another.
     """
     kind, own = type(planner), vars(planner)
-    return not plans_in_objects() and all(
-        name not in own and getattr(kind, name) is hook for name, hook in _OWN_HOOKS.items()
+    return (
+        isinstance(planner, DataStatesSavePlanner)
+        and not plans_in_objects()
+        and all(
+            name not in own and getattr(kind, name) is hook for name, hook in _OWN_HOOKS.items()
+        )
     )
 
 

@@ -41,12 +41,14 @@ from dcp_datastates.errors import (
     SaveFailedError,
     release_frames,
 )
+from dcp_datastates.planning.shares import SharesPlanner
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.saving.admission import LEFT_OUT
+from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.last_saves import finish_saves
-from dcp_datastates.saving.operation import Save
+from dcp_datastates.saving.operation import Phase, SaveOperation
+from dcp_datastates.saving.start import take_up
 
 __all__ = ["RankContext", "context_of"]
 
@@ -87,14 +89,14 @@ class RankContext:
 
     # ---- any thread --------------------------------------------------------------------------
 
-    def submit(self, save: Save, writer: DataStatesWriter, planner: SavePlanner) -> None:
+    def submit(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
         """Have ``save`` planned after all that were submitted before. Returns at once."""
         self.group.count_call()
         # Not a lambda: an error that is kept keeps its frame, and with that what it was given.
         if not self._worker.post(functools.partial(self._save, save, writer, planner)):
-            save.error = SaveAbandonedError("the process was ending when this save was called for")
-            save.fail(save.error)
-            save.ended()
+            error = SaveAbandonedError("the process was ending when this save was called for")
+            save.fail(save.blame(error))
+            save.end_planning()
 
     def refuse(self, path: object, error: BaseException) -> None:
         """A call failed in itself on this rank: the others, which wait for it, are told."""
@@ -145,18 +147,18 @@ class RankContext:
 
     # ---- the planning thread -----------------------------------------------------------------
 
-    def _save(self, save: Save, writer: DataStatesWriter, planner: SavePlanner) -> None:
+    def _save(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
         try:
             self._plan(save, writer, planner)
         except BaseException as error:
-            save.error = save.error or _cause_here(error, self.group.rank_set.rank)
+            save.blame(_cause_here(error, self.group.rank_set.rank))
             self._failed(save, error)
         finally:
-            save.ended()
+            save.end_planning()
             self.group.tell_planning("")
             del writer, planner  # this frame lives as long as an error that came through it
 
-    def _plan(self, save: Save, writer: DataStatesWriter, planner: SavePlanner) -> None:
+    def _plan(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
         name = save.directory().name
         if name in self._stray:
             self._stray.discard(name)
@@ -164,11 +166,12 @@ class RankContext:
                 f"the other ranks made their call for {name!r} before, when this rank came with one for another "
                 f"path: they are in step again from here on"
             )
-        state = writer.begin(save, planner)
-        presence = _Presence(self, f"the save to {str(save.path)!r}", save.timeout, save)
+        taken = take_up(save, planner if isinstance(planner, SharesPlanner) else None)
+        timeout = save.call.config.commit_timeout
+        presence = _Presence(self, f"the save to {str(save.path)!r}", timeout, save)
         with self._meet(presence, save.left_out) as ranks:
-            writer.run(save)
-            written = save_together(state, name, writer, planner, ranks, self._agree)
+            writer.run(taken)
+            written = save_together(taken.state, name, writer, planner, ranks, self._agree)
         written.finish(writer)
         self._stray.clear()
 
@@ -190,7 +193,7 @@ class RankContext:
                 tuple(names),
             )
 
-    def _failed(self, save: Save, error: BaseException) -> None:
+    def _failed(self, save: SaveOperation, error: BaseException) -> None:
         """The outcome, unless the commit group decides."""
         release_frames(error)
         save.committed.add_done_callback(_release_outcome)
@@ -210,7 +213,7 @@ class RankContext:
             told.__cause__ = error
             save.fail(told)
             return
-        if save.has_round:
+        if save.phase is Phase.COMMITTING:
             return
         if isinstance(error, CheckpointSkipped):
             save.fail(error)
@@ -219,7 +222,7 @@ class RankContext:
         else:  # a connection broke; the failure detector knows why within seconds
             self.group.explain(error, lambda cause: save.fail(self._named(cause, save)))
 
-    def _named(self, error: BaseException, save: Save) -> BaseException:
+    def _named(self, error: BaseException, save: SaveOperation) -> BaseException:
         if self.group.rank_set.world == 1 or str(error).startswith("the save to "):
             return error
         rank = -1 if isinstance(error, RankLostError) else self.group.rank_set.rank
@@ -240,7 +243,7 @@ class _Presence:
     """
 
     def __init__(
-        self, context: RankContext, what: str, timeout: float, save: Save | None = None
+        self, context: RankContext, what: str, timeout: float, save: SaveOperation | None = None
     ) -> None:
         self._group = context.group
         self._timeout = timeout

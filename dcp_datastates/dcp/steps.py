@@ -14,8 +14,9 @@ from typing import Any
 from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
+
+from dcp_datastates.dcp.writer import DataStatesWriter
 
 __all__ = ["Call", "Written", "save_together"]
 
@@ -37,7 +38,7 @@ class Written:
     metadata: Sequence[Metadata]
     results: list[Any] | None
 
-    def finish(self, writer: StorageWriter) -> None:
+    def finish(self, writer: DataStatesWriter) -> None:
         """The writer's ``finish`` on the coordinator. Raises what this rank's writing raised."""
         if self.failure is not None:
             raise self.failure
@@ -49,7 +50,7 @@ class Written:
 def save_together(
     state: dict[str, Any],
     name: str,
-    writer: StorageWriter,
+    writer: DataStatesWriter,
     planner: SavePlanner,
     ranks: _DistWrapper,
     agree: Callable[[Sequence[str]], None],
@@ -86,6 +87,7 @@ def save_together(
         return writer.prepare_global_plan(plans)
 
     plan = ranks.reduce_scatter("plan", local_step, global_step)
+    writer.take_ticket(plan)  # here: a planner may come back with the plan of an earlier save
     failure: BaseException | None = None
     written: Any
     try:

@@ -6,18 +6,16 @@ A synchronous save and DCP's half of an asynchronous one make the same calls, in
     write_data  [finish]                                         [coordinator only, or if an id is given]
 
 An asynchronous save calls ``stage`` before, in the training thread. Nothing about a save is kept on the
-writer, which may serve several at once: it is kept in a :class:`~dcp_datastates.saving.operation.Save`, found by the
-calling thread.
+writer, which may serve several at once: it is kept in a
+:class:`~dcp_datastates.saving.operation.SaveOperation`, found by the calling thread.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
@@ -28,34 +26,32 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.commit.rank_set import ALONE, RankSet, rank_set_of
-from dcp_datastates.commit.round import FailedPart
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.dcp.awaited import is_awaited, work_item_here
-from dcp_datastates.dcp.compat import StagedStateDict, bind, end_here, warn_if_shared
-from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
+from dcp_datastates.dcp.compat import (
+    Running,
+    StagedStateDict,
+    ThisThread,
+    bind,
+    end_here,
+    warn_if_shared,
+)
+from dcp_datastates.dcp.planner import is_unchanged
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.io.devices import capturing
-from dcp_datastates.io.engine import engine, moved, next_order
+from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.plan_cache import PlannedMetadata
-from dcp_datastates.planning.session import Session, SessionMeta
-from dcp_datastates.planning.shares import Share
-from dcp_datastates.process.forks import ProcessLock
-from dcp_datastates.process.futures import AskedFuture
-from dcp_datastates.process.waiting import Stall
-from dcp_datastates.saving.admission import enter, make_room
-from dcp_datastates.saving.operation import Save
-from dcp_datastates.saving.turns import Turn, await_all
-from dcp_datastates.saving.write import Ahead, read_ahead, write_plan
+from dcp_datastates.planning.session import SessionMeta
+from dcp_datastates.process.futures import resolved
+from dcp_datastates.saving.call import Way
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.saves import Saves
+from dcp_datastates.saving.start import TakenUp, stage_save, start_synchronous, take_up
+from dcp_datastates.saving.write import write_plan
 from dcp_datastates.staging import step_gate
-from dcp_datastates.staging.buffers import EagerBuffers
-from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.ownership import Ownership, known_optimizers
-from dcp_datastates.staging.stage import StagedState, stage_state
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import TicketCarrier, collect_ticket
@@ -63,17 +59,7 @@ from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["DataStatesWriter"]
 
-logger = logging.getLogger(__name__)
-
 _INTRODUCE_SECONDS: Final = 1.0
-
-
-class _ThisThread(threading.local):
-    """What DCP has told a writer so far in the calling thread."""
-
-    path: str | os.PathLike[str] | None = None
-    staged: Save | None = None
-    save: Save | None = None
 
 
 class DataStatesWriter(StorageWriter, AsyncStager):
@@ -170,12 +156,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         # Where there are several ranks, only some may find it so: prepare_local_plan() tells them all.
         self._alone = self.rank_set is ALONE  # raises if this process is not among them
         self._path = None if path is None else self._checked(path)
-        self._here = _ThisThread()
-        self._lock = ProcessLock()  # guards _saves, _newest, _last, _closed
-        self._saves: list[Save] = []  # whose outcome is not known, or was not asked for
-        self._newest: Save | None = None
+        self._here = ThisThread()
+        self._saves = Saves()
         self._last: SaveStats | None = None
-        self._closed = False
         engine(self._config.host_cache_bytes)
         self._made_for = commit_group(self.rank_set)
         if self._made_for.detector is not None:
@@ -196,9 +179,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
         Raises from ``result()`` what the save failed with until then. Done already if there was none.
         """
-        with self._lock:
-            newest = self._newest
-        return _done() if newest is None or newest.reads is None else newest.reads.captured
+        newest = self._saves.newest
+        return resolved() if newest is None or newest.reads is None else newest.reads.captured
 
     @property
     def committed(self) -> Future[None]:
@@ -209,9 +191,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         number, or :class:`CommitOutcomeUnknown`. Done already if there was none. Callbacks run in the commit
         thread, and must not wait for another save.
         """
-        with self._lock:
-            newest = self._newest
-        return _done() if newest is None else newest.committed
+        newest = self._saves.newest
+        return resolved() if newest is None else newest.committed
 
     @property
     def last_save(self) -> SaveStats | None:
@@ -225,28 +206,19 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         step_gate.open_windows()
         end_here(asynchronous=False)
-        with self._lock:
-            saves = list(self._saves)
-        for save in saves:
-            save.wait()
-        with self._lock:
-            self._saves = [save for save in self._saves if save not in saves]
-        for save in saves:
-            if save.background and not save.committed.asked:
-                save.committed.result()
+        self._saves.wait()
 
     def close(self) -> None:
         """:meth:`wait`, then refuse further saves. Idempotent. The shared engine lives on."""
         try:
             self.wait()
         finally:
-            with self._lock:
-                self._closed = True
+            self._closed = True
 
     # ---- AsyncStager ---------------------------------------------------------------------------
 
     def stage(self, state_dict: Mapping[str, Any]) -> Any:
-        """StagedState ``state_dict``: copy what must be copied, arm the gate and the read window, return.
+        """Stage ``state_dict``: copy what must be copied, arm the gate and the read window, return.
 
         Called by ``dcp.async_save`` in the training thread. Raises :class:`ConfigurationError`. What
         may go wrong on one rank alone (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`,
@@ -254,156 +226,23 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         if not self._no_dist:
             warn_if_shared()
-        save = self.call(state_dict, None, self._path, own=False)
+        save = self._call(Way.DCP_ASYNC, self._path, state_dict, planned_here=True)
         caller = threading.get_ident()
 
         def begin() -> dict[Any, Any]:
-            self._here.staged = save
-            work = work_item_here()
-            bind(save, work)
-            save.in_callers_thread = threading.get_ident() == caller
-            return self.begin(save, None, work)
+            bind(save)
+            taken = take_up(save)
+            alone = (
+                save.group.rank_set.world == 1
+            )  # DCP runs no collective behind this writer's last call
+            self._here.next = Running(save, taken.ahead, alone or threading.get_ident() == caller)
+            return taken.state
 
         def abandon(error: BaseException) -> None:
-            assert save.reads is not None
-            save.reads.fail(error)
-            save.error = error
-            save.ended()
+            save.blame(error)
+            save.end_planning()
 
         return StagedStateDict(begin, abandon)
-
-    def call(
-        self,
-        state_dict: Mapping[str, Any],
-        planner: SavePlanner | None,
-        path: Path | None,
-        *,
-        own: bool,
-    ) -> Save:
-        """What a call of ``async_save`` does in the training thread: as :meth:`stage`, without what is DCP's.
-
-        Args:
-            state_dict: what to save.
-            planner: what will plan it, if that knows this writer.
-            path: where to; None if DCP will say.
-            own: whether this package runs the save, and not DCP.
-        """
-        began = time.perf_counter()
-        config = self._config
-        self._check_open()
-        if capturing():
-            raise ConfigurationError(
-                "async_save was called while a CUDA graph is being captured; call it outside"
-            )
-        end_here()
-        self._used = True
-        group = commit_group(self.rank_set)
-        left_out = make_room(config.max_in_flight, config.when_behind)
-        stats = SaveStats()
-        save = self._make_save(group, path, stats, asynchronous=True, own=own)
-        save.reads = self._deferred_reads(save)
-        save.working_directory = local.working_directory()
-        if left_out:
-            save.leave_out(left_out)
-        try:
-            hit("staged.before")
-            if not left_out:
-                self._stage(save, save.reads, state_dict)
-            hit("staged.after")
-        except BaseException as error:
-            save.error = error
-            save.reads.fail(error)
-            if group.rank_set.world == 1 or not isinstance(error, Exception):
-                raise
-        if save.error is None and (not own or _is_ours(planner)):
-            # On DCP's own way, the planner is not known yet, and DCP has the state itself.
-            state = save.reads.state if own else None
-            save.session = _session(group, save.reads.staged, state)
-            # Now: the tensors may have other forms by the time that they are planned.
-            save.session.look()
-        save.turn = Turn(expected=not own)
-        with self._lock:
-            self._newest = save
-            self._saves = [other for other in self._saves if not _is_told(other)]
-            self._saves.append(save)
-        enter(save)
-        stats.stage_seconds = time.perf_counter() - began
-        return save
-
-    def begin(self, save: Save, planner: SavePlanner | None, work: Any = None) -> dict[Any, Any]:
-        """The calling thread plans ``save``: returns its state when its turn has come.
-
-        What goes wrong is in ``save.error``, and raised from :meth:`storage_meta`: there it is told to the other ranks,
-        and here they would wait. ``work`` is the future of what DCP has the thread do.
-        """
-        assert save.turn is not None
-        assert save.reads is not None
-        save.turn.come(work)
-        try:
-            if save.error is None:
-                save.reads.begin(lambda: is_awaited(work))
-                if save.own and save.session is not None and self._config.when_behind == "wait":
-                    # Before this save's turn, so that its reads wait for no other's bookkeeping. Here, and
-                    # not in the training thread, which has better things to do.
-                    save.ahead = self._read_ahead(save, save.session, planner)
-        except Exception as error:
-            save.error = save.error or error
-        save.turn.wait()
-        try:
-            save.begin()
-            # A planner that knows this writer asks the session for the state, and mostly need not.
-            given_by_session = save.own and save.session is not None
-            return {} if save.error is not None or given_by_session else save.reads.state()
-        except Exception as error:
-            save.error = save.error or error
-            return {}
-        finally:
-            if save.error is not None:
-                save.reads.fail(save.error)  # its memory is free at once
-
-    def run(self, save: Save) -> None:
-        """The calling thread makes DCP's calls for ``save`` from now on."""
-        self._here.staged = save
-
-    def _read_ahead(
-        self, save: Save, session: Session, planner: SavePlanner | None
-    ) -> Ahead | None:
-        assert isinstance(planner, DataStatesSavePlanner)
-        assert save.reads is not None
-        native = engine(self._config.host_cache_bytes)
-        try:
-            return read_ahead(planner, native, save.order, save.reads, save.progress, session)
-        except DataStatesError:
-            raise
-        except Exception:  # then it is read when it is planned
-            logger.exception("could not read ahead")
-            save.reads.discard()
-            return None
-
-    def _deferred_reads(self, save: Save) -> DeferredReads:
-        config = self._config
-        ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
-        window = Window(0.0 if config.read_window == "immediate" else config.read_deadline)
-        return DeferredReads(ownership, window, save.order, save.stats, config.commit_timeout)
-
-    def _stage(self, save: Save, reads: DeferredReads, state_dict: Mapping[str, Any]) -> None:
-        config = self._config
-        if save.path is not None:
-            check_overwrite(save.path, config.overwrite)
-        native = engine(config.host_cache_bytes)
-        buffers = EagerBuffers(native, save.order)
-        try:
-            staged = stage_state(
-                state_dict, reads.ownership, config.defer, native, buffers.allocate
-            )
-        except BaseException:
-            buffers.release()
-            raise
-        save.stats.eager_bytes = staged.eager_bytes
-        save.stats.deferred_bytes = sum(staged.deferred.sizes)
-        reads.hold(staged, buffers.slab)
-        if config.read_window != "immediate" and staged.deferred.sizes:
-            step_gate.arm_backward()
 
     def synchronize_staging(self) -> None:
         """Block until :attr:`captured` is done; raises what it raises."""
@@ -436,18 +275,14 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """DCP's first call for a save, in the thread that runs it."""
-        save = self._begin()
-        meta = SessionMeta(checkpoint_id=str(save.directory()))
-        if save.session is None and save.reads is None:  # synchronous: DCP has the state itself
-            save.session = _session(save.group, None, None)
-        meta.session = save.session
-        return meta
+        save = self._begin().save
+        return SessionMeta(checkpoint_id=str(save.directory()), session=save.session)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take this save's rank. ``use_collectives=False`` is refused: nothing could be committed."""
-        save = self._here.save or self._begin()
-        save.rank = int(kwargs.get("rank") or 0)
-        save.is_coordinator = is_coordinator
+        running = self._here.running or self._begin()
+        running.rank = int(kwargs.get("rank") or 0)
+        running.is_coordinator = is_coordinator
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(
                 "use_collectives=False is not supported: a checkpoint is committed once, for all ranks; "
@@ -457,18 +292,18 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """See that the checkpoint may be written."""
         hit("plan.before")
-        directory = self._save().place()
+        save = self._running().save
+        directory = save.place()
         check_overwrite(directory, self._config.overwrite)
         local.check_writable(directory)
         hit("plan.after")
-        reads = self._save().reads
-        if reads is None:
+        if save.reads is None:
             return plan
-        return dataclasses.replace(plan, items=reads.staged.as_captured(plan.items))
+        return dataclasses.replace(plan, items=save.reads.staged.as_captured(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator: claim an attempt; the ticket travels to the ranks with their plans."""
-        carrier = TicketCarrier(self._save().claim(len(plans)))
+        carrier = TicketCarrier(self._running().save.draw_ticket(len(plans)))
         return [dataclasses.replace(plan, storage_data=carrier) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
@@ -478,53 +313,25 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         :class:`SnapshotTornError`, :class:`UnsupportedTensorError`, :class:`StorageError`, or what the
         planner's ``resolve_data`` raises; then this save fails on all ranks.
         """
-        save = self._save()
+        running = self._running()
+        save = running.save
         try:
-            if isinstance(plan.storage_data, TicketCarrier):
-                save.deliver(plan.storage_data.ticket)
-            ticket = save.ticket()
-            if save.own and save.session is not None and not save.session.taken:
-                raise ConfigurationError(
-                    "set_up_planner() of the planner was replaced after async_save was called, by a function that "
-                    "takes no storage_meta or calls no super().set_up_planner(); set hooks before the call"
-                )
-            share = None
-            if save.session is not None and isinstance(planner, DataStatesSavePlanner):
-                share = planner.share_of(save.session)
-            results, part = write_plan(
-                plan,
-                planner,
-                engine(self._config.host_cache_bytes),
-                save.place(),
-                ticket.attempt,
-                save.rank,
-                save.order,
-                save.reads,
-                save.stats,
-                save.progress,
-                save.session,
-                share,
-                save.ahead,
-            )
+            self.take_ticket(plan)
+            ticket = save.ticket(running.rank)
+            ahead, running.ahead = running.ahead, None
+            results, part = write_plan(save, plan, planner, ticket.attempt, running.rank, ahead)
         except BaseException as error:
             if save.reads is not None:
                 save.reads.fail(error)
-            save.submit(FailedPart(error))
-            self._over_unless_its_thread_tells(save)
+            save.submit_failure(error)
+            running.end()
             raise
-        finally:
-            save.ahead = None
-            if save.session is not None and isinstance(planner, DataStatesSavePlanner):
-                planner.release(save.session)
-        if share is not None:
-            _note_told(save, share, results[0].digest)
         save.submit(part)
-        with self._lock:
-            self._last = save.stats
+        self._last = save.stats
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
-        if not save.is_coordinator:
-            self._over_unless_its_thread_tells(save)
+        if not running.is_coordinator:
+            running.end()
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
@@ -532,16 +339,18 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
         With ``commit="background"`` and an asynchronous save, returns at once.
         """
-        save = self._save()
+        running = self._running()
+        save = running.save
         try:
             if isinstance(metadata, PlannedMetadata):
-                metadata.consolidate(results, str(save.place()), save.ticket().attempt.name)
+                attempt = save.ticket(running.rank).attempt
+                metadata.consolidate(results, str(save.place()), attempt.name)
             save.consolidate(metadata, results)
         except BaseException as error:
             save.abandon(error)
             raise
         finally:
-            self._over_unless_its_thread_tells(save)
+            running.end()
 
     # ---- for this package's async_save ---------------------------------------------------------------
 
@@ -558,79 +367,71 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise ConfigurationError("no path to save to: pass path, or a writer that has one")
         return self._path
 
+    def call(
+        self, path: Path, state_dict: Mapping[str, Any], planner: SavePlanner
+    ) -> SaveOperation:
+        """What a call of this package's ``async_save`` does in the training thread."""
+        return self._call(Way.PACKAGE, path, state_dict, planned_here=is_unchanged(planner))
+
+    def run(self, taken: TakenUp) -> None:
+        """The calling thread makes DCP's calls for this save from now on."""
+        self._here.next = Running(taken.save, taken.ahead, ends_here=False)
+
+    def take_ticket(self, plan: SavePlan) -> None:
+        """The coordinator's ticket, if ``plan`` has it: the one that was scattered for this save, or an older one."""
+        if isinstance(plan.storage_data, TicketCarrier):
+            self._running().save.deliver(plan.storage_data.ticket)
+
     # ---- within ------------------------------------------------------------------------------------
 
-    def _make_save(
-        self,
-        group: CommitGroup,
-        path: Path | None,
-        stats: SaveStats,
-        *,
-        asynchronous: bool,
-        own: bool = False,
-    ) -> Save:
-        config = self._config
-        return Save(
-            group,
-            path,
-            stats=stats,
-            order=next_order(),
-            asynchronous=asynchronous,
-            own=own,
-            background=own or (asynchronous and config.commit == "background"),
-            overwrite=config.overwrite,
-            timeout=config.commit_timeout,
-            reading=config.read_deadline,
-            exit_timeout=config.exit_timeout,
-        )
-
-    def _begin(self) -> Save:
-        """A save begins in this thread: the one whose staged state DCP has just looked at, or a new one."""
-        here = self._here
-        staged, here.staged = here.staged, None
-        path, here.path = here.path, None
-        if staged is not None:
-            save = staged
-        else:
-            end_here()
-            self._check_open()
-            step_gate.open_windows()  # no backward pass comes while this thread waits here
-            # In a signal handler, what these need may be held by the very frame that it interrupts.
-            stall = Stall(logger, "this save", self._config.commit_timeout)
-            await_all(lambda: stall.look(moved(None), "the saves before it to be planned"))
-            group = commit_group(self.rank_set)
-            save = self._make_save(group, self._path, SaveStats(), asynchronous=False)
-            bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
-            self._used = True
-            save.begin()
-            with self._lock:
-                self._newest = save
-                self._saves = [other for other in self._saves if not _is_told(other)]
-                self._saves.append(save)
-        here.save = save
-        collect_ticket(save.deliver)
-        if path is not None:
-            try:
-                save.path = self._checked(path, save.working_directory)
-            except DataStatesError as error:
-                save.error = save.error or error
-        if save.error is not None:
-            raise save.error
+    def _call(
+        self, way: Way, path: Path | None, state_dict: Mapping[str, Any], *, planned_here: bool
+    ) -> SaveOperation:
+        self._check_open()
+        if capturing():
+            raise ConfigurationError(
+                "async_save was called while a CUDA graph is being captured; call it outside"
+            )
+        end_here()
+        self._used = True
+        group = commit_group(self.rank_set)
+        save = stage_save(group, self._config, way, path, state_dict, planned_here)
+        self._saves.add(save)
         return save
 
-    def _save(self) -> Save:
-        save = self._here.save
-        if save is None:
+    def _begin(self) -> Running:
+        """A save begins in this thread: the one whose staged state DCP has just looked at, or a new one."""
+        here = self._here
+        running, here.next = here.next, None
+        path, here.path = here.path, None
+        if running is None:
+            end_here()
+            self._check_open()
+            self._used = True
+            save = start_synchronous(commit_group(self.rank_set), self._config, self._path)
+            bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
+            save.begin()
+            self._saves.add(save)
+            running = Running(save, None, ends_here=True)
+        here.running = running
+        save = running.save
+        collect_ticket(None if save.call.own else save.deliver)
+        if path is not None:
+            try:
+                save.go_to(self._checked(path, save.call.working_directory))
+            except DataStatesError as error:
+                save.blame(error)
+        if save.error is not None:
+            raise save.error
+        return running
+
+    def _running(self) -> Running:
+        running = self._here.running
+        if running is None:
             raise DataStatesError(
                 "no save has begun in this thread: DCP calls storage_meta() and set_up_storage_writer() first"
             )
-        return save
-
-    def _over_unless_its_thread_tells(self, save: Save) -> None:
-        # DCP's own thread ends with its save, and that ends the save here; the planning thread says so itself. The
-        # thread that made the call lives on, and nothing tells of the end.
-        if not save.own and (save.in_callers_thread or not save.asynchronous):
-            end_here()
+        return running
 
     def _check_open(self) -> None:
         if self._closed:
@@ -647,40 +448,3 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             "a DataStatesWriter cannot be sent to another process: AsyncCheckpointerType.PROCESS is not "
             "supported, use AsyncCheckpointerType.THREAD (the default)"
         )
-
-
-def _is_ours(planner: SavePlanner | None) -> bool:
-    """Whether it plans just what it is known to plan: a hook may look at the state, and plan another."""
-    return isinstance(planner, DataStatesSavePlanner) and is_unchanged(planner)
-
-
-def _session(
-    group: CommitGroup, staged: StagedState | None, state: Callable[[], dict[Any, Any]] | None
-) -> Session:
-    return Session(group.name, group.rank_set.rank, group.rank_set.world, staged, state)
-
-
-def _note_told(save: Save, share: Share, digest: bytes) -> None:
-    """When the save is committed, the coordinator has what this rank told it, and need not be told again."""
-    whole = share.whole
-
-    def note(committed: Future[None]) -> None:
-        assert isinstance(committed, AskedFuture)
-        # After a failure, what the coordinator remembers is not known.
-        known = committed.peek() is None and share.sent == digest
-        share.told = {whole: digest} if known else {}
-
-    save.committed.add_done_callback(note)
-
-
-def _done() -> Future[None]:
-    future: Future[None] = Future()
-    future.set_result(None)
-    return future
-
-
-def _is_told(save: Save) -> bool:
-    """Whether the save's outcome is known, and was told if it must be."""
-    return save.over and (
-        not save.background or save.committed.asked or save.committed.peek() is None
-    )

@@ -84,5 +84,11 @@ class SharesPlanner(Protocol):
     def prepare(self, share: Share, rank: int) -> Prepared | None:
         """The share's files, to be written from what was staged; None if that cannot be."""
 
+    def share_of(self, session: Session) -> Share | None:
+        """What to write in the save that ``session`` is; None if this planner has not planned it."""
+
+    def release(self, session: Session) -> None:
+        """The save that ``session`` is has been read: hold nothing of its state."""
+
     def replicas(self, share: Share) -> tuple[Held, list[Any]]:
         """Where this rank's replicas of what several ranks write are in memory; and what must be kept meanwhile."""

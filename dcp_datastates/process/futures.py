@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-__all__ = ["AskedFuture"]
+__all__ = ["AskedFuture", "resolved"]
 
 
 class AskedFuture(Future[None]):
@@ -44,3 +44,10 @@ class AskedFuture(Future[None]):
         self.asked = True
         if not self.done():
             self._start()
+
+
+def resolved() -> Future[None]:
+    """A future that is done, and has not failed."""
+    future: Future[None] = Future()
+    future.set_result(None)
+    return future

@@ -7,59 +7,25 @@ plan that save, in the first message: a save that any rank leaves out is left ou
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 from dcp_datastates.config import WhenBehind
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.saving.call import DROPPED, SKIPPED
+from dcp_datastates.saving.operation import SaveOperation
 
-__all__ = ["LEFT_OUT", "Waiting", "enter", "in_flight", "make_room"]
+__all__ = ["enter", "in_flight", "make_room"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
 
-_SKIPPED: Final = 1
-_DROPPED: Final = 2
-LEFT_OUT: Final = {
-    _SKIPPED: "earlier saves are late: all ranks skip this one (skip)",
-    _DROPPED: "a newer save came before this one had begun: all ranks drop it (newest)",
-}
-"""Why a save is left out."""
-
-
-class Waiting(Protocol):
-    """A save, as those see it who wait for it."""
-
-    path: Path | None
-    exit_timeout: float
-    doing: str
-    left_out: int
-
-    @property
-    def is_known(self) -> bool:
-        """Whether its outcome is known."""
-
-    @property
-    def over(self) -> bool:
-        """Whether its outcome is known, and it is planned to its end."""
-
-    def wait_briefly(self, seconds: float) -> None:
-        """Return when it is over, or after ``seconds``. Starts its reads."""
-
-    def give_up(self, why: str) -> None:
-        """It is over here: what becomes of it is not waited for."""
-
-    def leave_out(self, why: int) -> bool:
-        """Leave it out, if its planning has not begun; whether that is so. ``why`` is a key of :data:`LEFT_OUT`."""
-
-
 _lock = ProcessLock()  # guards _saves
-_saves: list[Waiting] = []
+_saves: list[SaveOperation] = []
 
 
-def in_flight() -> list[Waiting]:
+def in_flight() -> list[SaveOperation]:
     """This process's asynchronous saves whose outcome is not known, oldest first."""
     global _saves
     with _lock:
@@ -67,7 +33,7 @@ def in_flight() -> list[Waiting]:
         return list(_saves)
 
 
-def enter(save: Waiting) -> None:
+def enter(save: SaveOperation) -> None:
     """``save`` is in flight from now on."""
     with _lock:
         _saves.append(save)
@@ -96,13 +62,13 @@ def make_room(limit: int, mode: WhenBehind) -> int:
     if mode == "wait":
         await_room(limit)
         return 0
-    saves = [save for save in in_flight() if not save.left_out and not save.is_known]
+    saves = [save for save in in_flight() if not save.left_out and not save.committed.done()]
     if len(saves) < limit:
         return 0
     if mode == "skip":
-        return _SKIPPED
+        return SKIPPED
     for save in saves:  # the oldest that has not begun
-        if save.leave_out(_DROPPED):
+        if save.leave_out(DROPPED):
             break
     return 0
 

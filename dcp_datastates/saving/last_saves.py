@@ -7,7 +7,8 @@ import time
 
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.waiting import WaitLog
-from dcp_datastates.saving.admission import Waiting, in_flight
+from dcp_datastates.saving.admission import in_flight
+from dcp_datastates.saving.operation import SaveOperation
 
 __all__ = ["finish_saves"]
 
@@ -34,7 +35,7 @@ def finish_saves() -> None:
         log.look("; ".join(f"{_named(save)} ({save.doing})" for save in saves[:3]))
 
 
-def _named(save: Waiting) -> str:
+def _named(save: SaveOperation) -> str:
     return f"the save to {str(save.path)!r}"
 
 

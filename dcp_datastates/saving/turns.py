@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
@@ -18,6 +18,7 @@ __all__ = ["Turn", "await_all"]
 
 _POLL_SECONDS: Final = 0.1
 _BEGIN_SECONDS: Final = 60.0
+_LEAVE_SECONDS: Final = 60.0
 
 _lock = ProcessLock()  # guards _last
 _last: Turn | None = None
@@ -26,8 +27,9 @@ _last: Turn | None = None
 class Turn:
     """A place in the order of this process's saves, taken when it is made.
 
-    The turn lasts from the end of the one before it until :meth:`end`. A thread that dies without
-    ending its turn, or that does not come for it within a minute, does not block the ones behind.
+    The turn lasts from the end of the one before it until :meth:`end`. A thread that dies without ending its turn does
+    not block the ones behind, nor does one that does not come for it within a minute, or that lives on for a minute
+    after its save was committed: DCP's last collective is over by then.
 
     Args:
         expected: whether a thread of DCP's comes for it at once; else this package ends it for certain.
@@ -38,24 +40,27 @@ class Turn:
         self._expected = expected
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        self._work: Any = None  # the future of what DCP has its thread do
         self._made = time.monotonic()
+        self._committed: float | None = None
         with _lock:
             self._previous, _last = _last, self
 
-    def come(self, work: Any = None) -> None:
-        """The calling thread becomes its thread: what it does before :meth:`wait` may take its time.
-
-        ``work`` is the future of what it works on, which the thread may outlive.
-        """
+    def come(self) -> None:
+        """The calling thread becomes its thread: what it does before :meth:`wait` may take its time."""
         self._thread = threading.current_thread()
-        self._work = self._work if work is None else work
 
-    def wait(self) -> None:
-        """Block, without the GIL, until it is this turn; the calling thread becomes its thread."""
+    def wait(self, look: Callable[[], None] = lambda: None) -> None:
+        """Block, without the GIL, until it is this turn; the calling thread becomes its thread.
+
+        Calls ``look`` now and then.
+        """
         self.come()
-        _await(self._previous)
+        _await(self._previous, look=look)
         self._previous = None
+
+    def committed(self) -> None:
+        """Its save is committed on all ranks. Any thread."""
+        self._committed = time.monotonic()
 
     def end(self) -> None:
         """Let the next one go. Idempotent, any thread."""
@@ -71,9 +76,11 @@ class Turn:
         return _await(self, seconds)
 
     def _gone(self) -> bool:
+        now = time.monotonic()
         if self._thread is None:
-            return self._expected and time.monotonic() - self._made > _BEGIN_SECONDS
-        return not self._thread.is_alive() or (self._work is not None and self._work.done())
+            return self._expected and now - self._made > _BEGIN_SECONDS
+        stays = self._committed is not None and now - self._committed > _LEAVE_SECONDS
+        return stays or not self._thread.is_alive()
 
 
 def await_all(look: Callable[[], None] = lambda: None) -> None:

@@ -6,42 +6,37 @@ What comes after, up to durable files, is waited for by the commit thread, throu
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
-import pickle
 import socket
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Transfer, Window
+from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Window
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
     DeviceError,
     SnapshotTornError,
     StorageError,
-    UnsupportedStateError,
 )
-from dcp_datastates.format.layout import FileLayout, SealedFile, TensorEntry, lay_out
+from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
-from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, fences, place
-from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
+from dcp_datastates.io.devices import fences
+from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.prepared_write import Prepared, report_of
 from dcp_datastates.planning.replicas import sample
 from dcp_datastates.planning.report import Report, Told
-from dcp_datastates.planning.session import Session
 from dcp_datastates.planning.shares import Share, SharesPlanner
-from dcp_datastates.process.progress import Progress
-from dcp_datastates.staging.deferred_reads import DeferredReads
-from dcp_datastates.staging.ownership import STABLE
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.attempt import Attempt
@@ -51,17 +46,6 @@ __all__ = ["Ahead", "WrittenPart", "read_ahead", "write_plan"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
-
-
-@dataclass
-class _Columns:
-    """Contiguous regions of one file, for one call into the engine."""
-
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    devices: list[int] = field(default_factory=list)
 
 
 class WrittenPart:
@@ -124,29 +108,25 @@ class Ahead:
     content: _Content
 
 
-def read_ahead(
-    planner: SharesPlanner,
-    engine: Engine,
-    order: int,
-    reads: DeferredReads,
-    progress: Progress,
-    session: Session,
-) -> Ahead | None:
+def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
     """Begin to read what will be written if nothing has changed; None if that is not known, or must wait."""
-    foreseen = planner.foresee(session)
-    if foreseen is None or not _is_plain(session):
+    session, reads = save.session, save.reads
+    if session is None or session.staged is None or not session.staged.is_plain():
         return None
-    assert session.staged is not None
+    assert reads is not None
+    foreseen = planner.foresee(session)
+    if foreseen is None:
+        return None
     keep: list[Any] = []
     names = [Path(layout.name) for layout in foreseen.prepared.layouts]
     bases = session.staged.bases()
     files, sealed, report = foreseen.prepared.files(names, *bases, foreseen.resolve, keep)
-
     after = reads.fences
+    native = engine(save.call.config.host_cache_bytes)
 
     def start(window: Window) -> SaveJob:
-        job = engine.save_unplaced(files, order, window, keep, after)
-        progress.follow(job)
+        job = native.save_unplaced(files, save.call.order, window, keep, after)
+        save.progress.follow(job)
         return job
 
     if reads.foresee(start) is None:
@@ -156,56 +136,90 @@ def read_ahead(
 
 
 def write_plan(
+    save: SaveOperation,
     plan: SavePlan,
     planner: SavePlanner,
-    engine: Engine,
-    directory: Path,
     attempt: Attempt,
     rank: int,
-    order: int,
-    reads: DeferredReads | None,
-    stats: SaveStats,
-    progress: Progress,
-    session: Session | None = None,
-    share: Share | None = None,
     ahead: Ahead | None = None,
 ) -> tuple[list[Any], WrittenPart]:
-    """Begin to write ``plan``'s items below ``directory``; returns when all has been read, and was whole.
+    """Begin to write the items of ``plan``, this rank's of ``save``; returns when all has been read, and was whole.
 
     The results name every item's place, and every file's size in a result of its own
-    (:class:`FileRecord`); with a ``share``, all is in one :class:`Told`. On an error nothing is under way any more.
+    (:class:`FileRecord`); where the planner knows this package, all is in one :class:`Told`. On an error nothing is
+    under way any more. ``rank`` is the one that files are named after.
     """
-    folder = directory / attempt.name
-    check_shared(folder, rank)
+    share = _share_of(save, planner)
+    try:
+        return _write(_Write(save, plan, planner, share, attempt, rank), ahead)
+    finally:
+        if save.session is not None and isinstance(planner, SharesPlanner):
+            planner.release(save.session)
+
+
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """What is written: see :func:`write_plan`."""
+
+    save: SaveOperation
+    plan: SavePlan
+    planner: SavePlanner
+    share: Share | None
+    attempt: Attempt
+    rank: int
+    keep: list[Any] = field(default_factory=list)
+    """What must stay alive until it has been read."""
+
+    @property
+    def folder(self) -> Path:
+        """The attempt's directory."""
+        return self.save.place() / self.attempt.name
+
+
+def _share_of(save: SaveOperation, planner: SavePlanner) -> Share | None:
+    session = save.session
+    if session is None:
+        return None
+    if save.call.own and not session.taken:
+        raise ConfigurationError(
+            "set_up_planner() of the planner was replaced after async_save was called, by a function that "
+            "takes no storage_meta or calls no super().set_up_planner(); set hooks before the call"
+        )
+    return planner.share_of(session) if isinstance(planner, SharesPlanner) else None
+
+
+def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
+    save, share, folder = write.save, write.share, write.folder
+    reads, stats = save.reads, save.stats
+    native = engine(save.call.config.host_cache_bytes)
+    check_shared(folder, write.rank)
     samples = b""
     job: SaveJob | None = None
-    keep: list[Any] = []
     try:
         if reads is not None and ahead is not None and ahead.share is share:
             content = ahead.content
             stats.steady = True
-            samples = _samples(planner, share, attempt)  # while the gate still holds
+            samples = _samples(write)  # while the gate still holds
             job = reads.adopt()
             paths = [str(folder / layout.name) for layout in content.layouts]
             job.place(paths, _directories(folder, paths))
         else:
             if reads is not None:
                 reads.discard()
-            content = _content(
-                plan, planner, engine, folder, rank, reads, keep, progress, session, share
-            )
+            content = _content(write, native)
             stats.steady = content.report is not None
             directories = _directories(folder, content.files)
 
             def start(window: Window) -> SaveJob:
                 nonlocal samples
-                samples = _samples(planner, share, attempt)  # while the gate still holds
-                job = engine.save(content.files, directories, order, window, keep, content.fences)
-                progress.follow(job)
+                samples = _samples(write)  # while the gate still holds
+                job = native.save(
+                    content.files, directories, save.call.order, window, write.keep, content.fences
+                )
+                save.progress.follow(job)
                 return job
 
-            readers = content.readers
-            job = start(Window(0.0)) if reads is None else reads.hand_over(start, readers)
+            job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
         if reads is None:
             while not job.wait_read(-1, _POLL_SECONDS):
                 pass
@@ -213,20 +227,24 @@ def write_plan(
             reads.settle()
             if reads.failure is not None:
                 raise reads.failure
+        nbytes = sum(file.nbytes for file in content.sealed)
         if job.fault is not None:
-            raise _error(job.fault, sum(file.nbytes for file in content.sealed))
+            raise _error(job.fault, nbytes)
     except BaseException:
         if job is not None:
             job.cancel()
             while not job.wait(_POLL_SECONDS):
                 pass
         raise
-    keep.clear()  # all is read: the copies may go, and the tensors
-    part = WrittenPart(job, stats, sum(file.nbytes for file in content.sealed))
+    write.keep.clear()  # all is read: the copies may go, and the tensors
+    part = WrittenPart(job, stats, nbytes)
+    items = write.plan.items
     if share is None:
-        return _results(plan.items, content.layouts, content.sealed, attempt), part
-    report = content.report or report_of(content.layouts, content.sealed, len(plan.items))
-    return [_told(share, report, samples)], part
+        return _results(items, content.layouts, content.sealed, write.attempt), part
+    report = content.report or report_of(content.layouts, content.sealed, len(items))
+    told = _told(share, report, samples)
+    _remember_told(save, share, report.digest)
+    return [told], part
 
 
 def _directories(folder: Path, files: Sequence[object]) -> list[str]:
@@ -234,57 +252,35 @@ def _directories(folder: Path, files: Sequence[object]) -> list[str]:
     return [str(parent) for parent in local.sync_directories(folder)] if files else []
 
 
-def _content(
-    plan: SavePlan,
-    planner: SavePlanner,
-    engine: Engine,
-    folder: Path,
-    rank: int,
-    reads: DeferredReads | None,
-    keep: list[Any],
-    progress: Progress,
-    session: Session | None,
-    share: Share | None,
-) -> _Content:
-    prepared = _prepared(planner, session, share, rank)
-    layouts = lay_out(plan.items, rank) if prepared is None else prepared.layouts
-    paths = [folder / layout.name for layout in layouts]
-    if prepared is None:
-        sources = _Sources(engine, planner, reads, keep, progress)
-        files, sealed = _files(plan.items, sources, layouts, paths)
-        readers = fences(engine, sources.devices)
+def _content(write: _Write, native: Engine) -> _Content:
+    save, items, folder = write.save, write.plan.items, write.folder
+    reads, session = save.reads, save.session
+    staged = None if session is None else session.staged
+    prepared: Prepared | None = None
+    if write.share is not None and staged is not None and staged.is_plain():
+        assert isinstance(write.planner, SharesPlanner)
+        prepared = write.planner.prepare(write.share, write.rank)
+    if prepared is None or staged is None:
+        layouts = lay_out(items, write.rank)
+        paths = [folder / layout.name for layout in layouts]
+        sources = Sources(native, write.planner, reads, write.keep, save.progress)
+        files, sealed = files_to_write(items, sources, layouts, paths)
+        readers = fences(native, sources.devices)
         after = [*(reads.fences if reads is not None else ()), *readers]
         return _Content(files, sealed, layouts, after, readers=readers)
-    assert session is not None
-    assert session.staged is not None
+    paths = [folder / layout.name for layout in prepared.layouts]
     files, sealed, report = prepared.files(
-        paths,
-        *session.staged.bases(),
-        lambda item: _resolve_object(planner, plan.items[item]),
-        keep,
+        paths, *staged.bases(), lambda item: resolve_object(write.planner, items[item]), write.keep
     )
-    return _Content(files, sealed, layouts, session.staged.fences, report)
+    return _Content(files, sealed, prepared.layouts, staged.fences, report)
 
 
-def _prepared(
-    planner: SavePlanner, session: Session | None, share: Share | None, rank: int
-) -> Prepared | None:
-    """The share's files as they were laid out before, if the state is as it was captured."""
-    if session is None or share is None or not _is_plain(session):
-        return None
-    assert isinstance(planner, SharesPlanner)
-    return planner.prepare(share, rank)
-
-
-def _is_plain(session: Session) -> bool:
-    return session.staged is not None and session.staged.is_plain()
-
-
-def _samples(planner: SavePlanner, share: Share | None, attempt: Attempt) -> bytes:
+def _samples(write: _Write) -> bytes:
+    share, attempt = write.share, write.attempt
     if share is None or not len(share.final.shared):
         return b""
-    assert isinstance(planner, SharesPlanner)
-    held, _keep = planner.replicas(share)
+    assert isinstance(write.planner, SharesPlanner)
+    held, _keep = write.planner.replicas(share)
     return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
 
 
@@ -294,6 +290,18 @@ def _told(share: Share, report: Report, samples: bytes) -> Told:
     if not known:
         share.told = {}
     return Told(report.digest, None if known else report.encode(), samples)
+
+
+def _remember_told(save: SaveOperation, share: Share, digest: bytes) -> None:
+    """When the save is committed, the coordinator has what this rank told it, and need not be told again."""
+    whole = share.whole
+
+    def note(committed: Future[None]) -> None:
+        # After a failure, what the coordinator remembers is not known.
+        known = save.committed.peek() is None and share.sent == digest
+        share.told = {whole: digest} if known else {}
+
+    save.committed.add_done_callback(note)
 
 
 def check_shared(folder: Path, rank: int) -> None:
@@ -338,116 +346,6 @@ def _log_buffered_once() -> None:
     if not _logged_buffered:
         _logged_buffered = True
         logger.info("the file system refuses O_DIRECT; writing through the page cache")
-
-
-@dataclass(eq=False)
-class _Sources:
-    """What the planner resolves the items of a plan to, and what must be kept until that has been read."""
-
-    engine: Engine
-    planner: SavePlanner
-    reads: DeferredReads | None
-    keep: list[Any]
-    progress: Progress
-    devices: set[int] = field(default_factory=set)
-    """Those with tensors that are not among the deferred ones: what made these may still be under way."""
-
-
-def _files(
-    items: Sequence[WriteItem],
-    sources: _Sources,
-    layouts: Sequence[FileLayout],
-    paths: Sequence[Path],
-) -> tuple[list[SaveFile], list[SealedFile]]:
-    files, sealed = [], []
-    for layout, path in zip(layouts, paths, strict=True):
-        sources.progress.step()
-        objects = [_resolve_object(sources.planner, items[entry.item]) for entry in layout.objects]
-        file = layout.seal([len(data) for data in objects])
-        content = Transfer()
-        content.add_buffer(0, file.header, STABLE)
-        sources.keep.append(file.header)
-        _add_tensors(content, items, sources, layout.tensors)
-        for offset, data in zip(file.object_offsets, objects, strict=True):
-            if len(data):
-                content.add_buffer(offset, data, STABLE)
-        sources.keep.extend(objects)
-        files.append(SaveFile(str(path), file.table_offset, content))
-        sealed.append(file)
-    return files, sealed
-
-
-def _resolve_object(planner: SavePlanner, item: WriteItem) -> memoryview:
-    try:
-        data = planner.resolve_data(item)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:  # as pickle says no
-        raise UnsupportedStateError(
-            f"object {item.index.fqn!r} of the state cannot be stored: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(data, io.BytesIO):
-        raise DataStatesError(
-            f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}; its plan says BYTE_IO"
-        )
-    return data.getbuffer()
-
-
-def _add_tensors(
-    content: Transfer,
-    items: Sequence[WriteItem],
-    sources: _Sources,
-    entries: Sequence[TensorEntry],
-) -> None:
-    columns = _Columns()
-    reads = sources.reads
-    for entry in entries:
-        sources.progress.step()
-        tensor, device = _resolve_tensor(sources, items[entry.item], entry)
-        address = tensor.data_ptr()
-        group = STABLE if reads is None else reads.group_of(address, entry.nbytes)
-        if device != HOST and group == STABLE:
-            sources.devices.add(device)
-            tensor = dense(tensor)
-            address = tensor.data_ptr()
-        sources.keep.append(tensor)
-        if not entry.nbytes:
-            continue
-        if tensor.is_contiguous():
-            columns.offsets.append(entry.offset)
-            columns.sizes.append(entry.nbytes)
-            columns.addresses.append(address)
-            columns.groups.append(group)
-            columns.devices.append(device)
-        else:
-            add_region(content, entry.offset, tensor, entry.nbytes, group, device)
-    content.add_many(
-        columns.offsets, columns.sizes, columns.addresses, columns.groups, columns.devices
-    )
-
-
-def _resolve_tensor(
-    sources: _Sources, item: WriteItem, entry: TensorEntry
-) -> tuple[torch.Tensor, int]:
-    """The tensor with the bytes that ``entry`` describes, and where it is: in reach of the engine."""
-    data = sources.planner.resolve_data(item)
-    name = item.index.fqn
-    if not isinstance(data, torch.Tensor):
-        raise DataStatesError(
-            f"the planner resolved {name!r} to a {type(data).__name__}; its plan says tensor"
-        )
-    tensor = local_tensor(data).detach()
-    check_storable(tensor, name)
-    as_planned = tuple(tensor.shape) == entry.sizes or tensor.numel() == entry.nbytes == 0
-    if not as_planned or tensor.dtype != entry.dtype:
-        raise DataStatesError(
-            f"the planner resolved {name!r} to {tensor.dtype} {tuple(tensor.shape)}; its plan says "
-            f"{entry.dtype} {entry.sizes}: a planner that transforms data must plan what it returns"
-        )
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    device = place(sources.engine, tensor)
-    if device == THROUGH_TORCH:
-        return tensor.cpu(), HOST
-    return tensor, device
 
 
 def _results(

@@ -28,7 +28,6 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
-from dcp_datastates.config import DEFAULT_COMMIT_TIMEOUT
 from dcp_datastates.errors import (
     DataStatesError,
     DeviceError,
@@ -43,7 +42,7 @@ from dcp_datastates.process.waiting import Latch, Stall
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.change_detection import Portion, Regions, portions
 from dcp_datastates.staging.ownership import STABLE, Ownership
-from dcp_datastates.staging.stage import DeferredTensors, StagedState
+from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.stats import SaveStats
 
 __all__ = ["DeferredReads"]
@@ -52,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
 """How often a waiting gate looks whether the thread it waits for still exists."""
-
-_AWAITED_SECONDS: Final = 0.01
-"""How often a save with a closed window looks whether a thread waits for its future."""
 
 _YIELD_SECONDS: Final = 0.002
 """How long DCP's thread leaves the GIL to the training thread before it begins to plan."""
@@ -86,8 +82,11 @@ def _forget_in_child() -> None:
 class DeferredReads:
     """A staged state, its read window, and the promise that nothing in it is read late or torn.
 
+    Made in the training thread, in the call: from then on the optimizers that own deferred tensors are held back.
+
     Args:
-        ownership: which optimizers gate which groups, as of the call.
+        staged: what to read; None if staging has failed: then :meth:`fail` comes next.
+        slab: the host cache's memory that eager copies are in.
         window: opens when the deferred reads may start.
         order: the save's sequence number.
         stats: where the time that gates waited is added up.
@@ -96,47 +95,40 @@ class DeferredReads:
 
     def __init__(
         self,
-        ownership: Ownership,
+        staged: StagedState | None,
+        slab: Slab | None,
         window: Window,
         order: int,
         stats: SaveStats,
-        timeout: float = DEFAULT_COMMIT_TIMEOUT,
+        timeout: float,
     ) -> None:
         self.order = order
         self.captured = AskedFuture(step_gate.open_windows)
         self._timeout = timeout
         self._stats = stats
-        self._ownership = ownership
+        self._ownership = Ownership(()) if staged is None else staged.ownership
         self._window = window
-        self._staged: StagedState | None = None
-        self._slab: Slab | None = None
-        self._fences: list[DeviceEvent] = []
+        self._staged = staged
+        self._slab = slab
+        self._fences: list[DeviceEvent] = [] if staged is None else staged.fences
         self._readers: list[DeviceEvent] = []
         self._portions: list[Portion] = []
-        self._deferred: DeferredTensors | None = None
         self._regions: Regions | None = None
         self._thread: threading.Thread | None = None
-        self._awaited: Callable[[], bool] = lambda: False
         self._job: SaveJob | None = None
         self._foreseen: SaveJob | None = None
         self._end: dict[None, BaseException | None] = {}
         """How it ended: settled (None) or failed. ``setdefault`` is atomic: the first counts."""
         self._wanted = False  # whether a thread waits for the reads
         self._handed_over = Latch()  # set when _job is, or a failure
-
-    # ---- training thread, in stage() -------------------------------------------------------
-
-    def hold(self, staged: StagedState, slab: Slab | None) -> None:
-        """Take over a staged state and hold the optimizers that own its deferred tensors back."""
-        self._staged = staged
-        self._fences = staged.fences
-        self._slab = slab
-        _not_submitted.add(self.order)
-        self._portions = portions(staged.deferred, self.order)
+        if staged is None:
+            return
+        _not_submitted.add(order)
+        self._portions = portions(staged.deferred, order)
         if self._portions:
             step_gate.gate(self)
         else:
-            self._window.open()
+            window.open()
             self._resolve_captured(None)
 
     # ---- any thread --------------------------------------------------------------------------
@@ -195,7 +187,6 @@ class DeferredReads:
         self._foreseen = None
         self._portions = []
         self._ownership = Ownership(())
-        self._deferred = None
         self._fences = []
         self._readers = []
         staged, self._staged = self._staged, None
@@ -327,18 +318,15 @@ class DeferredReads:
 
     # ---- DCP's thread ----------------------------------------------------------------------------
 
-    def begin(self, awaited: Callable[[], bool] = lambda: False) -> None:
-        """The current thread becomes the one that saves the state. ``awaited`` tells whether another waits for it."""
+    def begin(self) -> None:
+        """The current thread becomes the one that saves the state."""
         self._thread = threading.current_thread()
-        self._awaited = awaited
         # DCP's planning would hold the GIL for a whole switch interval (5 ms) as soon as this thread
         # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
         if not self._wanted:
             time.sleep(_YIELD_SECONDS)
-        staged = self.staged
-        self._deferred = staged.deferred
         # Streams are a thread's own: what a planner makes of tensors on devices is made in this one's.
-        follow(staged.moment)
+        follow(self.staged.moment)
 
     @property
     def staged(self) -> StagedState:
@@ -380,7 +368,6 @@ class DeferredReads:
         None, and nothing is started, while an older save is not being read by a plan that was agreed on: this
         one's reads would take the cache that the older one needs to go on.
         """
-        assert self._deferred is not None, "begin() comes first"
         if min(_not_submitted.copy(), default=self.order) < self.order:
             return None
         self._pin()
@@ -443,9 +430,6 @@ class DeferredReads:
         """
         job = self._job
         assert job is not None, "hand_over() comes first"
-        while not (self._window.is_open or job.wait_read(-1, _AWAITED_SECONDS)):
-            if self._awaited():
-                self.open_window()
         portions = self._portions
         for portion in portions:
             if not portion.on_device:

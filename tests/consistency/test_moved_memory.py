@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import async_save, committed, load, raises
+from support.checkpoints import async_save, committed, load, raises, writer
 from support.scripts import run_script
 from support.tiers import sampled
 
@@ -20,7 +20,8 @@ parameter = torch.nn.Parameter(torch.arange(1 << 20, dtype=torch.float32))
 optimizer = torch.optim.SGD([parameter], lr=1.0)
 track(optimizer)
 expected = parameter.detach().clone()
-future = dcp.async_save({"w": parameter.detach()}, storage_writer=writer(read_deadline=3600))
+ours = writer(read_deadline=3600)
+future = dcp.async_save({"w": parameter.detach()}, storage_writer=ours)
 for _ in range(200):  # planned and handed over, mostly; the window is shut
     time.sleep(0.001)
 """
@@ -28,6 +29,7 @@ for _ in range(200):  # planned and handed over, mostly; the window is shut
 CHECKED = """
 reused = [torch.full((1 << 20,), -1.0) for _ in range(4)]
 try:
+    ours.committed.exception(30)
     future.result(30)
 except BaseException as error:
     print("torn" if "SnapshotTornError" in repr(error) else repr(error))
@@ -101,8 +103,10 @@ def test_memory_that_is_unmapped_before_it_is_read_is_a_torn_save(tmp_path: Path
     """Nothing tells of it: neither a storage's address nor its size, nor a counter."""
     mapped = Mapped(32 << 20)
     mapped.tensor.fill_(7.0)
-    future = async_save({"w": mapped.tensor}, tmp_path, defer="all", read_deadline=3600)
+    ours = writer(tmp_path, defer="all", read_deadline=3600)
+    future = async_save({"w": mapped.tensor}, tmp_path, by=ours)
     mapped.unmap()
+    assert ours.committed.exception(60) is not None
     with raises(SnapshotTornError):
         future.result(60)
     assert not committed(tmp_path)

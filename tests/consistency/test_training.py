@@ -206,10 +206,12 @@ def test_waiting_for_the_writer_opens_the_read_window(tmp_path):
     future.result(1)
 
 
-def test_waiting_for_the_future_opens_the_read_window(tmp_path):
+def test_waiting_for_the_outcome_opens_the_read_window(tmp_path):
     run = TrainingRun()
     run.step()
-    async_save(run.state(), tmp_path, read_deadline=3600).result(30)
+    ours = writer(tmp_path, read_deadline=3600)
+    async_save(run.state(), tmp_path, by=ours)
+    ours.committed.result(30)
 
 
 def test_the_gate_opens_the_read_window(tmp_path):

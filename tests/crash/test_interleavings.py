@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit import publish
-from dcp_datastates.commit.round import Consolidated, FailedPart, Round
+from dcp_datastates.commit.round import FailedPart, Round
 from dcp_datastates.saving.document import document
 from dcp_datastates.storage import attempt, attempts, claims, local, lock, operations
 from dcp_datastates.storage.attempt import Attempt
@@ -101,6 +101,7 @@ class Job:
         self.current: Round | None = None  # what rank 0 has begun last
         self.vote: Attempt | None = None  # of rank 1, for this attempt
         self.cut_off = False  # rank 1 votes no more
+        self.older: dict[Round, list[Attempt]] = {}
         self._clock = clock, 0
         self.first = world.schedule.start(f"{name}.0", self._save)
         self.second = world.schedule.start(f"{name}.1", self._follow)
@@ -128,7 +129,7 @@ class Job:
             except OSError:
                 continue  # another job has removed it: the save fails before it has a round
             self.current = round_
-            publish.find_older(round_)
+            self.older[round_] = publish.find_older(round_)
             while self.vote != round_.attempt and not self.cut_off and not self.second.gone:
                 self._pause("await the vote")
             if self.vote != round_.attempt:
@@ -137,7 +138,7 @@ class Job:
             try:
                 publish.publish(
                     round_,
-                    Consolidated(lambda meta, claim: document(meta, claim, Metadata({}), [])),
+                    lambda meta, claim: document(meta, claim, Metadata({}), []),
                 )
             except CommitOutcomeUnknown:
                 raise
@@ -169,7 +170,7 @@ class Job:
             assert of_first.attempt is not None
             assert of_first.path is not None
             mine = _round(of_first.attempt, of_first.path)
-            publish.find_older(mine)
+            self.older[mine] = publish.find_older(mine)
             self._pause("vote")
             if self._is_cut_off():
                 return self._end(mine, 1, False)
@@ -203,9 +204,10 @@ class Job:
 
     def _end(self, round_: Round, rank: int, committed: bool) -> None:
         self.world.tell(round_, committed)
-        (publish.tidy_after_commit if committed else publish.tidy_after_failure)(
-            round_, rank, WORLD
-        )
+        if committed:
+            publish.tidy_after_commit(round_, self.older[round_], rank, WORLD)
+        else:
+            publish.tidy_after_failure(round_, rank, WORLD)
 
 
 def _round(mine: Attempt, path: Path, claim: claims.Claim | None = None) -> Round:

@@ -24,7 +24,7 @@ from dcp_datastates import (
     retain,
 )
 from dcp_datastates.commit import groups, publish
-from dcp_datastates.commit.round import Consolidated, FailedPart, Round
+from dcp_datastates.commit.round import FailedPart, Round
 from dcp_datastates.saving.document import document
 from dcp_datastates.storage import attempt, attempts, claims, local, lock, operations
 
@@ -61,6 +61,9 @@ def at(monkeypatch):
     return arrange
 
 
+_older = {}  # by round: what it found before it was published
+
+
 def _begun(path):
     """A save at ``path`` whose bytes are durable."""
     claim = claims.claim(path, claims.Neighbours())
@@ -71,11 +74,9 @@ def _begun(path):
 
 def _publish(round_):
     """As a job of one rank does. Why it failed; None for a commit."""
-    publish.find_older(round_)
+    _older[round_] = publish.find_older(round_)
     try:
-        publish.publish(
-            round_, Consolidated(lambda meta, claim: document(meta, claim, Metadata({}), []))
-        )
+        publish.publish(round_, lambda meta, claim: document(meta, claim, Metadata({}), []))
     except CommitOutcomeUnknown:
         raise
     except DataStatesError as error:
@@ -87,7 +88,7 @@ def _tidy(round_, error):
     if error:
         publish.tidy_after_failure(round_, 0, 1)
     else:
-        publish.tidy_after_commit(round_, 0, 1)
+        publish.tidy_after_commit(round_, _older[round_], 0, 1)
 
 
 def _end(round_):
@@ -196,9 +197,7 @@ def test_a_rename_of_which_storage_does_not_tell_is_unknown(when, tmp_path):
     new = _begun(tmp_path)
     entries = f"publish.rename.{when}=error:EIO;withdraw.rmdir.before=error:EIO"
     with armed(entries), pytest.raises(CommitOutcomeUnknown, match="storage fails"):
-        publish.publish(
-            new, Consolidated(lambda meta, claim: document(meta, claim, Metadata({}), []))
-        )
+        publish.publish(new, lambda meta, claim: document(meta, claim, Metadata({}), []))
     assert (tmp_path / new.attempt.name / DATA).exists()
 
 

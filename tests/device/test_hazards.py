@@ -26,7 +26,7 @@ from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.commit.beats import Beat
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.io import engine
-from dcp_datastates.saving.operation import Save
+from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.staging import stage as capture
 from dcp_datastates.staging import traverse as walk
 from dcp_datastates.staging.deferred_reads import DeferredReads
@@ -45,13 +45,13 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> list[DeferredReads]:
     """Those of all saves, as they are captured."""
     made: list[DeferredReads] = []
-    hold = DeferredReads.hold
+    create = DeferredReads.__init__
 
-    def held(self: DeferredReads, *args: Any) -> None:
-        hold(self, *args)
+    def created(self: DeferredReads, *args: Any) -> None:
+        create(self, *args)
         made.append(self)
 
-    monkeypatch.setattr(DeferredReads, "hold", held)
+    monkeypatch.setattr(DeferredReads, "__init__", created)
     return made
 
 
@@ -367,14 +367,14 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     running = cuda.adopt(torch.ones(1 << 20))
     cuda.await_pinned(CACHE)
     detectors = [beating(rank) for rank in range(3)]
-    saves: list[Save] = []
-    created = Save.__init__
+    saves: list[SaveOperation] = []
+    created = SaveOperation.__init__
 
-    def create(self: Save, *args: Any, **options: Any) -> None:
+    def create(self: SaveOperation, *args: Any, **options: Any) -> None:
         created(self, *args, **options)
         saves.append(self)
 
-    monkeypatch.setattr(Save, "__init__", create)
+    monkeypatch.setattr(SaveOperation, "__init__", create)
     try:
         with stalled(cuda):
             future = save(tmp_path / "a", {"running": running})

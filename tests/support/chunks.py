@@ -25,11 +25,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_datastates import DataStatesReader
+from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.publish import publish
-from dcp_datastates.commit.round import Consolidated, Round
-from dcp_datastates.io.engine import engine, next_order
-from dcp_datastates.process.progress import Progress
+from dcp_datastates.commit.rank_set import ALONE
+from dcp_datastates.commit.round import Round
+from dcp_datastates.config import WriterConfig
+from dcp_datastates.io.engine import next_order
+from dcp_datastates.saving.call import SaveCall, Way
 from dcp_datastates.saving.document import document
+from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.write import write_plan
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
@@ -133,18 +137,9 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     results, parts = [], []
     for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
         final = planner.finish_plan(plan)
-        order = next_order()
+        call = SaveCall(commit_group(ALONE), WriterConfig(64 << 20), Way.DCP, path, next_order())
         mine, part = write_plan(
-            final,
-            planner,
-            engine(64 << 20),
-            path,
-            attempt,
-            rank,
-            order,
-            None,
-            SaveStats(),
-            Progress(0),
+            SaveOperation(call, SaveStats(), None), final, planner, attempt, rank
         )
         results.append(mine)
         parts.append(part)
@@ -152,7 +147,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         assert part.wait(60)
         assert part.error is None
     round_ = Round(0, attempt, path, parts[0], claim=claimed, timeout=60)
-    publish(round_, Consolidated(lambda meta, claim: document(meta, claim, metadata, results)))
+    publish(round_, lambda meta, claim: document(meta, claim, metadata, results))
     claimed.hold.release()
 
 

@@ -1,0 +1,44 @@
+"""The one line of the log that every save ends in."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from dcp_datastates.errors import CheckpointSkipped
+from dcp_datastates.saving.call import SaveCall
+from dcp_datastates.stats import SaveStats
+
+__all__ = ["log_outcome"]
+
+logger = logging.getLogger(__name__)
+
+
+def log_outcome(
+    call: SaveCall, path: Path | None, stats: SaveStats, error: BaseException | None
+) -> None:
+    """Log what came of the save to ``path``: committed, or failed with ``error``."""
+    seconds = time.monotonic() - call.began
+    if error is None:
+        level = logging.INFO if call.group.is_coordinator else logging.DEBUG
+        logger.log(level, "%s", _committed(call, path, stats, seconds))
+        return
+    text = str(error) or type(error).__name__
+    if not text.startswith("the save to "):
+        text = f"the save to {str(path)!r} failed: {text}"
+    level = logging.WARNING if isinstance(error, CheckpointSkipped) else logging.ERROR
+    logger.log(level, "%s (%s, %.1f s after the call)", text, type(error).__name__, seconds)
+
+
+def _committed(call: SaveCall, path: Path | None, stats: SaveStats, seconds: float) -> str:
+    nbytes = stats.bytes_written
+    rate = nbytes / stats.total_seconds / 1e9 if stats.total_seconds else 0.0
+    world = call.group.rank_set.world
+    of = f" of {world} ranks" if world > 1 else ""
+    stall = 1e3 * (stats.stage_seconds + stats.gate_seconds)
+    waited = f", training waited {stall:.1f} ms" if call.asynchronous else ""
+    return (
+        f"committed {str(path)!r}{of} in {seconds:.2f} s; this rank wrote {nbytes / 2**20:.1f} MiB "
+        f"({rate:.2f} GB/s){waited}"
+    )

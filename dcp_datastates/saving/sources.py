@@ -1,0 +1,155 @@
+"""The files of a plan, for the engine: what the planner resolves its items to, in the places of their layout.
+
+For plans of any planner. What a :class:`SharesPlanner` planned and laid out before goes a shorter way
+(``planning/prepared_write.py``).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+
+from dcp_datastates._native import Engine, SaveFile, Transfer
+from dcp_datastates.errors import DataStatesError, UnsupportedStateError
+from dcp_datastates.format.layout import FileLayout, SealedFile, TensorEntry
+from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, place
+from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
+from dcp_datastates.process.progress import Progress
+from dcp_datastates.staging.deferred_reads import DeferredReads
+from dcp_datastates.staging.ownership import STABLE
+
+__all__ = ["Sources", "files_to_write", "resolve_object"]
+
+
+@dataclass
+class _Columns:
+    """Contiguous regions of one file, for one call into the engine."""
+
+    offsets: list[int] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Sources:
+    """What the planner resolves the items of a plan to."""
+
+    engine: Engine
+    planner: SavePlanner
+    reads: DeferredReads | None
+    keep: list[Any]
+    """What must stay alive until it has been read."""
+    progress: Progress
+    devices: set[int] = field(default_factory=set)
+    """Those with tensors that are not among the deferred ones: what made these may still be under way."""
+
+
+def files_to_write(
+    items: Sequence[WriteItem],
+    sources: Sources,
+    layouts: Sequence[FileLayout],
+    paths: Sequence[Path],
+) -> tuple[list[SaveFile], list[SealedFile]]:
+    """The files at ``paths`` with these ``items`` in them, as laid out.
+
+    Raises :class:`UnsupportedStateError`, :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
+    """
+    files, sealed = [], []
+    for layout, path in zip(layouts, paths, strict=True):
+        sources.progress.step()
+        objects = [resolve_object(sources.planner, items[entry.item]) for entry in layout.objects]
+        file = layout.seal([len(data) for data in objects])
+        content = Transfer()
+        content.add_buffer(0, file.header, STABLE)
+        sources.keep.append(file.header)
+        _add_tensors(content, items, sources, layout.tensors)
+        for offset, data in zip(file.object_offsets, objects, strict=True):
+            if len(data):
+                content.add_buffer(offset, data, STABLE)
+        sources.keep.extend(objects)
+        files.append(SaveFile(str(path), file.table_offset, content))
+        sealed.append(file)
+    return files, sealed
+
+
+def resolve_object(planner: SavePlanner, item: WriteItem) -> memoryview:
+    """The bytes of a BYTE_IO item. Raises :class:`UnsupportedStateError` if it does not pickle."""
+    try:
+        data = planner.resolve_data(item)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # as pickle says no
+        raise UnsupportedStateError(
+            f"object {item.index.fqn!r} of the state cannot be stored: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(data, io.BytesIO):
+        raise DataStatesError(
+            f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}; its plan says BYTE_IO"
+        )
+    return data.getbuffer()
+
+
+def _add_tensors(
+    content: Transfer,
+    items: Sequence[WriteItem],
+    sources: Sources,
+    entries: Sequence[TensorEntry],
+) -> None:
+    columns = _Columns()
+    reads = sources.reads
+    for entry in entries:
+        sources.progress.step()
+        tensor, device = _resolve_tensor(sources, items[entry.item], entry)
+        address = tensor.data_ptr()
+        group = STABLE if reads is None else reads.group_of(address, entry.nbytes)
+        if device != HOST and group == STABLE:
+            sources.devices.add(device)
+            tensor = dense(tensor)
+            address = tensor.data_ptr()
+        sources.keep.append(tensor)
+        if not entry.nbytes:
+            continue
+        if tensor.is_contiguous():
+            columns.offsets.append(entry.offset)
+            columns.sizes.append(entry.nbytes)
+            columns.addresses.append(address)
+            columns.groups.append(group)
+            columns.devices.append(device)
+        else:
+            add_region(content, entry.offset, tensor, entry.nbytes, group, device)
+    content.add_many(
+        columns.offsets, columns.sizes, columns.addresses, columns.groups, columns.devices
+    )
+
+
+def _resolve_tensor(
+    sources: Sources, item: WriteItem, entry: TensorEntry
+) -> tuple[torch.Tensor, int]:
+    """The tensor with the bytes that ``entry`` describes, and where it is: in reach of the engine."""
+    data = sources.planner.resolve_data(item)
+    name = item.index.fqn
+    if not isinstance(data, torch.Tensor):
+        raise DataStatesError(
+            f"the planner resolved {name!r} to a {type(data).__name__}; its plan says tensor"
+        )
+    tensor = local_tensor(data).detach()
+    check_storable(tensor, name)
+    as_planned = tuple(tensor.shape) == entry.sizes or tensor.numel() == entry.nbytes == 0
+    if not as_planned or tensor.dtype != entry.dtype:
+        raise DataStatesError(
+            f"the planner resolved {name!r} to {tensor.dtype} {tuple(tensor.shape)}; its plan says "
+            f"{entry.dtype} {entry.sizes}: a planner that transforms data must plan what it returns"
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    device = place(sources.engine, tensor)
+    if device == THROUGH_TORCH:
+        return tensor.cpu(), HOST
+    return tensor, device
