@@ -36,13 +36,12 @@ from dcp_datastates.io.shards import holds_shards, shard_with
 from dcp_datastates.io.tensor_memory import check_storable, local_tensor
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
-from dcp_datastates.planning.exchange import Answer, Offer
+from dcp_datastates.planning.exchange import Answer, Offer, Session, SessionMeta
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.plan_cache import Coordinator, PlannedMetadata
 from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Held
-from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.planning.shares import Foreseen, Leaves, Local, Share
 from dcp_datastates.staging.fingerprint import Fingerprint
 

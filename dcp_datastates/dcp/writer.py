@@ -41,8 +41,8 @@ from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.io.devices import capturing
 from dcp_datastates.io.engine import engine, moved, next_order
+from dcp_datastates.planning.exchange import Session, SessionMeta
 from dcp_datastates.planning.plan_cache import PlannedMetadata
-from dcp_datastates.planning.session import Session, SessionMeta
 from dcp_datastates.planning.shares import Share
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture

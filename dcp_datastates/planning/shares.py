@@ -10,11 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch.distributed.checkpoint.planner import SavePlan
 
 from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.planning.exchange import Session
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Held
-from dcp_datastates.planning.session import Session
 from dcp_datastates.staging.stage import StagedState
 
 __all__ = ["Foreseen", "Leaves", "Local", "Share", "SharesPlanner"]

@@ -34,10 +34,9 @@ from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, fences, place
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
+from dcp_datastates.planning.exchange import Report, Session, Told
 from dcp_datastates.planning.prepared_write import Prepared, report_of
 from dcp_datastates.planning.replicas import sample
-from dcp_datastates.planning.report import Report, Told
-from dcp_datastates.planning.session import Session
 from dcp_datastates.planning.shares import Share, SharesPlanner
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.staging.deferred_reads import DeferredReads
