@@ -17,9 +17,9 @@ import numpy as np
 from dcp_datastates.format.chunk_table import Catalog, Ints
 from dcp_datastates.format.ragged import fingerprints, leaders, positions, starts_of
 from dcp_datastates.planning.cutting import SPLIT_FROM, cut_line, quotas, to_least_loaded
-from dcp_datastates.planning.holdings import Holdings, gather
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.replicas import Holdings, gather
 
 __all__ = ["FinalPlan", "assign"]
 
