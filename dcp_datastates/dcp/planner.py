@@ -40,9 +40,9 @@ from dcp_datastates.planning.exchange import Answer, Offer, Session, SessionMeta
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.plan_cache import Coordinator, PlannedMetadata
 from dcp_datastates.planning.prepared_write import Prepared
+from dcp_datastates.planning.rank_memory import Foreseen, KnownPlan, Leaves, Share
 from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Held
-from dcp_datastates.planning.shares import Foreseen, Leaves, Local, Share
 from dcp_datastates.staging.fingerprint import Fingerprint
 
 __all__ = ["DataStatesSavePlanner", "is_unchanged"]
@@ -103,14 +103,14 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self._coordinator = Coordinator(self._assign)
-        self._known: dict[str, OrderedDict[bytes, Local]] = {}  # by group: what was agreed on
+        self._known: dict[str, OrderedDict[bytes, KnownPlan]] = {}  # by group: what was agreed on
         self._leaves: OrderedDict[_Looks, Leaves] = OrderedDict()
         self._serialized: dict[tuple[type, Any], bytes] = {}
         # Of the save that is being planned:
         self._session: Session | None = None
         self._fingerprint: Fingerprint | None = None
         self._found: Leaves | None = None
-        self._entry: Local | None = None
+        self._entry: KnownPlan | None = None
         self._planning: str | None = None  # the group, until the plan is finished
         self._held: dict[str, list[tuple[torch.Size, torch.Size]]] | None = None
         self._share: Share | None = None
@@ -167,9 +167,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._planning = session.group
         known = self._known.setdefault(session.group, OrderedDict())
         if self._found is not None:
-            digest = self._found.local.local.digest
+            digest = self._found.known.plan.digest
             agreed = known.get(digest)
-            self._entry = self._found.local = agreed or self._found.local
+            self._entry = self._found.known = agreed or self._found.known
         else:
             plan = self._planned()
             staged = session.staged
@@ -178,14 +178,14 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             local = LocalPlan.of(items, self.mappings if self.flatten_state_dict else None)
             digest = local.digest
             agreed = known.get(digest) if self._caches else None
-            self._entry = agreed or Local(local)
+            self._entry = agreed or KnownPlan(local)
         if agreed is not None:
             known.move_to_end(digest)
             return SavePlan([], planner_data=Offer(digest, agreed.latest, None))
         keep = tuple(known)[-(_KEPT_PLANS - 1) :]
         for other in [other for other in known if other not in keep]:
             del known[other]
-        data = self._entry.local.encode()
+        data = self._entry.plan.encode()
         return SavePlan([], planner_data=Offer(digest, b"", data, keep))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -234,7 +234,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             if answer.data is None:
                 raise DataStatesError("the coordinator answers with a share that this rank has not")
             final = FinalPlan.decode(answer.data)
-            share = Share(final, SavePlan(final.write_items(entry.local)))
+            share = Share(final, SavePlan(final.write_items(entry.plan)))
             entry.shares[answer.digest] = share
             while len(entry.shares) > _KEPT_SHARES:
                 entry.shares.popitem(last=False)
@@ -242,7 +242,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         entry.latest = answer.digest
         self._share = share
         if self._caches and not self._solo:
-            self._known.setdefault(self._session.group, OrderedDict())[entry.local.digest] = entry
+            self._known.setdefault(self._session.group, OrderedDict())[entry.plan.digest] = entry
             if self._found is None:
                 self._learn(entry)
         self._planning = None
@@ -296,7 +296,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if staged is None or key is None or not self._caches:
             return None
         found = self._leaves.get(self._looks_of(session, key))
-        share = None if found is None else found.local.shares.get(found.local.latest)
+        share = None if found is None else found.known.shares.get(found.known.latest)
         if found is None or share is None:
             return None
         prepared = found.prepared.get((session.rank, share.final.digest))
@@ -327,7 +327,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def replicas(self, share: Share) -> tuple[Held, list[Any]]:
         """Where this rank's replicas of what several ranks write are in memory; and what must be kept meanwhile."""
         assert self._entry is not None
-        local, items = self._entry.local, share.final.shared
+        local, items = self._entry.plan, share.final.shared
         found, session = self._found, self._session
         staged = None if session is None else session.staged
         if found is not None and staged is not None and not self._flat and staged.is_plain():
@@ -412,7 +412,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     def _own(self, digest: bytes) -> LocalPlan | None:
         entry = self._entry
-        return entry.local if entry is not None and entry.local.digest == digest else None
+        return entry.plan if entry is not None and entry.plan.digest == digest else None
 
     def _flatten(self) -> None:
         """Have the state as DCP flattens it; with that, the staged is used up."""
@@ -423,7 +423,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             self._given = self._session.state()
         super().set_up_planner(self._given, None, self.is_coordinator)
 
-    def _learn(self, entry: Local) -> None:
+    def _learn(self, entry: KnownPlan) -> None:
         """Note where the items of this plan are in a state that looks like this one."""
         session, key = self._session, self._fingerprint
         if session is None or session.staged is None or key is None:
@@ -433,7 +433,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         place = {columns.name(position): position for position in range(len(columns.keys))}
         if len(place) != len(columns.keys):
             return
-        local = entry.local
+        local = entry.plan
         positions = np.array(
             [
                 place.get(name, -1) if kind else -1

@@ -43,7 +43,7 @@ from dcp_datastates.io.devices import capturing
 from dcp_datastates.io.engine import engine, moved, next_order
 from dcp_datastates.planning.exchange import Session, SessionMeta
 from dcp_datastates.planning.plan_cache import PlannedMetadata
-from dcp_datastates.planning.shares import Share
+from dcp_datastates.planning.rank_memory import Share
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import Stall

@@ -36,8 +36,8 @@ from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, fences, place
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
 from dcp_datastates.planning.exchange import Report, Session, Told
 from dcp_datastates.planning.prepared_write import Prepared, report_of
+from dcp_datastates.planning.rank_memory import Share, SharesPlanner
 from dcp_datastates.planning.replicas import sample
-from dcp_datastates.planning.shares import Share, SharesPlanner
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE

@@ -17,7 +17,7 @@ from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Held
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["Foreseen", "Leaves", "Local", "Share", "SharesPlanner"]
+__all__ = ["Foreseen", "KnownPlan", "Leaves", "Share", "SharesPlanner"]
 
 
 @dataclass(eq=False)
@@ -35,10 +35,10 @@ class Share:
 
 
 @dataclass(eq=False)
-class Local:
+class KnownPlan:
     """A local plan that was used, and the shares that were given for it."""
 
-    local: LocalPlan
+    plan: LocalPlan
     shares: OrderedDict[bytes, Share] = field(default_factory=OrderedDict)
     latest: bytes = b""
     """Digest of the newest share; empty if there is none."""
@@ -48,7 +48,7 @@ class Local:
 class Leaves:
     """How the items of a local plan are found in a staged state that looks the same."""
 
-    local: Local
+    known: KnownPlan
     positions: Ints
     """By item: the tensor's position in the traversal; -1 for an object."""
     paths: dict[str, tuple[Any, ...]]
