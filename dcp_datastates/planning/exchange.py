@@ -38,6 +38,7 @@ class Session:
         staged: what was staged; None in a synchronous save, or if DCP has been given the state itself.
         state: the staged state dict with all tensors in it. Asking for it ends the shortcuts.
         taken: whether the planner has been set up with this, and not with the empty dict that DCP has in its place.
+        fingerprint: what the state looked like at the :meth:`look`; None if plans for it are not kept.
     """
 
     group: str
@@ -46,18 +47,13 @@ class Session:
     staged: StagedState | None
     state: Callable[[], dict[Any, Any]] | None
     taken: bool = False
-    _fingerprint: Fingerprint | None = None
+    fingerprint: Fingerprint | None = None
     _owned: tuple[bool, ...] | None = None
 
     def look(self) -> None:
         """Note what the state looks like. In the thread that captured it, before that goes on."""
         if self.staged is not None:
-            self._fingerprint = self.staged.fingerprint()
-
-    @property
-    def fingerprint(self) -> Fingerprint | None:
-        """What the state looked like at the :meth:`look`; None if plans for it are not kept."""
-        return self._fingerprint
+            self.fingerprint = self.staged.fingerprint()
 
     @property
     def owned(self) -> tuple[bool, ...]:

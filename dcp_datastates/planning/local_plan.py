@@ -248,7 +248,10 @@ def _consistent(index: MetadataIndex, data: TensorWriteData) -> bool:
 
 
 def _encode_head(plan: LocalPlan) -> bytes:
-    """Each distinct name once: first those of the mappings, in their order, then others that items have."""
+    """Each distinct name once: first those of the mappings, in their order, then others that items have.
+
+    Equal plans give equal bytes: digests must not differ from save to save.
+    """
     paths = plan.mappings or {}
     distinct = dict.fromkeys((*paths, *plan.names))
     numbers = dict(zip(distinct, range(len(distinct)), strict=True))
@@ -259,11 +262,11 @@ def _encode_head(plan: LocalPlan) -> bytes:
         [
             pack_ints(np.array([len(distinct), -1 if plan.mappings is None else len(paths)])),
             text,
-            pack_objects(odd),
+            pack_value(odd),
             pack_ints(names),
             plan.kinds.tobytes(),
             pack_ints(plan.properties),
-            pack_objects([(each, further_of(each)) for each in plan.table]),
+            pack_value([(each, further_of(each)) for each in plan.table]),
             pack_ints(plan.ndims),
             pack_ints(plan.shapes),
         ],
@@ -420,13 +423,8 @@ def unpack_ints(data: memoryview, count: int) -> Ints:
     return np.frombuffer(body, np.dtype(_WIDTHS[code])).astype(np.int64)
 
 
-def pack_objects(objects: Any) -> bytes:
-    """A pickle that is the same for equal objects: digests must not differ from save to save."""
-    return pack_value(objects)
-
-
 def unpack_objects(data: bytes | memoryview) -> Any:
-    """What :func:`pack_objects` packed; ValueError if it cannot be unpickled. As safe as the bytes' sender."""
+    """What ``pack_value`` packed; ValueError if it cannot be unpickled. As safe as the bytes' sender."""
     try:
         return pickle.loads(data)
     except Exception as error:
