@@ -456,7 +456,7 @@ def test_colliding_hashes_change_nothing(ranks):
     plans = [plan(*items) for items in ranks]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "dcp_datastates.planning.holdings.fingerprints",
+            "dcp_datastates.planning.replicas.fingerprints",
             lambda keys, *_, **__: np.zeros(len(keys), dtype=np.uint64),
         )
         patch.setattr(

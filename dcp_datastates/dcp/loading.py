@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
 
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import (
@@ -126,98 +121,43 @@ class _Reader(DataStatesReader):
 def _load_everything(reader: _Reader) -> dict[str, Any]:
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
-    planner = _WholePlanner(reader.names)
-    planner.set_up_planner({}, metadata, True)
+    stored = metadata.state_dict_metadata
+    values = {name: _place_for(name, stored[name]) for name in stored if name in reader.names}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(values, metadata, True)
     plans = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     reader.read_data(planner.finish_plan(plans[0]), planner)
-    return planner.nested()
+    return _nested(planner.state_dict, metadata.planner_data)
 
 
-class _WholePlanner(LoadPlanner):
-    """Asks for all that is stored under ``names``, and makes the tensors for it."""
+def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
+    """What to load into: a new tensor, or nothing for an object.
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self._names = names
-        self._values: dict[str, Any] = {}
-        self._paths: Any = None
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        assert metadata is not None
-        self._paths = metadata.planner_data
-        stored = metadata.state_dict_metadata
-        self._stored = {name: stored[name] for name in stored if name in self._names}
-
-    def create_local_plan(self) -> LoadPlan:
-        items = []
-        for name, saved in self._stored.items():
-            self._values[name] = None
-            if isinstance(saved, TensorStorageMetadata):
-                _check_whole(name, saved)
-                self._values[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
-                items += [_chunk_item(name, chunk, i) for i, chunk in enumerate(saved.chunks)]
-            else:
-                items.append(_object_item(name))
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self._values[read_item.dest_index.fqn] = torch.load(value, weights_only=False)
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        whole: torch.Tensor = self._values[read_item.dest_index.fqn]
-        return whole[
-            tuple(
-                slice(start, start + length)
-                for start, length in zip(read_item.dest_offsets, read_item.lengths, strict=True)
-            )
-        ]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-    def nested(self) -> dict[str, Any]:
-        """The values, nested as the paths say that the planner of the save noted."""
-        nested: dict[str, Any] = {}
-        for name, value in self._values.items():
-            path = self._paths.get(name) if isinstance(self._paths, dict) else None
-            try:
-                _put(nested, path if isinstance(path, tuple) and path else (name,), value)
-            except (TypeError, AttributeError) as error:
-                raise CheckpointCorruptError(
-                    f"the metadata give {name!r} the path {path!r}, on which another value lies"
-                ) from error
-        return nested
-
-
-def _check_whole(name: str, saved: TensorStorageMetadata) -> None:
-    """What no chunk covers would come back as whatever the memory held."""
+    What no chunk covers would come back as whatever the memory held: raises :class:`IncompatibleStateError`.
+    """
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
     stored = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
     if stored < math.prod(saved.size):
         raise IncompatibleStateError(
             f"of {name!r}, {stored} of {math.prod(saved.size)} elements are stored (a rank saved its shard alone?); "
             f"choose others with keys, or load it into a sharded state"
         )
+    return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
-def _chunk_item(name: str, chunk: ChunkStorageMetadata, index: int) -> ReadItem:
-    place = MetadataIndex(name, chunk.offsets, index)
-    beginning = torch.Size([0] * len(chunk.sizes))
-    return ReadItem(LoadItemType.TENSOR, place, chunk.offsets, place, beginning, chunk.sizes)
-
-
-def _object_item(name: str) -> ReadItem:
-    place, nothing = MetadataIndex(name), torch.Size([0])
-    return ReadItem(LoadItemType.BYTE_IO, place, nothing, place, nothing, nothing)
+def _nested(values: Mapping[str, Any], paths: Any) -> dict[str, Any]:
+    """The values, nested as the paths say that the planner of the save noted."""
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        path = paths.get(name) if isinstance(paths, dict) else None
+        try:
+            _put(nested, path if isinstance(path, tuple) and path else (name,), value)
+        except (TypeError, AttributeError) as error:
+            raise CheckpointCorruptError(
+                f"the metadata give {name!r} the path {path!r}, on which another value lies"
+            ) from error
+    return nested
 
 
 def _put(root: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:

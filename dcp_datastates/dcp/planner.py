@@ -10,59 +10,42 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
 import torch
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_save_plan,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
+from dcp_datastates.dcp.local_chunks import LocalChunks
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog
 from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
-from dcp_datastates.io.devices import HOST
-from dcp_datastates.io.shards import holds_shards, shard_with
 from dcp_datastates.io.tensor_memory import check_storable, local_tensor
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
-from dcp_datastates.planning.exchange import Answer, Offer
+from dcp_datastates.planning.exchange import Answer, Offer, Session, SessionMeta
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.plan_cache import Coordinator, PlannedMetadata
 from dcp_datastates.planning.prepared_write import Prepared
+from dcp_datastates.planning.rank_memory import Foreseen, KnownPlan, Leaves, RankMemory, Share
 from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Held
-from dcp_datastates.planning.session import Session, SessionMeta
-from dcp_datastates.planning.shares import Foreseen, Leaves, Local, Share
-from dcp_datastates.staging.fingerprint import Fingerprint
+from dcp_datastates.planning.serializer import Serializer
 
 __all__ = ["DataStatesSavePlanner", "is_unchanged"]
 
 logger = logging.getLogger(__name__)
 
-_KEPT_PLANS: Final = 8
-"""Local plans that a rank may go back to: several state dicts may be saved in turn."""
-
-_KEPT_SHARES: Final = 4
-
 _SHOWN_ERRORS: Final = 500
-
-_SHORT: Final = 256
-"""Characters of a string, and bits of a number, that are likely to come again."""
-
-
-_Looks = tuple[str, Fingerprint, tuple[bool, ...]]
-"""What a local plan is remembered by: the group, what the state looks like, and which of it optimizers own."""
 
 
 class DataStatesSavePlanner(DefaultSavePlanner):
@@ -104,21 +87,17 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self._coordinator = Coordinator(self._assign)
-        self._known: dict[str, OrderedDict[bytes, Local]] = {}  # by group: what was agreed on
-        self._leaves: OrderedDict[_Looks, Leaves] = OrderedDict()
-        self._serialized: dict[tuple[type, Any], bytes] = {}
+        self._memory = RankMemory(by_owner=split_replicas)
+        self._serializer = Serializer()
         # Of the save that is being planned:
         self._session: Session | None = None
-        self._fingerprint: Fingerprint | None = None
         self._found: Leaves | None = None
-        self._entry: Local | None = None
-        self._planning: str | None = None  # the group, until the plan is finished
-        self._held: dict[str, list[tuple[torch.Size, torch.Size]]] | None = None
+        self._known: KnownPlan | None = None
         self._share: Share | None = None
+        self._chunks: LocalChunks | None = None
         self._flat = False
-        self._solo = (
-            False  # without the other ranks of its group (no_dist): they know nothing of it
-        )
+        # Without the other ranks of its group (no_dist), which know nothing of it:
+        self._solo = False
 
     # ---- in the order of DCP's calls ------------------------------------------------------------
 
@@ -137,13 +116,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             if session.state is not None:
                 state_dict = session.state()
             session = None
-        if self._planning is not None:
-            # The last save was not planned to the end: who knows what the coordinator has seen of it.
-            self._known.pop(self._planning, None)
-            self._planning = None
         self._session = session
-        self._found = self._entry = self._held = self._share = None
-        self._fingerprint = None
+        self._found = self._known = self._share = self._chunks = None
         self._flat = self._solo = False
         self.is_coordinator = is_coordinator
         if session is None:
@@ -153,9 +127,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._given = state_dict
         # Not flattened, a nested dict is an object, and its tensors belong to it alone.
         if self._caches and self.flatten_state_dict:
-            self._fingerprint = session.fingerprint
-            if self._fingerprint is not None:
-                self._found = self._leaves.get(self._looks_of(session, self._fingerprint))
+            self._found = self._memory.find(session)
         if self._found is None:
             self._flatten()
 
@@ -165,29 +137,19 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             plan: SavePlan = super().create_local_plan()
             self.plan = dataclasses.replace(plan, items=self._declared(plan.items))
             return self.plan
-        self._planning = session.group
-        known = self._known.setdefault(session.group, OrderedDict())
+        self._memory.begin(session.group)
         if self._found is not None:
-            digest = self._found.local.local.digest
-            agreed = known.get(digest)
-            self._entry = self._found.local = agreed or self._found.local
+            agreed, offer = self._memory.offer(self._found.known.plan)
+            self._known = self._found.known = agreed or self._found.known
         else:
-            plan = self._planned()
-            staged = session.staged
-            items = plan.items if staged is None else staged.as_captured(plan.items)
+            items = self._planned().items
+            if session.staged is not None:
+                items = session.staged.as_captured(items)
             items = self._declared(items)
             local = LocalPlan.of(items, self.mappings if self.flatten_state_dict else None)
-            digest = local.digest
-            agreed = known.get(digest) if self._caches else None
-            self._entry = agreed or Local(local)
-        if agreed is not None:
-            known.move_to_end(digest)
-            return SavePlan([], planner_data=Offer(digest, agreed.latest, None))
-        keep = tuple(known)[-(_KEPT_PLANS - 1) :]
-        for other in [other for other in known if other not in keep]:
-            del known[other]
-        data = self._entry.local.encode()
-        return SavePlan([], planner_data=Offer(digest, b"", data, keep))
+            agreed, offer = self._memory.offer(local)
+            self._known = agreed or KnownPlan(local)
+        return SavePlan([], planner_data=offer)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         offers = [plan.planner_data for plan in all_plans]
@@ -228,25 +190,15 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if self._session is None or not isinstance(answer, Answer):
             self.plan = new_plan
             return new_plan
-        entry = self._entry
-        assert entry is not None, "create_local_plan() comes first"
-        share = entry.shares.get(answer.digest)
-        if share is None:
-            if answer.data is None:
-                raise DataStatesError("the coordinator answers with a share that this rank has not")
-            final = FinalPlan.decode(answer.data)
-            share = Share(final, SavePlan(final.write_items(entry.local)))
-            entry.shares[answer.digest] = share
-            while len(entry.shares) > _KEPT_SHARES:
-                entry.shares.popitem(last=False)
-        share.whole = answer.whole
-        entry.latest = answer.digest
-        self._share = share
+        known = self._known
+        assert known is not None, "create_local_plan() comes first"
+        share = self._share = known.take(answer)
         if self._caches and not self._solo:
-            self._known.setdefault(self._session.group, OrderedDict())[entry.local.digest] = entry
-            if self._found is None:
-                self._learn(entry)
-        self._planning = None
+            if self._found is None and self.flatten_state_dict:
+                self._memory.learn(self._session, known, self._given, self.mappings)
+            self._memory.finish(known)
+        else:
+            self._memory.finish(None)
         self.plan = dataclasses.replace(share.plan, storage_data=new_plan.storage_data)
         return self.plan
 
@@ -259,17 +211,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             return found
         self._flatten()
         assert write_item.tensor_data is not None
-        chunk = write_item.tensor_data.chunk
-        whole = self.state_dict[write_item.index.fqn]
-        if isinstance(whole, ShardedTensor) or holds_shards(whole):
-            tensor, begin = _shard_with(whole, chunk.offsets)
-        else:
-            tensor = whole.to_local() if isinstance(whole, DTensor) else whole
-            begin = 0
-            if tensor.shape != chunk.sizes and tensor.dim():
-                begin = chunk.offsets[0] - self._first_row(write_item.index.fqn, chunk.offsets)
-        if tensor.shape != chunk.sizes and tensor.dim() and tensor.numel():
-            tensor = tensor.narrow(0, begin, chunk.sizes[0])
+        if self._chunks is None:
+            self._chunks = LocalChunks(self.state_dict, self.is_coordinator)
+        tensor = self._chunks.tensor(write_item.index.fqn, write_item.tensor_data.chunk)
         resolved: torch.Tensor = self.transform_object(write_item, tensor)
         return resolved
 
@@ -293,53 +237,21 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
         Any thread, also while another save is planned.
         """
-        staged, key = session.staged, session.fingerprint
-        if staged is None or key is None or not self._caches:
-            return None
-        found = self._leaves.get(self._looks_of(session, key))
-        share = None if found is None else found.local.shares.get(found.local.latest)
-        if found is None or share is None:
-            return None
-        prepared = found.prepared.get((session.rank, share.final.digest))
-        if prepared is None:
-            return None
-        items = share.plan.items
-        return Foreseen(
-            share,
-            prepared,
-            lambda item: memoryview(self.serialize(found.object(staged, items[item].index.fqn))),
-        )
+        return self._memory.foresee(session, self._serializer.serialize) if self._caches else None
 
     def prepare(self, share: Share, rank: int) -> Prepared | None:
         """The share's files, to be written from what was staged; None if that cannot be."""
-        found = self._found
-        if found is None or self._flat:
-            return None
-        final = share.final
-        prepared = found.prepared.get((rank, final.digest))
-        if prepared is None:
-            if len(found.prepared) >= _KEPT_SHARES:
-                found.prepared.clear()
-            prepared = found.prepared[rank, final.digest] = Prepared(
-                share.plan.items, rank, found.positions[final.items], final.begins.tolist()
-            )
-        return prepared
+        return None if self._found is None or self._flat else self._found.prepare(share, rank)
 
     def replicas(self, share: Share) -> tuple[Held, list[Any]]:
         """Where this rank's replicas of what several ranks write are in memory; and what must be kept meanwhile."""
-        assert self._entry is not None
-        local, items = self._entry.local, share.final.shared
+        assert self._known is not None
         found, session = self._found, self._session
         staged = None if session is None else session.staged
         if found is not None and staged is not None and not self._flat and staged.is_plain():
-            staged.copying.wait()
-            leaves = found.positions[items]
-            addresses, _, devices = staged.bases()
-            sizes = local.nbytes(items)
-            if devices is not None:
-                sizes[devices[leaves] != HOST] = 0
-            return Held(addresses[leaves], sizes), []
-        tensors = list(map(self._on_host, local.whole_items(items)))
+            return found.held(staged, share.final.shared), []
+        items = self._known.plan.whole_items(share.final.shared)
+        tensors = list(map(self._on_host, items))
         addresses = np.array([0 if each is None else each.data_ptr() for each in tensors], np.int64)
         sizes = np.array([0 if each is None else each.nbytes for each in tensors], np.int64)
         return Held(addresses, sizes), tensors
@@ -349,26 +261,13 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         session.close()
         if self._session is session:
             self._given = self.state_dict = {}
+            self._chunks = None
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
         """A hook, as in DCP: objects become their bytes, tensors stay what they are."""
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self.serialize(object))
+            return io.BytesIO(self._serializer.serialize(object))
         return object
-
-    def serialize(self, value: Any) -> bytes:
-        """``value`` as ``torch.save`` writes it. Numbers and strings come again and again."""
-        key = _key(value)
-        if key is not None and (known := self._serialized.get(key)) is not None:
-            return known
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        data = buffer.getvalue()
-        if key is not None:
-            if len(self._serialized) >= 4096:
-                self._serialized.clear()
-            self._serialized[key] = data
-        return data
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -394,9 +293,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             return None
         return tensor.resolve_conj().resolve_neg().contiguous()
 
-    def _looks_of(self, session: Session, key: Fingerprint) -> _Looks:
-        return session.group, key, session.owned if self._split else ()
-
     def _declared(self, items: list[WriteItem]) -> list[WriteItem]:
         staged = None if self._session is None else self._session.staged
         return declared(items, self.state_dict, staged) if self._split else items
@@ -412,8 +308,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             raise
 
     def _own(self, digest: bytes) -> LocalPlan | None:
-        entry = self._entry
-        return entry.local if entry is not None and entry.local.digest == digest else None
+        known = self._known
+        return known.plan if known is not None and known.plan.digest == digest else None
 
     def _flatten(self) -> None:
         """Have the state as DCP flattens it; with that, the staged is used up."""
@@ -423,54 +319,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if self._session is not None and self._session.state is not None:
             self._given = self._session.state()
         super().set_up_planner(self._given, None, self.is_coordinator)
-
-    def _learn(self, entry: Local) -> None:
-        """Note where the items of this plan are in a state that looks like this one."""
-        session, key = self._session, self._fingerprint
-        if session is None or session.staged is None or key is None:
-            return
-        columns = session.staged.traversal.columns
-        # By name: one tensor may stand in several places, and other tensors in those the next time.
-        place = {columns.name(position): position for position in range(len(columns.keys))}
-        if len(place) != len(columns.keys):
-            return
-        local = entry.local
-        positions = np.array(
-            [
-                place.get(name, -1) if kind else -1
-                for name, kind in zip(local.names, local.kinds.tolist(), strict=True)
-            ],
-            np.int64,
-        )
-        if (positions[local.kinds > 0] < 0).any():
-            return  # not the tensors that were staged
-        root = self._given
-        paths = {}
-        for name, kind in zip(local.names, local.kinds.tolist(), strict=True):
-            if kind == 0:
-                path = _real_path(root, self.mappings.get(name, (name,)))
-                if path is None:
-                    return
-                paths[name] = path
-        self._leaves[self._looks_of(session, key)] = Leaves(entry, positions, paths)
-        while len(self._leaves) > _KEPT_PLANS:
-            self._leaves.popitem(last=False)
-
-    def _first_row(self, fqn: str, offsets: torch.Size) -> int:
-        """Where the chunk begins, in the whole tensor, that this rank holds and that has the row ``offsets[0]``."""
-        if self._held is None:
-            local = create_default_local_save_plan(self.state_dict, self.is_coordinator)
-            self._held = {}
-            for item in local.items:
-                if item.tensor_data is not None:
-                    chunk = item.tensor_data.chunk
-                    self._held.setdefault(item.index.fqn, []).append((chunk.offsets, chunk.sizes))
-        for starts, sizes in self._held[fqn]:
-            if starts[0] <= offsets[0] < starts[0] + sizes[0] and tuple(starts[1:]) == tuple(
-                offsets[1:]
-            ):
-                return int(starts[0])
-        raise DataStatesError(f"this rank does not hold row {offsets[0]} of {fqn!r}")
 
 
 _OWN_HOOKS: Final = {
@@ -511,53 +359,3 @@ def _say_slower(new: tuple[str, ...]) -> None:
         torch.__version__,
         ", ".join(new),
     )
-
-
-def _key(value: Any) -> tuple[type, Any] | None:
-    """Equal for values whose bytes are equal; None for one that is not likely to come again."""
-    kind = type(value)
-    if kind is float:
-        return kind, repr(value)  # tells -0.0 from 0.0, and a NaN is equal to itself
-    if kind is str:
-        return (kind, value) if len(value) <= _SHORT else None
-    if kind is int:
-        return (kind, value) if value.bit_length() <= _SHORT else None
-    return (kind, value) if value is None or kind is bool else None
-
-
-def _shard_with(
-    tensor: ShardedTensor | torch.Tensor, offsets: torch.Size
-) -> tuple[torch.Tensor, int]:
-    if not isinstance(tensor, ShardedTensor):
-        found = shard_with(tensor, offsets)
-        if found is not None:
-            return found
-        raise DataStatesError(f"this rank holds no shard at {tuple(offsets)}")
-    for shard in tensor.local_shards():
-        starts, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        if tuple(starts) == tuple(offsets):
-            return shard.tensor, 0
-        if (
-            starts
-            and tuple(starts[1:]) == tuple(offsets[1:])
-            and starts[0] <= offsets[0] < starts[0] + sizes[0]
-        ):
-            return shard.tensor, int(offsets[0] - starts[0])
-    raise DataStatesError(f"this rank holds no shard at {tuple(offsets)}")
-
-
-def _real_path(root: Any, path: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The keys themselves: DCP's paths have them as strings."""
-    keys: list[Any] = []
-    value = root
-    for part in path:
-        if isinstance(value, list) or part in value:
-            key = part
-        else:
-            named = [other for other in value if str(other) == part]
-            if len(named) != 1:
-                return None
-            key = named[0]
-        keys.append(key)
-        value = value[key]
-    return tuple(keys)

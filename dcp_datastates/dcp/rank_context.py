@@ -41,7 +41,7 @@ from dcp_datastates.errors import (
     SaveFailedError,
     release_frames,
 )
-from dcp_datastates.planning.shares import SharesPlanner
+from dcp_datastates.planning.rank_memory import SharesPlanner
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog

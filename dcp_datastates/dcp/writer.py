@@ -43,8 +43,8 @@ from dcp_datastates.dcp.planner import is_unchanged
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.io.devices import capturing
 from dcp_datastates.io.engine import engine
+from dcp_datastates.planning.exchange import SessionMeta
 from dcp_datastates.planning.plan_cache import PlannedMetadata
-from dcp_datastates.planning.session import SessionMeta
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.saving.call import Way
 from dcp_datastates.saving.operation import SaveOperation

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -221,18 +221,7 @@ def _lay_out_file(
             f"allows {MAX_HEADER_BYTES}: save fewer tensors per rank"
         )
     data_start = len(longest) + -len(longest) % ALIGNMENT
-    tensors = tuple(
-        TensorEntry(
-            entry.item,
-            entry.key,
-            entry.dtype,
-            entry.sizes,
-            entry.offsets,
-            data_start + entry.offset,
-            entry.nbytes,
-        )
-        for entry in relative
-    )
+    tensors = tuple(replace(entry, offset=data_start + entry.offset) for entry in relative)
     return FileLayout(
         f"{stem}.safetensors", tensors, object_entries, data_start, data_start + end, stem
     )

@@ -34,8 +34,6 @@ __all__ = ["fields_to_json", "read_document", "warn_of_loss", "write_document"]
 
 logger = logging.getLogger(__name__)
 
-_NONE: Final = np.zeros(0, np.int64)
-
 
 def write_document(table: MetadataTable) -> bytes:
     """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that have no place in it.
@@ -226,4 +224,4 @@ def _further(found: Any) -> Further:
             kept[-1] = -1
             logger.info("a value of %s.%s is left out: %s", kind, name, error)
     places = np.array([*kept, -1], np.int64)
-    return Further(kind, name, tuple(opened), places[np.array(rows, np.int64)] if rows else _NONE)
+    return Further(kind, name, tuple(opened), places[np.array(rows, np.int64)])

@@ -8,13 +8,11 @@ what passes here opens there.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
-from dcp_datastates.errors import CheckpointCorruptError, CheckpointNotFoundError, StorageError
+from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 
 __all__ = ["Header", "HeaderEntry", "read_header"]
@@ -53,40 +51,18 @@ class Header:
     data_start: int
 
 
-def read_header(
-    source: bytes | bytearray | memoryview | str | os.PathLike[str], file_size: int | None = None
-) -> Header:
-    """The header of a file: of the one at a path, or of that whose first bytes are given.
+def read_header(data: bytes, file_size: int) -> Header:
+    """The header of a file of ``file_size`` bytes, whose first bytes are ``data``.
 
-    ``file_size`` is the size of the file in bytes; None takes that of the file, or of the bytes. No more
-    memory is taken than in proportion to the header, which is at most 100 MB and within the file.
+    No more memory is taken than in proportion to the header, which is at most 100 MB and within the file.
 
-    Raises :class:`CheckpointCorruptError` (path and reason), :class:`CheckpointNotFoundError` or
-    :class:`StorageError`.
+    Raises :class:`CheckpointCorruptError`, which says why.
     """
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        data = memoryview(source).cast("B")
-        size = len(data) if file_size is None else file_size
-        try:
-            length = _length(bytes(data[:8]), size)
-            return _parse(bytes(data[8 : 8 + length]), length, size)
-        except _Malformed as error:
-            raise CheckpointCorruptError(f"safetensors header: {error}") from None
-    path = Path(source)
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size if file_size is None else file_size
-            length = _length(file.read(8), size)
-            text = file.read(length)
-        return _parse(text, length, size)
+        length = _length(data[:8], file_size)
+        return _parse(data[8 : 8 + length], length, file_size)
     except _Malformed as error:
-        raise CheckpointCorruptError(f"{path}: {error}") from None
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(error.errno, f"{path}: no such file", str(path)) from error
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"reading {path} failed: {error.strerror}", str(path)
-        ) from error
+        raise CheckpointCorruptError(f"safetensors header: {error}") from None
 
 
 class _Malformed(ValueError):

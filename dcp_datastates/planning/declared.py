@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.io.tensor_memory import local_tensor
-from dcp_datastates.planning.cutting import SPLIT_FROM
+from dcp_datastates.planning.balance import SPLIT_FROM
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import StagedState
 

@@ -17,11 +17,10 @@ import numpy as np
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.lazy_metadata import FIELDS, PublishedMetadata
-from dcp_datastates.planning.exchange import Answer, Offer
+from dcp_datastates.planning.exchange import Answer, Offer, Report, Told
 from dcp_datastates.planning.local_plan import Head, LocalPlan
 from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Samples
-from dcp_datastates.planning.report import Report, Told
 
 __all__ = ["Coordinator", "PlannedMetadata", "Whole"]
 

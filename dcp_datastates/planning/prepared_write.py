@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from dcp_datastates._native import SaveFile, Transfer
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
-from dcp_datastates.planning.report import Report
+from dcp_datastates.planning.exchange import Report
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.staging.ownership import STABLE
 

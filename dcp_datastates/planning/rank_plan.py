@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -10,13 +10,19 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.ragged import positions, starts_of
-from dcp_datastates.planning.local_plan import SHARD, LocalPlan, digest_of
-from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
+from dcp_datastates.planning.local_plan import (
+    SHARD,
+    LocalPlan,
+    digest_of,
+    pack,
+    pack_ints,
+    unpack,
+    unpack_ints,
+)
 
 __all__ = ["FinalPlan"]
 
 _PLAN = b"dsfp\x02"
-_NONE = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +37,11 @@ class FinalPlan:
     """(M,): after the last row; 1 if it has no dimensions, or is an object."""
     hints: Ints
     """(M,): place in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
-    shared: Ints = field(default_factory=lambda: _NONE)
+    shared: Ints
     """(K,): items of which several ranks write parts, whether this one does or not: their replicas must be equal.
     By the set of ranks that hold them, and in the same order on all of these.
     """
-    sets: Ints = field(default_factory=lambda: _NONE)
+    sets: Ints
     """(K,): which set that is, by a number that all ranks give it; ascending."""
 
     def encode(self) -> bytes:

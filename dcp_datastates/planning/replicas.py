@@ -1,8 +1,14 @@
-"""Whether replicas are equal: every rank samples what it shares with others, and the coordinator compares.
+"""Who holds what; and whether what several ranks hold is equal.
 
-Ranks that write parts of one tensor must hold the same values, or the checkpoint would be a mixture that no rank ever
-had. A sample is a few words of each tensor, at places that all ranks choose alike and that change from save to save.
-What travels is a digest for each run of tensors, so that a run with a difference can be named.
+*Holdings* are the chunks of all ranks' local plans, each once, with the ranks that hold it. Ranks with equal plans (all
+of a data-parallel job's; the replicas of one shard) are one *variant*, and no work is done for each of them. A *row*
+is an item of a variant; rows that are the same chunk are one *group*. What ranks say of a name (whether it is an object
+or a tensor, its shape and its dtype) must agree.
+
+*Samples*: ranks that write parts of one tensor must hold the same values, or the checkpoint would be a mixture that no
+rank ever had. So every rank samples what it shares with others, and the coordinator compares. A sample is a few words
+of each tensor, at places that all ranks choose alike and that change from save to save. What travels is a digest for
+each run of tensors, so that a run with a difference can be named.
 """
 
 from __future__ import annotations
@@ -11,17 +17,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates._native import sample_words
 from dcp_datastates.errors import ReplicasDifferError
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.format.ragged import (
+    Hashes,
+    fingerprints,
+    leaders,
+    positions,
+    starts_of,
+    volumes,
+)
+from dcp_datastates.planning.local_plan import SHARD, LocalPlan, properties_key
 from dcp_datastates.planning.rank_plan import FinalPlan
 
-__all__ = ["Held", "Samples", "sample"]
+__all__ = ["Held", "Holdings", "Samples", "gather", "sample"]
 
 _RUNS: Final = 32
 """Digests per set of ranks: up to so many tensors are told apart."""
@@ -32,6 +49,276 @@ _PARTS: Final = 4
 """Places per tensor, one in each quarter: the engine draws its words from one page."""
 
 _SHOWN: Final = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Names:
+    """F names, in order of first appearance: by rank, then as the rank's items are."""
+
+    names: tuple[str, ...]
+    table: tuple[TensorProperties, ...]
+    properties: Ints
+    """(F,): index into ``table``, as the first rank says it that has the name; -1 for an object."""
+    ndims: Ints
+    shapes: Ints
+    """Ragged, F entries."""
+
+
+@dataclass(frozen=True, eq=False)
+class Holdings:
+    """T rows of V variants, in G groups."""
+
+    names: Names
+    ranks: list[Ints]
+    """V arrays: the ranks of each variant, ascending; variants are in order of their lowest rank."""
+    variant: Ints
+    """(T,)"""
+    item: Ints
+    """(T,): which one of the variant's items."""
+    name: Ints
+    """(T,): index into ``names``."""
+    ndims: Ints
+    offsets: Ints
+    """Ragged, T entries, as ``sizes``."""
+    sizes: Ints
+    nbytes: Ints
+    """(T,): of the chunk; 0 for an object."""
+    extent: Ints
+    """(T,): rows of dimension 0 within the chunk; 1 if it has none, or is an object."""
+    order: Ints
+    """Rows by group, and within a group by variant, each variant once."""
+    count: Ints
+    """(G,): rows of each group in ``order``."""
+    place: Ints
+    """(G,): of the group's name among all names, sorted."""
+    declared: npt.NDArray[np.bool_]
+    """(G,): whether all that hold it say that it is a chunk, and so the same on each of them. A plain tensor says
+    nothing of other ranks' tensors of its name.
+    """
+    prints: Hashes
+    """(G,): 64 bits of name and box: like ``place`` the same whatever the order of ranks and items."""
+
+
+def gather(plans: Sequence[LocalPlan]) -> Holdings:
+    """All plans, by rank. ValueError: they contradict each other, or one says a chunk twice."""
+    variants, ranks = _variants(plans)
+    heads, head_of = _distinct_heads(variants)
+    ids, names = agree([variants[head] for head in heads], [int(ranks[head][0]) for head in heads])
+    lengths = np.array([len(plan.names) for plan in variants], dtype=np.int64)
+    variant = np.repeat(np.arange(len(variants)), lengths)
+    name = np.concatenate([ids[head] for head in head_of])
+    kinds = np.concatenate([plan.kinds for plan in variants])
+    ndims = names.ndims[name]
+    offsets = np.concatenate([plan.offsets for plan in variants])
+    sizes = np.concatenate([plan.sizes for plan in variants])
+    # A negative size is the validation's to tell; here it must not make a load.
+    nbytes = volumes(ndims, np.maximum(sizes, 0)) * _item_sizes(names.table)[names.properties[name]]
+    prints = fingerprints(_hashed(names.names)[name], ndims, offsets, sizes)
+    leader = leaders(prints, name, ndims, offsets, sizes)
+    order, count = _grouped(leader)
+    order, count = _without_repetition(order, count, variant, nbytes, names.names, name, ranks)
+    first = order[starts_of(count)]
+    return Holdings(
+        names=names,
+        ranks=ranks,
+        variant=variant,
+        item=np.arange(len(variant)) - np.repeat(starts_of(lengths), lengths),
+        name=name,
+        ndims=ndims,
+        offsets=offsets,
+        sizes=sizes,
+        nbytes=nbytes,
+        extent=_extents(ndims, sizes),
+        order=order,
+        count=count,
+        place=_sorted_places(names.names)[name[first]],
+        declared=np.logical_and.reduceat(kinds[order] == SHARD, starts_of(count))
+        if len(count)
+        else np.zeros(0, bool),
+        prints=prints[first],
+    )
+
+
+def _variants(plans: Sequence[LocalPlan]) -> tuple[list[LocalPlan], list[Ints]]:
+    by_digest: dict[bytes, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        by_digest.setdefault(plan.digest, []).append(rank)
+    ranks = list(by_digest.values())
+    return [plans[same[0]] for same in ranks], [np.array(same, dtype=np.int64) for same in ranks]
+
+
+def _distinct_heads(variants: list[LocalPlan]) -> tuple[list[int], list[int]]:
+    """Variants of which no two share all that a head has; and for each variant which of them is like it."""
+    numbers: dict[tuple[int, ...], int] = {}
+    heads: list[int] = []
+    head_of = []
+    for number, plan in enumerate(variants):
+        columns = (plan.names, plan.kinds, plan.properties, plan.table, plan.ndims, plan.shapes)
+        found = numbers.setdefault(tuple(map(id, columns)), len(heads))
+        if found == len(heads):
+            heads.append(number)
+        head_of.append(found)
+    return heads, head_of
+
+
+def _item_sizes(table: tuple[TensorProperties, ...]) -> Ints:
+    """In bytes; one more for -1, the objects."""
+    return np.array([*(entry.dtype.itemsize for entry in table), 0], dtype=np.int64)
+
+
+def _extents(ndims: Ints, sizes: Ints) -> Ints:
+    result = np.ones(len(ndims), dtype=np.int64)
+    rows = ndims > 0
+    result[rows] = sizes[starts_of(ndims)[rows]]
+    return result
+
+
+def _sorted_places(names: tuple[str, ...]) -> Ints:
+    """Each name's place among the sorted ones: a number that depends on no order of ranks or items."""
+    places = np.empty(len(names), dtype=np.int64)
+    places[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
+    return places
+
+
+def _hashed(names: tuple[str, ...]) -> Ints:
+    """Not by :func:`hash`, which is another one in each process."""
+    digests = [blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8) for name in names]
+    return np.frombuffer(b"".join(digest.digest() for digest in digests), np.int64)
+
+
+def _grouped(leader: Ints) -> tuple[Ints, Ints]:
+    """Rows by group, groups by their first row; and how many rows each has."""
+    own = leader == np.arange(len(leader))
+    if own.all():
+        return leader, np.ones(len(leader), dtype=np.int64)
+    group = (np.cumsum(own) - 1)[leader]
+    return np.argsort(group, kind="stable"), np.bincount(group)
+
+
+def _without_repetition(
+    order: Ints,
+    count: Ints,
+    variant: Ints,
+    nbytes: Ints,
+    names: tuple[str, ...],
+    name: Ints,
+    ranks: list[Ints],
+) -> tuple[Ints, Ints]:
+    """Leave out what a rank says again, if it is empty: two writers of one chunk would be an error."""
+    if len(count) == len(order):
+        return order, count
+    group = np.repeat(np.arange(len(count)), count)
+    again = np.zeros(len(order), dtype=bool)
+    again[1:] = (group[1:] == group[:-1]) & (variant[order[1:]] == variant[order[:-1]])
+    wrong = order[again & (nbytes[order] > 0)]
+    if len(wrong):
+        row = int(wrong[0])
+        raise ValueError(
+            f"{names[name[row]]!r}: rank {ranks[variant[row]][0]} has one chunk of it twice in its plan"
+        )
+    return order[~again], np.bincount(group[~again], minlength=len(count))
+
+
+# --- what ranks say of each name ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Said:
+    """All items of all heads, one after another."""
+
+    table: tuple[TensorProperties, ...]
+    rank: Ints
+    name: Ints
+    properties: Ints
+    ndims: Ints
+    shapes: Ints
+
+
+def agree(heads: Sequence[LocalPlan], ranks: Sequence[int]) -> tuple[list[Ints], Names]:
+    """For each plan its items' names as numbers; and what all say of these names.
+
+    ``ranks``: the lowest rank that has each plan, ascending. ValueError: two ranks do not agree.
+    """
+    ids, names = _numbered(heads)
+    table, properties = _merged_tables(heads)
+    said = _Said(
+        table,
+        np.repeat(np.array(ranks, dtype=np.int64), [len(head.names) for head in heads]),
+        np.concatenate(ids),
+        np.concatenate(properties),
+        np.concatenate([head.ndims for head in heads]),
+        np.concatenate([head.shapes for head in heads]),
+    )
+    first = np.empty(len(names), dtype=np.int64)
+    first[said.name[::-1]] = np.arange(len(said.name))[::-1]
+    _refuse_conflicts(said, names, first)
+    shapes = said.shapes[positions(starts_of(said.ndims)[first], said.ndims[first])]
+    return ids, Names(names, table, said.properties[first], said.ndims[first], shapes)
+
+
+def _numbered(heads: Sequence[LocalPlan]) -> tuple[list[Ints], tuple[str, ...]]:
+    numbers: dict[str, int] = {}
+    known: dict[tuple[str, ...], Ints] = {}
+    ids = []
+    for head in heads:
+        if head.names not in known:
+            found = [numbers.setdefault(name, len(numbers)) for name in head.names]
+            known[head.names] = np.array(found, dtype=np.int64)
+        ids.append(known[head.names])
+    return ids, tuple(numbers)
+
+
+def _merged_tables(
+    heads: Sequence[LocalPlan],
+) -> tuple[tuple[TensorProperties, ...], list[Ints]]:
+    """One table, and each plan's indices into it."""
+    numbers: dict[tuple[Any, ...], int] = {}
+    table: list[TensorProperties] = []
+    properties = []
+    for head in heads:
+        places = []
+        for entry in head.table:
+            places.append(numbers.setdefault(properties_key(entry), len(table)))
+            if places[-1] == len(table):
+                table.append(entry)
+        properties.append(np.array([*places, -1], dtype=np.int64)[head.properties])
+    return tuple(table), properties
+
+
+def _refuse_conflicts(said: _Said, names: tuple[str, ...], first: Ints) -> None:
+    """Compare each item with the first of its name."""
+    reference = first[said.name]
+    compared = np.flatnonzero(reference != np.arange(len(reference)))
+    one, other = reference[compared], compared
+    dtypes: dict[torch.dtype, int] = {}
+    dtype_of = [dtypes.setdefault(entry.dtype, len(dtypes)) for entry in said.table]
+    dtype = np.array([*dtype_of, -1], dtype=np.int64)[said.properties]
+    differ: npt.NDArray[np.bool_] = (dtype[one] != dtype[other]) | (
+        said.ndims[one] != said.ndims[other]
+    )
+    alike = np.flatnonzero(~differ)
+    starts, count = starts_of(said.ndims), said.ndims[one[alike]]
+    mine = said.shapes[positions(starts[one[alike]], count)]
+    theirs = said.shapes[positions(starts[other[alike]], count)]
+    differ[np.repeat(alike, count)[mine != theirs]] = True
+    wrong = np.flatnonzero(differ)
+    if len(wrong):
+        a, b = int(one[wrong[0]]), int(other[wrong[0]])
+        raise ValueError(
+            f"ranks do not agree on {names[said.name[a]]!r}: on rank {said.rank[a]} it is "
+            f"{_described(said, a)}, on rank {said.rank[b]} {_described(said, b)}"
+        )
+
+
+def _described(said: _Said, at: int) -> str:
+    if said.properties[at] < 0:
+        return "an object, not a tensor"
+    begin = int(said.ndims[:at].sum())
+    shape = said.shapes[begin : begin + int(said.ndims[at])].tolist()
+    return f"a tensor of shape {shape} and dtype {said.table[said.properties[at]].dtype}"
+
+
+# --- whether replicas are equal -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

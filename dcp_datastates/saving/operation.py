@@ -38,8 +38,8 @@ from dcp_datastates.errors import (
     RankLostError,
     SaveAbandonedError,
 )
+from dcp_datastates.planning.exchange import Session
 from dcp_datastates.planning.plan_cache import PlannedMetadata
-from dcp_datastates.planning.session import Session
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.progress import Progress

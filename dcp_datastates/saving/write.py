@@ -31,10 +31,10 @@ from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine
+from dcp_datastates.planning.exchange import Report, Told
 from dcp_datastates.planning.prepared_write import Prepared, report_of
+from dcp_datastates.planning.rank_memory import Share, SharesPlanner
 from dcp_datastates.planning.replicas import sample
-from dcp_datastates.planning.report import Report, Told
-from dcp_datastates.planning.shares import Share, SharesPlanner
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
 from dcp_datastates.stats import SaveStats
