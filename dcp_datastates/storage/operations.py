@@ -22,6 +22,7 @@ __all__ = [
     "rename",
     "sync_directory",
     "tell",
+    "trace_path",
     "unlink",
     "write_new_file",
 ]
@@ -31,8 +32,13 @@ TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 _sync_ids = itertools.count(1)
 
 
+def trace_path() -> str:
+    """The path of the trace; empty if there is none to be made."""
+    return os.environ.get(TRACE_VARIABLE, "")
+
+
 def _trace(operation: str, path: Path, **more: Any) -> None:
-    trace = os.environ.get(TRACE_VARIABLE)
+    trace = trace_path()
     if trace:
         record = {"op": operation, "path": str(path), **more}
         line = json.dumps(record, default=memoryview.hex) + "\n"
