@@ -108,10 +108,11 @@ def test_an_error_fails_the_restore_alone(name, tmp_path, monkeypatch, log):
 
 
 def _trace(tmp_path: Path) -> list[dict[str, object]]:
-    text = (tmp_path / "trace").read_text("ascii")
-    lines = text[: text.rfind("\n") + 1].splitlines()  # a kill may cut another thread's line short
+    text = (tmp_path / "trace").read_bytes()
+    text = text[: text.rfind(b"\n") + 1]  # a kill may cut another thread's line short
+    lines = list(map(os.fsdecode, text.splitlines()))
     for line in lines:  # as the Python side writes them, to the last space
-        assert json.dumps(json.loads(line)) == line
+        assert json.dumps(json.loads(line), ensure_ascii=False) == line
     return [json.loads(line) for line in lines]
 
 
@@ -121,7 +122,7 @@ def _is_data(line: dict[str, object]) -> bool:
 
 def test_the_trace_of_a_save_is_enough_to_make_its_file(tmp_path, monkeypatch):
     monkeypatch.setenv("DCP_DATASTATES_TRACE", str(tmp_path / "trace"))
-    folder = tmp_path / os.fsdecode(b'odd "\\\xc3\xa9\n')
+    folder = tmp_path / os.fsdecode(b'odd "\\\xc3\xa9\n\xe2\x80\xa8')
     run_script(SAVE + "save(4); assert number_at() == 4", folder).assert_clean()
     trace = _trace(tmp_path)
     data = [line for line in trace if _is_data(line)]

@@ -290,20 +290,11 @@ void a_trace_that_cannot_be_written_fails_the_save() {
     check(fault && fault->error == ENOENT && fault->operation == "open");
 }
 
-void strings_are_those_of_python() {
+void strings_are_those_of_json() {
     check(json_string("plain /path") == R"("plain /path")");
-    check(json_string("a\"b\\c\n\t\r\b\f\x01\x7f") == R"("a\"b\\c\n\t\r\b\f\u0001\u007f")");
+    check(json_string("a\"b\\c\n\t\r\b\f\x01\x1f") == R"("a\"b\\c\n\t\r\b\f\u0001\u001f")");
     check(json_string(std::string_view("\0", 1)) == R"("\u0000")");
-    check(json_string("é€😀") == R"("\u00e9\u20ac\ud83d\ude00")");
-    // Bytes that are no UTF-8, as os.fsdecode has them: a stray one, a cut character, an overlong
-    // one, a surrogate, one past the last.
-    check(json_string("\xff") == R"("\udcff")");
-    check(json_string("\xe2\x82") == R"("\udce2\udc82")");
-    check(json_string("\xe2\x82/") == R"("\udce2\udc82/")");
-    check(json_string("\xc0\xaf") == R"("\udcc0\udcaf")");
-    check(json_string("\xe0\x80\xaf") == R"("\udce0\udc80\udcaf")");
-    check(json_string("\xed\xa0\x80") == R"("\udced\udca0\udc80")");
-    check(json_string("\xf4\x90\x80\x80") == R"("\udcf4\udc90\udc80\udc80")");
+    check(json_string("é€😀\x7f\xff") == "\"é€😀\x7f\xff\"");
 }
 
 void nothing_is_watched_unless_asked_for() {
@@ -332,6 +323,6 @@ int main() {
          {"only_what_was_done_is_traced", only_what_was_done_is_traced},
          {"a_trace_that_cannot_be_written_fails_the_save",
           a_trace_that_cannot_be_written_fails_the_save},
-         {"strings_are_those_of_python", strings_are_those_of_python},
+         {"strings_are_those_of_json", strings_are_those_of_json},
          {"nothing_is_watched_unless_asked_for", nothing_is_watched_unless_asked_for}});
 }
