@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
+from dcp_datastates.format.checksums import file_bytes
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
-from dcp_datastates.format.layout import file_bytes
 from dcp_datastates.format.metadata import MetadataTable, Note, decode, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.metadata_objects import metadata_of

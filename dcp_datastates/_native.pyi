@@ -315,6 +315,24 @@ class CacheStats:
         """Segments given back so far: a number that grows while anything makes progress."""
 
 @final
+class Failpoints:
+    """Places at which this process fails as it is told to (see ``dcp_datastates.storage.failpoints``). Any thread.
+
+    Counts hits by name, from 1. A forked child goes on counting.
+    """
+
+    def __init__(
+        self, entries: Sequence[tuple[str, int | None, str, float]], log_path: str
+    ) -> None:
+        """Of each entry the name, the hit that it is for (None: each), ``kill``, ``stop``, ``sleep`` or ``error``, and
+        seconds to sleep or the ``errno``. The file at ``log_path`` gets a line with the name before an action.
+        """
+    def hit(self, name: str) -> int:
+        """Do here what is asked for; returns the ``errno`` to fail with, or 0. Sleeps without the GIL, and as
+        :func:`time.sleep` does: handlers of signals run meanwhile, and what they raise ends it.
+        """
+
+@final
 class Engine:
     """The process's native threads and host cache.
 
@@ -329,11 +347,13 @@ class Engine:
         copy_threads: int = 2,
         flush_threads: int = 4,
         restore_threads: int = 4,
+        failpoints: Failpoints | None = None,
+        trace_path: str = "",
     ) -> None:
         """Raises ValueError for a size below ``MIN_HOST_CACHE_BYTES``, MemoryError if the arena cannot be mapped.
 
-        Reads ``DCP_DATASTATES_FAILPOINTS``, ``DCP_DATASTATES_FAILPOINTS_LOG`` and ``DCP_DATASTATES_TRACE``
-        (see ``dcp_datastates.storage.failpoints``); ValueError for a failpoint that is malformed.
+        Its file operations pass ``failpoints`` and leave a trace in the file at ``trace_path``, if they are given
+        (``native/src/files/watched_file_ops.h`` has the names).
         """
     def grow(self, host_cache_bytes: int) -> None:
         """Add segments until the cache holds ``host_cache_bytes`` in all; smaller sizes change nothing.

@@ -1,4 +1,4 @@
-"""What all commands say it with: exit statuses, messages, JSON documents, dates, tables."""
+"""What all commands say it with: exit statuses, messages, JSON documents, dates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, Final
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
 __all__ = [
     "DAMAGED",
     "NO",
@@ -23,8 +19,6 @@ __all__ = [
     "date",
     "pipe_may_close",
     "print_json",
-    "print_table",
-    "table",
 ]
 
 OK: Final = 0
@@ -32,9 +26,6 @@ DAMAGED: Final = 1
 NO: Final = 1
 """The question that the command asks has the answer no: there is no latest checkpoint."""
 TROUBLE: Final = 2
-
-_PLAIN_WIDTH: Final = 160
-"""Columns of a table that is printed to no terminal."""
 
 
 @contextlib.contextmanager
@@ -64,24 +55,3 @@ def print_json(document: dict[str, Any]) -> None:
 def date(seconds: float | None) -> str:
     """Local date and time of seconds since the epoch; nothing for None."""
     return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Let it through: rich would exit with 1, which here means damage."""
-        raise BrokenPipeError
-
-
-def table(*headers: str) -> Table:
-    """A table with these columns. ``>`` at a header's end aligns its column to the right."""
-    made = Table(box=box.SIMPLE_HEAD)
-    for header in headers:
-        right = header.endswith(">")
-        made.add_column(header.rstrip(">"), justify="right" if right else "left", overflow="fold")
-    return made
-
-
-def print_table(shown: Table) -> None:
-    """As wide as the terminal; names are not taken for markup."""
-    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    _Console(width=width, highlight=False, markup=False).print(shown)

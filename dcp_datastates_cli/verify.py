@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from dcp_datastates.checkpoints.listing import committed_in, is_committed
 from dcp_datastates.checkpoints.verify import Report, verify
@@ -89,25 +77,12 @@ def _verify_all(root: Path, paths: list[Path], options: argparse.Namespace) -> i
 
 
 def _verify(path: Path, options: argparse.Namespace) -> Report:
-    with _progress_bar(path, shown=sys.stderr.isatty() and not options.quiet) as progress:
+    if options.quiet or not sys.stderr.isatty():
+        return verify(path, threads=options.threads)
+    from dcp_datastates_cli.progress_bar import progress_bar  # imports rich
+
+    with progress_bar(path) as progress:
         return verify(path, threads=options.threads, progress=progress)
-
-
-@contextlib.contextmanager
-def _progress_bar(path: Path, *, shown: bool) -> Iterator[Callable[[int, int], None] | None]:
-    if not shown:
-        yield None
-        return
-    columns = (
-        TextColumn("verifying {task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(path.name, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print(report: Report, quiet: bool) -> None:

@@ -88,6 +88,22 @@ sys.exit({function}({arguments!r}))
     assert ended.stdout.endswith("IMPORTED []\n")
 
 
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "--json"], ["inspect"], ["verify"], ["latest"]], ids=" ".join
+)
+def test_only_a_table_imports_rich(arguments, root):
+    module, function = _entry_point()
+    where = root if arguments == ["latest"] else root / "step-9"
+    code = f"""
+import sys
+from {module} import {function}
+assert {function}({[*arguments, str(where)]!r}) == 0
+print("IMPORTED", "rich" in sys.modules)
+"""
+    ended = run_python("-c", code)
+    assert ended.stdout.endswith(f"IMPORTED {arguments == ['inspect']}\n"), ended
+
+
 def test_importing_the_package_registers_the_step_hook():
     """Whatever the command line puts off: a program that imports the package has its optimizers learnt."""
     ended = run_python(

@@ -85,12 +85,13 @@ def test_an_interpreter_that_ends_while_daemon_threads_wait_ends_cleanly(tmp_pat
         """
         import threading
         from dcp_datastates import _native
+        from dcp_datastates.storage import failpoints
 
         class SlowToGo:
             def __del__(self, sleep=time.sleep):
                 sleep(0.5)  # so that every wait's slice ends within the end of the interpreter
 
-        engine = _native.Engine(64 << 20)
+        engine = _native.Engine(64 << 20, failpoints=failpoints.current())
         content = _native.Transfer()
         content.add_buffer(0, memory := bytearray(4))
         file = _native.SaveFile(path, 4, content)
@@ -134,6 +135,7 @@ IN_A_CYCLE = """
 import gc, weakref
 import numpy as np
 from dcp_datastates import _native
+from dcp_datastates.storage import failpoints
 
 class Owner:
     pass
@@ -154,7 +156,7 @@ def start(verb):
         owner.job = engine.restore(plan, keepalive)
     return owner, weakref.ref(data)
 
-engine = _native.Engine(64 << 20)
+engine = _native.Engine(64 << 20, failpoints=failpoints.current())
 gc.disable()
 """
 

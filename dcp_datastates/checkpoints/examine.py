@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates._native import BLOCK_BYTES, crc32c
+from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.checkpoints.agreement import Agreement
 from dcp_datastates.errors import StorageError
+from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import wrong_size
@@ -54,16 +55,9 @@ class _File:
     record: FileRecord
     path: Path
     descriptor: int
-    table: bytes
-    """The checksum words, without the last, which covers them."""
-    table_is_sound: bool
+    table: ChecksumTable
     pieces_left: int
     bad: list[_Bad] = field(default_factory=list)
-
-    def checksum(self, begin: int) -> int:
-        """The stored checksum of the block that begins there."""
-        word = 4 * (begin // BLOCK_BYTES)
-        return int.from_bytes(self.table[word : word + 4], "little")
 
 
 @dataclass(frozen=True)
@@ -168,11 +162,11 @@ class Examination:
         self._open.add(descriptor)
         nbytes = os.fstat(descriptor).st_size
         problem = wrong_size(record, nbytes)
-        table = bytearray(record.nbytes - record.table_offset)
+        words = bytearray(record.nbytes - record.table_offset)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         if nbytes < record.nbytes or _read(
-            descriptor, memoryview(table), record.table_offset
-        ) < len(table):
+            descriptor, memoryview(words), record.table_offset
+        ) < len(words):
             self._close(descriptor)
             problem = (
                 f"{problem or 'cut short'}; the rest has lost its checksums, which stood at the end"
@@ -181,14 +175,13 @@ class Examination:
             return None
         if problem is not None:
             self._condemn(record, problem, record.nbytes, nbytes)
-        words = bytes(table[:-4])
-        sound = crc32c(words) == int.from_bytes(table[-4:], "little")
-        if not sound:
+        table = ChecksumTable(bytes(words))
+        if not table.is_sound:
             problem = "the checksum table does not match its own checksum"
             self._condemn(record, problem, record.table_offset, record.nbytes)
-        self._done += len(table)
+        self._done += len(words)
         pieces = -(-record.table_offset // _PIECE_BYTES)
-        return _File(record, path, descriptor, words, sound, pieces)
+        return _File(record, path, descriptor, table, pieces)
 
     def _condemn(
         self, record: FileRecord, problem: str, begin: int | None = None, end: int | None = None
@@ -251,17 +244,15 @@ def _examine(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
         if piece.end - piece.begin <= BLOCK_BYTES:
             yield _Bad(piece.begin, piece.end, f"cannot be read: {error.strerror}")
             return
-        for begin in range(piece.begin, piece.end, BLOCK_BYTES):  # which of them is it?
-            end = min(begin + BLOCK_BYTES, piece.end)
+        for begin, end in blocks(piece.begin, piece.end):  # which of them is it?
             yield from _examine(_Piece(file, begin, end), buffer)
         return
-    for begin in range(piece.begin, piece.end, BLOCK_BYTES):
-        end = min(begin + BLOCK_BYTES, piece.end)
-        at = begin - piece.begin
+    for begin, end in blocks(piece.begin, piece.end):
+        block = view[begin - piece.begin : end - piece.begin]
         if end - piece.begin > read:
             yield _Bad(begin, end, "the file was cut short while it was being read")
-        elif crc32c(view[at : at + end - begin]) != file.checksum(begin):
-            doubt = "" if file.table_is_sound else ", which may itself be what is damaged"
+        elif not file.table.matches(begin, block):
+            doubt = "" if file.table.is_sound else ", which may itself be what is damaged"
             yield _Bad(begin, end, f"does not match its checksum{doubt}")
     os.posix_fadvise(file.descriptor, piece.begin, read, os.POSIX_FADV_DONTNEED)
 

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-from dcp_datastates._native import BLOCK_BYTES
+from dcp_datastates.format.checksums import file_bytes, table_words
 
 __all__ = [
     "MAX_HEADER_BYTES",
@@ -31,7 +31,6 @@ __all__ = [
     "SealedFile",
     "TensorEntry",
     "entry_key",
-    "file_bytes",
     "is_bookkeeping",
     "is_table",
     "lay_out",
@@ -289,7 +288,7 @@ def _header(
     padding = 3 if table_offset is None else table_offset - end
     if padding:
         put(f"{_RESERVED}.pad.{stem}", "U8", [padding], [0], end, padding)
-    words = _blocks(end + padding + (MAX_HEADER_BYTES if table_offset is None else 0)) + 1
+    words = table_words(end + padding + (MAX_HEADER_BYTES if table_offset is None else 0))
     put(f"{_RESERVED}.crc32c.{stem}", "U32", [words], [0], end + padding, 4 * words)
 
     notes = {
@@ -308,12 +307,3 @@ def _header(
     # through the table's number of words; MAX_HEADER_BYTES above bounds that.
     capacity = data_start - 8 if data_start else len(text)
     return capacity.to_bytes(8, "little") + text
-
-
-def file_bytes(table_offset: int) -> int:
-    """The size of a data file whose checksums begin at ``table_offset``."""
-    return table_offset + 4 * (_blocks(table_offset) + 1)
-
-
-def _blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK_BYTES)

@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from dcp_datastates.format.checksums import file_bytes
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
-from dcp_datastates.format.layout import file_bytes
 from dcp_datastates.format.ragged import volumes
 from dcp_datastates.format.validate import Undecided, validate
 

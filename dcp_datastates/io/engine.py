@@ -17,6 +17,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.memory_limit import memory_limit
+from dcp_datastates.storage import failpoints, operations
 
 __all__ = ["engine", "moved", "next_order", "stats"]
 
@@ -51,7 +52,11 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
             )
         try:
             if _engine is None:
-                _engine = Engine(host_cache_bytes)
+                _engine = Engine(
+                    host_cache_bytes,
+                    failpoints=failpoints.current(),
+                    trace_path=operations.trace_path(),
+                )
             else:
                 _engine.grow(host_cache_bytes)
                 logger.info("host cache grown to %d MiB", host_cache_bytes >> 20)

@@ -2,8 +2,9 @@
 
 Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``. With
 ``DCP_DATASTATES_TRACE`` set, every operation that was done is appended to that file as a line of JSON, by
-the native engine too: what a crash could have left behind is worked out from such a trace. A sync is
-two records, ``sync_begin`` and ``sync``: it covers what was recorded before its beginning.
+the native engine too: what a crash could have left behind is worked out from such a trace. (Paths are the
+system's bytes: :func:`os.fsdecode` reads a line.) A sync is two records, ``sync_begin`` and ``sync``: it covers what
+was recorded before its beginning.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ __all__ = [
     "rename",
     "sync_directory",
     "tell",
+    "trace_path",
     "unlink",
     "write_new_file",
 ]
@@ -31,14 +33,19 @@ TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
 _sync_ids = itertools.count(1)
 
 
+def trace_path() -> str:
+    """The path of the trace; empty if there is none to be made."""
+    return os.environ.get(TRACE_VARIABLE, "")
+
+
 def _trace(operation: str, path: Path, **more: Any) -> None:
-    trace = os.environ.get(TRACE_VARIABLE)
+    trace = trace_path()
     if trace:
         record = {"op": operation, "path": str(path), **more}
-        line = json.dumps(record, default=memoryview.hex) + "\n"
+        line = json.dumps(record, default=memoryview.hex, ensure_ascii=False) + "\n"
         descriptor = os.open(trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
-            os.write(descriptor, line.encode())
+            os.write(descriptor, os.fsencode(line))
         finally:
             os.close(descriptor)
 

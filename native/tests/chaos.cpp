@@ -295,6 +295,7 @@ void Caller::settle(Saved saved) {
                 ++scene_.tally.shut_down;
                 break;
             case FaultKind::kCorrupt:
+            case FaultKind::kLost:
             case FaultKind::kStuck:
                 check(false, describe(*fault));
         }

@@ -378,8 +378,8 @@ void a_file_that_does_not_open_keeps_no_other_thread() {
 void a_failpoint_that_sleeps_is_given_up() {
     const TemporaryDirectory directory;
     const Source source(kSize, kMiB, 1);
-    const Watch watch{
-        .failpoints = "flush.write.before=sleep:1000", .log_path = {}, .trace_path = {}};
+    const std::vector<Failpoint> points{sleep_at("flush.write.before", 1000)};
+    const Watch watch{.failpoints = std::make_shared<Failpoints>(points, ""), .trace_path = {}};
     Engine engine(kCache, {}, watched_file_ops(posix_file_ops(), watch), nullptr, kPatience);
     const auto job =
         engine.save({SaveFile(directory.file("f"), kSize, source.transfer)}, {}, 0, open_window());

@@ -51,6 +51,11 @@ Bytes read_file(const std::string& path) {
     return bytes;
 }
 
+std::string text_of(const std::string& path) {
+    const Bytes bytes = read_file(path);
+    return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
 void write_file(const std::string& path, std::span<const std::byte> bytes) {
     std::ofstream out(path, std::ios::binary | std::ios::trunc);
     out.write(reinterpret_cast<const char*>(bytes.data()),
@@ -61,6 +66,18 @@ void write_file(const std::string& path, std::span<const std::byte> bytes) {
 Clock::time_point in(double seconds) {
     return Clock::now() +
            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+}
+
+Failpoint error_at(std::string name, int error, std::optional<std::uint64_t> nth) {
+    return {
+        .name = std::move(name), .nth = nth, .action = Failpoint::Action::kError, .error = error};
+}
+
+Failpoint sleep_at(std::string name, double seconds, std::optional<std::uint64_t> nth) {
+    return {.name = std::move(name),
+            .nth = nth,
+            .action = Failpoint::Action::kSleep,
+            .time = std::chrono::duration<double>(seconds)};
 }
 
 OneCore::OneCore() : before_() {

@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "files/failpoints.h"
 #include "files/file_ops.h"
 #include "memory/host_cache.h"
 #include "memory/transfer.h"
@@ -63,9 +64,14 @@ class TemporaryDirectory {
 Bytes random_bytes(std::uint64_t size, std::uint64_t seed);
 std::uint64_t random_below(Random& random, std::uint64_t bound);
 Bytes read_file(const std::string& path);
+std::string text_of(const std::string& path);
 void write_file(const std::string& path, std::span<const std::byte> bytes);
 
 Clock::time_point in(double seconds);
+
+/// At each hit; or at the `nth` alone.
+Failpoint error_at(std::string name, int error, std::optional<std::uint64_t> nth = {});
+Failpoint sleep_at(std::string name, double seconds, std::optional<std::uint64_t> nth = {});
 
 /// All threads that are started from now on share one core, as long as this lives; of this thread.
 class OneCore {

@@ -22,7 +22,7 @@ _LOG = failpoints.LOG_VARIABLE
 def armed(entries: str, *, natively: bool = False, log: Path | None = None) -> Iterator[None]:
     """``entries`` as in ``DCP_DATASTATES_FAILPOINTS``, for Python's failpoints.
 
-    The engine reads them when it is made. ``natively`` ends the process's engine, so that the block's
+    The engine keeps those that it is made with. ``natively`` ends the process's engine, so that the block's
     has them, and the next has not; nothing may be under way then.
     """
     with pytest.MonkeyPatch.context() as patch:

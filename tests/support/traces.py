@@ -73,7 +73,7 @@ def _relative(path: str, root: Path) -> str | None:
 def read_trace(file: Path, root: Path) -> list[Record]:
     """The records of ``file`` that concern what is at or below ``root``, in an order that can have been."""
     records = []
-    for line in file.read_text().splitlines():
+    for line in map(os.fsdecode, file.read_bytes().splitlines()):
         entry = json.loads(line)
         if entry["op"] not in OPERATIONS:
             raise RecordError(f"unknown operation in the trace: {line[:200]}")

@@ -1,5 +1,5 @@
-// Named places where a test, or an operator rehearsing an outage, can make this process fail: the
-// native half of dcp_datastates/storage/failpoints.py, with the same syntax.
+// Named places where a test, or an operator rehearsing an outage, can make this process fail.
+// dcp_datastates/storage/failpoints.py reads from the environment which, and how.
 
 #pragma once
 
@@ -9,48 +9,46 @@
 #include <functional>
 #include <map>
 #include <optional>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 namespace datastates {
 
-/// Entries of `name=action` or `name@N=action` (the N-th hit only), separated by `;`. Actions:
-/// kill, stop, sleep:SECONDS, error:ERRNO. Any thread.
+/// What to do at one of those places.
+struct Failpoint {
+    enum class Action : std::uint8_t { kKill, kStop, kSleep, kError };
+
+    std::string name;
+    std::optional<std::uint64_t> nth;  ///< only at this hit, counted from 1
+    Action action = Action::kKill;
+    std::chrono::duration<double> time{};  ///< to sleep
+    int error = 0;                         ///< to fail with
+};
+
+/// Counts hits by name and does what is asked for, in order. Any thread; a forked child goes on
+/// counting.
 class Failpoints {
   public:
-    /// Of each name in `operations` there are two failpoints, `.before` and `.after`. Entries with
-    /// other names are left to others. An action is preceded by a line with the name in the file
-    /// `log_path` (empty: none). Throws std::invalid_argument for an entry that is none.
-    Failpoints(std::string_view entries, std::span<const std::string_view> operations,
-               std::string log_path);
+    using Sleep = std::function<void(std::chrono::duration<double>)>;
+
+    /// An action is preceded by a line with the name in the file `log_path` (empty: none).
+    Failpoints(const std::vector<Failpoint>& points, std::string log_path);
 
     /// True if nothing will ever happen.
     [[nodiscard]] bool empty() const { return points_.empty(); }
 
-    /// Does what is asked for here. Returns the error number to fail with, or 0.
+    /// Does what is asked for here; sleeps by `sleep`. Returns the error number to fail with, or 0.
+    int hit(std::string_view name, const Sleep& sleep);
     int hit(std::string_view name);
 
   private:
-    enum class Verb : std::uint8_t { kKill, kStop, kSleep, kError };
-
-    struct Action {
-        std::optional<std::uint64_t> nth;  ///< only at this hit, counted from 1
-        Verb verb = Verb::kKill;
-        std::chrono::duration<double> time{};
-        int error = 0;
-    };
-
     struct Point {
-        std::vector<Action> actions;
+        std::vector<Failpoint> actions;
         std::atomic<std::uint64_t> hits = 0;
     };
 
-    void add(std::string_view entry, std::span<const std::string_view> operations);
-    static Action parse_action(std::string_view text);
     void log(std::string_view name) const;
-    static int act(const Action& action);
 
     std::map<std::string, Point, std::less<>> points_;  // not changed once made, but for `hits`
     std::string log_path_;

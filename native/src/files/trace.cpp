@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <utility>
@@ -27,40 +26,6 @@ std::string hex(std::span<const std::byte> data) {
     return text;
 }
 
-struct CodePoint {
-    char32_t value = 0;
-    std::size_t nbytes = 1;
-};
-
-/// The first code point of `text`. A byte that is no UTF-8 is what Python makes of it in a path:
-/// half of a surrogate pair.
-CodePoint decode(std::string_view text) {
-    const auto byte = [&](std::size_t i) {
-        return static_cast<char32_t>(static_cast<unsigned char>(text[i]));
-    };
-    const char32_t lead = byte(0);
-    if (lead < 0x80) return {.value = lead};
-    const CodePoint escaped{.value = 0xDC00 + lead};
-    if (lead < 0xC2 || lead > 0xF4) return escaped;
-    std::size_t nbytes = 2;
-    if (lead >= 0xE0) nbytes = lead < 0xF0 ? 3 : 4;
-    if (nbytes > text.size()) return escaped;
-    char32_t value = lead & (0x7FU >> nbytes);
-    for (std::size_t i = 1; i < nbytes; ++i) {
-        if ((byte(i) & 0xC0U) != 0x80) return escaped;
-        value = (value << 6U) | (byte(i) & 0x3FU);
-    }
-    constexpr std::array<char32_t, 5> kSmallest{0, 0, 0x80, 0x800, 0x10000};
-    const bool surrogate = value >= 0xD800 && value <= 0xDFFF;
-    if (value < kSmallest.at(nbytes) || value > 0x10FFFF || surrogate) return escaped;
-    return {.value = value, .nbytes = nbytes};
-}
-
-void append_escape(std::string& json, char32_t unit) {
-    json += "\\u";
-    for (const unsigned shift : {12U, 8U, 4U, 0U}) json += kHexDigits[(unit >> shift) & 0xFU];
-}
-
 std::string begin_line(std::string_view operation, std::string_view path) {
     return R"({"op": ")" + std::string(operation) + R"(", "path": )" + json_string(path);
 }
@@ -76,23 +41,17 @@ std::string sync_line(std::string_view operation, std::string_view path, std::st
 }  // namespace
 
 std::string json_string(std::string_view text) {
+    constexpr std::string_view kNamed = "\"\\\b\f\n\r\t";
     std::string json = "\"";
-    while (!text.empty()) {
-        const auto [value, nbytes] = decode(text);
-        text.remove_prefix(nbytes);
-        constexpr std::string_view kNamed = "\"\\\b\f\n\r\t";
-        const std::size_t named =
-            value < 0x80 ? kNamed.find(static_cast<char>(value)) : std::string_view::npos;
-        if (named != std::string_view::npos) {
+    for (const char character : text) {
+        const auto value = static_cast<unsigned char>(character);
+        if (const std::size_t named = kNamed.find(character); named != std::string_view::npos) {
             json += '\\';
             json += std::string_view("\"\\bfnrt")[named];
-        } else if (value >= 0x20 && value < 0x7F) {
-            json += static_cast<char>(value);
-        } else if (value < 0x10000) {
-            append_escape(json, value);
+        } else if (value < 0x20) {
+            json += std::string("\\u00") + kHexDigits[value >> 4U] + kHexDigits[value & 0xFU];
         } else {
-            append_escape(json, 0xD800 + ((value - 0x10000) >> 10U));
-            append_escape(json, 0xDC00 + ((value - 0x10000) & 0x3FFU));
+            json += character;
         }
     }
     return json + '"';

@@ -37,7 +37,8 @@ class Trace {
     std::string path_;
 };
 
-/// `text` as Python's json.dumps puts it for os.fsdecode(text): in ASCII, quotes included.
+/// `text` as a string of JSON, quotes included. Bytes that are no ASCII stay: as in a path, they
+/// need be no UTF-8.
 std::string json_string(std::string_view text);
 
 }  // namespace datastates

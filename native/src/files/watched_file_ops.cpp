@@ -2,23 +2,16 @@
 
 #include <fcntl.h>
 
-#include <array>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <string_view>
 #include <utility>
 
-#include "files/failpoints.h"
 #include "files/trace.h"
 
 namespace datastates {
 namespace {
-
-constexpr std::array<std::string_view, 10> kOperations{
-    "flush.open", "flush.allocate", "flush.write",  "flush.truncate", "flush.close",
-    "sync.data",  "sync.directory", "restore.open", "restore.read",   "read"};
 
 enum class Use : std::uint8_t { kSave, kRestore, kDirectory };
 
@@ -53,7 +46,7 @@ SysResult failure(int error) {
 
 class WatchedFileOps final : public FileOps {
   public:
-    WatchedFileOps(std::shared_ptr<FileOps> inner, std::unique_ptr<Failpoints> failpoints,
+    WatchedFileOps(std::shared_ptr<FileOps> inner, std::shared_ptr<Failpoints> failpoints,
                    std::optional<Trace> trace)
         : inner_(std::move(inner)), failpoints_(std::move(failpoints)), trace_(std::move(trace)) {}
 
@@ -154,7 +147,7 @@ class WatchedFileOps final : public FileOps {
     int after(std::string_view operation) { return hit(operation, ".after"); }
 
     int hit(std::string_view operation, std::string_view when) {
-        if (operation.empty() || failpoints_->empty()) return 0;
+        if (operation.empty() || !failpoints_) return 0;
         return failpoints_->hit(std::string(operation).append(when));
     }
 
@@ -195,33 +188,20 @@ class WatchedFileOps final : public FileOps {
     }
 
     const std::shared_ptr<FileOps> inner_;
-    const std::unique_ptr<Failpoints> failpoints_;
+    const std::shared_ptr<Failpoints> failpoints_;  // or none
     const std::optional<Trace> trace_;
     mutable std::mutex mutex_;  // guards open_files_
     std::map<int, OpenFile> open_files_;
 };
 
-std::string environment(const char* name) {
-    const char* const value = std::getenv(name);
-    return value != nullptr ? value : "";
-}
-
 }  // namespace
 
 std::shared_ptr<FileOps> watched_file_ops(std::shared_ptr<FileOps> inner, const Watch& watch) {
-    auto failpoints = std::make_unique<Failpoints>(watch.failpoints, kOperations, watch.log_path);
-    if (failpoints->empty() && watch.trace_path.empty()) return inner;
+    const bool fails = watch.failpoints && !watch.failpoints->empty();
+    if (!fails && watch.trace_path.empty()) return inner;
     std::optional<Trace> trace;
     if (!watch.trace_path.empty()) trace.emplace(watch.trace_path);
-    return std::make_shared<WatchedFileOps>(std::move(inner), std::move(failpoints),
-                                            std::move(trace));
-}
-
-std::shared_ptr<FileOps> default_file_ops() {
-    return watched_file_ops(posix_file_ops(),
-                            {.failpoints = environment("DCP_DATASTATES_FAILPOINTS"),
-                             .log_path = environment("DCP_DATASTATES_FAILPOINTS_LOG"),
-                             .trace_path = environment("DCP_DATASTATES_TRACE")});
+    return std::make_shared<WatchedFileOps>(std::move(inner), watch.failpoints, std::move(trace));
 }
 
 }  // namespace datastates

@@ -79,6 +79,7 @@ PYBIND11_MODULE(_native, module) {
     bind_transfer(module);
     bind_devices(module);
     bind_jobs(module);
+    bind_failpoints(module);
     bind_engine(module);
     bind_metadata(module);
     bind_pulse(module);

@@ -43,14 +43,18 @@ std::size_t thread_count(std::int64_t value, const char* name) {
 }
 
 std::unique_ptr<PyEngine> make_engine(std::int64_t host_cache_bytes, std::int64_t copy_threads,
-                                      std::int64_t flush_threads, std::int64_t restore_threads) {
+                                      std::int64_t flush_threads, std::int64_t restore_threads,
+                                      std::shared_ptr<Failpoints> failpoints,
+                                      std::string trace_path) {
     const ThreadCounts threads{.copy = thread_count(copy_threads, "copy_threads"),
                                .flush = thread_count(flush_threads, "flush_threads"),
                                .restore = thread_count(restore_threads, "restore_threads")};
     const std::uint64_t nbytes = to_size(host_cache_bytes, "host_cache_bytes");
+    auto ops = watched_file_ops(posix_file_ops(), {.failpoints = std::move(failpoints),
+                                                   .trace_path = std::move(trace_path)});
     try {
         return std::make_unique<PyEngine>(
-            std::make_shared<Engine>(nbytes, threads, default_file_ops()));
+            std::make_shared<Engine>(nbytes, threads, std::move(ops)));
     } catch (const std::bad_alloc&) {
         raise_memory_error(host_cache_bytes);
     }
@@ -197,7 +201,8 @@ void bind_engine(const py::module_& module) {
     py::class_<PyEngine>(module, "Engine", py::is_final())
         .def(py::init(&make_engine), py::arg("host_cache_bytes"),
              py::arg("copy_threads") = defaults.copy, py::arg("flush_threads") = defaults.flush,
-             py::arg("restore_threads") = defaults.restore)
+             py::arg("restore_threads") = defaults.restore, py::arg("failpoints") = nullptr,
+             py::arg("trace_path") = "")
         .def("grow", &grow, py::arg("host_cache_bytes"))
         .def_property_readonly("host_cache_bytes",
                                [](const PyEngine& self) {

@@ -1,0 +1,123 @@
+"""The tables of ``dcp-datastates inspect``. Imported where one is printed: no other command needs rich."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dcp_datastates.checkpoints.describe import Checkpoint, Directory
+from dcp_datastates.text import count, size
+from dcp_datastates_cli.output import date
+
+__all__ = ["print_checkpoint", "print_directory"]
+
+_FILES_SHOWN: Final = 16
+
+_PLAIN_WIDTH: Final = 160
+"""Columns of a table that is printed to no terminal."""
+
+
+def print_directory(found: Directory) -> None:
+    """A line for each checkpoint."""
+    shown = _table("checkpoint", "step>", "committed", "attempt", "size>", "ranks>", "")
+    for listed in found.checkpoints:
+        note = "latest" if listed.name == found.latest else listed.problem or ""
+        shown.add_row(
+            Text(listed.name),
+            _or_empty(listed.step),
+            date(listed.committed_at) or ("yes" if listed.committed else "no"),
+            listed.attempt or "",
+            "" if listed.nbytes is None else size(listed.nbytes),
+            _or_empty(listed.ranks),
+            Text(note),
+        )
+    _print(shown)
+
+
+def print_checkpoint(found: Checkpoint, tensors: bool) -> None:
+    """All of it; every tensor and object, too, if ``tensors``."""
+    print(found.path)
+    if found.committed:
+        objects = sum(element.nbytes for element in found.objects)
+        print(f"  committed {date(found.committed_at)}, attempt {found.attempt}")
+        print(
+            f"  {size(found.nbytes)} in {count(len(found.files), 'file')} of "
+            f"{count(found.ranks, 'rank')}: {count(len(found.tensors), 'tensor')}, "
+            f"{count(len(found.objects), 'object')} ({size(objects)})"
+        )
+    else:
+        print("  not committed")
+    if found.uncommitted:
+        _print_uncommitted(found)
+    if found.dtypes:
+        shown = _table("dtype", "tensors>", "size>")
+        for total in found.dtypes:
+            shown.add_row(total.dtype, str(total.tensors), size(total.nbytes))
+        _print(shown)
+    if found.files:
+        _print_files(found)
+    if tensors:
+        _print_tensors(found)
+
+
+def _print_uncommitted(found: Checkpoint) -> None:
+    shown = _table("uncommitted attempt", "state", "files>", "size>")
+    for attempt in found.uncommitted:
+        shown.add_row(attempt.attempt, attempt.state, str(attempt.files), size(attempt.nbytes))
+    _print(shown)
+
+
+def _print_files(found: Checkpoint) -> None:
+    shown = _table("file", "rank>", "size>", "")
+    for file in found.files[:_FILES_SHOWN]:
+        note = ""
+        if file.found_nbytes is None:
+            note = "missing"
+        elif file.found_nbytes != file.nbytes:
+            note = f"has {file.found_nbytes} bytes instead of {file.nbytes}"
+        shown.add_row(Text(file.path), _or_empty(file.rank), size(file.nbytes), note)
+    _print(shown)
+    if len(found.files) > _FILES_SHOWN:
+        print(f" … and {len(found.files) - _FILES_SHOWN} more (all with --json)")
+
+
+def _print_tensors(found: Checkpoint) -> None:
+    shown = _table("name", "shape", "dtype", "size>", "chunks>")
+    for tensor in found.tensors:
+        shape = " × ".join(map(str, tensor.shape)) or "scalar"
+        shown.add_row(
+            Text(tensor.name), shape, tensor.dtype, size(tensor.nbytes), str(tensor.chunks)
+        )
+    for element in found.objects:
+        shown.add_row(Text(element.name), "", "object", size(element.nbytes), "")
+    _print(shown)
+
+
+def _or_empty(number: int | None) -> str:
+    return "" if number is None else str(number)
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Let it through: rich would exit with 1, which here means damage."""
+        raise BrokenPipeError
+
+
+def _table(*headers: str) -> Table:
+    """A table with these columns. ``>`` at a header's end aligns its column to the right."""
+    made = Table(box=box.SIMPLE_HEAD)
+    for header in headers:
+        right = header.endswith(">")
+        made.add_column(header.rstrip(">"), justify="right" if right else "left", overflow="fold")
+    return made
+
+
+def _print(shown: Table) -> None:
+    """As wide as the terminal; names are not taken for markup."""
+    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
+    _Console(width=width, highlight=False, markup=False).print(shown)
