@@ -22,7 +22,7 @@ from support.files import data_files, flip_bit
 import dcp_datastates
 from dcp_datastates.storage import lock
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
