@@ -12,7 +12,7 @@ from support.saving import DEFERRED
 from support.tiers import sampled
 
 SAMPLE = (
-    *("capture.before-other", "plan.before-coordinator"),
+    *("staged.before-other", "plan.before-coordinator"),
     *("plan.mkdir.after-coordinator", "plan.rename.before-coordinator"),
     *("read.before-other", "flush.write.before-coordinator", "flush.write.after-other"),
     *("sync.data.before-other", "sync.directory.after-coordinator"),

@@ -91,7 +91,7 @@ def test_an_error_in_the_engine_is_told_by_dcp(point, kind, shared_dir):
 
 
 EACH_STEP = (
-    *("capture.before-other", "plan.before-other", "plan.after-coordinator"),
+    *("staged.before-other", "plan.before-other", "plan.after-coordinator"),
     *("plan.mkdir.before-coordinator", "plan.rename.after-coordinator"),
     *("publish.lock.before-coordinator", "publish.create.before-coordinator"),
     *("publish.write.after-coordinator", "publish.sync_file.before-coordinator"),
@@ -102,7 +102,7 @@ EACH_STEP = (
 
 @ranks(2)
 @pytest.mark.parametrize(
-    ("point", "kind"), sampled(_cells("publish", "plan", "capture"), EACH_STEP)
+    ("point", "kind"), sampled(_cells("publish", "plan", "staged"), EACH_STEP)
 )
 def test_an_error_of_planning_or_publication(point, kind, shared_dir):
     victim = 0 if kind == "coordinator" else 1
