@@ -94,9 +94,10 @@ python-thorough: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m thorough $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
-NEWEST_TESTS := tests/test_torch_versions.py tests/test_round_trip_tensors.py tests/test_round_trip_structure.py \
-    tests/test_loading.py tests/test_planners.py tests/test_planning_core.py tests/test_emit.py \
-    tests/test_metadata_safety.py tests/test_refusals.py tests/consistency/test_training.py \
+NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_metadata_pickle.py \
+    tests/unit/format/test_metadata_check.py tests/unit/staging/test_deferred_reads.py tests/unit/planning/test_balance.py \
+    tests/unit/dcp/test_round_trip_tensors.py tests/unit/dcp/test_round_trip_structure.py tests/unit/dcp/test_reader.py \
+    tests/unit/dcp/test_planners.py tests/unit/dcp/test_refusals.py \
     tests/distributed/test_named_shards.py tests/distributed/test_collectives.py tests/distributed/test_gloo_tree.py \
     tests/distributed/test_hugging_face.py tests/distributed/test_planner_changes.py
 

@@ -1,4 +1,4 @@
-// That unpicklers make of it what was meant, tests/test_emit.py sees; here: bounds, and what is
+// That unpicklers make of it what was meant, tests/unit/format/test_metadata_pickle.py sees; here: bounds, and what is
 // refused, under sanitizers.
 
 #include "metadata/metadata_pickle.h"

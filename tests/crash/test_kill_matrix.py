@@ -12,15 +12,11 @@ from support.saving import DEFERRED
 from support.tiers import sampled
 
 SAMPLE = (
-    *("capture.before-other", "plan.before-coordinator"),
-    *("plan.mkdir.after-coordinator", "plan.rename.before-coordinator"),
-    *("read.before-other", "flush.write.before-coordinator", "flush.write.after-other"),
-    *("sync.data.before-other", "sync.directory.after-coordinator"),
-    *("vote.before-other", "vote.after-coordinator"),
-    *("publish.lock.after-coordinator", "publish.sync_directory.before-coordinator"),
+    *("staged.before-other", "plan.before-coordinator", "plan.mkdir.after-coordinator"),
+    *("read.before-other", "flush.write.before-coordinator", "sync.data.before-other"),
+    *("vote.before-other", "vote.after-coordinator", "publish.lock.after-coordinator"),
     *("publish.rename.before-coordinator", "publish.rename.after-coordinator"),
-    *("outcome.before-other", "cleanup.before-coordinator"),
-    *("cleanup.unlink.after-other", "cleanup.rmdir.before-coordinator"),
+    *("outcome.before-other", "cleanup.unlink.after-other", "cleanup.rmdir.before-coordinator"),
 )
 """In each phase of a save one cell or two: both kinds of rank, and both sides of what matters most."""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import CACHE, load
+from support.checkpoints import CACHE, assert_same, load, load_everything, zeros
+from support.planned_saves import save_by, saved_alone, saver
 from support.ranks import ranks
+from support.states import filled
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesSavePlanner, DataStatesWriter
@@ -23,13 +27,16 @@ def _values(shape, seed):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(100)
 
 
-def _saver(path):
-    return DataStatesWriter(path, host_cache_size=CACHE, read_window="immediate", defer="all")
+def _planner_and_writer(path):
+    return DataStatesSavePlanner(), saver(path, defer="all")
 
 
-def _saved(state, by, planner):
-    future = dcp_datastates.async_save(state, writer=by, planner=planner).upload_completion
-    future.result()
+def _save_and_load(tensor, planner, by, shared_dir):
+    """Saved as ``w``, on all ranks, it is found again, whole."""
+    save_by({"w": tensor}, by, planner)
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    found = load({"w": torch.zeros_like(whole)}, shared_dir / "c")
+    assert torch.equal(found["w"], whole)
     dist.barrier()
 
 
@@ -37,14 +44,11 @@ def _saved(state, by, planner):
 @pytest.mark.parametrize("kind", list(FORMS))
 def test_another_dtype(kind, shared_dir):
     """Of the same shape; even of the same size."""
-    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    planner, by = _planner_and_writer(shared_dir / "c")
     for number, dtype in enumerate(FORMS[kind] * 2):
-        state = {"w": _values((300, 70), number).to(dtype)}
-        _saved(state, by, planner)
+        _save_and_load(_values((300, 70), number).to(dtype), planner, by, shared_dir)
         metadata = DataStatesReader(shared_dir / "c").read_metadata()
         assert metadata.state_dict_metadata["w"].properties.dtype == dtype
-        found = load({"w": torch.zeros(300, 70, dtype=dtype)}, shared_dir / "c")
-        assert torch.equal(found["w"], state["w"])
         dist.barrier()
 
 
@@ -52,40 +56,186 @@ def test_another_dtype(kind, shared_dir):
 def test_the_same_shards_of_another_whole(shared_dir):
     """Local shapes that are equal, cut from the other dimension."""
     mesh = init_device_mesh("cpu", (2,))
-    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    planner, by = _planner_and_writer(shared_dir / "c")
     for number in range(6):
         dim = number % 2
         whole = _values((600, 300) if dim == 0 else (300, 600), number)
-        state = {"w": distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)}
-        assert state["w"].to_local().shape == (300, 300)
-        _saved(state, by, planner)
-        found = load({"w": torch.zeros(whole.shape)}, shared_dir / "c")
-        assert torch.equal(found["w"], whole)
-        dist.barrier()
+        tensor = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+        assert tensor.to_local().shape == (300, 300)
+        _save_and_load(tensor, planner, by, shared_dir)
 
 
 @ranks(2)
 def test_the_same_values_on_another_mesh(shared_dir):
     """A replica on each rank, and a shard on each: of equal local shapes."""
     mesh = init_device_mesh("cpu", (2,))
-    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    planner, by = _planner_and_writer(shared_dir / "c")
     for number in range(6):
         sharded = number % 2 == 1
         whole = _values((600 if sharded else 300, 300), number)
         placement = Shard(0) if sharded else Replicate()
-        state = {"w": distribute_tensor(whole, mesh, [placement], src_data_rank=None)}
-        _saved(state, by, planner)
-        found = load({"w": torch.zeros(whole.shape)}, shared_dir / "c")
-        assert torch.equal(found["w"], whole)
-        dist.barrier()
+        tensor = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
+        _save_and_load(tensor, planner, by, shared_dir)
 
 
 @ranks(2)
 def test_another_shape_of_the_same_size(shared_dir):
-    planner, by = DataStatesSavePlanner(), _saver(shared_dir / "c")
+    planner, by = _planner_and_writer(shared_dir / "c")
     for number, shape in enumerate([(300, 70), (70, 300), (21_000,)] * 2):
-        state = {"w": _values(shape, number)}
-        _saved(state, by, planner)
-        found = load({"w": torch.zeros(shape)}, shared_dir / "c")
-        assert torch.equal(found["w"], state["w"])
+        _save_and_load(_values(shape, number), planner, by, shared_dir)
+
+
+@ranks(1)
+@pytest.mark.parametrize("primed", [False, True])
+def test_one_tensor_under_two_names_and_then_two(primed, shared_dir):
+    planner = DataStatesSavePlanner()
+    shared = filled((70_000,), torch.float32, 1)
+    if primed:
+        dcp_datastates.prime({"a": shared, "b": shared}, planner=planner)
+    for number in range(4):
+        two = {"a": filled((70_000,), torch.float32, 2), "b": filled((70_000,), torch.float32, 3)}
+        state = two if number % 2 or primed else {"a": shared, "b": shared}
+        saved_alone(state, planner, shared_dir / "c", defer="all")
+        assert_same(load(zeros(state), shared_dir / "c"), state)
+
+
+@ranks(1)
+def test_a_tensor_that_gets_other_memory_right_after_the_call(shared_dir):
+    planner = DataStatesSavePlanner()
+    for size in (1000, 500, 1000, 500):
+        tensor = filled((size,), torch.float32, size)
+        expected = {"x": tensor.clone()}
+        by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, read_window="immediate")
+        response = dcp_datastates.async_save({"x": tensor}, writer=by, planner=planner)
+        tensor.data = torch.zeros(1500 - size)
+        response.upload_completion.result(60)
+        assert_same(load(zeros(expected), shared_dir / "c"), expected)
+
+
+@ranks(2)
+def test_metadata_say_whether_a_dtensor_requires_grad_now(shared_dir):
+    mesh = init_device_mesh("cpu", (2,))
+    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c", defer="all")
+    for number in range(4):
+        dense = filled((400, 300), torch.float32, number)
+        tensor = distribute_tensor(dense, mesh, [Shard(0)], src_data_rank=None)
+        tensor = tensor.detach().requires_grad_(number % 2 == 0)
+        assert save_by({"w": tensor}, by, planner) == (number > 1)
+        metadata = DataStatesReader(shared_dir / "c").read_metadata()
+        assert metadata.state_dict_metadata["w"].properties.requires_grad == (number % 2 == 0)
+        dist.barrier()
+
+
+@ranks(1)
+def test_values_that_memory_does_not_show(shared_dir):
+    planner = DataStatesSavePlanner()
+    for number in range(4):
+        plain = torch.full((70_000,), complex(number, 2), dtype=torch.complex64)
+        state = {"a": plain.conj() if number % 2 else plain}
+        saved_alone(state, planner, shared_dir / "c", defer="all")
+        found = load({"a": torch.zeros(70_000, dtype=torch.complex64)}, shared_dir / "c")
+        assert torch.equal(found["a"], state["a"].resolve_conj())
+
+
+@ranks(1)
+def test_numbers_of_any_length_and_numbers_that_are_equal(shared_dir):
+    planner = DataStatesSavePlanner()
+    for sign in (1, -1):
+        state = {"long": sign * 10**5000, "one": 1, "true": True, "float": 1.0, "zero": sign * 0.0}
+        saved_alone(state, planner, shared_dir / "c")
+        found = load_everything(shared_dir / "c")
+        assert found == state
+        assert {name: type(value) for name, value in found.items()} == {
+            name: type(value) for name, value in state.items()
+        }
+        assert math.copysign(1.0, found["zero"]) == sign
+
+
+class _List(list):
+    pass
+
+
+@ranks(1)
+def test_lists_of_a_class_of_their_own(shared_dir):
+    planner = DataStatesSavePlanner()
+    for number, value in enumerate(([1, 2], [torch.ones(5), 1], [3, 4], [torch.zeros(5), 2])):
+        saved_alone({"a": _List(value)}, planner, shared_dir / "c")
+        names = set(DataStatesReader(shared_dir / "c").read_metadata().state_dict_metadata)
+        assert names == ({"a.0", "a.1"} if number % 2 else {"a"})
+
+
+@ranks(1)
+def test_keys_that_are_equal_and_named_differently_are_told_apart(shared_dir):
+    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c")
+    for key in (1, True, 1, True):
+        state = {"a": {key: torch.full((5,), float(key))}}
+        dcp_datastates.async_save(state, writer=by, planner=planner).upload_completion.result(60)
+        metadata = DataStatesReader(shared_dir / "c").read_metadata()
+        assert set(metadata.state_dict_metadata) == {f"a.{key}"}
+
+
+@ranks(2)
+def test_optimizer_state_that_appears_and_a_parameter_that_is_frozen(shared_dir):
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(200, 300)) for _ in range(4)]
+    optimizer = torch.optim.AdamW(weights, lr=0.1)
+    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c")
+
+    def state():
+        return {
+            "weights": {f"w{i}": weight for i, weight in enumerate(weights)},
+            "optim": {
+                f"w{i}": dict(optimizer.state[w])
+                for i, w in enumerate(weights)
+                if w in optimizer.state
+            },
+        }
+
+    seen = []
+    for step in range(6):
+        if step == 3:
+            weights[1].requires_grad_(False)
+        if step:
+            sum((weight**2).sum() for weight in weights).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected = {
+            "weights": {name: w.detach().clone() for name, w in state()["weights"].items()},
+            "optim": {
+                name: {key: value.clone() for key, value in of.items()}
+                for name, of in state()["optim"].items()
+            },
+        }
+        seen.append(save_by(state(), by, planner))
+        assert_same(load(zeros(expected), shared_dir / "c"), expected)
+    assert seen[0] is False
+    assert seen[1] is False, "the optimizer's state appeared"
+    assert seen[2] is True
+    assert seen[5] is True
+
+
+@ranks(4)
+def test_ranks_that_save_nothing_and_objects_that_grow(shared_dir):
+    planner, by = DataStatesSavePlanner(), saver(shared_dir / "c")
+    for number in range(4):
+        state = {"log": "x" * (10 ** (number + 1)), "n": number} if dist.get_rank() == 1 else {}
+        save_by(state, by, planner)
+        loaded = {"log": "", "n": -1}
+        load(loaded, shared_dir / "c")
+        assert loaded == {"log": "x" * (10 ** (number + 1)), "n": number}
+
+
+@ranks(2)
+def test_a_state_that_is_not_flattened_is_what_it_was_at_the_call(shared_dir):
+    planner = DataStatesSavePlanner(flatten_state_dict=False)
+    by = saver(shared_dir / "c")
+    for number in range(4):
+        state = {f"r{dist.get_rank()}": {"w": torch.full((50,), float(number)), "n": number}}
+        response = dcp_datastates.async_save(state, writer=by, planner=planner)
+        state[f"r{dist.get_rank()}"]["w"].zero_()
+        response.upload_completion.result(60)
+        found = load_everything(shared_dir / "c", DataStatesReader(shared_dir / "c"))
+        mine = found[f"r{dist.get_rank()}"]
+        assert torch.equal(mine["w"], torch.full((50,), float(number)))
+        assert mine["n"] == number
         dist.barrier()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ __all__ = [
     "crc32c",
     "data_files",
     "flip_bit",
+    "put_back",
     "read_file",
     "reseal",
 ]
@@ -81,6 +83,15 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
         byte = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([byte ^ (1 << bit)]))
+
+
+@contextlib.contextmanager
+def put_back(path: Path) -> Iterator[Path]:
+    """Whatever the block does to the files below ``path``, they are afterwards what they were. New ones stay."""
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    yield path
+    for file, data in before.items():
+        file.write_bytes(data)
 
 
 def reseal(path: Path, change: Callable[[bytearray], None]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import functools
+import inspect
 import os
 import pickle
 from collections.abc import Callable
@@ -56,7 +57,8 @@ def run_on_ranks(
     world: int, function: Callable[..., Any], *, timeout: float = TIMEOUT_SECONDS, **kwargs: Any
 ) -> None:
     """Run a module-level function on ``world`` ranks; raise :class:`RankFailure` unless all pass."""
-    code = getattr(function, "rank_body", function).__code__
+    body = inspect.unwrap(getattr(function, "rank_body", function))  # decorators are from elsewhere
+    code = body.__code__
     job = Job(function.__module__, code.co_filename, function.__name__, world, kwargs)
     outcomes = _torchrun().run(job, timeout) if under_torchrun() else _pool().run(job, timeout)
     failed = [outcome for outcome in outcomes if outcome.kind == "failed"]

@@ -7,6 +7,8 @@ import os
 import threading
 import time
 
+import pytest
+
 from dcp_datastates.storage.lock import Hold, asking, in_flight
 
 
@@ -36,15 +38,17 @@ def test_those_who_ask_at_once_do_not_take_each_other_for_a_hold(tmp_path):
     assert not any(seen)
 
 
-def test_a_hold_waits_for_those_who_only_ask(tmp_path):
+@pytest.mark.parametrize("how", [fcntl.LOCK_SH, fcntl.LOCK_EX])
+def test_a_hold_waits_for_those_who_only_ask(how, tmp_path):
     asking = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(asking, fcntl.LOCK_SH)
+    fcntl.flock(asking, how)  # what in_flight() does, for a moment
     timer = threading.Timer(0.2, os.close, [asking])
     timer.start()
     hold = Hold(tmp_path)
     timer.join()
     assert in_flight(tmp_path) is True
     hold.release()
+    assert in_flight(tmp_path) is False
 
 
 def test_a_hold_on_a_directory_that_somebody_removes_first_is_no_hold(tmp_path):

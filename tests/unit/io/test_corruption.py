@@ -10,9 +10,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import assert_same, load, load_everything, raises, save, zeros
-from support.files import data_files, flip_bit, read_file
+from support.files import data_files, flip_bit, put_back, read_file
 from support.metadata import file_of, parts_of, rewritten
 from support.states import filled
+from support.tiers import sampled
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, DataStatesError
 
@@ -25,14 +26,22 @@ STATE = {
 OBJECT = {"object": {"text": "t" * 50_000}}
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    save({**STATE, **OBJECT}, path)
+    assert_same(load_everything(path), {**STATE, **OBJECT})
+    return path
+
+
 @pytest.fixture
-def checkpoint(tmp_path):
-    save({**STATE, **OBJECT}, tmp_path)
-    assert_same(load_everything(tmp_path), {**STATE, **OBJECT})
-    return tmp_path
+def checkpoint(saved):
+    """The same for all tests: what one does to its files is undone."""
+    with put_back(saved):
+        yield saved
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", sampled(range(40), keep=range(5)))
 def test_a_flipped_bit_in_a_data_file_is_seen(seed, checkpoint):
     (path,) = data_files(checkpoint)
     chance = random.Random(seed)
@@ -108,7 +117,7 @@ def test_zeros_where_data_should_be_are_seen(checkpoint):
         load_everything(checkpoint)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", sampled(range(40), keep=range(5)))
 def test_a_flipped_bit_in_the_metadata_is_seen(seed, checkpoint):
     path = checkpoint / ".metadata"
     chance = random.Random(seed)

@@ -3,16 +3,16 @@
 import gc
 import struct
 import threading
-import time
 import weakref
 
 import numpy as np
 import pytest
+from support.waiting import await_that
 
 from dcp_datastates import _native
 
 NEVER = 1000.0
-CACHE = 64 << 20
+CACHE = 32 << 20
 
 
 class Owner:
@@ -47,21 +47,15 @@ def file_of(data):
 
 
 def wait_until_cache_is_free(engine):
-    deadline = time.monotonic() + 30
-    while engine.stats().free_segments != engine.stats().total_segments:
-        assert time.monotonic() < deadline, engine.stats().free_segments
-        time.sleep(0.001)
+    await_that(lambda: engine.stats().free_segments == engine.stats().total_segments)
 
 
 def wait_until_cache_is_full(engine):
-    deadline = time.monotonic() + 30
-    while not engine.stats().waiting:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    await_that(lambda: engine.stats().waiting)
 
 
 def test_sources_may_change_once_read_and_before_the_files_have_paths(engine, tmp_path):
-    data = random_data(20 << 20)
+    data = random_data(4 << 20)
     expected = file_of(data)
     job = read_unplaced(engine, data, files=2)
     assert job.wait_read(-1, 60)
@@ -91,7 +85,7 @@ def test_a_save_larger_than_the_cache_is_read_to_its_end_once_placed(engine, tmp
 
 
 def test_a_save_cancelled_before_it_is_placed_leaves_the_cache_empty(engine, tmp_path):
-    job = read_unplaced(engine, random_data(20 << 20))
+    job = read_unplaced(engine, random_data(12 << 20))
     assert job.wait_read(-1, 60)
     assert engine.stats().free_segments < engine.stats().total_segments
     job.cancel()
@@ -102,7 +96,7 @@ def test_a_save_cancelled_before_it_is_placed_leaves_the_cache_empty(engine, tmp
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("nbytes", [20 << 20, 2 * CACHE])
+@pytest.mark.parametrize("nbytes", [12 << 20, 2 * CACHE])
 def test_a_dropped_save_that_was_never_placed_lets_go_of_all(engine, nbytes):
     owner = Owner()
     gone = weakref.ref(owner)
@@ -117,7 +111,7 @@ def test_a_dropped_save_that_was_never_placed_lets_go_of_all(engine, nbytes):
 
 
 def test_a_save_placed_and_read_goes_on_without_its_handle(engine, tmp_path):
-    data = random_data(20 << 20)
+    data = random_data(12 << 20)
     job = read_unplaced(engine, data)
     assert job.wait_read(-1, 60)
     job.place([str(tmp_path / "file")], [])
@@ -127,10 +121,7 @@ def test_a_save_placed_and_read_goes_on_without_its_handle(engine, tmp_path):
     newer.place([str(tmp_path / "newer")], [])
     assert newer.wait(60)
     expected = file_of(data)
-    deadline = time.monotonic() + 30
-    while (tmp_path / "file").stat().st_size != len(expected):  # cut at the end
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    await_that(lambda: (tmp_path / "file").stat().st_size == len(expected))  # cut at the end
     assert (tmp_path / "file").read_bytes() == expected
 
 

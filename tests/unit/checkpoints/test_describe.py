@@ -14,6 +14,7 @@ from support.checkpoints import raises, save
 from support.chunks import boxes, save_by_ranks
 from support.commands import run_cli
 from support.files import data_files, flip_bit
+from support.roots import NEWER, uncommitted
 from support.states import Opinion, filled
 
 from dcp_datastates import (
@@ -32,8 +33,6 @@ from dcp_datastates.checkpoints.describe import (
 )
 from dcp_datastates.storage import lock
 
-ATTEMPT = "7fffffffffffffff-00000001"
-
 
 @pytest.fixture
 def checkpoint(tmp_path):
@@ -47,13 +46,6 @@ def checkpoint(tmp_path):
     }
     save(state, path)
     return path
-
-
-def _attempt(path, size=100):
-    folder = path / ATTEMPT
-    folder.mkdir(parents=True)
-    (folder / "r00000-0.safetensors").write_bytes(b"x" * size)
-    return folder
 
 
 def test_a_checkpoint_is_described(checkpoint):
@@ -102,9 +94,9 @@ def test_ranks_and_chunks_are_counted(tmp_path):
 def test_attempts_that_are_not_committed_are_in_flight_abandoned_or_unknown(
     checkpoint, monkeypatch
 ):
-    folder = _attempt(checkpoint)
+    folder = uncommitted(checkpoint)
     (found,) = describe(checkpoint).uncommitted
-    assert (found.attempt, found.state, found.files, found.nbytes) == (ATTEMPT, "abandoned", 1, 100)
+    assert (found.attempt, found.state, found.files, found.nbytes) == (NEWER, "abandoned", 1, 100)
     hold = lock.Hold(folder)
     try:
         assert describe(checkpoint).uncommitted[0].state == "in flight"
@@ -115,11 +107,11 @@ def test_attempts_that_are_not_committed_are_in_flight_abandoned_or_unknown(
 
 
 def test_an_uncommitted_checkpoint_is_described_by_its_attempts(tmp_path):
-    _attempt(tmp_path / "step-1", 55)
+    uncommitted(tmp_path / "step-1", size=55)
     found = describe(tmp_path / "step-1")
     assert not found.committed
     assert found.attempt is None
-    assert [(a.attempt, a.nbytes) for a in found.uncommitted] == [(ATTEMPT, 55)]
+    assert [(a.attempt, a.nbytes) for a in found.uncommitted] == [(NEWER, 55)]
 
 
 def test_files_that_are_missing_or_cut_show(checkpoint):
@@ -154,7 +146,7 @@ def root(tmp_path):
     for name in ("step-9", "step-10", "best", "step-11"):
         save({"w": torch.ones(100)}, root / name)
     data_files(root / "step-11")[0].unlink()
-    _attempt(root / "step-12")
+    uncommitted(root / "step-12")
     dcp.save(
         {"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(root / "stock-3"), no_dist=True
     )
@@ -304,10 +296,10 @@ def test_the_text_says_what_is_wrong_and_stays_short(tmp_path):
     path = tmp_path / "c"
     save({f"t{n}": torch.ones(3) for n in range(100)}, path)
     (file,) = data_files(path)
-    _attempt(path)
+    uncommitted(path)
     file.write_bytes(file.read_bytes()[:-1])
     text = str(inspect(path))
-    assert f"attempt {ATTEMPT} is abandoned: 1 file, 100 B" in text
+    assert f"attempt {NEWER} is abandoned: 1 file, 100 B" in text
     size = file.stat().st_size
     assert f"has {size} bytes instead of {size + 1}" in text
     assert text.splitlines()[-1] == "  … and 84 more"
@@ -320,7 +312,7 @@ def test_the_text_says_what_is_wrong_and_stays_short(tmp_path):
 def test_a_directory_of_checkpoints_reads_well(tmp_path):
     for number in (1, 2):
         save({"w": torch.ones(3)}, tmp_path / f"step-{number}")
-    _attempt(tmp_path / "step-3")
+    uncommitted(tmp_path / "step-3")
     found = inspect(tmp_path)
     assert found == describe(tmp_path)
     first, second, third, last = str(found).splitlines()

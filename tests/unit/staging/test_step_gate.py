@@ -84,7 +84,7 @@ assert parameter[0].item() == 1.0
 
 def test_reads_that_stand_still_fail_the_save_and_nothing_is_committed(tmp_path: Path) -> None:
     ended = run_script(
-        SLOW_STORAGE.format(pause=8, timeout=1.0)
+        SLOW_STORAGE.format(pause=4, timeout=1.0)
         + """
 try:
     future.result(60)

@@ -10,46 +10,38 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
+from support.checkpoints import assert_same, causes, load_everything, raises, save
+from support.failing import armed, fired
 from support.scripts import run_script
 from support.tiers import sampled
+from support.waiting import await_that
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_datastates import StorageError
+from dcp_datastates.io import engine
+
+SECONDS = 20.0
 
 SAVE = """
-from support.checkpoints import causes
-from dcp_datastates import StorageError
-from dcp_datastates.io import engine as engine_module
-
-def failure_of(call):
-    try:
-        call()
-    except BaseException as error:
-        return next(cause for cause in causes(error) if isinstance(cause, StorageError))
-    raise AssertionError("nothing failed")
-
-def save(number=1):
-    state = {"w": torch.full((1_000_000,), float(number)), "more": torch.zeros(4_000_000)}
-    dcp.save(state, storage_writer=writer(), no_dist=True)
-
-def assert_cache_is_empty():
-    deadline = time.monotonic() + 20
-    while (stats := engine_module.stats()).free_segments != stats.total_segments:
-        assert time.monotonic() < deadline, f"{stats.free_segments} of {stats.total_segments}"
-        time.sleep(0.01)
+state = {"w": torch.full((1_000_000,), 4.0), "more": torch.zeros(4_000_000)}
+dcp.save(state, storage_writer=writer(), no_dist=True)
 """
 
-FAIL_ONCE = """
-print(failure_of(save).errno)
-assert_cache_is_empty()
-def open_there():
-    found = [os.path.realpath("/proc/self/fd/" + each) for each in os.listdir("/proc/self/fd")]
-    return [at for at in found if at.startswith(path)]
 
-deadline = time.monotonic() + 20  # the commit thread tidies up behind the error
-while open_there():
-    assert time.monotonic() < deadline, open_there()
-    time.sleep(0.01)
-save(2)
-assert number_at() == 2
-"""
+def _state(number):
+    return {"w": torch.full((1_000_000,), float(number)), "more": torch.zeros(4_000_000)}
+
+
+def _open_below(path):
+    found = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+    return [at for at in found if at.startswith(str(path))]
+
+
+def _is_given_back(path):
+    """The commit thread tidies up behind the error."""
+    stats = engine.stats()
+    return stats.free_segments == stats.total_segments and not _open_below(path)
 
 
 @pytest.fixture
@@ -77,18 +69,24 @@ def log(tmp_path, monkeypatch):
         ],
     ),
 )
-def test_an_error_fails_the_save_and_the_next_one_works(name, error, tmp_path, monkeypatch, log):
-    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", f"{name}@1=error:{error}")
-    ended = run_script(SAVE + FAIL_ONCE, tmp_path / "c")
-    ended.assert_clean()
-    assert ended.stdout == f"{getattr(errno, error)}\n"
-    assert log.read_text() == f"{name}\n"
+def test_an_error_fails_the_save_and_the_next_one_works(name, error, tmp_path):
+    log = tmp_path / "log"
+    with armed(f"{name}@1=error:{error}", natively=True, log=log):
+        with pytest.raises(CheckpointException) as caught:
+            save(_state(1), tmp_path / "c")
+        (cause,) = causes(caught.value)
+        assert isinstance(cause, StorageError)
+        assert cause.errno == getattr(errno, error)
+        await_that(lambda: _is_given_back(tmp_path / "c"), SECONDS)
+        save(_state(2), tmp_path / "c")
+        assert_same(load_everything(tmp_path / "c"), _state(2))
+    assert fired(log) == [name]
 
 
 def test_a_kill_comes_at_the_hit_that_was_asked_for(tmp_path, monkeypatch, log):
     monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", "flush.write.after@2=kill")
     monkeypatch.setenv("DCP_DATASTATES_TRACE", str(tmp_path / "trace"))
-    ended = run_script(SAVE + "save()", tmp_path / "c")
+    ended = run_script(SAVE, tmp_path / "c")
     assert ended.returncode == -signal.SIGKILL, ended
     assert log.read_text() == "flush.write.after\n"
     writes = [line for line in _trace(tmp_path) if line["op"] == "write" and _is_data(line)]
@@ -97,14 +95,13 @@ def test_a_kill_comes_at_the_hit_that_was_asked_for(tmp_path, monkeypatch, log):
 
 
 @pytest.mark.parametrize("name", ["restore.open.before", "restore.read.after"])
-def test_an_error_fails_the_restore_alone(name, tmp_path, monkeypatch, log):
-    monkeypatch.setenv("DCP_DATASTATES_FAILPOINTS", f"{name}@1=error:EIO")
-    ended = run_script(
-        SAVE + "save(3); assert failure_of(number_at).errno == 5; assert number_at() == 3",
-        tmp_path / "c",
-    )
-    ended.assert_clean()
-    assert log.read_text() == f"{name}\n"
+def test_an_error_fails_the_restore_alone(name, tmp_path):
+    save(_state(3), tmp_path / "c")
+    with armed(f"{name}@1=error:EIO", natively=True, log=tmp_path / "log"):
+        with raises(StorageError, "Input/output error"):
+            load_everything(tmp_path / "c")
+        assert_same(load_everything(tmp_path / "c"), _state(3))
+    assert fired(tmp_path / "log") == [name]
 
 
 def _trace(tmp_path: Path) -> list[dict[str, object]]:
@@ -123,7 +120,7 @@ def _is_data(line: dict[str, object]) -> bool:
 def test_the_trace_of_a_save_is_enough_to_make_its_file(tmp_path, monkeypatch):
     monkeypatch.setenv("DCP_DATASTATES_TRACE", str(tmp_path / "trace"))
     folder = tmp_path / os.fsdecode(b'odd "\\\xc3\xa9\n\xe2\x80\xa8')
-    run_script(SAVE + "save(4); assert number_at() == 4", folder).assert_clean()
+    run_script(SAVE + "assert number_at() == 4", folder).assert_clean()
     trace = _trace(tmp_path)
     data = [line for line in trace if _is_data(line)]
     (path,) = {str(line["path"]) for line in data}

@@ -15,14 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import committed, save
+from support.checkpoints import save
 from support.commands import run_cli, run_python
 from support.files import data_files, flip_bit
+from support.roots import committed_names, damage_metadata
 
 import dcp_datastates
 from dcp_datastates.storage import lock
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -33,14 +34,6 @@ def root(tmp_path):
         save({"w": torch.full((1000,), float(step))}, root / f"step-{step}")
     dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(root / "z"), no_dist=True)
     return root
-
-
-def _names(root):
-    return sorted(path.name for path in root.iterdir() if committed(path))
-
-
-def _damage_metadata(path):
-    flip_bit(path / ".metadata", 50)
 
 
 def _lines(root, *lines):
@@ -192,7 +185,7 @@ def test_retain_deletes_the_older_ones_and_says_so(root):
     assert ended.stdout.splitlines() == _lines(
         root, "kept ROOT/step-11", "kept ROOT/step-10", "deleted ROOT/step-9"
     )
-    assert _names(root) == ["step-10", "step-11", "z"]
+    assert committed_names(root) == ["step-10", "step-11", "z"]
     assert not (root / "step-9").exists()
 
 
@@ -212,7 +205,7 @@ def test_retain_says_what_it_would_delete_and_deletes_nothing(root):
     assert sorted(root.rglob("*")) == before
     really = run_cli("retain", root, "--keep", 1).stdout
     assert really.replace("kept", "would keep").replace("deleted", "would delete") == ended.stdout
-    assert _names(root) == ["step-11", "z"]
+    assert committed_names(root) == ["step-11", "z"]
     assert not leftover.parent.exists()
 
 
@@ -242,7 +235,7 @@ def test_retain_that_cannot_work_is_status_2(arguments, words, root):
     ended = run_cli("retain", root.parent / arguments[0], *arguments[1:])
     assert (ended.returncode, ended.stdout) == (2, "")
     assert words in ended.stderr
-    assert len(_names(root)) == 4
+    assert len(committed_names(root)) == 4
 
 
 # --- rm -------------------------------------------------------------------------------------------
@@ -258,16 +251,16 @@ def test_rm_deletes_what_is_named(root):
     first, second = ended.stdout.splitlines()
     assert first.startswith(f"deleted {root / 'step-9'} (committed ")
     assert second.startswith(f"deleted {root / 'step-10'} (committed ")
-    assert _names(root) == ["step-11", "z"]
+    assert committed_names(root) == ["step-11", "z"]
     assert os.listdir(root / "step-10") == ["notes.txt"], "foreign files stay"
 
 
 def test_rm_deletes_damaged_checkpoints(root):
-    _damage_metadata(root / "step-9")
+    damage_metadata(root / "step-9")
     data_files(root / "step-10")[0].unlink()
     assert "damaged" in run_cli("rm", "-n", root / "step-9").stdout
     assert run_cli("rm", "-y", root / "step-9", root / "step-10").returncode == 0
-    assert _names(root) == ["step-11", "z"]
+    assert committed_names(root) == ["step-11", "z"]
 
 
 def test_rm_deletes_what_a_failed_save_left_and_nothing_that_is_in_flight(root):
@@ -303,14 +296,14 @@ def test_rm_deletes_nothing_if_one_of_the_paths_is_no_checkpoint(other, root):
     ended = run_cli("rm", "--yes", root / "step-9", root / other)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert str((root / other).resolve()) in ended.stderr
-    assert {"step-9", "step-10", "step-11", "z"} <= set(_names(root))
+    assert {"step-9", "step-10", "step-11", "z"} <= set(committed_names(root))
 
 
 def test_rm_without_a_terminal_deletes_only_what_it_is_told_to(root):
     ended = run_cli("rm", root / "step-9")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "--yes" in ended.stderr
-    assert "step-9" in _names(root)
+    assert "step-9" in committed_names(root)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
-"""The planner's pure core: local plans in columns, who writes what, and whether the whole is sound."""
+"""Who writes what: each chunk by one rank that holds it, in equal parts, whatever the ranks are called."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 from collections import Counter
 
 import numpy as np
@@ -13,77 +12,25 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chunks import Box, boxes
+from support.plans import item, plan, replica, thing, with_hints
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.default_planner import (
-    _validate_global_plan,
-    create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from dcp_datastates.format import ragged
-from dcp_datastates.format.chunk_table import Catalog
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
 from dcp_datastates.planning.balance import FinalPlan, assign
-from dcp_datastates.planning.local_plan import LocalPlan
 
 quick = settings(deadline=None, max_examples=150)
-
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.complex128]
-keys = st.one_of(
-    st.sampled_from(["a", "b.c", "", "\0", "\x1f", "ü", "\ud800"]), st.text(max_size=3)
-)
-nested = st.recursive(
-    st.one_of(st.integers(), st.lists(st.integers(0, 3), max_size=2).map(torch.empty)),
-    lambda inner: st.one_of(st.dictionaries(keys, inner, max_size=4), st.lists(inner, max_size=3)),
-    max_leaves=8,
-)
-
-
-def item(name, shape, box=None, dtype=torch.float32, **properties):
-    """A shard; the whole tensor without a box."""
-    kind = WriteItemType.TENSOR if box is None else WriteItemType.SHARD
-    box = box or Box((0,) * len(shape), tuple(shape))
-    return WriteItem(
-        MetadataIndex(name, box.offsets),
-        kind,
-        tensor_data=TensorWriteData(
-            box.chunk(), TensorProperties(dtype=dtype, **properties), torch.Size(shape)
-        ),
-    )
-
-
-def replica(name, shape):
-    """A tensor that is the same on all ranks that have it."""
-    return item(name, shape, Box((0,) * len(shape), shape))
-
-
-def thing(name):
-    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-
-
-def plan(*items, mappings=None):
-    return LocalPlan.of(items, mappings)
 
 
 def stock(plans):
     """What stock DCP makes of the plans, which it has deduplicated."""
     deduped = dedup_save_plans([SavePlan(p.write_items()) for p in plans])
     return create_default_global_save_plan(deduped)
-
-
-def with_hints(items):
-    """MetadataIndex compares neither hints nor that there are none."""
-    return [(item, item.index.index) for item in items]
 
 
 def nbytes(write_item):
@@ -126,75 +73,6 @@ def assert_partition(plans, finals):
     for name, chunks in held.items():
         assert found[name] == (sum(math.prod(sizes) for _, sizes in chunks) if chunks else 1)
     return found
-
-
-@st.composite
-def stock_items(draw):
-    """A rank's items, of a random state dict, and the mappings."""
-    flat, mappings = {}, {}
-    for name in draw(st.lists(keys, max_size=4, unique=True)):
-        try:
-            flat, mappings = flatten_state_dict({**flat, name: draw(nested)})
-        except ValueError:  # two paths of the same name
-            continue
-    items = [one for name, value in flat.items() for one in _create_write_items(name, value)]
-    return items, draw(st.sampled_from([mappings, None]))
-
-
-@quick
-@given(stock_items())
-def test_a_plan_survives_its_encoding(given_items):
-    items, mappings = given_items
-    local = LocalPlan.of(items, mappings)
-    assert with_hints(local.write_items()) == with_hints(items)
-    heads = {}
-    for _ in range(2):
-        again = LocalPlan.decode(local.encode(), heads)
-        assert with_hints(again.write_items()) == with_hints(items)
-        assert again.mappings == mappings
-        assert list(again.mappings or ()) == list(mappings or ())
-        assert again.encode() == local.encode()
-        assert again.digest == local.digest
-    assert len(heads) == 1
-
-
-def test_equal_plans_have_equal_digests():
-    items = [item("a.b", (3, 2)), thing("c.0")]
-    one = LocalPlan.of(items, {"a.b": ("a", "b"), "c.0": ("c", 0)})
-    other = LocalPlan.of(
-        pickle.loads(pickle.dumps(items)), {"a.b": ("".join(["a"]), "b"), "c.0": ("c", 0)}
-    )
-    assert one.digest == other.digest
-    assert one.digest != LocalPlan.of(items, None).digest
-    assert one.digest != LocalPlan.of(items[:1], one.mappings).digest
-
-
-@quick
-@given(stock_items(), st.data())
-def test_damaged_bytes_are_refused_or_decoded(given_items, data):
-    encoded = bytearray(LocalPlan.of(*given_items).encode())
-    if data.draw(st.booleans()):
-        encoded = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
-    else:
-        encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        LocalPlan.decode(bytes(encoded)).write_items()
-    except ValueError as error:
-        assert str(error)  # noqa: PT017
-
-
-@pytest.mark.parametrize("data", [b"", b"x" * 100, b"dslp\x01", b"dsfp\x01" + b"\xff" * 40])
-def test_other_bytes_are_refused(data):
-    with pytest.raises(ValueError):
-        LocalPlan.decode(data)
-    with pytest.raises(ValueError):
-        FinalPlan.decode(data)
-
-
-def test_an_item_whose_index_is_not_its_chunk_is_refused():
-    odd = dataclasses.replace(item("a.b", (3, 2)), index=MetadataIndex("a.b", (1, 0)))
-    with pytest.raises(ValueError, match=r"'a\.b'"):
-        LocalPlan.of([odd], None)
 
 
 @st.composite
@@ -477,126 +355,3 @@ def test_mappings_are_merged_and_the_lowest_rank_wins():
     _, catalog = assign([one, plan(), other])
     assert catalog.mappings == {"a": ("a",), "b": ("b",), "c": ("c",)}
     assert assign([plan(), plan()])[1].mappings is None
-
-
-def catalog_of(tensors):
-    """From shapes and boxes by name."""
-    boxes_of = [box for _, chunks in tensors.values() for box in chunks]
-    flat = {
-        "shapes": [size for shape, _ in tensors.values() for size in shape],
-        "offsets": [value for box in boxes_of for value in box.offsets],
-        "sizes": [value for box in boxes_of for value in box.sizes],
-    }
-    return Catalog(
-        names=tuple(tensors),
-        table=(TensorProperties(dtype=torch.float32),),
-        properties=np.zeros(len(tensors), dtype=np.int64),
-        ndims=np.array([len(shape) for shape, _ in tensors.values()], dtype=np.int64),
-        counts=np.array([len(chunks) for _, chunks in tensors.values()], dtype=np.int64),
-        mappings=None,
-        **{name: np.array(values, dtype=np.int64) for name, values in flat.items()},
-    )
-
-
-@st.composite
-def cut_up(draw, begin, end, depth):
-    """A box cut in two, and those again: by planes through it all, as no grid need be."""
-    dimension = draw(st.integers(-1, len(begin) - 1)) if depth else -1
-    if dimension < 0:
-        return [Box(tuple(begin), tuple(b - a for a, b in zip(begin, end, strict=True)))]
-    place = draw(st.integers(begin[dimension], end[dimension]))
-    middle = [place if d == dimension else value for d, value in enumerate(end)]
-    other = [place if d == dimension else value for d, value in enumerate(begin)]
-    return [*draw(cut_up(begin, middle, depth - 1)), *draw(cut_up(other, end, depth - 1))]
-
-
-PINWHEEL = [
-    Box((0, 0), (1, 2)), Box((0, 2), (2, 1)), Box((2, 1), (1, 2)), Box((1, 0), (2, 1)), Box((1, 1), (1, 1)),
-]  # fmt: skip
-
-
-@st.composite
-def catalogs(draw):
-    """Tensors cut into boxes; some of them with a box moved, resized, repeated or lost."""
-    tensors = {}
-    for number in range(draw(st.integers(0, 4))):
-        shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
-        kind = draw(st.integers(0, 3))
-        if kind == 0:
-            cuts = [draw(st.lists(st.integers(0, max(size, 1)), max_size=4)) for size in shape]
-            chunks = boxes(shape, cuts)
-        elif kind == 1:
-            shape, chunks = (3, 3), list(PINWHEEL)
-        else:
-            chunks = draw(cut_up([0] * len(shape), list(shape), 4))
-        chunks = draw(st.permutations(chunks))
-        for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
-            at = draw(st.integers(0, len(chunks) - 1)) if chunks else 0
-            change = draw(st.integers(0, 3))
-            if not chunks or (change == 0 and len(chunks) == 1):
-                continue
-            if change == 0:
-                del chunks[at]
-            elif change == 1:
-                chunks.append(chunks[at])
-            else:
-                corner = list(chunks[at].offsets if change == 2 else chunks[at].sizes)
-                if corner:
-                    corner[draw(st.integers(0, len(corner) - 1))] += draw(st.integers(-2, 2))
-                field = "offsets" if change == 2 else "sizes"
-                chunks[at] = dataclasses.replace(chunks[at], **{field: tuple(corner)})
-        tensors[f"t{number}"] = (shape, chunks)
-    return catalog_of(tensors)
-
-
-def faults(messages):
-    """Which tensors have which kind of fault."""
-    kinds = ("out of bounds", "overlapping", "invalid fill")
-    return {(m.split()[0], next(kind for kind in kinds if kind in m)) for m in messages}
-
-
-@settings(quick, max_examples=1000)
-@given(catalogs(), st.booleans())
-def test_validation_finds_what_stock_finds(catalog, filled):
-    expected = _validate_global_plan([None] * (2 if filled else 1), catalog_metadata(catalog))
-    messages = validate(catalog, filled=filled)
-    assert len(messages) == len(faults(messages))
-    assert [m.split()[0] for m in messages] == sorted(m.split()[0] for m in messages)
-    if isinstance(expected, bool):  # up to torch 2.11 it says no more
-        assert expected == (messages == [])
-        return
-    assert faults(messages) == faults(expected)
-    for message in messages:
-        if "out of bounds" in message:
-            assert message in expected
-
-
-def test_a_pinwheel_is_sound_and_what_overlaps_is_named():
-    sound = catalog_of({"a.b": ((3, 3), PINWHEEL)})
-    assert validate(sound, filled=True) == []
-    broken = catalog_of({"a.b": ((3, 3), [*PINWHEEL, Box((1, 1), (2, 2))])})
-    overlap, fill = validate(broken, filled=True)
-    assert "key:a.b has overlapping chunks: ChunkStorageMetadata(" in overlap
-    assert "offsets=torch.Size([1, 1])" in overlap
-    assert fill == "key:a.b invalid fill tensor-volume: 9 chunks-volume: 13"
-
-
-def test_far_ends_do_not_overflow():
-    far = 1 << 61
-    chunks = [Box((number * (far // 2),), (far // 2,)) for number in range(4)]
-    assert validate(catalog_of({"t": ((2 * far - 4,), chunks[:3])}), filled=False) == []
-    wrong = [*chunks[:3], Box((5,), (7,))]
-    (message,) = validate(catalog_of({"t": ((2 * far - 4,), wrong)}), filled=False)
-    assert "overlapping" in message
-
-
-def test_validation_takes_no_pairs_of_a_fine_grid(monkeypatch):
-    """300 x 300 chunks, cut in rows that do not meet: pairs would be 4 billion."""
-    monkeypatch.setattr("dcp_datastates.format.validate._overlapping_pair", None)
-    chunks = [
-        Box((row * 10 + column % 10, column), (10, 1))
-        for column in range(300)
-        for row in range(300)
-    ]
-    catalog = catalog_of({"t": ((3010, 300), chunks)})
-    assert validate(catalog, filled=False) == []

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from support.checkpoints import committed, load_everything, raises, save
 from support.files import flip_bit
 from support.metadata import with_format
+from support.roots import NEWER, OLDER, uncommitted
 
 from dcp_datastates import (
     CheckpointNotFoundError,
@@ -22,8 +23,6 @@ from dcp_datastates import (
 )
 from dcp_datastates.storage import lock, operations
 
-NEWER, OLDER = "7fffffffffffffff-00000001", "0000000000000001-00000001"
-
 
 @pytest.fixture
 def path(tmp_path):
@@ -31,16 +30,9 @@ def path(tmp_path):
     return tmp_path / "ckpt" / "step-3"
 
 
-def _attempt(path, name):
-    """What a save that has not committed has on storage."""
-    (path / name).mkdir(parents=True)
-    (path / name / "r00000-0.safetensors").write_bytes(b"x" * 100)
-    return path / name
-
-
 def test_a_checkpoint_goes_with_its_directory_and_its_neighbours_stay(path):
     save({"w": torch.ones(3)}, path.with_name("step-4"))
-    _attempt(path, OLDER)  # abandoned
+    uncommitted(path, OLDER)  # abandoned
     delete(path)
     assert os.listdir(path.parent) == ["step-4"]
     assert load_everything(path.with_name("step-4"))["w"].eq(1).all()
@@ -118,7 +110,7 @@ def test_a_save_that_failed_can_be_deleted(path):
 def test_a_save_in_flight_is_named_and_nothing_is_touched(attempt, is_committed, path):
     if not is_committed:
         (path / ".metadata").unlink()
-    folder = _attempt(path, attempt)
+    folder = uncommitted(path, attempt)
     before = sorted(path.rglob("*"))
     hold = lock.Hold(folder)
     try:
@@ -141,14 +133,14 @@ def test_a_save_that_is_being_published_there_is_not_disturbed(path):
 
 def test_without_locks_what_may_be_in_flight_stays(path, monkeypatch):
     monkeypatch.setattr(lock, "in_flight", lambda directory: None)
-    newer = _attempt(path, NEWER)
+    newer = uncommitted(path, NEWER)
     with pytest.raises(StorageError, match=NEWER):
         delete(path)
     shutil.rmtree(newer)
-    _attempt(path, OLDER)
+    uncommitted(path, OLDER)
     delete(path)
     assert not path.exists()
-    _attempt(path, OLDER)
+    uncommitted(path, OLDER)
     with pytest.raises(StorageError, match="by hand"):
         delete(path)
 
@@ -176,7 +168,7 @@ def test_what_is_no_checkpoint_is_left_alone_and_named(path, tmp_path):
 def test_a_stock_checkpoint_is_left_alone(path, tmp_path):
     stock = tmp_path / "stock"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=stock, no_dist=True)
-    _attempt(stock, OLDER)
+    uncommitted(stock, OLDER)
     before = sorted(stock.rglob("*"))
     with pytest.raises(ForeignCheckpointError):
         delete(stock)

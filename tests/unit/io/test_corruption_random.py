@@ -21,6 +21,7 @@ from support.checkpoints import assert_same, causes, load, load_everything, save
 from support.files import BLOCK, data_files, read_file
 from support.ranks import run_on_ranks, under_torchrun
 from support.states import DTYPES, filled
+from support.tiers import tries
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -29,9 +30,6 @@ from dcp_datastates import CheckpointCorruptError
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="one process damages the files")
 
 SEED = int(os.environ.get("FUZZ_SEED", "20241121"))
-WHOLE = 600
-PARTIAL = 1500
-METADATA = 1500
 KINDS = ("flip", "cut", "append", "zero", "swap")
 PAGE = 4096
 
@@ -195,9 +193,10 @@ def _check(error: BaseException, file: str, names: set[str]) -> None:
         assert not names or any(repr(name) in str(cause) for name in names), (str(cause), names)
 
 
-def test_a_load_of_everything(checkpoint, files):
+@pytest.mark.parametrize("count", tries(60, 600))
+def test_a_load_of_everything(count, checkpoint, files):
     counts: collections.Counter[str] = collections.Counter()
-    for file, damage, _ in _tries(files, WHOLE, SEED):
+    for file, damage, _ in _tries(files, count, SEED):
         affected = file.affected(damage)
         with Damaged(file.path, file.raw, damage):
             found: dict[str, Any] = {}
@@ -210,13 +209,14 @@ def test_a_load_of_everything(checkpoint, files):
         counts[f"{damage.kind}: {'nothing needed was hit' if failure is None else 'refused'}"] += 1
     assert_same(load_everything(checkpoint), ALL)
     _report("loads of everything", SEED, counts)
-    assert counts.total() == WHOLE
+    assert counts.total() == count
 
 
-def test_a_load_of_one_thing(checkpoint, files):
+@pytest.mark.parametrize("count", tries(200, 1500))
+def test_a_load_of_one_thing(count, checkpoint, files):
     counts: collections.Counter[str] = collections.Counter()
     names = list(ALL)
-    for number, (file, damage, chance) in enumerate(_tries(files, PARTIAL, SEED + 1)):
+    for number, (file, damage, chance) in enumerate(_tries(files, count, SEED + 1)):
         affected = file.affected(damage)
         name = chance.choice(sorted(affected) if number % 2 and affected else names)
         target = {name: zeros(ALL[name]) if isinstance(ALL[name], torch.Tensor) else None}
@@ -230,17 +230,18 @@ def test_a_load_of_one_thing(checkpoint, files):
             _check(failure, file.path.name, {name})
         counts[f"{damage.kind}: {'loaded' if failure is None else 'refused'}"] += 1
     _report("loads of one thing", SEED + 1, counts)
-    assert counts.total() == PARTIAL
+    assert counts.total() == count
     for kind in KINDS:
-        assert counts[f"{kind}: refused"] >= PARTIAL // 20
-        assert counts[f"{kind}: loaded"] >= PARTIAL // 20
+        assert counts[f"{kind}: refused"] >= count // 20
+        assert counts[f"{kind}: loaded"] >= count // 20
 
 
-def test_damaged_metadata(checkpoint):
+@pytest.mark.parametrize("count", tries(200, 1500))
+def test_damaged_metadata(count, checkpoint):
     path = checkpoint / ".metadata"
     raw = path.read_bytes()
     counts: collections.Counter[str] = collections.Counter()
-    for _, damage, _ in _tries([File(path, raw, {}, len(raw))], METADATA, SEED + 2):
+    for _, damage, _ in _tries([File(path, raw, {}, len(raw))], count, SEED + 2):
         target = {"scalar": torch.zeros((), dtype=torch.float64)}
         with Damaged(path, raw, damage):
             failure = _failure(lambda target=target: load(target, checkpoint))
@@ -248,7 +249,7 @@ def test_damaged_metadata(checkpoint):
         _check(failure, ".metadata", set())
         counts[f"{damage.kind}: refused"] += 1
     _report("damaged metadata", SEED + 2, counts)
-    assert counts.total() == METADATA
+    assert counts.total() == count
 
 
 def _report(what: str, seed: int, counts: collections.Counter[str]) -> None:

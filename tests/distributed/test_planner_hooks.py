@@ -1,0 +1,233 @@
+"""Planners with hooks of their own: no step of theirs is passed over, whatever is remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import CACHE, assert_same, load, raises, zeros
+from support.groups import own_group
+from support.planned_saves import (
+    Skipping,
+    owned,
+    save_by,
+    saved_alone,
+    saver,
+    state_of,
+)
+from support.planners import own_step
+from support.ranks import ranks
+from support.states import filled
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+import dcp_datastates
+from dcp_datastates import (
+    ConfigurationError,
+    DataStatesError,
+    DataStatesReader,
+    DataStatesSavePlanner,
+    DataStatesWriter,
+)
+
+
+def _saved(by, planner, shared_dir):
+    dist.barrier()
+    save_by({"w": torch.ones(3, 4)}, by, planner)
+    return load({"w": torch.zeros(3, 4)}, shared_dir / "c")
+
+
+class _Renaming(DataStatesSavePlanner):
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        renamed = {f"new_{name}": value for name, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+@ranks(1)
+def test_a_subclass_that_rewrites_the_state_has_its_way(shared_dir):
+    planner = _Renaming()
+    for number in range(3):
+        saved_alone({"a": torch.full((9,), float(number))}, planner, shared_dir / "c")
+        found = load({"new_a": torch.zeros(9)}, shared_dir / "c")
+        assert found["new_a"].eq(number).all()
+
+
+class _Noting(DataStatesSavePlanner):
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        assert {item.index.fqn for plan in plans for item in plan.items} == {"skip", "w"}
+        noted = {**metadata.planner_data, "note": ("mine",)}
+        return plans, dataclasses.replace(metadata, planner_data=noted)
+
+
+def save_how(how, state, planner, path):
+    """A save, synchronous or not, that is over on all ranks."""
+    if how == "save":
+        dcp.save(state, storage_writer=saver(path), planner=planner, process_group=own_group())
+        dist.barrier()
+    else:
+        save_by(state, saver(path), planner)
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_subclass_that_edits_a_plan_has_its_way(how, shared_dir):
+    skipping, noting = Skipping(), _Noting()
+    for number in range(3):
+        state = {"w": torch.full((4,), float(number)), "skip": torch.ones(3)}
+        save_how(how, state, skipping, shared_dir / "skipping")
+        save_how(how, state, noting, shared_dir / "noting")
+        metadata = DataStatesReader(shared_dir / "skipping").read_metadata()
+        assert set(metadata.state_dict_metadata) == {"w"}
+        metadata = DataStatesReader(shared_dir / "noting").read_metadata()
+        assert metadata.planner_data == {"w": ("w",), "skip": ("skip",), "note": ("mine",)}
+        for name in ("skipping", "noting"):
+            found = load({"w": torch.zeros(4)}, shared_dir / name)
+            assert found["w"].eq(number).all()
+        dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("edits", [0, 1])
+def test_a_subclass_that_edits_plans_on_one_rank_only_is_refused(edits, how, shared_dir):
+    kind = Skipping if dist.get_rank() == edits else DataStatesSavePlanner
+    with raises(DataStatesError, "one class on all ranks"):
+        save_how(how, {"w": torch.ones(4)}, kind(), shared_dir / "c")
+    dist.barrier()
+    save_how(how, {"w": torch.ones(4)}, None, shared_dir / "c")
+    assert_same(load({"w": torch.zeros(4)}, shared_dir / "c"), {"w": torch.ones(4)})
+
+
+class _Meddling(DataStatesWriter):
+    def finish(self, metadata, results):
+        metadata.planner_data = {"w": ("w",), "note": ("mine",)}
+        super().finish(metadata, results)
+
+
+@ranks(1)
+def test_metadata_that_are_changed_before_they_are_written_are_refused(shared_dir):
+    by = _Meddling(shared_dir / "c", host_cache_size=CACHE)
+    with raises(ConfigurationError, "planner_data", "derived from DataStatesSavePlanner"):
+        dcp.save({"w": torch.ones(4)}, storage_writer=by, planner=DataStatesSavePlanner())
+
+
+def _doubling(planner, write_item, value):
+    return DefaultSavePlanner.transform_object(
+        planner, write_item, value * 2 if isinstance(value, torch.Tensor) else value
+    )
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("on", ["object", "class"])
+def test_a_hook_that_is_set_later_is_not_passed_over_because_plans_are_remembered(
+    on, how, shared_dir
+):
+    torch.manual_seed(0)
+    planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
+    owned = torch.nn.Parameter(state["w"])  # deferred: it could be read ahead
+    optimizer = torch.optim.SGD([owned], lr=0.0)
+    dcp_datastates.track(optimizer)
+    stored = []
+    for number in range(6):
+        if on == "object" and number == 3:
+            planner.transform_object = functools.partial(_doubling, planner)
+        hooked = contextlib.nullcontext()
+        if on == "class" and number >= 3:
+            hooked = mock.patch.object(DataStatesSavePlanner, "transform_object", _doubling)
+        with hooked:
+            save_how(how, {"w": owned.detach()}, planner, shared_dir / "c")
+        stored.append(load(zeros(state), shared_dir / "c")["w"])
+        dist.barrier()
+    for number, found in enumerate(stored):
+        assert_same(found, state["w"] * (1 if number < 3 else 2))
+
+
+@ranks(1)
+def test_a_hook_that_is_set_right_after_the_call_has_the_state_to_work_on(shared_dir):
+    planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
+    for _ in range(2):
+        saved_alone(state, planner, shared_dir / "c")
+    go_on = threading.Event()
+
+    def held(plain, planner, *args, **kwargs):
+        assert go_on.wait(60)
+        return plain(planner, *args, **kwargs)
+
+    with own_step("set_up_planner", held):
+        by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE)
+        response = dcp_datastates.async_save(state, writer=by, planner=planner)
+        planner.transform_object = functools.partial(_doubling, planner)
+        go_on.set()
+        response.upload_completion.result(60)
+    assert_same(load(zeros(state), shared_dir / "c")["w"], state["w"] * 2)
+
+
+@ranks(1)
+def test_a_set_up_that_is_replaced_right_after_the_call_is_refused_and_saves_no_empty_state(
+    shared_dir,
+):
+    planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
+    for _ in range(2):
+        saved_alone(state, planner, shared_dir / "c")
+    go_on, plain = threading.Event(), planner.set_up_planner
+    by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, read_window="immediate")
+    first = torch.nn.Parameter(torch.rand(9))
+    storage_meta = by.storage_meta
+
+    def held():
+        assert go_on.wait(60)
+        return storage_meta()
+
+    by.storage_meta = held
+    response = dcp_datastates.async_save({"first": first}, writer=by, planner=planner)
+    planner.set_up_planner = lambda state_dict, is_coordinator: plain(
+        state_dict, None, is_coordinator
+    )
+    go_on.set()
+    with raises(ConfigurationError, "set hooks before the call"):
+        response.upload_completion.result(60)
+    assert_same(load(zeros(state), shared_dir / "c"), state)
+
+
+@ranks(2)
+def test_options_that_are_changed_on_the_planner_are_not_passed_over(shared_dir):
+    planner = DataStatesSavePlanner()
+    state, _optimizer = owned({"w": filled((4000, 300), torch.float32, 1)})
+    by = saver(shared_dir / "c")
+    for _ in range(2):
+        save_by(state, by, planner)
+    assert (
+        len(DataStatesReader(shared_dir / "c").read_metadata().state_dict_metadata["w"].chunks) == 2
+    )
+    dist.barrier()
+    planner.dedup_save_to_lowest_rank = True
+    save_by(state, by, planner)
+    assert (
+        len(DataStatesReader(shared_dir / "c").read_metadata().state_dict_metadata["w"].chunks) == 1
+    )
+    dist.barrier()
+    assert (by.last_save.bytes_written > state["w"].nbytes) == (dist.get_rank() == 0)
+    nested = {"a": {"w": torch.ones(3)}}
+    save_by(nested, by, planner)
+    save_by(nested, by, planner)
+    planner.flatten_state_dict = False
+    save_by(nested, by, planner)
+    assert set(DataStatesReader(shared_dir / "c").read_metadata().state_dict_metadata) == {"a"}
+
+
+@ranks(2)
+@pytest.mark.parametrize("stock", [0, 1])
+def test_planners_of_two_classes_are_refused_and_told_why(stock, shared_dir):
+    by = saver(shared_dir / "c")
+    planner = DefaultSavePlanner() if dist.get_rank() == stock else DataStatesSavePlanner()
+    with raises(DataStatesError, "one class on all ranks"):
+        save_by(state_of(0), by, planner)
+    assert_same(_saved(by, None, shared_dir), {"w": torch.ones(3, 4)})

@@ -1,0 +1,43 @@
+"""Plans made by hand: items of tensors, of replicas and of objects, and the plans of ranks that have them."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_datastates.planning.local_plan import LocalPlan
+from support.chunks import Box
+
+__all__ = ["item", "plan", "replica", "thing", "with_hints"]
+
+
+def item(name, shape, box=None, dtype=torch.float32, **properties):
+    """A shard; the whole tensor without a box."""
+    kind = WriteItemType.TENSOR if box is None else WriteItemType.SHARD
+    box = box or Box((0,) * len(shape), tuple(shape))
+    return WriteItem(
+        MetadataIndex(name, box.offsets),
+        kind,
+        tensor_data=TensorWriteData(
+            box.chunk(), TensorProperties(dtype=dtype, **properties), torch.Size(shape)
+        ),
+    )
+
+
+def replica(name, shape):
+    """A tensor that is the same on all ranks that have it."""
+    return item(name, shape, Box((0,) * len(shape), shape))
+
+
+def thing(name):
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+
+def plan(*items, mappings=None):
+    return LocalPlan.of(items, mappings)
+
+
+def with_hints(items):
+    """MetadataIndex compares neither hints nor that there are none."""
+    return [(item, item.index.index) for item in items]

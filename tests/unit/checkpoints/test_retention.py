@@ -1,0 +1,270 @@
+"""``retain`` deletes the older checkpoints, and never one that may be needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+from support.checkpoints import committed, raises, save
+from support.files import data_files, flip_bit
+from support.roots import (
+    NEWER,
+    OLDER,
+    STRUCTURAL,
+    another_version,
+    committed_names,
+    save_stock,
+    state_of,
+    the_first_version,
+    uncommitted,
+)
+
+from dcp_datastates import ConfigurationError, StorageError, latest, retain, verify
+from dcp_datastates.storage import lock, operations
+
+
+def test_the_newest_are_kept_and_the_rest_is_gone_without_a_trace(root):
+    assert retain(root, keep=2) == [root / "step-9"]
+    assert not (root / "step-9").exists()
+    assert committed_names(root) == ["step-10", "step-11"]
+    assert (root / "logs" / "events.txt").exists()
+    assert (root / "notes.txt").exists()
+    for name in committed_names(root):
+        assert verify(root / name).whole
+
+
+def test_again_there_is_nothing_to_do(root):
+    assert retain(root, keep=1) == [root / "step-10", root / "step-9"]
+    assert retain(root, keep=1) == []
+    assert latest(root) == root / "step-11"
+
+
+@pytest.mark.parametrize("keep", [3, 4, 1000])
+def test_keeping_as_many_as_there_are_or_more_deletes_nothing(keep, root):
+    assert retain(root, keep=keep) == []
+    assert len(committed_names(root)) == 3
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.0, "2", None, True])
+def test_keep_must_be_a_whole_number_above_0(keep, root):
+    with raises(ConfigurationError, "keep"):
+        retain(root, keep=keep)
+    assert len(committed_names(root)) == 3
+
+
+def test_no_root_is_nothing_to_delete_and_a_checkpoint_is_refused(root):
+    assert retain(root / "nowhere", keep=1) == []
+    with raises(ConfigurationError, "itself a checkpoint"):
+        retain(root / "step-9", keep=1)
+    assert committed(root / "step-9")
+
+
+@pytest.mark.parametrize("damage", STRUCTURAL, ids=lambda damage: damage.__name__)
+def test_a_damaged_newest_does_not_count_and_the_last_good_one_stays(damage, root, caplog):
+    damage(root / "step-11")
+    damage(root / "step-10")
+    assert retain(root, keep=1) == []
+    assert committed(root / "step-9")
+    assert latest(root) == root / "step-9"
+    assert "step-11" in caplog.text
+
+
+def test_a_flipped_bit_does_not_cost_the_last_sound_one_if_every_byte_is_verified(root):
+    for name in ("step-10", "step-11"):
+        (file,) = data_files(root / name)
+        flip_bit(file, file.stat().st_size // 2)
+    assert retain(root, keep=1, verify="full") == []
+    assert committed_names(root) == ["step-10", "step-11", "step-9"]
+    save(state_of(12), root / "step-12")
+    deleted = retain(root, keep=1, verify="full")
+    assert deleted == [root / "step-11", root / "step-10", root / "step-9"]
+    with pytest.raises(ConfigurationError, match="verify='bytes'"):
+        retain(root, keep=1, verify="bytes")
+
+
+@pytest.mark.parametrize("damage", STRUCTURAL[:5], ids=lambda damage: damage.__name__)
+def test_a_damaged_one_goes_once_enough_good_ones_are_newer(damage, root):
+    damage(root / "step-9")
+    assert retain(root, keep=3) == [], "only two good ones are newer"
+    assert (root / "step-9").exists()
+    assert retain(root, keep=2) == [root / "step-9"]
+    assert not (root / "step-9").exists()
+
+
+@pytest.mark.parametrize("other", [another_version, the_first_version])
+def test_one_of_another_format_is_never_deleted(other, root, caplog):
+    other(root / "step-9")
+    assert retain(root, keep=1) == [root / "step-10"]
+    assert committed(root / "step-9")
+    assert "step-9" in caplog.text
+
+
+def test_stock_checkpoints_are_neither_counted_nor_deleted(root):
+    save_stock(root / "step-12")
+    save_stock(root / "step-1")
+    assert retain(root, keep=2) == [root / "step-9"]
+    assert committed(root / "step-12")
+    assert committed(root / "step-1")
+
+
+def test_a_stock_checkpoint_that_a_save_is_about_to_replace_is_not_deleted(root):
+    save_stock(root / "step-1")
+    uncommitted(root / "step-1", OLDER)
+    before = (root / "step-1" / ".metadata").read_bytes()
+    retain(root, keep=1)
+    assert (root / "step-1" / ".metadata").read_bytes() == before
+
+
+def test_links_are_neither_counted_nor_followed(root, tmp_path):
+    save(state_of(1), tmp_path / "elsewhere")
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "current").symlink_to("step-11")
+    assert retain(root, keep=2) == [root / "step-9"]
+    assert committed(tmp_path / "elsewhere")
+    assert os.path.islink(root / "current")
+
+
+def test_foreign_files_stay_and_so_does_their_directory(root, caplog):
+    (root / "step-9" / "config.json").write_text("{}")
+    folder = data_files(root / "step-10")[0].parent
+    (folder / "mine.bin").write_bytes(b"x")
+    assert retain(root, keep=1) == [root / "step-10", root / "step-9"]
+    assert os.listdir(root / "step-9") == ["config.json"]
+    assert os.listdir(root / "step-10") == [folder.name]
+    assert sorted(os.listdir(folder)) == ["deleting", "mine.bin"]
+    assert "config.json" in caplog.text
+    assert retain(root, keep=1) == [], "what is left is not deleted again and again"
+
+
+@pytest.mark.parametrize("attempt", [NEWER, OLDER])
+def test_a_checkpoint_with_an_attempt_in_flight_stays(attempt, root):
+    folder = uncommitted(root / "step-9", attempt)
+    hold = lock.Hold(folder)
+    try:
+        assert retain(root, keep=1) == [root / "step-10"]
+        assert committed(root / "step-9")
+        assert os.listdir(folder) == ["r00000-0.safetensors"]
+    finally:
+        hold.release()
+    assert retain(root, keep=1) == [root / "step-9"]
+    assert not (root / "step-9").exists(), "the abandoned attempt went with it"
+
+
+def test_without_locks_a_newer_attempt_counts_as_in_flight_and_an_older_one_does_not(
+    root, monkeypatch
+):
+    monkeypatch.setattr(lock, "in_flight", lambda directory: None)
+    uncommitted(root / "step-9", NEWER)
+    uncommitted(root / "step-10", OLDER)
+    assert retain(root, keep=1) == [root / "step-10"]
+    assert not (root / "step-10").exists()
+    assert committed(root / "step-9")
+
+
+def test_a_save_that_is_being_published_there_is_not_disturbed(root):
+    with lock.exclusive(root / "step-9", 1.0):
+        assert retain(root, keep=1) == [root / "step-10"]
+    assert committed(root / "step-9")
+
+
+def test_uncommitted_checkpoints_in_flight_or_newer_stay(root):
+    hold = lock.Hold(uncommitted(root / "step-8", OLDER))
+    uncommitted(root / "step-12", NEWER)
+    try:
+        retain(root, keep=1)
+        assert (root / "step-8" / OLDER / "r00000-0.safetensors").exists()
+        assert (root / "step-12" / NEWER / "r00000-0.safetensors").exists()
+    finally:
+        hold.release()
+
+
+class _Crash(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("when", range(18))
+def test_a_crash_at_any_operation_leaves_no_half_checkpoint_and_the_next_call_finishes(
+    when, root, monkeypatch
+):
+    done = []
+
+    def counted(name):
+        real = getattr(operations, name)
+
+        def operation(path, phase):
+            assert phase in ("withdraw", "delete")
+            if len(done) == when:
+                raise _Crash
+            done.append((name, path))
+            real(path, phase)
+
+        return operation
+
+    for name in ("unlink", "sync_directory", "remove_directory"):
+        monkeypatch.setattr(operations, name, counted(name))
+    crashed = False
+    try:
+        retain(root, keep=1)
+    except _Crash:
+        crashed = True
+    assert crashed == (when <= 15), "else this has tried what it did not mean to"
+    for name in committed_names(root):
+        assert verify(root / name).whole
+    assert latest(root) == root / "step-11"
+    monkeypatch.undo()
+    retain(root, keep=1)
+    # A crash between the last attempt's end and its directory's leaves that: empty, and nobody's.
+    emptied = [path for path in root.glob("step-*") if not os.listdir(path)]
+    assert len(emptied) <= 1
+    assert {path.name for path in root.glob("step-*")} - {path.name for path in emptied} == {
+        "step-11"
+    }
+
+
+def test_each_victim_is_unpublished_durably_before_its_data_go(root, monkeypatch):
+    done = []
+    for name in ("unlink", "sync_directory", "remove_directory"):
+        real = getattr(operations, name)
+
+        def operation(path, phase, name=name, real=real):
+            done.append((name, path.relative_to(root).as_posix()))
+            real(path, phase)
+
+        monkeypatch.setattr(operations, name, operation)
+    (file,) = data_files(root / "step-9")
+    folder = f"step-9/{file.parent.name}"
+    retain(root, keep=2)
+    assert done == [
+        ("remove_directory", f"{folder}/publishing"),  # it is not there any more: a save has ended
+        ("unlink", "step-9/.metadata"),
+        ("sync_directory", "step-9"),
+        ("unlink", f"{folder}/{file.name}"),
+        ("remove_directory", f"{folder}/deleting"),
+        ("remove_directory", folder),
+        ("remove_directory", "step-9"),
+        ("sync_directory", "."),
+    ]
+
+
+def test_what_the_system_refuses_is_an_error_that_names_the_checkpoint(root, monkeypatch):
+    def refuse(path, phase):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(operations, "unlink", refuse)
+    with raises(StorageError, "step-9", "Permission denied"):
+        retain(root, keep=2)
+    assert verify(root / "step-9").whole
+
+
+def test_somebody_else_deleting_it_too_is_no_error(root, monkeypatch):
+    real = operations.unlink
+
+    def unlink(path, phase):
+        if path.name == ".metadata":
+            shutil.rmtree(path.parent)
+        real(path, phase)
+
+    monkeypatch.setattr(operations, "unlink", unlink)
+    retain(root, keep=1)
+    assert committed_names(root) == ["step-11"]

@@ -1,0 +1,105 @@
+"""DCP's Metadata made of columns, entry by entry: the same as if it had been made at once."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.metadata_examples import (
+    META,
+    Example,
+    assert_identical,
+    examples,
+    packed_example,
+    sharded,
+    storable,
+)
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from dcp_datastates.format import trailer
+from dcp_datastates.format.metadata import MetadataTable, decode, encode
+from dcp_datastates.format.metadata_columns import table_of
+from dcp_datastates.format.metadata_objects import metadata_of, note_of
+
+
+@settings(max_examples=150, deadline=None)
+@given(examples().filter(storable))
+@example(sharded(1001, 2))
+def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
+    packed, note = packed_example(case)
+    table = MetadataTable(*packed.columns(), note, META, "1.0.0")
+    found = decode(encode(table), Path("c"))
+    same = decode(encode(table_of(packed.metadata(), note)), Path("c"))
+    for each in (found, same):
+        assert (each.note, each.storage_meta, each.version) == (note, META, "1.0.0")
+        assert each.catalog.names == table.catalog.names
+        assert each.placement.paths == table.placement.paths
+        assert each.catalog.mappings == packed.mappings
+        for name in trailer.CATALOG[1:]:
+            assert np.array_equal(getattr(each.catalog, name), getattr(table.catalog, name))
+        for name in trailer.PLACEMENT:
+            assert np.array_equal(getattr(each.placement, name), getattr(table.placement, name))
+        assert_identical(metadata_of(each), packed.metadata())
+        assert note_of(metadata_of(each)) == note
+
+
+@settings(max_examples=100, deadline=None)
+@given(examples().filter(storable), st.randoms())
+def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_look(
+    case: Example, chance: Any
+) -> None:
+    packed, note = packed_example(case)
+    table = MetadataTable(*packed.columns(), note, META, "1.0.0")
+    expected = packed.metadata()
+    for look in (
+        metadata_of,
+        lambda table: pickle.loads(pickle.dumps(metadata_of(table))),
+        lambda table: copy.deepcopy(metadata_of(table)),
+        lambda table: dataclasses.replace(metadata_of(table)),
+    ):
+        found = look(table)
+        for mine, theirs in (
+            (found.state_dict_metadata, expected.state_dict_metadata),
+            (found.storage_data, expected.storage_data),
+        ):
+            keys = list(theirs)
+            chance.shuffle(keys)
+            assert [mine[key] for key in keys] == [theirs[key] for key in keys]
+            assert all(key in mine for key in keys)
+            assert len(mine) == len(theirs)
+            assert list(mine) == list(theirs)
+            assert mine.get("not there") is None
+    for index, info in expected.storage_data.items():
+        for hint in (None, 0, 10**9, -1):
+            assert found.storage_data[MetadataIndex(index.fqn, index.offset, hint)] == info
+        wrong = None if index.offset is not None else torch.Size([0])
+        assert MetadataIndex(index.fqn, wrong) not in metadata_of(table).storage_data
+
+
+def test_entries_can_be_changed() -> None:
+    packed, note = packed_example(sharded(3, 2))
+    found = metadata_of(MetadataTable(*packed.columns(), note, META, "1.0.0"))
+    kept = found.state_dict_metadata["w1"]
+    found.state_dict_metadata["more"] = kept
+    assert found.state_dict_metadata.pop("w0").chunks
+    assert list(found.state_dict_metadata) == ["w1", "more"]
+    assert found.state_dict_metadata["w1"] is kept
+    del found.storage_data[MetadataIndex("w0", (3, 0))]
+    assert len(found.storage_data) == 5
+
+
+def test_stock_reader_loads_the_file(tmp_path: Path) -> None:
+    packed, note = packed_example(sharded(1001, 2))
+    data = encode(MetadataTable(*packed.columns(), note, META, "1.0.0"))
+    (tmp_path / ".metadata").write_bytes(data)
+    found = FileSystemReader(tmp_path).read_metadata()
+    found.storage_meta.load_id = None
+    assert_identical(found, packed.metadata())

@@ -1,0 +1,137 @@
+"""The table behind the pickle in ``.metadata``: its bytes by other code than the package's, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import assert_same, load_everything, raises, save
+from support.files import put_back
+from support.metadata import COLUMNS, ended, file_of, parts_of, rewritten, with_format
+from support.states import filled
+
+from dcp_datastates import CheckpointCorruptError, UnreadableMetadataError
+from dcp_datastates.format import trailer
+from dcp_datastates.format.metadata import decode
+
+STATE = {
+    "w": filled((300, 20), torch.float32, 1),
+    "list": [filled((3,), torch.int64, 2), {"deep": filled((), torch.bfloat16, 3)}],
+    "object": {"text": "some text"},
+}
+
+PATH = Path("c/.metadata")
+HUGE = 1 << 62
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    save(STATE, path)
+    return path
+
+
+@pytest.fixture
+def checkpoint(saved):
+    """The same for all tests: what one does to its files is undone."""
+    with put_back(saved):
+        yield saved
+
+
+def test_a_file_is_what_the_layout_says(checkpoint):
+    """By other code than the package's."""
+    data = (checkpoint / ".metadata").read_bytes()
+    parts = parts_of(checkpoint)
+    assert data.startswith(b"\x80\x04")
+    assert parts.pickled.endswith(b".")
+    assert set(parts.document) == {
+        *("attempt", "after", "files", "names", "properties"),
+        *("planner_data", "version", "storage_meta", "further"),
+    }
+    assert sorted(parts.document["names"]) == ["list.0", "list.1.deep", "object.text", "w"]
+    assert parts.document["planner_data"]["dict"]["list.1.deep"] == {"tuple": ["list", 1, "deep"]}
+    place = parts.place("w")
+    assert parts.columns["chunk_lengths"][place] == 300 * 20 * 4
+    assert file_of(parts)[: len(parts.pickled)] == data[: len(parts.pickled)]
+    rewritten(checkpoint, lambda parts: None)
+    assert_same(load_everything(checkpoint), STATE)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(1, ["format 1", "format 2", "HuggingFaceStorageReader"]), (3, ["format 3", "upgrade"])],
+)
+def test_another_format_is_refused_by_name_with_the_way_out(number, words, checkpoint):
+    file = checkpoint / ".metadata"
+    other = with_format(file.read_bytes(), number)
+    file.write_bytes(other)
+    with raises(UnreadableMetadataError, str(file), *words):
+        load_everything(checkpoint)
+    for at in range(len(other) - 24, len(other)):  # what is damaged is not taken for another format
+        broken = bytearray(other)
+        broken[at] ^= 1
+        with pytest.raises(CheckpointCorruptError, match=re.escape(str(file))) as raised:
+            decode(bytes(broken), file)
+        assert type(raised.value) is CheckpointCorruptError
+
+
+def _split(data: bytes) -> tuple[bytes, int, list[tuple[int, int]]]:
+    """All before the directory, where the columns begin, and the directory."""
+    count = 1 + len(COLUMNS)
+    directory = data[-24 - 9 * count : -24]
+    (pickle_bytes,) = struct.unpack_from("<Q", data, len(data) - 16)
+    return data[: -24 - len(directory)], pickle_bytes, list(struct.iter_unpack("<BQ", directory))
+
+
+def _with_directory(data: bytes, entries: list[tuple[int, int]]) -> bytes:
+    before, pickle_bytes, _ = _split(data)
+    return ended(before + b"".join(struct.pack("<BQ", *entry) for entry in entries), pickle_bytes)
+
+
+def test_directories_that_do_not_fit_the_file_are_refused(checkpoint):
+    data = (checkpoint / ".metadata").read_bytes()
+    _, pickle_bytes, entries = _split(data)
+    assert _with_directory(data, entries) == data
+    for place, (width, length) in enumerate(entries):
+        for wrong in [
+            *((width, wrong) for wrong in (length + 1, HUGE, (1 << 64) - 1)),
+            *((wrong, length) for wrong in (0, 3, 16, 255)),
+        ]:
+            changed = [*entries[:place], wrong, *entries[place + 1 :]]
+            with raises(UnreadableMetadataError, "c/.metadata"):
+                decode(_with_directory(data, changed), PATH)
+    whole = data[:-24]
+    for pickle_at in (0, pickle_bytes - 1, pickle_bytes + 1, len(data), HUGE, (1 << 64) - 1):
+        with raises(UnreadableMetadataError, "c/.metadata"):
+            decode(ended(whole, pickle_at), PATH)
+    for count in (0, 1, 12, 14, (1 << 32) - 1):
+        with raises(UnreadableMetadataError, "c/.metadata"):
+            decode(ended(whole, pickle_bytes, count=count), PATH)
+    with raises(UnreadableMetadataError, "c/.metadata"):
+        decode(ended(b"", 0), PATH)
+
+
+def test_a_document_of_wider_values_is_refused(checkpoint):
+    parts = parts_of(checkpoint)
+    text = json.dumps(parts.document).encode()
+    parts.document = text + b" " * (len(text) % 2)
+    data = file_of(parts)
+    assert decode(data, PATH)
+    _, _, ((_, length), *entries) = _split(data)
+    with raises(UnreadableMetadataError, "c/.metadata"):
+        decode(_with_directory(data, [(2, length // 2), *entries]), PATH)
+
+
+def test_columns_of_any_width_are_read(checkpoint):
+    data = (checkpoint / ".metadata").read_bytes()
+    expected = trailer.parse(data, PATH)[1]
+    wide = file_of(parts_of(checkpoint))
+    assert len(wide) > len(data)
+    found = trailer.parse(wide, PATH)[1]
+    assert {name: column.tolist() for name, column in found.items()} == {
+        name: column.tolist() for name, column in expected.items()
+    }

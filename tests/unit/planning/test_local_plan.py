@@ -1,0 +1,99 @@
+"""A rank's plan in columns: its bytes, its digest, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plans import item, thing, with_hints
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+from dcp_datastates.planning.balance import FinalPlan
+from dcp_datastates.planning.local_plan import LocalPlan
+
+quick = settings(deadline=None, max_examples=150)
+
+keys = st.one_of(
+    st.sampled_from(["a", "b.c", "", "\0", "\x1f", "ü", "\ud800"]), st.text(max_size=3)
+)
+
+nested = st.recursive(
+    st.one_of(st.integers(), st.lists(st.integers(0, 3), max_size=2).map(torch.empty)),
+    lambda inner: st.one_of(st.dictionaries(keys, inner, max_size=4), st.lists(inner, max_size=3)),
+    max_leaves=8,
+)
+
+
+@st.composite
+def stock_items(draw):
+    """A rank's items, of a random state dict, and the mappings."""
+    flat, mappings = {}, {}
+    for name in draw(st.lists(keys, max_size=4, unique=True)):
+        try:
+            flat, mappings = flatten_state_dict({**flat, name: draw(nested)})
+        except ValueError:  # two paths of the same name
+            continue
+    items = [one for name, value in flat.items() for one in _create_write_items(name, value)]
+    return items, draw(st.sampled_from([mappings, None]))
+
+
+@quick
+@given(stock_items())
+def test_a_plan_survives_its_encoding(given_items):
+    items, mappings = given_items
+    local = LocalPlan.of(items, mappings)
+    assert with_hints(local.write_items()) == with_hints(items)
+    heads = {}
+    for _ in range(2):
+        again = LocalPlan.decode(local.encode(), heads)
+        assert with_hints(again.write_items()) == with_hints(items)
+        assert again.mappings == mappings
+        assert list(again.mappings or ()) == list(mappings or ())
+        assert again.encode() == local.encode()
+        assert again.digest == local.digest
+    assert len(heads) == 1
+
+
+def test_equal_plans_have_equal_digests():
+    items = [item("a.b", (3, 2)), thing("c.0")]
+    one = LocalPlan.of(items, {"a.b": ("a", "b"), "c.0": ("c", 0)})
+    other = LocalPlan.of(
+        pickle.loads(pickle.dumps(items)), {"a.b": ("".join(["a"]), "b"), "c.0": ("c", 0)}
+    )
+    assert one.digest == other.digest
+    assert one.digest != LocalPlan.of(items, None).digest
+    assert one.digest != LocalPlan.of(items[:1], one.mappings).digest
+
+
+@quick
+@given(stock_items(), st.data())
+def test_damaged_bytes_are_refused_or_decoded(given_items, data):
+    encoded = bytearray(LocalPlan.of(*given_items).encode())
+    if data.draw(st.booleans()):
+        encoded = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
+    else:
+        encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
+    try:
+        LocalPlan.decode(bytes(encoded)).write_items()
+    except ValueError as error:
+        assert str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("data", [b"", b"x" * 100, b"dslp\x01", b"dsfp\x01" + b"\xff" * 40])
+def test_other_bytes_are_refused(data):
+    with pytest.raises(ValueError):
+        LocalPlan.decode(data)
+    with pytest.raises(ValueError):
+        FinalPlan.decode(data)
+
+
+def test_an_item_whose_index_is_not_its_chunk_is_refused():
+    odd = dataclasses.replace(item("a.b", (3, 2)), index=MetadataIndex("a.b", (1, 0)))
+    with pytest.raises(ValueError, match=r"'a\.b'"):
+        LocalPlan.of([odd], None)
