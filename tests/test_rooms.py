@@ -1,4 +1,4 @@
-"""The packages ("rooms") of ``dcp_datastates`` import each other in one direction only. Each says what it is for."""
+"""The packages ("rooms") of ``dcp_datastates``: imports in one direction, a word on each, short files, few parameters."""
 
 from __future__ import annotations
 
@@ -30,6 +30,9 @@ the package's own folder (errors, configuration)."""
 
 MOST_FILES_AT_THE_ROOT = 8
 MOST_LINES = 450
+MOST_PARAMETERS = 7
+PUBLIC = {"dcp/writer.py:__init__", "dcp/loading.py:load"}
+"""Their parameters are the options of users."""
 
 
 def _may_import(room: str) -> set[str]:
@@ -95,3 +98,23 @@ def test_every_package_says_what_it_is_for(room):
 def test_few_files_lie_at_the_root():
     files = [each.name for each in ROOT.iterdir() if each.is_file() and each.suffix != ".so"]
     assert len(files) <= MOST_FILES_AT_THE_ROOT, files
+
+
+def test_no_file_is_long():
+    lines = {each: len(each.read_text().splitlines()) for each in ROOT.rglob("*.py")}
+    assert [each for each, count in lines.items() if count > MOST_LINES] == []
+
+
+def test_no_function_has_many_parameters():
+    many = {
+        f"{file.relative_to(ROOT)}:{function.name}"
+        for file in ROOT.rglob("*.py")
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef) and _parameters(function) > MOST_PARAMETERS
+    }
+    assert many == PUBLIC
+
+
+def _parameters(function: ast.FunctionDef) -> int:
+    names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+    return len(names) + len(function.args.kwonlyargs) - (names[:1] in (["self"], ["cls"]))

@@ -13,7 +13,6 @@ import hashlib
 import pickle
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
-from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.process.lazily import lazily
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
@@ -132,7 +132,7 @@ class Report:
         files, *columns = pickle.loads(data)  # from a rank of this job, by DCP's own pickles
         return Report(files, *(np.frombuffer(column, np.int64) for column in columns))
 
-    @cached_property
+    @lazily
     def digest(self) -> bytes:
         return hashlib.blake2b(self.encode(), digest_size=16).digest()
 

@@ -11,7 +11,6 @@ import pickle
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.fields import further_of, pack_value, set_further
 from dcp_datastates.format.ragged import positions, starts_of, volumes
+from dcp_datastates.process.lazily import lazily
 
 __all__ = [
     "OBJECT",
@@ -159,12 +159,12 @@ class LocalPlan:
         plan.__dict__["digest"] = digest_of(data)
         return plan
 
-    @cached_property
+    @lazily
     def digest(self) -> bytes:
         """16 bytes, of the encoding."""
         return digest_of(self._encoded)
 
-    @cached_property
+    @lazily
     def _encoded(self) -> bytes:
         return pack(_PLAN, [_encode_head(self), pack_ints(self.offsets), pack_ints(self.sizes)])
 

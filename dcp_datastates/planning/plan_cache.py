@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +20,7 @@ from dcp_datastates.planning.exchange import Answer, Offer, Report, Told
 from dcp_datastates.planning.local_plan import Head, LocalPlan
 from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Samples
+from dcp_datastates.process.lazily import lazily
 
 __all__ = ["Coordinator", "PlannedMetadata", "Whole"]
 
@@ -45,7 +45,7 @@ class Whole:
         self._locals = locals_
         self._reports: list[OrderedDict[bytes, Report]] = [OrderedDict() for _ in shares]
 
-    @cached_property
+    @lazily
     def samples(self) -> Samples:
         """Compares what the ranks hold of the same tensors."""
         return Samples(self._locals, self.shares)
@@ -63,7 +63,7 @@ class Whole:
             known.popitem(last=False)
         return report
 
-    @cached_property
+    @lazily
     def _slots(self) -> list[Ints]:
         """For each rank, where its items stand: chunks by their number in the catalog; object ``n`` as ``-1 - n``."""
         catalog = self.catalog

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from torch.distributed.checkpoint.planner import WriteItem
@@ -19,6 +18,7 @@ from dcp_datastates.planning.local_plan import (
     unpack,
     unpack_ints,
 )
+from dcp_datastates.process.lazily import lazily
 
 __all__ = ["FinalPlan"]
 
@@ -58,12 +58,12 @@ class FinalPlan:
         plan.__dict__["digest"] = digest_of(data)
         return plan
 
-    @cached_property
+    @lazily
     def digest(self) -> bytes:
         """16 bytes, of the encoding."""
         return digest_of(self._encoded)
 
-    @cached_property
+    @lazily
     def _encoded(self) -> bytes:
         columns = (self.items, self.begins, self.ends, self.hints, self.shared, self.sets)
         return pack(_PLAN, [pack_ints(column) for column in columns])
