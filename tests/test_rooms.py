@@ -1,4 +1,4 @@
-"""The packages ("rooms") of ``dcp_datastates``: imports in one direction, a word on each, short files, few parameters."""
+"""The packages ("rooms") of ``dcp_datastates``: imports point one way, each says what it is for, files are short."""
 
 from __future__ import annotations
 
