@@ -1,8 +1,10 @@
-"""Numbers as people read them."""
+"""Numbers and dates as people read them."""
 
 from __future__ import annotations
 
-__all__ = ["count", "size"]
+from datetime import datetime
+
+__all__ = ["count", "date", "size"]
 
 
 def count(number: int, noun: str) -> str:
@@ -19,3 +21,8 @@ def size(nbytes: float) -> str:
         if nbytes < 1024:
             return f"{nbytes:.2f} {unit}"
     return f"{nbytes / 1024:.2f} TiB"
+
+
+def date(seconds: float | None) -> str:
+    """Local date and time of seconds since the epoch; nothing for None."""
+    return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -17,8 +17,8 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local
-from dcp_datastates.text import count, size
-from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, date, pipe_may_close, print_json
+from dcp_datastates.text import count, date, size
+from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json
 
 __all__ = ["run_retain", "run_rm"]
 

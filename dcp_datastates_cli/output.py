@@ -1,4 +1,4 @@
-"""What all commands say it with: exit statuses, messages, JSON documents, dates."""
+"""What all commands say it with: exit statuses, messages, JSON documents."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any, Final
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "OK",
     "TROUBLE",
     "complain",
-    "date",
     "pipe_may_close",
     "print_json",
 ]
@@ -50,8 +48,3 @@ def print_json(document: dict[str, Any]) -> None:
     with pipe_may_close():
         json.dump(document, sys.stdout, indent=2, default=os.fspath)
         sys.stdout.write("\n")
-
-
-def date(seconds: float | None) -> str:
-    """Local date and time of seconds since the epoch; nothing for None."""
-    return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory
-from dcp_datastates.text import count, size
-from dcp_datastates_cli.output import date
+from dcp_datastates.text import count, date, size
 
 __all__ = ["print_checkpoint", "print_directory"]
 

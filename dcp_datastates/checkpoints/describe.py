@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
@@ -27,7 +26,7 @@ from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage import attempts, local, lock
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.text import count, size
+from dcp_datastates.text import count, date, size
 
 __all__ = ["Checkpoint", "Directory", "describe"]
 
@@ -114,7 +113,7 @@ class Checkpoint:
         lines = [str(self.path)]
         if self.committed:
             lines += [
-                f"  committed {_date(self.committed_at)}, attempt {self.attempt}",
+                f"  committed {date(self.committed_at)}, attempt {self.attempt}",
                 (
                     f"  {size(self.nbytes)} in {count(len(self.files), 'file')} of {count(self.ranks, 'rank')}: "
                     f"{count(len(self.tensors), 'tensor')}, {count(len(self.objects), 'object')}"
@@ -173,17 +172,13 @@ class Directory:
         rows = [
             (
                 each.name,
-                _date(each.committed_at) or ("committed" if each.committed else "not committed"),
+                date(each.committed_at) or ("committed" if each.committed else "not committed"),
                 "" if each.nbytes is None else size(each.nbytes),
                 "latest" if each.name == self.latest else each.problem or "",
             )
             for each in self.checkpoints
         ]
         return "\n".join([str(self.path), *_aligned(rows)])
-
-
-def _date(seconds: float | None) -> str:
-    return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

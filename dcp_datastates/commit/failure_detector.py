@@ -191,12 +191,6 @@ class FailureDetector:
             return self._said
 
     @property
-    def hears_all(self) -> bool:
-        """Whether a pulse has come of every rank that is watched; also if the detector has not started."""
-        with self._lock:
-            return not self._started or all(each.pulses for each in self._watched.values())
-
-    @property
     def misses_store(self) -> bool:
         """Whether the store did not answer the latest beat."""
         with self._lock:

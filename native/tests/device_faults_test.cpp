@@ -78,14 +78,6 @@ struct Scene {
     int files = 0;
 };
 
-void wait_until(std::string_view what, const std::function<bool()>& holds) {
-    const auto deadline = in(60);
-    while (!holds()) {
-        check(Clock::now() < deadline, what);
-        std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-}
-
 void wait_until_both_are_copied() {
     wait_until("both are copied", [] {
         return fake_cuda_count("bytes_to_host") > 0 && fake_cuda_count("bytes_to_device") > 0;

@@ -147,11 +147,7 @@ void open_devices(const Engine& engine, int devices) {
 }
 
 void wait_until_prepared(const Engine& engine) {
-    const auto deadline = in(60);
-    while (!engine.devices().prepared()) {
-        check(Clock::now() < deadline, "devices are never prepared");
-        std::this_thread::yield();
-    }
+    wait_until("devices are never prepared", [&] { return engine.devices().prepared(); });
     check_ok(engine.devices().pin_fault());
     check_equal(engine.devices().pinned_bytes(),
                 engine.cache().stats().total_segments * kSegmentBytes);

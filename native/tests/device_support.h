@@ -80,11 +80,7 @@ class Entered {
         return done;
     }
     void wait(EventHandle event) {
-        const auto deadline = in(60);
-        while (!is_done(event)) {
-            check(Clock::now() < deadline, "the event is never done");
-            std::this_thread::yield();
-        }
+        wait_until("the event is never done", [&] { return is_done(event); });
     }
     /// One copy, in whichever direction.
     MaybeFault copy(Direction direction, std::byte* to, const std::byte* from, std::uint64_t nbytes,

@@ -108,11 +108,9 @@ void a_dropped_handle_never_reads_again() {
         check_all_free(engine.cache());
         if (!was_read) continue;
         // All was read: the save goes on without its handle. Nothing tells when it is done.
-        const auto deadline = in(60);
-        while (std::filesystem::file_size(directory.file(name)) != expected.size()) {
-            check(Clock::now() < deadline);
-            std::this_thread::yield();
-        }
+        wait_until("the file is never whole", [&] {
+            return std::filesystem::file_size(directory.file(name)) == expected.size();
+        });
         check(read_file(directory.file(name)) == expected);
     }
 }

@@ -122,11 +122,7 @@ void stress(Storage storage) {
             engine.cache().grow((kMinSegments + 1) * kSegmentBytes);
         });
         // Of saves whose handles were dropped, it is not known when they end.
-        const auto deadline = in(60);
-        while (ops->open_files() != 0) {
-            check(Clock::now() < deadline, "files stay open");
-            std::this_thread::yield();
-        }
+        wait_until("files stay open", [&] { return ops->open_files() == 0; });
         check_at_rest(engine, *ops);
         engine.shutdown();
         check_at_rest(engine, *ops);

@@ -68,6 +68,15 @@ Clock::time_point in(double seconds) {
            std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
+void wait_until(std::string_view what, const std::function<bool()>& holds, double seconds,
+                std::source_location where) {
+    const auto deadline = in(seconds);
+    while (!holds()) {
+        check(Clock::now() < deadline, what, where);
+        std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+}
+
 Failpoint error_at(std::string name, int error, std::optional<std::uint64_t> nth) {
     return {
         .name = std::move(name), .nth = nth, .action = Failpoint::Action::kError, .error = error};
@@ -100,11 +109,10 @@ void starve(pid_t thread) {
 }
 
 void check_all_free(const HostCache& cache) {
-    const auto deadline = in(30);
-    while (cache.stats().free_segments != cache.stats().total_segments) {
-        check(Clock::now() < deadline, "segments leaked");
-        std::this_thread::yield();
-    }
+    const auto all_free = [&] {
+        return cache.stats().free_segments == cache.stats().total_segments;
+    };
+    wait_until("segments leaked", all_free, 30);
     check_equal(cache.stats().slab_segments, 0U);
 }
 

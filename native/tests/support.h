@@ -15,8 +15,10 @@
 #include <mutex>
 #include <optional>
 #include <random>
+#include <source_location>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -68,6 +70,10 @@ std::string text_of(const std::string& path);
 void write_file(const std::string& path, std::span<const std::byte> bytes);
 
 Clock::time_point in(double seconds);
+
+/// Waits until `holds`; fails the case with `what` if that takes longer than `seconds`.
+void wait_until(std::string_view what, const std::function<bool()>& holds, double seconds = 60,
+                std::source_location where = std::source_location::current());
 
 /// At each hit; or at the `nth` alone.
 Failpoint error_at(std::string name, int error, std::optional<std::uint64_t> nth = {});

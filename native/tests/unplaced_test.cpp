@@ -44,11 +44,7 @@ void check_durable(SaveHandle& job) {
 
 /// Until copy threads wait for segments.
 void wait_until_full(const Engine& engine) {
-    const auto deadline = in(60);
-    while (engine.cache().stats().waiting == 0) {
-        check(Clock::now() < deadline, "the cache is full");
-        std::this_thread::yield();
-    }
+    wait_until("the cache is full", [&] { return engine.cache().stats().waiting > 0; });
 }
 
 void reads_end_and_sources_change_before_the_files_have_paths() {

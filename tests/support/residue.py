@@ -71,7 +71,9 @@ def _await_pulses() -> None:
     deadline = time.monotonic() + _PULSE_SECONDS
     for group in list(groups._groups.values()):
         detector = group.detector
-        while detector is not None and not detector.hears_all and time.monotonic() < deadline:
+        while detector is not None and detector._started and time.monotonic() < deadline:
+            if all(watched.pulses for watched in list(detector._watched.values())):
+                break
             time.sleep(0.02)
 
 

@@ -189,6 +189,11 @@ MaybeFault RestoreJob::scatter_to_devices(const std::map<int, DeviceWork>& work,
     return fault;
 }
 
+void RestoreJob::pin() {
+    const std::scoped_lock lock(mutex_);
+    ++pins_;
+}
+
 void RestoreJob::unpin() {
     {
         const std::scoped_lock lock(mutex_);
@@ -202,24 +207,6 @@ void RestoreJob::unpin() {
     const std::scoped_lock lock(mutex_);
     done_ = true;
     changed_.notify_all();
-}
-
-RestoreJob::Pin::Pin(std::shared_ptr<RestoreJob> job) : job_(std::move(job)) {
-    const std::scoped_lock lock(job_->mutex_);
-    ++job_->pins_;
-}
-
-RestoreJob::Pin& RestoreJob::Pin::operator=(Pin&& other) noexcept {
-    if (this != &other) {
-        release();
-        job_ = std::move(other.job_);
-    }
-    return *this;
-}
-
-void RestoreJob::Pin::release() {
-    if (const auto job = std::move(job_)) job->unpin();
-    job_ = nullptr;
 }
 
 }  // namespace datastates

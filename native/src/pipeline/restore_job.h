@@ -17,6 +17,7 @@
 #include "device/devices.h"
 #include "files/input_file.h"
 #include "memory/transfer.h"
+#include "pipeline/pin.h"
 #include "pipeline/save_job.h"
 #include "pipeline/window.h"
 
@@ -78,9 +79,11 @@ class RestoreJob {
 
     /// Keeps the job at work: it is done when the last pin goes. Every step, queued or under way,
     /// has one.
-    class Pin;
+    using Pin = JobPin<RestoreJob>;
 
   private:
+    friend Pin;
+
     struct File {
         File(const RestoreFile& file, const std::shared_ptr<FileOps>& ops)
             : spec(file), input(ops, file.path) {}
@@ -94,6 +97,7 @@ class RestoreJob {
     MaybeFault scatter(File& file, Range blocks, Lease& memory);
     MaybeFault scatter_to_devices(const std::map<int, DeviceWork>& work, Lease& memory);
     static void plan_reads(std::size_t index, const File& file, std::vector<RestoreStep>& steps);
+    void pin();
     void unpin();
 
     const std::shared_ptr<Devices> devices_;
@@ -109,24 +113,6 @@ class RestoreJob {
     bool leave_open_ = false;
     bool ending_ = false;  // the last pin went
     bool done_ = false;
-};
-
-class RestoreJob::Pin {
-  public:
-    explicit Pin(std::shared_ptr<RestoreJob> job);
-    Pin(const Pin&) = delete;
-    Pin& operator=(const Pin&) = delete;
-    Pin(Pin&& other) noexcept = default;
-    Pin& operator=(Pin&& other) noexcept;
-    ~Pin() { release(); }
-
-    [[nodiscard]] const std::shared_ptr<RestoreJob>& job() const { return job_; }
-    RestoreJob* operator->() const { return job_.get(); }
-
-  private:
-    void release();
-
-    std::shared_ptr<RestoreJob> job_;
 };
 
 }  // namespace datastates

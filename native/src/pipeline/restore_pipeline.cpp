@@ -20,8 +20,7 @@ bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
             threads_.start("ds-restore-" + std::to_string(i),
                            [self = shared_from_this()](Thread& thread) { self->loop(thread); });
         }
-        std::erase_if(jobs_, [](const auto& weak) { return weak.expired(); });
-        jobs_.push_back(job);
+        jobs_.add(job);
         for (const RestoreStep& step : job->first_steps()) {
             tasks_.push_back({.job = RestoreJob::Pin(job), .step = step});
         }
@@ -44,20 +43,6 @@ void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) 
     cache_->interrupt();  // threads that wait for a segment on its behalf
 }
 
-/// When no more are taken.
-template <typename Function>
-void RestorePipeline::for_all_jobs(const Function& function) {
-    for (std::size_t i = 0;; ++i) {
-        std::shared_ptr<RestoreJob> job;
-        {
-            const std::scoped_lock lock(mutex_);
-            if (i == jobs_.size()) return;
-            job = jobs_[i].lock();
-        }
-        if (job) function(job);
-    }
-}
-
 void RestorePipeline::give_up_stuck() {
     auto losses = threads_.give_up_stuck();
     if (losses.empty()) return;
@@ -66,19 +51,8 @@ void RestorePipeline::give_up_stuck() {
         stopping_ = true;
         changed_.notify_all();
     }
-    const Fault first = copy_of(losses.front().fault);
-    for (auto& [job, fault] : losses) {
-        if (!job) continue;
-        job->give_up(copy_of(fault));
-        fail(job, std::move(fault));
-    }
-    for_all_jobs([&](const auto& job) {
-        job->give_up(copy_of(first));
-        fail(job, copy_of(first));
-    });
-    for (const auto& loss : losses) {
-        if (loss.job) loss.job->lose_pin();
-    }
+    jobs_.give_up(std::move(losses),
+                  [this](const auto& job, Fault fault) { fail(job, std::move(fault)); });
 }
 
 void RestorePipeline::shutdown() {
@@ -87,7 +61,7 @@ void RestorePipeline::shutdown() {
         stopping_ = true;
         changed_.notify_all();
     }
-    for_all_jobs([this](const auto& job) { fail(job, shut_down()); });
+    jobs_.for_all([this](const auto& job) { fail(job, shut_down()); });
     cache_->interrupt();
     threads_.join([this] { give_up_stuck(); });
 }

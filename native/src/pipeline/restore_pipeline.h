@@ -8,11 +8,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <vector>
 
 #include "files/abandonable_file_ops.h"
 #include "memory/host_cache.h"
 #include "pipeline/crew.h"
+#include "pipeline/jobs_in_flight.h"
 #include "pipeline/restore_job.h"
 
 namespace datastates {
@@ -50,8 +50,6 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
 
     using Thread = Crew<RestoreJob>::Member;
 
-    template <typename Function>
-    void for_all_jobs(const Function& function);
     void loop(Thread& self);
     std::optional<Task> next_task();
     void run(const Task& task);
@@ -60,11 +58,12 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
     const std::shared_ptr<HostCache> cache_;
     const std::size_t thread_count_;
 
+    JobsInFlight<RestoreJob> jobs_;
+
     std::mutex mutex_;                 // guards what follows; taken before a job's
     std::condition_variable changed_;  // tasks_, stopping_
-    std::list<Task> tasks_;  // bounded by what the plans read; a list, which is cut without fail
-    std::vector<std::weak_ptr<RestoreJob>> jobs_;  // all that may be in flight
-    bool stopping_ = false;                        // takes no jobs; threads end
+    std::list<Task> tasks_;     // bounded by what the plans read; a list, which is cut without fail
+    bool stopping_ = false;     // takes no jobs; threads end
     Crew<RestoreJob> threads_;  // joined by `shutdown`; has its own lock, taken after mutex_
 };
 

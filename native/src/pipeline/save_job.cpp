@@ -405,6 +405,11 @@ void SaveJob::lose_pin() {
     changed_.notify_all();
 }
 
+void SaveJob::pin() {
+    const std::scoped_lock lock(mutex_);
+    ++pins_;
+}
+
 void SaveJob::unpin() {
     {
         const std::scoped_lock lock(mutex_);
@@ -416,24 +421,6 @@ void SaveJob::unpin() {
     const std::scoped_lock lock(mutex_);
     done_ = true;
     changed_.notify_all();
-}
-
-SaveJob::Pin::Pin(std::shared_ptr<SaveJob> job) : job_(std::move(job)) {
-    const std::scoped_lock lock(job_->mutex_);
-    ++job_->pins_;
-}
-
-SaveJob::Pin& SaveJob::Pin::operator=(Pin&& other) noexcept {
-    if (this != &other) {
-        release();
-        job_ = std::move(other.job_);
-    }
-    return *this;
-}
-
-void SaveJob::Pin::release() {
-    if (const auto job = std::move(job_)) job->unpin();
-    job_ = nullptr;
 }
 
 }  // namespace datastates

@@ -21,6 +21,7 @@
 #include "files/output_file.h"
 #include "memory/host_cache.h"
 #include "memory/transfer.h"
+#include "pipeline/pin.h"
 #include "pipeline/window.h"
 
 namespace datastates {
@@ -130,7 +131,7 @@ class SaveJob {
     /// `place`.
     Gathered read(const Unit& unit, Lease memory);
 
-    /// What copies by devices come after. For who has a unit to enqueue.
+    /// What copies by devices come after. The caller has a unit that is not queued yet.
     [[nodiscard]] const Fences& fences() const { return fences_; }
     /// Reports that a device will have read these when `event` comes (null: it will not).
     void queued(int device, const std::vector<GroupBytes>& groups,
@@ -170,9 +171,11 @@ class SaveJob {
 
     /// Keeps the job at work: a failed job is done when the last pin goes. Every queue entry and
     /// every thread that touches the job's files or sources has one.
-    class Pin;
+    using Pin = JobPin<SaveJob>;
 
   private:
+    friend Pin;
+
     struct File {
         File(const SaveFile& file, const std::shared_ptr<FileOps>& ops);
 
@@ -201,6 +204,7 @@ class SaveJob {
     MaybeFault write_table(File& file, std::byte* memory);
     std::optional<ReadUnit> hand_out(ReadUnit read);                         // mutex_ held
     void count_read(const std::vector<GroupBytes>& groups, Passed& passed);  // mutex_ held
+    void pin();
     void unpin();
 
     const std::uint64_t order_;
@@ -232,25 +236,6 @@ class SaveJob {
     bool done_ = false;
     Clock::time_point read_at_;
     Clock::time_point durable_at_;
-};
-
-class SaveJob::Pin {
-  public:
-    Pin() = default;  ///< of no job
-    explicit Pin(std::shared_ptr<SaveJob> job);
-    Pin(const Pin&) = delete;
-    Pin& operator=(const Pin&) = delete;
-    Pin(Pin&& other) noexcept = default;
-    Pin& operator=(Pin&& other) noexcept;
-    ~Pin() { release(); }
-
-    [[nodiscard]] const std::shared_ptr<SaveJob>& job() const { return job_; }
-    SaveJob* operator->() const { return job_.get(); }
-
-  private:
-    void release();
-
-    std::shared_ptr<SaveJob> job_;
 };
 
 }  // namespace datastates

@@ -35,8 +35,7 @@ bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
         const std::scoped_lock lock(mutex_);
         if (stopping_) return false;
         start_threads();
-        std::erase_if(jobs_, [](const auto& weak) { return weak.expired(); });
-        jobs_.push_back(job);
+        jobs_.add(job);
         // Opened ahead of the first read, so that a full disk is found before anything is copied.
         if (job->placed()) queue_opening(job);
         if (job->file_count() > 0) {
@@ -130,20 +129,6 @@ void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexce
     wake_copy_threads();
 }
 
-/// When no more are taken.
-template <typename Function>
-void SavePipeline::for_all_jobs(const Function& function) {
-    for (std::size_t i = 0;; ++i) {
-        std::shared_ptr<SaveJob> job;
-        {
-            const std::scoped_lock lock(mutex_);
-            if (i == jobs_.size()) return;
-            job = jobs_[i].lock();
-        }
-        if (job) function(job);
-    }
-}
-
 void SavePipeline::give_up_stuck() {
     auto losses = threads_.give_up_stuck();
     if (losses.empty()) return;
@@ -155,19 +140,8 @@ void SavePipeline::give_up_stuck() {
         jobs_changed_.notify_all();
         tasks_changed_.notify_all();
     }
-    const Fault first = copy_of(losses.front().fault);
-    for (auto& [job, fault] : losses) {
-        if (!job) continue;
-        job->give_up(copy_of(fault));
-        fail(job, std::move(fault));
-    }
-    for_all_jobs([&](const auto& job) {
-        job->give_up(copy_of(first));
-        fail(job, copy_of(first));
-    });
-    for (const auto& loss : losses) {
-        if (loss.job) loss.job->lose_pin();
-    }
+    jobs_.give_up(std::move(losses),
+                  [this](const auto& job, Fault fault) { fail(job, std::move(fault)); });
     drop_tasks();
 }
 
@@ -183,7 +157,7 @@ void SavePipeline::shutdown() {
         stopping_ = true;
         jobs_changed_.notify_all();
     }
-    for_all_jobs([this](const auto& job) { fail(job, shut_down()); });
+    jobs_.for_all([this](const auto& job) { fail(job, shut_down()); });
     cache_->interrupt();
     {
         const std::scoped_lock lock(mutex_);

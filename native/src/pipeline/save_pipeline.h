@@ -36,6 +36,7 @@
 #include "files/abandonable_file_ops.h"
 #include "memory/host_cache.h"
 #include "pipeline/crew.h"
+#include "pipeline/jobs_in_flight.h"
 #include "pipeline/save_job.h"
 #include "pipeline/window.h"
 
@@ -88,8 +89,6 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     };
 
     void start_threads();
-    template <typename Function>
-    void for_all_jobs(const Function& function);
     void drop_tasks();
     void queue_opening(const std::shared_ptr<SaveJob>& job);
     void wake_copy_threads();
@@ -121,13 +120,14 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     const std::size_t copy_threads_;
     const std::size_t flush_threads_;
 
+    JobsInFlight<SaveJob> jobs_;
+
     std::mutex mutex_;  // guards what follows; taken before a job's
     std::condition_variable
         jobs_changed_;  // copy threads: unread_jobs_, windows, places, stopping_
     std::condition_variable tasks_changed_;              // flush threads: tasks_, all_failed_
     std::vector<std::shared_ptr<SaveJob>> unread_jobs_;  // units left to take; by order, arrival
     std::list<Task> tasks_;                              // a list, which is cut without fail
-    std::vector<std::weak_ptr<SaveJob>> jobs_;           // all that may be in flight
     bool stopping_ = false;                              // copy threads end
     bool all_failed_ = false;                            // flush threads end when no tasks are left
     bool ended_ = false;                                 // no thread takes tasks any more
