@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from support.fake_cuda import FakeCuda
 from support.fake_training import CACHE, Stepper, differing, model, save, writer
 from support.tiers import tries
+from support.waiting import await_that
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesWriter
@@ -338,8 +338,7 @@ def test_a_gate_that_the_driver_refuses(
     def go_on(reads: DeferredReads, error: BaseException) -> None:
         # Not before it has failed: a save that has read all does not fail any more.
         def let_read() -> None:
-            while reads.failure is None and not reads.captured.done():
-                time.sleep(0.001)
+            await_that(lambda: reads.failure is not None or reads.captured.done())
             cuda.lib.fake_cuda_stall(0)
 
         device = threading.Thread(target=let_read)
@@ -383,9 +382,7 @@ def test_what_saves_take_from_the_driver_is_given_back(cuda: FakeCuda, tmp_path:
         )
         stepper.step()
         future.result()
-        deadline = time.monotonic() + 20
-        while cuda.count("live_events") and time.monotonic() < deadline:
-            time.sleep(0.01)  # a save's events go when DCP's thread has ended
+        await_that(lambda: not cuda.count("live_events"))  # they go when DCP's thread has ended
         names = ("live_streams", "live_events", "live_registrations")
         counts.append([cuda.count(name) for name in names])
     assert counts[1:] == [counts[1]] * 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from support.checkpoints import assert_same, async_save, committed, load, raises, writer, zeros
 from support.scripts import run_script
+from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import SaveStalledError, track
@@ -209,8 +209,5 @@ def test_the_window_still_opens_with_the_backward_pass_of_a_newer_optimizer(tmp_
         track(optimizer)
         future = async_save(model.state_dict(), tmp_path / str(number), read_deadline=3600)
         model(torch.ones(1, 512)).sum().backward()
-        deadline = time.monotonic() + SECONDS
-        while not future.done():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        await_that(future.done, SECONDS)
         optimizer.zero_grad()
