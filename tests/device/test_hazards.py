@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.fake_cuda import FakeCuda
 from support.fake_training import CACHE, Stepper, differing, model, save
+from support.tiers import sampled
 from support.waiting import await_that
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -430,7 +431,7 @@ raise SystemExit("training gave up")
 """
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", sampled([False, True], keep=[False]))
 def test_a_process_ends_though_its_device_hangs(eager: bool) -> None:
     tests = Path(__file__).parents[1]
     script = HANGS.format(paths=[str(tests), str(tests.parent)], eager=eager)
