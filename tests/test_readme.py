@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,7 @@ from support.documents import (
     torchrun,
 )
 from support.ranks import under_torchrun
+from support.waiting import await_that
 
 import dcp_datastates as ds
 
@@ -58,11 +58,8 @@ def begin_from(checkpoint: Path, root: Path) -> None:
 
 def await_commit(checkpoint: Path, process: subprocess.Popen[str]) -> None:
     """Return when ``process`` has committed ``checkpoint``."""
-    deadline = time.monotonic() + 120
-    while not committed(checkpoint):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"{checkpoint} was not committed"
-        time.sleep(0.01)
+    await_that(lambda: committed(checkpoint) or process.poll() is not None, 120)
+    assert committed(checkpoint), process.communicate()
 
 
 def children(process: int) -> list[int]:

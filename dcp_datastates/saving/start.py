@@ -66,10 +66,10 @@ def stage_save(
     slab: Slab | None = None
     failure: BaseException | None = CheckpointSkipped(LEFT_OUT[left_out]) if left_out else None
     try:
-        hit("capture.before")
+        hit("stage.before")
         if failure is None:
             staged, slab = _stage(call, state_dict)
-        hit("capture.after")
+        hit("stage.after")
     except BaseException as error:
         failure = error
     window = Window(0.0 if config.read_window == "immediate" else config.read_deadline)

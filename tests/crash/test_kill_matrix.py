@@ -12,7 +12,7 @@ from support.saving import DEFERRED
 from support.tiers import sampled
 
 SAMPLE = (
-    *("staged.before-other", "plan.before-coordinator", "plan.mkdir.after-coordinator"),
+    *("stage.before-other", "plan.before-coordinator", "plan.mkdir.after-coordinator"),
     *("read.before-other", "flush.write.before-coordinator", "sync.data.before-other"),
     *("vote.before-other", "vote.after-coordinator", "publish.lock.after-coordinator"),
     *("publish.rename.before-coordinator", "publish.rename.after-coordinator"),

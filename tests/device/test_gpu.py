@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.waiting import await_that
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.utils.checkpoint import checkpoint
 
@@ -84,10 +84,7 @@ def prepared_engine() -> Engine:
     """When the host cache is pinned, or it is known why not."""
     native = engine.engine(CACHE)
     native.open_device(torch.cuda.current_device())
-    deadline = time.monotonic() + 60
-    while not native.devices_prepared:
-        assert time.monotonic() < deadline, "the engine does not get ready"
-        time.sleep(0.01)
+    await_that(lambda: native.devices_prepared, otherwise="the engine does not get ready")
     return native
 
 

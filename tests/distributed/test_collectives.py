@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
-import time
 import weakref
 
 import pytest
@@ -15,13 +15,13 @@ from support.planners import FailingPlanner
 from support.ranks import ranks
 from support.residue import Residue, assert_nothing_left
 from support.threads import MemoryStore, rank_set, together
+from support.waiting import await_that
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
 from dcp_datastates import RankLostError
 from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.gloo_tree import GroupBroken
-from dcp_datastates.commit.rank_set import Connection
 from dcp_datastates.dcp import process_group as collectives
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.dcp.process_group import Collectives
@@ -103,17 +103,14 @@ def test_a_step_that_fails_on_one_rank_fails_on_all_as_dcp_has_it_and_they_stay_
     _close(plans)
 
 
-def test_an_entry_asks_nothing_of_the_store(monkeypatch):
-    plans = _plans(3)
+def test_an_entry_asks_nothing_of_the_store():
+    store = MemoryStore()
+    plans = _plans(3, store)
     together(plans, lambda plan, _: _step(plan, 1))
-    asked = []
-    real = Connection._ask
-    monkeypatch.setattr(
-        Connection, "_ask", lambda self, request: (asked.append(1), real(self, request))[1]
-    )
+    asked = store.requests
     for entry in range(2, 5):
         together(plans, lambda plan, _, entry=entry: _step(plan, entry))
-    assert not asked
+    assert store.requests == asked
     _close(plans)
 
 
@@ -146,10 +143,10 @@ def test_a_rank_that_comes_late_is_told_why_its_entry_was_given_up_and_need_not_
     monkeypatch.setattr(collectives, "_NOTE_SECONDS", 0.2)
     plans = _plans(2)
     together(plans, lambda plan, _: _step(plan, 1))
-    until = time.monotonic() + 0.3
+    looks = itertools.count()
 
     def look():
-        if time.monotonic() > until:
+        if next(looks) > 3:
             raise RankLostError("rank 1 has not called")
 
     with pytest.raises(RankLostError, match="rank 1 has not called"):
@@ -292,10 +289,5 @@ def test_an_error_that_is_kept_keeps_nothing_that_the_save_was_given(where, shar
     kept = response.upload_completion.exception(60)
     assert "refused in" in str(kept)
     del weight, planner
-    deadline = time.monotonic() + 10
-    while held := [each() for each in gone if each() is not None]:
-        assert time.monotonic() < deadline, held
-        del held
-        gc.collect()
-        time.sleep(0.01)
+    await_that(lambda: gc.collect() >= 0 and all(each() is None for each in gone), 10)
     dist.barrier()

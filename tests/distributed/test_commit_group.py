@@ -26,11 +26,12 @@ from support.checkpoints import (
     save,
     writer,
 )
-from support.failing import armed
+from support.failing import armed, armed_on
 from support.groups import own_group
 from support.logs import lines
 from support.ranks import ranks
-from support.tiers import sampled
+from support.stopping import await_fired
+from support.waiting import await_that
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import dcp_datastates
@@ -38,7 +39,6 @@ from dcp_datastates import (
     CheckpointSkipped,
     CommitOutcomeUnknown,
     ConfigurationError,
-    RankLostError,
     SaveFailedError,
     StorageError,
     UnsupportedTensorError,
@@ -152,12 +152,8 @@ def test_the_next_save_is_flushed_while_one_commits_and_outcomes_keep_their_orde
         first.upload_completion.add_done_callback(lambda _: order.append(1))
         second.upload_completion.add_done_callback(lambda _: order.append(2))
         second.staging_completion.result(60)
-        began = time.monotonic()
-        newest = _newest_file(path, dist.get_rank())
-        while (newest := _newest_file(path, dist.get_rank())) is None or _blocks(newest) == 0:
-            assert time.monotonic() - began < 2.5, "the second save waits for the first's commit"
-            time.sleep(0.01)
-        assert not first.upload_completion.done()
+        await_that(lambda: _newest_is_written(path) or first.upload_completion.done())
+        assert not first.upload_completion.done(), "the second save waits for the first's commit"
         first.upload_completion.result(60)
         second.upload_completion.result(60)
     assert order == [1, 2]
@@ -167,26 +163,20 @@ def test_the_next_save_is_flushed_while_one_commits_and_outcomes_keep_their_orde
     assert only.is_dir()
 
 
-def _newest_file(path, rank):
+def _newest_is_written(path):
     found = attempts(path)
-    files = list(found[-1].glob(f"r{rank:05d}-*.safetensors")) if len(found) == 3 else []
-    return files[0] if files else None
-
-
-def _blocks(file):
-    return file.stat().st_blocks
+    files = list(found[-1].glob(f"r{dist.get_rank():05d}-*.safetensors"))
+    return len(found) == 3 and bool(files) and files[0].stat().st_blocks > 0
 
 
 @ranks(4)
 def test_a_group_that_dcp_does_not_use_is_found_and_explained(shared_dir):
     halves = [dist.new_group([0, 1], backend="gloo"), dist.new_group([2, 3], backend="gloo")]
     half = dist.get_rank() // 2
-    began = time.monotonic()
     with raises(ConfigurationError, "2 ranks", "commits with 4", "process_group="):
         async_save(
             _state(1), shared_dir / f"c{half}", group=halves[half], read_deadline=0.1
-        ).result(60)
-    assert time.monotonic() - began < 20
+        ).result(20)
 
 
 @ranks(4)
@@ -245,29 +235,6 @@ def test_training_on_dcps_gloo_group_is_warned_of_once(shared_dir, monkeypatch):
 
 
 @ranks(4)
-@pytest.mark.parametrize("stalled", sampled([0, 2], keep=[2]))
-def test_a_rank_without_progress_is_given_up_by_name_and_the_next_save_commits(stalled, shared_dir):
-    path = shared_dir / "c"
-    _begin(1, path).upload_completion.result(60)
-    dist.barrier()
-    began = time.monotonic()
-    with _on(stalled, "vote.before=sleep:10"):
-        response = _begin(2, path, commit_timeout=2)
-        if dist.get_rank() == stalled:
-            with raises(RankLostError, f"rank {stalled}", "no progress"):
-                response.upload_completion.result(60)
-        else:
-            with raises(RankLostError, f"rank {stalled}", "no progress"):
-                response.upload_completion.result(60)
-            assert time.monotonic() - began < 9, "not before the stalled rank woke by itself"
-    assert _number(path) == 1
-    dist.barrier()
-    _begin(3, path, commit_timeout=60).upload_completion.result(60)
-    assert _number(path) == 3
-    assert len(_everywhere(path)) == 1
-
-
-@ranks(4)
 @pytest.mark.parametrize("place", ["vote.before", "vote.after", "outcome.before"])
 def test_an_error_in_one_ranks_commit_thread_ends_the_save_on_all(place, shared_dir):
     path = shared_dir / "c"
@@ -322,10 +289,11 @@ def test_a_job_that_was_overtaken_at_its_path_does_not_commit(shared_dir):
     path = shared_dir / "c"
     _begin(1, path).upload_completion.result(60)
     dist.barrier()
-    with _on(0, "publish.lock.before=sleep:2"):
+    log = shared_dir / "fired"
+    with armed_on(0, "publish.lock.before=sleep:2", log):
         response = _begin(2, path)
         if dist.get_rank() == 0:
-            time.sleep(1)
+            await_fired(log, "publish.lock.before")
             successor = path / ".metadata.successor"
             successor.write_bytes((path / ".metadata").read_bytes())
             successor.rename(path / ".metadata")
@@ -395,8 +363,7 @@ def test_a_save_that_one_rank_drops_for_a_newer_one_is_dropped_by_all(shared_dir
     first = dcp_datastates.async_save(
         {f"w{dist.get_rank()}": model.weight.detach()}, shared_dir / "1", **options
     )
-    while "turn" in repr(first):
-        time.sleep(0.01)
+    await_that(lambda: "turn" not in repr(first))
     later = [_begin(number, shared_dir / str(number), **options) for number in (2, 3, 4)]
     for dropped in later[:2]:
         with raises(CheckpointSkipped, "newer"):
@@ -444,9 +411,8 @@ def test_the_newest_save_replaces_the_oldest_that_has_not_begun(shared_dir):
 @ranks(2)
 def test_with_wait_the_training_thread_waits_for_the_oldest_and_no_save_is_lost(shared_dir):
     with _on(0, "publish.lock.before@1=sleep:2"):
-        began = time.monotonic()
         first = _begin(1, shared_dir / "1", max_in_flight=1)
-        assert time.monotonic() - began < 1.5
+        assert not first.upload_completion.done()
         second = _begin(2, shared_dir / "2", max_in_flight=1)
         assert first.upload_completion.done()
         second.upload_completion.result(60)
@@ -461,11 +427,9 @@ def _fork_and_wait(work):
     if child == 0:
         work()
         os._exit(0)
-    deadline = time.monotonic() + 20
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < deadline, "the child does not end"
-        time.sleep(0.01)
-    assert ended[1] == 0, "the child crashed"
+    ended = []
+    await_that(lambda: ended.append(os.waitpid(child, os.WNOHANG)) or ended[-1] != (0, 0), 20)
+    assert ended[-1][1] == 0, "the child crashed"
 
 
 @ranks(2)

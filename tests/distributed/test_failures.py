@@ -6,7 +6,6 @@ import ctypes
 import gc
 import itertools
 import threading
-import time
 
 import pytest
 import torch
@@ -87,11 +86,9 @@ def test_a_planner_that_fails_on_one_rank_fails_on_all_and_the_next_save_works(
     future = async_save(
         state, None, by=ours, group=group, checkpoint_id=shared_dir / "bad", planner=planner
     )
-    began = time.monotonic()
     optimizer.step()  # on the ranks that did not fail, too, no reads will ever come
     with raises(PlannerRefusal, where):
-        future.result(60)
-    assert time.monotonic() - began < 20
+        future.result(20)
     assert not committed(shared_dir / "bad")
     _saves_well(ours, group, shared_dir / "good")
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
+import itertools
 from datetime import timedelta
 
 import pytest
 from support.residue import Residue, assert_nothing_left
 from support.threads import MemoryStore, rank_set, together
+from support.waiting import await_that
 
 from dcp_datastates.commit import gloo_group, gloo_tree
 from dcp_datastates.commit.gloo_group import GlooGroup, GroupBroken, Meeting
 from dcp_datastates.commit.gloo_tree import GlooTree, places
-from dcp_datastates.commit.rank_set import Connection
 
 
 def _trees(world, store=None, **options):
@@ -21,6 +21,17 @@ def _trees(world, store=None, **options):
 
 def _nothing():
     pass
+
+
+class _Impatient:
+    """A check that has had enough after so many looks."""
+
+    def __init__(self, looks):
+        self._looks = itertools.count(looks, -1)
+
+    def __call__(self):
+        if next(self._looks) <= 0:
+            raise InterruptedError("no use")
 
 
 def _joined(world, store=None, **options):
@@ -75,27 +86,30 @@ def test_values_and_bytes_of_any_length_go_up_and_down(world):
 
 @pytest.mark.parametrize("world", [2, 20])
 @pytest.mark.parametrize("left_by", [0, 1, -1])
-def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generation(world, left_by):
+def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generation(
+    world, left_by, monkeypatch
+):
+    monkeypatch.setattr(gloo_tree, "_LOOK_SECONDS", 1e9)  # sockets tell, and no look at the store
     before = Residue.now()
     store = MemoryStore()
     trees = _joined(world, store)
     left_by %= world
     generation = trees[0].generation
 
+    waiting = set()
+
     def wait(tree, rank):
         if rank == left_by:
-            time.sleep(0.2)
+            await_that(lambda: len(waiting) == world - 1)
             tree.leave()
             tree.leave()  # changes nothing
             return None
         try:
-            return tree.max([rank], _nothing)
+            return tree.max([rank], lambda: waiting.add(rank))
         finally:
             tree.leave()
 
-    began = time.monotonic()
     outcomes = together(trees, wait)
-    assert time.monotonic() - began < 4, "sockets did not tell, and the store was asked"
     assert [isinstance(each, GroupBroken) for each in outcomes] == [
         rank != left_by for rank in range(world)
     ], outcomes
@@ -136,36 +150,27 @@ def test_keys_do_not_grow_with_generations_or_operations():
     _close(trees)
 
 
-def test_building_asks_the_store_for_little(monkeypatch):
-    asked = []
-    real = Connection._ask
-    monkeypatch.setattr(
-        Connection, "_ask", lambda self, request: (asked.append(1), real(self, request))[1]
-    )
-    trees = _joined(40)
+def test_building_asks_the_store_for_little():
+    store = MemoryStore()
+    trees = _joined(40, store)
     # Without looks for those who are late: there are a few, as threads come one after the other.
-    assert len(asked) < 40 * 12
-    del asked[:]
+    assert store.requests < 40 * 12
+    built = store.requests
     together(trees, lambda tree, rank: tree.max([rank], _nothing))
     together(trees, lambda tree, rank: tree.gather(b"x", _nothing))
-    assert not asked, "an operation asks the store"
+    assert store.requests == built, "an operation asks the store"
     _close(trees)
 
 
 def test_check_ends_a_wait_for_a_rank_that_does_not_come():
     """In a meeting, and in an operation; the others are let go, too."""
     trees = _trees(3)
-    until = time.monotonic() + 0.5
-
-    def check():
-        if time.monotonic() > until:
-            raise InterruptedError("no use")
-
+    check = _Impatient(10)
     outcomes = together(trees[:2], lambda tree, _: tree.join(check))
     assert any(isinstance(each, InterruptedError) for each in outcomes)
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes)
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
-    until = time.monotonic() + 0.5
+    check = _Impatient(10)
 
     def wait(tree, _):
         try:
@@ -174,7 +179,6 @@ def test_check_ends_a_wait_for_a_rank_that_does_not_come():
             tree.leave()
 
     outcomes = together(trees[:2], wait)
-    assert time.monotonic() - until < 4
     assert not gloo_group.abandoned(), "an operation was left under way"
     assert all(isinstance(each, InterruptedError | GroupBroken) for each in outcomes), outcomes
     _close(trees)
@@ -206,13 +210,7 @@ def test_a_generation_that_could_not_be_counted_up_is_not_met_in_again():
 
 def test_a_rank_that_comes_to_a_meeting_that_others_have_left_goes_on_to_the_next():
     trees = _trees(3)
-    until = time.monotonic() + 0.3
-
-    def check():
-        if time.monotonic() > until:
-            raise InterruptedError("no use")
-
-    together(trees[:1], lambda tree, _: tree.join(check))  # one comes, and goes
+    together(trees[:1], lambda tree, _: tree.join(_Impatient(3)))  # one comes, and goes
     assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 3
     assert {tree.generation for tree in trees} == {1}
     _close(trees)
@@ -238,12 +236,17 @@ def test_an_operation_that_gloo_has_forgotten_keeps_no_rank(monkeypatch):
 
     with pytest.raises(InterruptedError):
         group._do(lambda gloo: _Stuck(), check)
-    began = time.monotonic()
     trees[0].leave()
-    assert time.monotonic() - began < 3
     assert len(gloo_group._abandoned) == 1
     gloo_group._abandoned.clear()
     _close(trees)
+
+
+class _PlainStore(MemoryStore):
+    """Of torch's own type."""
+
+    def clone(self):
+        return self.real
 
 
 def test_a_release_of_torch_that_asks_for_more_meets_by_its_own_rendezvous(monkeypatch):
@@ -251,7 +254,7 @@ def test_a_release_of_torch_that_asks_for_more_meets_by_its_own_rendezvous(monke
         raise RuntimeError('Tried to call pure virtual function "Store::wait"')
 
     monkeypatch.setattr(gloo_group._MeetingStore, "wait", lacking)
-    trees = _joined(3)
+    trees = _joined(3, _PlainStore())
     assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[2]] * 3
     _close(trees)
 

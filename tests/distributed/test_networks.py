@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import cut_job, network
+from support.waiting import await_that
 
 _WHY_NOT = network.why_not()
 
@@ -56,14 +57,17 @@ class Job:
         ]
 
     def until(self, rank: int, outcome: str, seconds: float, after: float = 0.0) -> dict:
-        deadline = time.monotonic() + seconds
-        while not (found := self.told(rank, outcome == "committed", after)):
-            assert time.monotonic() < deadline, (
+        def told() -> list[dict]:
+            return self.told(rank, outcome == "committed", after)
+
+        try:
+            await_that(told, seconds)
+        except AssertionError as error:
+            raise AssertionError(
                 f"rank {rank} was told of no save that is {outcome} in {seconds:.0f} s: "
                 f"{self.notes(rank, 'told')[-3:]}\n{self.logs()}"
-            )
-            time.sleep(0.1)
-        return found[0]
+            ) from error
+        return told()[0]
 
     def logs(self) -> str:
         return "\n".join(

@@ -365,7 +365,7 @@ def test_metadata_that_were_read_and_changed_stay_so_in_copies(shared_dir):
 def _ahead(by):
     """The native job that reads the newest save of ``by`` before it is planned."""
     deadline = time.monotonic() + 20
-    while (job := by._newest.reads._foreseen) is None:
+    while (job := by._saves.newest.reads._foreseen) is None:
         assert time.monotonic() < deadline, "nothing was read ahead"
         time.sleep(0.005)
     return job
@@ -390,7 +390,7 @@ def test_reads_begin_before_the_plan_is_agreed_on(shared_dir):
         second = dcp_datastates.async_save(state_of(3), writer=by, planner=planner)
         assert job.wait_read(-1, 20), "read, with planning still to come"
         time.sleep(0.5)
-        assert by._newest.reads._foreseen is None
+        assert by._saves.newest.reads._foreseen is None
         assert not first.upload_completion.done()
         go_on.set()
         first.upload_completion.result(60)

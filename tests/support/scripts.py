@@ -1,9 +1,15 @@
-"""Small programs run in an interpreter of their own: for exits, forks and first uses."""
+"""Small programs run in a process of their own, as its main program: for exits, forks and first uses.
+
+The process is forked from one that has imported torch, which takes seconds, and nothing of this package. The program
+runs in its ``__main__``, by its main thread, and ends as any interpreter ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,6 +17,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Ended", "run_script"]
 
@@ -52,6 +59,74 @@ class Ended(subprocess.CompletedProcess[str]):
         assert "terminate" not in self.stderr, said
 
 
+_FORKING = """
+import json, os, sys
+requests, replies = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
+import torch
+import torch._dynamo  # the first optimizer of a process would import it
+import torch.distributed.checkpoint
+for line in requests:
+    request = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    print(child, file=replies, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=replies, flush=True)
+else:
+    sys.exit()
+os.setsid()
+os.chdir(request["directory"])
+os.environ.clear()
+os.environ.update(request["environment"])
+for stream in (1, 2):
+    os.dup2(os.open(request["streams"][stream - 1], os.O_WRONLY | os.O_APPEND), stream)
+sys.argv[1:] = request["arguments"]
+script = request["script"]
+del requests, replies, line, child, stream, request
+exec(compile(script, "<script>", "exec"))
+"""
+
+
+class _Forking:
+    """The process that programs are forked from. It ends with this one."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        read, self._requests = os.pipe()
+        self._replies, write = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _FORKING, str(read), str(write)],
+            env=environment,
+            pass_fds=(read, write),
+        )
+        os.close(read)
+        os.close(write)
+
+    def start(self, **request: Any) -> int:
+        """The process that runs the program; it leads a group of its own."""
+        os.write(self._requests, json.dumps(request).encode() + b"\n")
+        child = self._reply(60)
+        assert child is not None, "no process was forked"
+        return child
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code of the process; None if it has not ended after ``seconds``."""
+        return self._reply(seconds)
+
+    def _reply(self, seconds: float) -> int | None:
+        if not select.select([self._replies], [], [], seconds)[0]:
+            return None
+        reply = b""
+        while not reply.endswith(b"\n"):
+            byte = os.read(self._replies, 1)
+            assert byte, "the process that programs are forked from has ended"
+            reply += byte
+        return int(reply)
+
+
+_the_forking: dict[int, _Forking] = {}
+"""By process: a forked one makes its own."""
+
+
 def run_script(body: str, path: Path, timeout: float = 40) -> Ended:
     """Run ``body`` behind a few helpers; it is killed, stacks printed, after ``timeout`` seconds."""
     script = PREAMBLE + textwrap.dedent(body)
@@ -60,25 +135,23 @@ def run_script(body: str, path: Path, timeout: float = 40) -> Ended:
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "OMP_NUM_THREADS": "1",
     }
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            [sys.executable, "-c", script, str(path)],
-            stdout=out,
-            stderr=err,
-            env=environment,
-            cwd=path.parent,
-            start_new_session=True,
+    forking = _the_forking.get(os.getpid())
+    if forking is None:
+        forking = _the_forking[os.getpid()] = _Forking(environment)
+    with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
+        child = forking.start(
+            script=script,
+            arguments=[str(path)],
+            environment=environment,
+            directory=str(path.parent),
+            streams=[out.name, err.name],
         )
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = -signal.SIGKILL
-            os.killpg(process.pid, signal.SIGUSR1)
+        code = forking.wait(timeout)
+        if code is None:
+            os.killpg(child, signal.SIGUSR1)
             time.sleep(1)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children too
-            process.wait()
-        out.seek(0)
-        err.seek(0)
-        return Ended(process.args, code, out.read(), err.read())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # its children too
+        if code is None:
+            code = forking.wait(timeout)
+        return Ended([script], -signal.SIGKILL if code is None else code, out.read(), err.read())

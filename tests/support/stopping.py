@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from dcp_datastates.commit import failure_detector as detector
 from support.failing import fired
+from support.waiting import await_that
 
 __all__ = ["await_fired", "go_on", "silence", "stop"]
 
@@ -28,18 +29,14 @@ def silence(seconds: float) -> Iterator[None]:
 
 
 def await_fired(log: Path, name: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while name not in fired(log):
-        assert time.monotonic() < deadline, f"{name} was never passed"
-        time.sleep(0.01)
+    await_that(lambda: name in fired(log), seconds, f"{name} was never passed")
 
 
 def stop(pid: int) -> None:
     """Stop a process, but not in the middle of a request to a store that is a file: it would hold its lock."""
     for _ in range(20):
         os.kill(pid, signal.SIGSTOP)
-        while _state(pid) not in "Tt":
-            time.sleep(0.005)
+        await_that(lambda: _state(pid) in "Tt")
         if _store_is_free():
             return
         go_on(pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -16,13 +17,21 @@ SECONDS = 60.0
 
 
 class MemoryStore:
-    """All ranks are here, so their connections are one."""
+    """All ranks are here, so their connections are one. It counts the ``requests`` to it."""
 
     def __init__(self) -> None:
         self.real: Any = dist.HashStore()  # type: ignore[attr-defined]
+        self.requests = 0
 
-    def clone(self) -> Any:
-        return self.real
+    def clone(self) -> MemoryStore:
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.real.set_timeout(timeout)
+
+    def __getattr__(self, request: str) -> Any:
+        self.requests += 1
+        return getattr(self.real, request)
 
 
 def rank_set(world: int, store: MemoryStore) -> list[RankSet]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import time
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from support.commands import run_cli
 from support.files import data_files, flip_bit
 from support.roots import NEWER, uncommitted
 from support.states import Opinion, filled
+from support.work import little_work
 
 from dcp_datastates import (
     CheckpointCorruptError,
@@ -49,14 +49,13 @@ def checkpoint(tmp_path):
 
 
 def test_a_checkpoint_is_described(checkpoint):
-    before = time.time()
     found = describe(checkpoint)
     assert isinstance(found, Checkpoint)
     (file,) = data_files(checkpoint)
     metadata = checkpoint / ".metadata"
     assert found.committed
     assert found.attempt == file.parent.name
-    assert abs(found.committed_at - before) < 60
+    assert found.committed_at == metadata.stat().st_mtime
     assert found.nbytes == file.stat().st_size + metadata.stat().st_size
     assert found.ranks == 1
     assert [(f.path, f.rank, f.nbytes, f.found_nbytes) for f in found.files] == [
@@ -186,9 +185,8 @@ def test_a_listed_checkpoint_has_size_ranks_and_time(root):
 
 def test_ten_thousand_tensors_take_seconds_at_most(tmp_path):
     save({f"layer.{number}.weight": torch.ones(3) for number in range(10_000)}, tmp_path)
-    began = time.monotonic()
-    assert len(describe(tmp_path).tensors) == 10_000
-    assert time.monotonic() - began < 8
+    with little_work(8):
+        assert len(describe(tmp_path).tensors) == 10_000
 
 
 # --- the command -------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import re
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from support.chunks import boxes, save_by_ranks
 from support.files import data_files, flip_bit, read_file, reseal
 from support.metadata import parts_of, rewritten
 from support.states import DTYPES, Opinion, filled
+from support.work import little_work
 
 from dcp_datastates import (
     CheckpointNotFoundError,
@@ -443,10 +443,8 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
 def test_ten_thousand_tensors_take_seconds_at_most(tmp_path):
     save({f"layer.{number}.weight": torch.ones(3) for number in range(10_000)}, tmp_path)
     flip_bit(data_files(tmp_path)[0], data_files(tmp_path)[0].stat().st_size - 1)
-    began = time.monotonic()
-    report = verify(tmp_path)
-    assert report.tensors == 10_000
-    assert time.monotonic() - began < 10
+    with little_work(10):
+        assert verify(tmp_path).tensors == 10_000
 
 
 # --- as text ----------------------------------------------------------------------------------------
