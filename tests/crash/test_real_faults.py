@@ -105,7 +105,7 @@ EACH_STEP = (
 
 
 @ranks(2)
-@pytest.mark.parametrize(("point", "kind"), sampled(_cells("publish", "plan", "staged"), EACH_STEP))
+@pytest.mark.parametrize(("point", "kind"), sampled(_cells("publish", "plan", "stage"), EACH_STEP))
 def test_an_error_of_planning_or_publication(point, kind, shared_dir):
     victim = 0 if kind == "coordinator" else 1
     fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired")

@@ -53,7 +53,7 @@ _NATIVE = (
 _PUBLISH = ("lock", "create", "write", "sync_file", "rename", "sync_directory")
 
 POINTS: tuple[Point, ...] = (
-    *_both("staged"),
+    *_both("stage"),
     *_both("plan"),
     # Whoever comes first makes the attempt's directory.
     *_both("plan.mkdir", COORDINATOR),
