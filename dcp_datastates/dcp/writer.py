@@ -18,7 +18,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -45,6 +45,7 @@ from dcp_datastates.io.devices import capturing
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.exchange import SessionMeta
 from dcp_datastates.planning.plan_cache import PlannedMetadata
+from dcp_datastates.planning.rank_memory import SharesPlanner
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.saving.call import Way
 from dcp_datastates.saving.operation import SaveOperation
@@ -58,8 +59,6 @@ from dcp_datastates.storage.attempt import TicketCarrier, collect_ticket
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["DataStatesWriter"]
-
-_INTRODUCE_SECONDS: Final = 1.0
 
 
 class DataStatesWriter(StorageWriter, AsyncStager):
@@ -163,7 +162,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._made_for = commit_group(self.rank_set)
         if self._made_for.detector is not None:
             # Once: from then on the other ranks see at once if this process dies. The detector's thread does it.
-            self._made_for.detector.introduce(_INTRODUCE_SECONDS)
+            self._made_for.detector.introduce(seconds=1.0)
 
     def __del__(self) -> None:
         # DCP calls a Stateful's state_dict() before it comes here. If that raises, all that is seen of the call is a
@@ -326,6 +325,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             save.submit_failure(error)
             running.end()
             raise
+        finally:
+            if save.session is not None and isinstance(planner, SharesPlanner):
+                planner.release(save.session)
         save.submit(part)
         self._last = save.stats
         future: TorchFuture[list[WriteResult]] = TorchFuture()
@@ -387,13 +389,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def _call(
         self, way: Way, path: Path | None, state_dict: Mapping[str, Any], *, planned_here: bool
     ) -> SaveOperation:
-        self._check_open()
         if capturing():
             raise ConfigurationError(
                 "async_save was called while a CUDA graph is being captured; call it outside"
             )
-        end_here()
-        self._used = True
+        self._enter()
         group = commit_group(self.rank_set)
         save = stage_save(group, self._config, way, path, state_dict, planned_here)
         self._saves.add(save)
@@ -405,9 +405,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         running, here.next = here.next, None
         path, here.path = here.path, None
         if running is None:
-            end_here()
-            self._check_open()
-            self._used = True
+            self._enter()
             save = start_synchronous(commit_group(self.rank_set), self._config, self._path)
             bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
             save.begin()
@@ -433,9 +431,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         return running
 
-    def _check_open(self) -> None:
+    def _enter(self) -> None:
         if self._closed:
             raise ConfigurationError("this DataStatesWriter is closed; construct another one")
+        end_here()
+        self._used = True
 
     def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Path:
         directory = local.local_path(path, below)

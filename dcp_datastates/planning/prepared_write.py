@@ -21,7 +21,7 @@ from dcp_datastates.planning.exchange import Report
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.staging.ownership import STABLE
 
-__all__ = ["Prepared", "report_of"]
+__all__ = ["Prepared", "finish_file", "report_of"]
 
 _KEPT_SEALS: Final = 4
 
@@ -87,11 +87,7 @@ class Prepared:
                 groups[columns.leaves].tolist(),
                 None if devices is None else devices[columns.leaves].tolist(),
             )
-            for offset, each in zip(file.object_offsets, data, strict=True):
-                if len(each):
-                    content.add_buffer(offset, each, STABLE)
-            keep.append((file.header, data))
-            files.append(SaveFile(str(path), file.table_offset, content))
+            files.append(finish_file(path, file, content, data, keep))
         return files, sealed, report
 
     def _seal(self, sizes: tuple[tuple[int, ...], ...]) -> _Sealed:
@@ -105,6 +101,24 @@ class Prepared:
                 while len(self._sealed) > _KEPT_SEALS:
                     self._sealed.popitem(last=False)
         return sealed
+
+
+def finish_file(
+    path: Path,
+    sealed: SealedFile,
+    content: Transfer,
+    objects: Sequence[memoryview],
+    keep: list[Any],
+) -> SaveFile:
+    """The file at ``path``: the header and the tensors are in ``content``, the ``objects`` follow them.
+
+    What must stay alive goes to ``keep``, but for the tensors.
+    """
+    for offset, data in zip(sealed.object_offsets, objects, strict=True):
+        if len(data):
+            content.add_buffer(offset, data, STABLE)
+    keep.append((sealed.header, objects))
+    return SaveFile(str(path), sealed.table_offset, content)
 
 
 def _columns(layout: FileLayout, leaves: Ints, begins: Sequence[int]) -> _Columns:

@@ -21,6 +21,7 @@ from dcp_datastates.errors import DataStatesError, UnsupportedStateError
 from dcp_datastates.format.layout import FileLayout, SealedFile, TensorEntry
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, place
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
+from dcp_datastates.planning.prepared_write import finish_file
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
@@ -70,13 +71,8 @@ def files_to_write(
         file = layout.seal([len(data) for data in objects])
         content = Transfer()
         content.add_buffer(0, file.header, STABLE)
-        sources.keep.append(file.header)
         _add_tensors(content, items, sources, layout.tensors)
-        for offset, data in zip(file.object_offsets, objects, strict=True):
-            if len(data):
-                content.add_buffer(offset, data, STABLE)
-        sources.keep.extend(objects)
-        files.append(SaveFile(str(path), file.table_offset, content))
+        files.append(finish_file(path, file, content, objects, sources.keep))
         sealed.append(file)
     return files, sealed
 

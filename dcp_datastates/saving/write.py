@@ -149,12 +149,7 @@ def write_plan(
     (:class:`FileRecord`); where the planner knows this package, all is in one :class:`Told`. On an error nothing is
     under way any more. ``rank`` is the one that files are named after.
     """
-    share = _share_of(save, planner)
-    try:
-        return _write(_Write(save, plan, planner, share, attempt, rank), ahead)
-    finally:
-        if save.session is not None and isinstance(planner, SharesPlanner):
-            planner.release(save.session)
+    return _write(_Write(save, plan, planner, _share_of(save, planner), attempt, rank), ahead)
 
 
 @dataclass(frozen=True, eq=False)
