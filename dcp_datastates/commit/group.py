@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol, TypeVar, cast
 
 from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision import Outcome
@@ -28,7 +28,7 @@ from dcp_datastates.process.progress import Progress
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.failpoints import hit
 
-__all__ = ["CommitGroup"]
+__all__ = ["CommitGroup", "Companion"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,16 @@ _CLOSE_SECONDS: Final = 15.0
 
 _CANCEL_SECONDS: Final = 10.0
 """How long a failed save's own writes may take to end before its outcome is told all the same."""
+
+
+class Companion(Protocol):
+    """What there is one of for a group, besides the group itself."""
+
+    def close(self) -> None:
+        """End it when what was submitted is over. Does not wait."""
+
+
+C = TypeVar("C", bound=Companion)
 
 
 class CommitGroup:
@@ -70,6 +80,8 @@ class CommitGroup:
                 rank_set, rank_set.connect_alone("commit"), self._status
             )
         self._voter = Voter(rank_set, self.detector, self._decisions)
+        self._companion_lock = ProcessLock()  # guards _companion
+        self._companion: Companion | None = None
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -82,6 +94,13 @@ class CommitGroup:
     def name(self) -> str:
         """Which ranks these are; no other group of this process has it."""
         return f"{self.first}/{self.rank_set.digest}"
+
+    def companion(self, make: Callable[[CommitGroup], C]) -> C:
+        """What ``make`` has made for this group: at the first call now, later the same."""
+        with self._companion_lock:
+            if self._companion is None:
+                self._companion = make(self)
+            return cast("C", self._companion)
 
     def draw(self) -> int:
         """Coordinator: the number of the next round."""
@@ -129,6 +148,14 @@ class CommitGroup:
         if self.detector is not None:
             self.detector.close()
         self._voter.close()
+
+    def retire(self) -> None:
+        """The store is no more, and a new group takes over: :meth:`close`, with the companion."""
+        with self._companion_lock:
+            companion, self._companion = self._companion, None
+        if companion is not None:
+            companion.close()
+        self.close()
 
     def _cause(self, error: BaseException) -> BaseException:
         if self.detector is None:

@@ -32,10 +32,8 @@ def commit_group(rank_set: RankSet) -> CommitGroup:
         found = _groups.get(key)
         if found is None:
             found = _groups[key] = CommitGroup(rank_set)
-    for (
-        group
-    ) in closing:  # in a thread of its own: what is under way there may take its time to fail
-        threading.Thread(target=group.close, name="dcp_datastates-close", daemon=True).start()
+    for group in closing:  # in a thread: what is under way there may take its time to fail
+        threading.Thread(target=group.retire, name="dcp_datastates-close", daemon=True).start()
     return found
 
 

@@ -12,7 +12,6 @@ so that the ranks are in step again.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.rank_set import is_current
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.dcp.planner import DataStatesSavePlanner
 from dcp_datastates.dcp.process_group import Collectives
@@ -42,7 +40,6 @@ from dcp_datastates.errors import (
     release_frames,
 )
 from dcp_datastates.planning.rank_memory import SharesPlanner
-from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.saving.call import LEFT_OUT
@@ -308,26 +305,6 @@ def _release_outcome(committed: Future[None]) -> None:
         release_frames(error)
 
 
-_lock = ProcessLock()  # guards _all
-_all: dict[CommitGroup, RankContext] = {}
-
-
 def context_of(group: CommitGroup) -> RankContext:
     """That of the ranks that commit together as ``group``."""
-    with _lock:
-        found = _all.get(group)
-        if found is None:
-            for former in [
-                other for other in _all if other.detector and not is_current(other.rank_set)
-            ]:
-                _all.pop(former).close()
-            found = _all[group] = RankContext(group)
-    return found
-
-
-@after_fork
-def _forget_in_child() -> None:
-    # Nothing of it may be destroyed here: see ``commit/groups.py``.
-    for context in _all.values():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
-    _all.clear()
+    return group.companion(RankContext)

@@ -25,7 +25,6 @@ from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedE
 from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.commit import groups, publish
 from dcp_datastates.commit.rank_set import rank_set_of
-from dcp_datastates.dcp import rank_context
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import next_attempt
@@ -49,7 +48,6 @@ def _forget_groups():
     """As if the default group had been made anew over the same store."""
     dist.barrier()
     groups._close_all()
-    rank_context._all.clear()
     dist.barrier()
 
 
