@@ -1,1 +1,1 @@
-"""Committed or absent: how the ranks of a save agree on what becomes of it."""
+"""Agreement and publication: a save is committed on all ranks, or absent."""

@@ -1,4 +1,4 @@
-"""What ranks say of themselves and of each other, once a second."""
+"""Heartbeats: the status that each rank writes to the store about once a second."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Beat", "Loss"]
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself: the last round it voted in, and how far it has come towards the next.
+    """A rank's status: the last round it voted in (``voted``), and its progress towards the next.
 
-    ``progress`` is a number that changes as long as there is any; ``doing`` says in words what it counts;
-    ``calls`` is how many saves it has been called
-    for; ``ended`` is the last round whose outcome it knows. Only the coordinator says what follows: ``lost``, of other
-    ranks, as the fields of a :class:`Loss`; ``pulse``, where it listens for theirs.
+    ``progress`` is a number that changes while the rank makes progress; ``doing`` names the present phase; ``calls``
+    counts the calls of ``async_save`` on the rank; ``ended`` is the last round whose outcome the rank knows. Only the
+    coordinator fills in the rest: ``lost``, the lost ranks, as the fields of :class:`Loss`; ``pulse``, the address at
+    which it listens for the other ranks' pulses.
     """
 
     voted: int = -1
@@ -42,7 +42,9 @@ class Beat:
 
 @dataclass(frozen=True)
 class Loss:
-    """Why a rank is counted out. ``certain``: its process has ended, though the system may yet finish a call of it."""
+    """Why a rank counts as lost. ``certain``: its process has ended; the kernel may still finish a system call that it
+    made.
+    """
 
     rank: int
     reason: str
@@ -50,7 +52,7 @@ class Loss:
 
     @staticmethod
     def reason_of(losses: Sequence[Loss]) -> Reason:
-        """Which ranks are lost, and why; the first few of them."""
+        """The reason for a decision: which ranks are lost, and why. It names the first three ranks."""
         more = f"; and {len(losses) - 3} more ranks" if len(losses) > 3 else ""
         return Reason.of(RankLostError("; ".join(map(str, losses[:3])) + more))
 

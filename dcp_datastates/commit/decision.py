@@ -1,4 +1,4 @@
-"""What a round came to, in the form that travels between ranks, and as the error that a user sees."""
+"""The decision of a round, as ranks send it to each other, and as the error that a user sees."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveFai
 __all__ = ["Decision", "Outcome", "Reason"]
 
 _LONGEST: Final = 768
-"""Of a reason's message, in characters: it travels through the store."""
+"""Longest message of a reason, in characters: reasons travel through the store."""
 
 _SHOWN: Final = 3
-"""Ranks whose reasons are spelt out."""
+"""How many ranks' reasons an error message contains."""
 
 
 class Outcome(Enum):
-    """Of a round."""
+    """The outcome of a round."""
 
     COMMITTED = "committed"
     FAILED = "failed"
@@ -37,16 +37,17 @@ class Reason:
 
     @staticmethod
     def of(error: BaseException) -> Reason:
-        # It may name a file whose name is not UTF-8.
+        # The message may contain a file name that is not UTF-8.
         message = str(error).encode(errors="backslashreplace").decode()
         return Reason(type(error).__name__, message[:_LONGEST])
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The outcome, and why, by rank. Rank -1 stands for no rank in particular.
+    """The outcome, with the reasons by rank. Rank -1 stands for no rank in particular.
 
-    ``given_up``: decided because a rank was lost, and not by the votes of all. ``more`` ranks failed, too.
+    ``given_up``: the coordinator decided because a rank was lost, without all votes. ``more``: how many further ranks
+    failed.
     """
 
     outcome: Outcome
@@ -69,9 +70,10 @@ class Decision:
         return Decision(Outcome(outcome), found, given_up, more)
 
     def error(self, where: str, world: int) -> DataStatesError | None:
-        """What a user is told; None if committed.
+        """The error that the user sees; None if the save was committed.
 
-        The type is that of the first failed rank's error, if it is one of this package's.
+        Its type is that of the first failed rank's error if all ranks failed with one type and this package defines it;
+        else it is :class:`SaveFailedError`.
         """
         if self.outcome is Outcome.COMMITTED:
             return None

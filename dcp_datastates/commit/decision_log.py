@@ -1,6 +1,6 @@
-"""What the coordinator has decided, in the store: for ranks that gloo does not reach, and for the reasons.
+"""The coordinator's decisions, in the store: for ranks that gloo does not reach. Ranks leave their reasons there, too.
 
-The coordinator alone writes decisions. A rank that fails a save leaves its reason there before it votes.
+Only the coordinator writes decisions. A rank that fails a save writes its reason before it votes.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dcp_datastates.commit.rank_set import Connection
 __all__ = ["DecisionLog"]
 
 _KEPT: Final = 64
-"""Decisions of so many rounds stay in the store, for ranks that are behind."""
+"""How many rounds' decisions stay in the store, for ranks that are behind."""
 
 _EXPLAINED: Final = 8
-"""Of so many ranks that fail one save the reasons are kept."""
+"""How many ranks' reasons the store keeps for one save."""
 
 
 class DecisionLog:
-    """Decisions by round. Of the commit thread; without a store (one rank alone) it is empty.
+    """Decisions by round. Only the commit thread uses it. Without a store (one rank alone) it is empty.
 
-    All raise RuntimeError if the store cannot be reached.
+    All methods raise RuntimeError if the store cannot be reached.
     """
 
     def __init__(self, store: Connection | None = None) -> None:
@@ -32,20 +32,20 @@ class DecisionLog:
         self._unsaid: dict[int, Decision] = {}
 
     def find(self, number: int) -> Decision | None:
-        """What was decided in the round, as far as it is written down."""
+        """The decision about the round; None if the store does not have it."""
         if self._store is None:
             return None
         key = _decision(number)
         return Decision.decode(self._store.get(key)) if self._store.check([key]) else None
 
     def note(self, number: int, decision: Decision) -> None:
-        """Coordinator: write the decision down; if that fails, :meth:`flush` will."""
+        """Coordinator: write the decision to the store; if that fails, :meth:`flush` tries again."""
         if self._store is not None:
             self._unsaid[number] = decision
             self.flush()
 
     def flush(self) -> None:
-        """Coordinator: write down what could not be written before."""
+        """Coordinator: write the decisions that could not be written before."""
         assert self._store is not None or not self._unsaid
         for number, decision in list(self._unsaid.items()):
             assert self._store is not None
@@ -53,17 +53,17 @@ class DecisionLog:
             del self._unsaid[number]
 
     def explain(self, number: int, rank: int, reason: Reason) -> None:
-        """Leave why ``rank`` fails the round; the first few ranks' reasons are kept."""
+        """Write the reason why ``rank`` fails the round; the store keeps the first few ranks' reasons."""
         if self._store is None:
             return
-        # A request may be made twice: then one reason too many is counted, and none is lost.
+        # The client may send a request twice: then the count is one too high, and no reason is lost.
         place = self._store.add(_reasons(number), 1)
         if place <= _EXPLAINED:
             text = json.dumps([rank, reason.kind, reason.message])
             self._store.set(f"{_reasons(number)}/{place}", text)
 
     def collect(self, number: int) -> Collected:
-        """Coordinator: what the ranks have explained."""
+        """Coordinator: the reasons that ranks have written."""
         if self._store is None:
             return Collected({})
         count = self._store.add(_reasons(number), 0)
@@ -76,7 +76,7 @@ class DecisionLog:
         return Collected(reasons, max(0, count - len(keys)))
 
     def forget_before(self, number: int) -> None:
-        """Coordinator, once a round: drop what no rank asks for any more."""
+        """Coordinator, once a round: delete the entries that no rank asks for any more."""
         if self._store is not None:
             old = number - _KEPT
             if self._store.check([_reasons(old)]):

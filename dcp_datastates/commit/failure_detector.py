@@ -1,19 +1,19 @@
-"""Heartbeats in a c10d store: who is alive, who makes progress, and what the others have decided.
+"""Heartbeats in a c10d store: which ranks are alive, which make progress, and what the coordinator has decided.
 
-gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once
-a second. The coordinator reads all of them, and says in its own who is lost; the others read the coordinator's: two
-requests a second and rank, less often in a large job. A rank is
+gloo alone is slow to notice a lost rank and never names it. So every rank writes a beat to the store once a second. The
+coordinator reads all beats, and lists the lost ranks in its own; the other ranks read the coordinator's beat. This
+costs two requests per second and rank, less in a large job. A rank is
 
-- *dead* if its process is gone, which is certain, and seen at once, on the same machine;
-- *silent* if its beat has stood still for :data:`SILENCE_SECONDS`, and its pulse too: dead, stopped, or cut off. The
-  pulse (``pulse.py``) goes on while a call holds the GIL; where the network does not carry it, a rank may be silent for
-  longer before it counts as lost;
-- *stalled* if it is there and has not voted in a round, and has made no progress towards it for the round's
+- *dead* if its process is gone: ranks on the same machine see that at once, and for certain;
+- *silent* if neither its beat nor its pulse has changed for :data:`SILENCE_SECONDS`: it is dead, stopped, or cut off.
+  The pulse (``pulse.py``) continues while a call holds the GIL; if the network does not carry pulses, a rank may be
+  silent for longer before it counts as lost;
+- *stalled* if it beats, has not voted in a round, and has made no progress towards its vote for the round's
   ``commit_timeout``.
 
-A beat says how far the rank's own save has come, so flushes that take longer on one rank than on another
-time no rank out. One thread, ``dcp_datastates-heartbeat``: it ends with :meth:`FailureDetector.close`, and touches
-nothing but the store and the fields below ``_lock``.
+A beat contains the progress of the rank's own save, so a rank whose flushes take longer than the others' does not time
+out. One thread, ``dcp_datastates-heartbeat``, beats and reads. It ends with :meth:`FailureDetector.close`, and touches
+only the store and the fields below ``_lock``.
 """
 
 from __future__ import annotations
@@ -42,49 +42,48 @@ SILENCE_SECONDS: Final = 15.0
 """A rank that has shown no sign of life for this long counts as lost."""
 
 _PULSELESS: Final = 4
-"""How many times as long a rank may be silent whose pulse has never come: perhaps a call of its holds the GIL."""
+"""The factor by which a rank without any pulse may be silent for longer: a call may hold its GIL."""
 
 _HELD_SECONDS: Final = 300.0
-"""A rank whose Python has stood still for so long may never go on: its pulse does not count any more."""
+"""After this long without a beat, a rank's pulse no longer counts: its Python may never go on."""
 
 _UNSEEN_SECONDS: Final = 300.0
-"""The same for a rank that has never been heard of: it may not have come to its first save yet."""
+"""How long a rank may stay silent that has never beaten: it may not have reached its first save yet."""
 
 _CLOSE_SECONDS: Final = 2.0
 
 _NEIGHBOUR_SECONDS: Final = 0.1
-"""Between two looks whether the processes on this machine are there."""
+"""Time between two checks that the processes on this machine exist."""
 
 _ACTIVE_SECONDS: Final = 1.0
-"""Between two beats while a save is in flight."""
+"""Time between two beats while a save is in flight."""
 
 _IDLE_SECONDS: Final = 4.0
-"""Between two beats while none is."""
+"""Time between two beats while no save is in flight."""
 
 _SECONDS_PER_RANK: Final = 1.2e-4
-"""Between two beats, at the least: two requests of 11.3 us each then take a fifth of the store's only thread."""
+"""Least time between two beats, per rank: two requests of 11.3 us each then take a fifth of the store's only thread."""
 
 
 def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
-    """Of one of so many ranks; ``active`` while a save is in flight."""
+    """The time between two beats of one rank; ``active`` while a save is in flight."""
     return max(_ACTIVE_SECONDS if active else _IDLE_SECONDS, _SECONDS_PER_RANK * ranks)
 
 
 @dataclass
 class _Watched:
-    """What is known of one rank."""
+    """What this rank knows of another."""
 
     value: bytes = b""
-    heard: bool = (
-        False  # a second value has come: the first may be of a former group over the same store
-    )
+    # A second beat has arrived: the first may be left over from a former group on the same store.
+    heard: bool = False
     beat: Beat = field(default_factory=Beat)
     pulses: int = 0
-    silent: float = 0.0  # seconds without a new beat or pulse, by observations made
+    silent: float = 0.0  # seconds without a new beat or pulse, counted while this rank was looking
     beatless: float = 0.0  # seconds without a new beat
     still: float = 0.0  # seconds without progress
     who: str | None = None
-    near: bool = False  # on this machine, so that its process can be seen
+    near: bool = False  # on this machine, so this rank can see its process
 
 
 class FailureDetector:
@@ -93,7 +92,7 @@ class FailureDetector:
     Args:
         rank_set: the ranks.
         store: a connection to the store for this thread alone.
-        status: what to say of this rank; called by the failure detector's thread.
+        status: returns this rank's beat; the failure detector's thread calls it.
     """
 
     def __init__(self, rank_set: RankSet, store: Connection, status: Callable[[], Beat]) -> None:
@@ -108,16 +107,17 @@ class FailureDetector:
         }
         self._lock = ProcessLock()  # guards what follows
         self._round: int | None = None
-        self._said: Said | None = None  # what the coordinator has decided in it
+        self._said: Said | None = None  # the coordinator's decision in that round
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
-        self._told: list[Loss] = []  # what the coordinator says
-        self._old_news = b""  # its beat before the save began: not to be believed any more
+        self._told: list[Loss] = []  # by the coordinator's latest beat
+        # the coordinator's beat from before the save: its list of losses is out of date
+        self._old_news = b""
         self._silent: list[Loss] = []
         self._gone: list[Loss] = []
         self._visited = 0.0
-        self._count = 0  # of this rank's beats
-        self._interval = _ACTIVE_SECONDS  # between two of them
+        self._count = 0  # how many beats this rank has written
+        self._interval = _ACTIVE_SECONDS  # between two beats
         self._active = 0
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
@@ -127,12 +127,12 @@ class FailureDetector:
             target=self._run, name="dcp_datastates-heartbeat", daemon=True
         )  # joined by close()
         self._started = False
-        self._introduced = threading.Event()  # set when the others can know of this rank
+        self._introduced = threading.Event()  # set when the store has this rank's identity
 
     # ---- any thread --------------------------------------------------------------------------
 
     def listen(self, listener: Callable[[list[Loss]], None]) -> None:
-        """Have ``listener`` called, by the failure detector's thread, while a save is on and ranks are lost."""
+        """Call ``listener`` from the failure detector's thread whenever ranks are lost while a save is in flight."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -142,21 +142,21 @@ class FailureDetector:
             self._listeners = [other for other in self._listeners if other != listener]
 
     def quicken(self) -> None:
-        """A save has begun: beat every second until as many :meth:`slow` have come.
+        """Note that a save has begun: beat every second until :meth:`slow` has been called as often as this.
 
-        How long a rank has not been heard of at all counts from here: it need not have saved anything before.
+        The silence of ranks that have never beaten counts from here: they may have had no save before.
         """
         with self._lock:
             self._active += 1
             self._expect_unheard()
-            if self._rank_set.rank != 0:  # a rank that was lost may be back since
+            if self._rank_set.rank != 0:  # a lost rank may have come back
                 self._told, self._old_news = [], self._watched[0].value
         self.introduce(0.0)
         self._wake.set()
 
     def introduce(self, seconds: float) -> None:
-        """Start the thread, once; returns when the other ranks can see of this one whether it is there, or after
-        ``seconds``.
+        """Start the thread, once. Returns when the store has this rank's identity, so that other ranks can see whether
+        its process exists, or after ``seconds``.
         """
         with self._lock:
             if not self._started:
@@ -170,23 +170,23 @@ class FailureDetector:
                 watched.silent = 0.0
 
     def slow(self) -> None:
-        """A save is over."""
+        """Note that a save is over."""
         with self._lock:
             self._active -= 1
 
     def follow(self, round_number: int | None) -> None:
-        """Look for the others' decision about this round with every beat from now on."""
+        """From now on look with every beat for the decision about this round; None for no round."""
         with self._lock:
             self._round = round_number
             self._said = None
-            self._expect_unheard()  # it came to its first save just now, perhaps late
+            self._expect_unheard()  # a rank may reach its first save late
             for watched in self._watched.values():
-                watched.still = 0.0  # before the round, there was nothing to make progress with
+                watched.still = 0.0  # before the round there was no progress to make
         self._wake.set()
 
     @property
     def said(self) -> Said | None:
-        """What the coordinator has decided in the round that is followed; None so far, and on the coordinator."""
+        """The coordinator's decision about the round of :meth:`follow`; None before, and on the coordinator."""
         with self._lock:
             return self._said
 
@@ -197,7 +197,7 @@ class FailureDetector:
             return self._store_error is not None
 
     def ended(self, round_number: int) -> list[int]:
-        """The other ranks that know an outcome of the round."""
+        """The other ranks that know the outcome of the round."""
         with self._lock:
             return [rank for rank, each in self._watched.items() if each.beat.ended >= round_number]
 
@@ -228,12 +228,15 @@ class FailureDetector:
 
     def _is_silent(self, watched: _Watched) -> bool:
         if not watched.heard and self._round is None:
-            return watched.silent >= _UNSEEN_SECONDS  # once a round is on, every rank has come
+            # Outside a round, a rank may not have reached its first save yet.
+            return watched.silent >= _UNSEEN_SECONDS
         patience = 1 if watched.pulses or not watched.heard else _PULSELESS
         return watched.silent >= patience * SILENCE_SECONDS
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:
-        """The ranks that beat, owe a vote in the round, and came no further for ``seconds``."""
+        """The ranks that beat and have not voted in the round (or are publishing), but have made no progress for
+        ``seconds``.
+        """
         with self._lock:
             return [
                 Loss(
@@ -249,12 +252,12 @@ class FailureDetector:
             ]
 
     def absent(self, calls: int) -> list[int]:
-        """The ranks that have been called for fewer saves than ``calls``, as far as is known here."""
+        """The ranks whose latest beat counts fewer calls of ``async_save`` than ``calls``."""
         with self._lock:
             return [rank for rank, each in self._watched.items() if each.beat.calls < calls]
 
     def standing_still(self, seconds: float) -> list[Loss]:
-        """The ranks that have come no further for ``seconds``, whatever they do."""
+        """The ranks that have made no progress for ``seconds``, in whatever phase."""
         with self._lock:
             return [
                 Loss(rank, f"has made no progress for {each.still:.0f} s ({each.beat.doing})")
@@ -264,13 +267,15 @@ class FailureDetector:
 
     @property
     def said_by_coordinator(self) -> str:
-        """What the coordinator is doing, in its own words; empty on the coordinator, and before it has beaten."""
+        """The phase that the coordinator's latest beat names; empty on the coordinator, and before its first beat."""
         with self._lock:
             coordinator = self._watched.get(0)
             return coordinator.beat.doing if coordinator is not None and coordinator.value else ""
 
     def await_loss(self) -> list[Loss]:
-        """The ranks that are lost, as soon as there are any; none if none is found in due time."""
+        """Wait until ranks are lost, and return them; return none if no loss shows within the time that detection
+        takes.
+        """
         deadline = time.monotonic() + SILENCE_SECONDS + 3 * _ACTIVE_SECONDS
         self.quicken()
         try:
@@ -287,7 +292,7 @@ class FailureDetector:
         with self._lock:
             started, self._started = self._started, True
         if started and self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_SECONDS)  # it may be waiting for a store that is gone
+            self._thread.join(_CLOSE_SECONDS)  # the thread may be waiting for a store that is gone
 
     # ---- the failure detector's thread -------------------------------------------------------------------
 
@@ -306,7 +311,7 @@ class FailureDetector:
                 if not self._introduced.is_set():
                     self._store.set(f"who/{self._rank_set.rank}", self._identity)
                     self._introduced.set()
-                if self._rank_set.rank == 0:  # it says what it has seen
+                if self._rank_set.rank == 0:  # look first: the beat contains the losses
                     self._look(pulse)
                 self._beat(pulse)
                 if self._rank_set.rank != 0:
@@ -327,31 +332,31 @@ class FailureDetector:
                 for listener in listeners:
                     try:
                         listener(losses)
-                    except Exception:  # there can be no more threads, say; this one must go on
+                    except Exception:  # it may fail to start a thread; this thread must go on
                         logger.exception("a loss could not be told")
             del listeners
             self._pause(began + self._interval)
 
     def _pause(self, until: float) -> None:
-        """Wait until then, or until woken."""
+        """Wait until that time, or until :attr:`_wake` is set."""
         while not self._stopping and (left := until - time.monotonic()) > 0:
             if self._wake.wait(left):
-                # Woken by a round that wants news; but never beat more than ten times a second.
+                # A round wants news. Still, never beat more than ten times a second.
                 self._wake.clear()
                 until = min(until, time.monotonic() + 0.1)
 
     def _beat(self, pulse: Pulse) -> None:
         beat = self._status()
         if self._rank_set.rank == 0:
-            # That it has missed the store itself is over when it can say so.
+            # Leave out rank 0: the store's failure counts as its loss, and is over once this beat is written.
             lost = [dataclasses.astuple(loss) for loss in self.losses() if loss.rank != 0]
             beat = dataclasses.replace(beat, lost=lost, pulse=pulse.place)
         self._count += 1
         self._store.set(f"beat/{self._rank_set.rank}", beat.encode(self._count))
 
     def _look(self, pulse: Pulse) -> None:
-        # This thread may itself have been kept from running: then the others' beats are no older than
-        # its last look, however late it is, and it counts no more silence than an interval or two.
+        # The system may have kept this thread from running. Count at most two intervals as silence: the other ranks may
+        # have beaten all the while.
         now = time.monotonic()
         passed = min(now - self._looked_at, 2 * self._interval)
         self._looked_at = now

@@ -1,11 +1,11 @@
-"""One small gloo group of this package's own, whose waits can be left.
+"""One small gloo group, private to this package, whose waits can be interrupted.
 
-A gloo group in which one operation failed or timed out fails for good, and a rank that waits in it waits until
-gloo's timeout. So every wait here calls a ``check`` that may raise, and :meth:`GlooGroup.leave` then unblocks what is
-still waiting. Groups are never mended: a new one is made under a name that was never used (``gloo_tree.py``).
+Once one operation of a gloo group has failed or timed out, the group is unusable, and a rank that waits in it waits
+until gloo's timeout. So every wait here calls a ``check`` that may raise; :meth:`GlooGroup.leave` then makes the
+pending operations fail. Groups are never repaired: ``gloo_tree.py`` makes a new one under a name that was never used.
 
-It is made without torch's rendezvous, in which each of N ranks asks the store twice for each other: a rank publishes
-all that gloo wants published under one key, and reads what the others have published by one request.
+Connecting does not use torch's rendezvous, in which each of N ranks asks the store twice for each other rank. Here a
+rank writes all of gloo's values under one key, and reads the other ranks' values by one request.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ __all__ = ["GlooGroup", "GroupBroken", "Meeting", "abandoned", "let_go", "said_a
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT: Final = timedelta(seconds=20)
-"""For connecting to all ranks once all have said that they are there."""
+"""Limit for connecting, once all ranks have written their keys."""
 
 _OPERATION_TIMEOUT: Final = timedelta(days=1)
-"""Nothing is timed out by gloo: a late rank is not a lost one, and ``check`` knows the difference."""
+"""gloo must not time out: a late rank is not a lost rank, and ``check`` knows the difference."""
 
 _FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.1
-"""Between two calls of ``check``, in seconds. What is waited for ends a pause."""
+"""Longest time between two calls of ``check``, in seconds. A pause ends early when the operation ends."""
 
 _LETTING_GO_SECONDS: Final = 5.0
 """How long an operation may take to end once its connections have failed."""
 
 _UNUSED_TAG: Final = 0x7FFF
-"""No collective uses it."""
+"""A message tag that no collective uses."""
 
 _abandoned_lock = ProcessLock()  # guards _abandoned
 _abandoned: list[tuple[Any, Any]] = []
@@ -53,28 +53,28 @@ Check = Callable[[], None]
 
 
 class GroupBroken(Exception):
-    """A connection of the group failed; says nothing about who is to blame."""
+    """A connection of the group failed; this does not say which rank is at fault."""
 
 
 @contextlib.contextmanager
 def said_as_broken(what: str) -> Iterator[None]:
-    """Torch's errors as :class:`GroupBroken`. Not for calls of ``check``, whose errors may be of any type."""
+    """Turn torch's errors into :class:`GroupBroken`. Never wrap a call of ``check``: it may raise RuntimeError, too."""
     try:
         yield
-    except RuntimeError as error:  # torch.distributed's own are such
+    except RuntimeError as error:  # includes the errors of torch.distributed
         raise GroupBroken(f"{what}: {error}") from error
 
 
 class Meeting:
-    """Where the ranks of one group find each other: the store that its gloo group is made with.
+    """The rendezvous of one group: its gloo group is constructed with this as its store.
 
     Args:
         store: the ranks' store.
-        name: of the group; never used before.
-        rank: this process's rank in it.
-        world: how many ranks it has.
-        pause: longest time between two looks for the others, in seconds.
-        check: called while it waits for them; raises the way out.
+        name: the group's name, never used before.
+        rank: this process's rank in the group.
+        world: the number of ranks in the group.
+        pause: longest time between two requests for the other ranks' keys, in seconds.
+        check: called while waiting for the other ranks; it raises to end the wait.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Meeting:
         self._check = check
         self._mine: dict[str, str] | None = {}
         self._found: dict[str, str] = {}
-        self.error: BaseException | None = None  # gloo may say it in other words
+        self.error: BaseException | None = None  # gloo may raise it as another type
 
     def set(self, key: str, value: bytes) -> None:
         if self._mine is None:
@@ -100,7 +100,7 @@ class Meeting:
         return bytes.fromhex(self._found[key])
 
     def wait(self, keys: Sequence[str]) -> None:
-        """Return when ``keys`` are there: the first time, when all ranks are."""
+        """Return when ``keys`` are there. The first call returns when all ranks have written theirs."""
         try:
             self._check()
             if self._mine is not None:
@@ -130,12 +130,12 @@ class Meeting:
             return self._store.check(keys)
 
     def key(self, rank: int) -> str:
-        """What this ``rank`` of the group publishes under. Not needed once all are connected."""
+        """The key under which this ``rank`` of the group publishes. It is not needed once all ranks are connected."""
         return f"{self._name}/{rank}"
 
 
 class _MeetingStore(dist.Store):  # type: ignore[name-defined,misc]
-    """A meeting as gloo sees it: what ``ProcessGroupGloo`` of torch 2.11 to 2.15 asks of a store."""
+    """A :class:`Meeting` as a c10d store, with the methods that ``ProcessGroupGloo`` of torch 2.11 to 2.15 calls."""
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__()
@@ -156,14 +156,14 @@ class _MeetingStore(dist.Store):  # type: ignore[name-defined,misc]
 
 
 class GlooGroup:
-    """Collective: every rank of the group makes one. One thread uses it.
+    """A gloo group. Construction is collective: every rank of the group takes part. Only one thread uses it.
 
-    The operations raise :class:`GroupBroken`, or what their ``check`` raises: then :meth:`leave` comes next.
+    The operations raise :class:`GroupBroken`, or what their ``check`` raises. The caller must then call :meth:`leave`.
 
     Args:
-        meeting: where its ranks find each other.
-        plain_store: makes a store of c10d's under a prefix of the group's own, in case that a release of torch asks
-            for more than a meeting offers.
+        meeting: the rendezvous of its ranks.
+        plain_store: makes a c10d store under the group's own prefix, in case a release of torch asks for more than
+            ``meeting`` offers.
 
     Raises :class:`GroupBroken`, and what the meeting's ``check`` raises.
     """
@@ -171,11 +171,9 @@ class GlooGroup:
     def __init__(self, meeting: Meeting, plain_store: Callable[[], Any]) -> None:
         self._rank, self._world = meeting.rank, meeting.world
         self._pending: Any = None
-        # Not dist.new_group: that is a collective of the default group, and this is no business of the job's. The
-        # constructor waits without the GIL.
-        store = _MeetingStore(
-            meeting
-        )  # held until the constructor returns: C++ does not hold its Python part
+        # Not dist.new_group, which is a collective of the job's default group. The constructor waits without the GIL.
+        # Held until the constructor returns: C++ does not keep the Python object alive.
+        store = _MeetingStore(meeting)
         try:
             self._gloo = self._connected(store)
         except Exception as error:
@@ -193,22 +191,22 @@ class GlooGroup:
         return gloo
 
     def leave(self) -> None:
-        """Close its connections, so that the others' operations fail. Returns soon. Nothing else may follow."""
+        """Close the connections, so that the other ranks' operations fail. Returns soon. No other call may follow."""
         gloo, self._gloo = self._gloo, None
         pending, self._pending = self._pending, None
         if gloo is not None:
-            # Not left to its destructor: an error that is kept may hold it by a frame.
+            # Not left to the destructor: a traceback's frames may keep the group alive.
             _unblock(gloo, self._rank, self._world)
             if pending is not None:
                 let_go(gloo, pending)
 
     def max(self, values: torch.Tensor, check: Check) -> None:
-        """On rank 0, have ``values`` be the elementwise maximum over all ranks."""
+        """On rank 0, set ``values`` to the elementwise maximum over all ranks."""
         for each in self._collect(values, check):
             torch.maximum(values, each, out=values)
 
     def broadcast(self, values: torch.Tensor, check: Check) -> None:
-        """Have ``values`` be what they are on rank 0."""
+        """Set ``values`` to rank 0's."""
         self._do(lambda gloo: gloo.broadcast([values], dist.BroadcastOptions()), check)
 
     def gather(self, data: bytes, check: Check) -> list[bytes]:
@@ -217,12 +215,12 @@ class GlooGroup:
         if self._rank:
             self._exchange(data, [len(data)] + [0] * (self._world - 1), [0] * self._world, check)
             return []
-        # What rank 0 has itself does not travel.
+        # Rank 0 does not send its own bytes.
         coming = [0, *(int(size) for size in sizes[1:])]
         return [data, *_cut(self._exchange(b"", [0] * self._world, coming, check), coming)[1:]]
 
     def scatter(self, parts: Sequence[bytes], check: Check) -> bytes:
-        """This rank's one of the ``parts`` that rank 0 gives."""
+        """This rank's element of the ``parts`` that rank 0 passes."""
         sizes = torch.zeros(self._world, dtype=torch.int64)
         if self._rank == 0:
             sizes = torch.tensor([0, *map(len, parts[1:])], dtype=torch.int64)
@@ -234,7 +232,9 @@ class GlooGroup:
         return self._exchange(b"", [0] * self._world, coming, check)
 
     def _collect(self, values: torch.Tensor, check: Check) -> list[torch.Tensor]:
-        """All ranks' values on rank 0, elsewhere an empty list. One message each; gloo's all-reduce is a ring."""
+        """All ranks' values on rank 0, elsewhere an empty list. Each rank sends one message; gloo's all-reduce is a
+        ring.
+        """
         found = [] if self._rank else [torch.empty_like(values) for _ in range(self._world)]
         everyone = [] if self._rank else [found]
         self._do(lambda gloo: gloo.gather(everyone, [values], dist.GatherOptions()), check)
@@ -252,7 +252,7 @@ class GlooGroup:
             raise GroupBroken("these connections were given up")
         with said_as_broken("gloo"):
             self._pending = work = start(gloo)
-        del gloo  # an error that is kept holds this frame
+        del gloo  # a traceback may retain this frame
         try:
             pause = _FIRST_PAUSE
             while not _ended(work, pause):
@@ -260,16 +260,16 @@ class GlooGroup:
                 pause = min(_LONGEST_PAUSE, 2 * pause)
             self._pending = None
             with said_as_broken("gloo"):
-                work.wait()  # raises what it failed with; returns at once
+                work.wait()  # returns at once; raises the operation's error
         finally:
-            del work  # it holds the group, and an error that is kept holds this frame
+            del work  # it holds the group, and a traceback may retain this frame
 
 
 _EMPTY: Final = torch.empty(0, dtype=torch.uint8)
 
 
 def _ended(work: Any, seconds: float) -> bool:
-    """Wait so long for it, without the GIL. What it failed with is not raised here."""
+    """Wait up to ``seconds`` for ``work`` to end, without the GIL. Does not raise the operation's error."""
     if not work.is_completed():
         with contextlib.suppress(RuntimeError):  # not yet
             work.wait(timedelta(seconds=seconds))
@@ -285,14 +285,15 @@ def _cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def _is_unknown(error: BaseException) -> bool:
-    """Whether gloo has asked for something that :class:`_MeetingStore` does not have, on every rank alike."""
+    """Whether gloo called a method that :class:`_MeetingStore` does not have. If so, it did on every rank."""
     return "pure virtual" in str(error) or "NotImplementedError" in str(error)
 
 
 def let_go(backend: Any, pending: Any) -> None:
     """Return when the operation ``pending`` has ended in a gloo ``backend`` whose connections are closed.
 
-    If it does not end, the backend is kept until it does: its destructor would wait. See :func:`abandoned`.
+    If the operation does not end in time, keep the backend until it does: the destructor would wait. See
+    :func:`abandoned`.
     """
     abandoned()
     deadline = time.monotonic() + _LETTING_GO_SECONDS
@@ -306,10 +307,11 @@ def let_go(backend: Any, pending: Any) -> None:
 
 
 def abandoned() -> int:
-    """How many gloo backends are kept because an operation of theirs does not end.
+    """The number of gloo backends that are kept because one of their operations does not end.
 
-    Gloo of torch 2.13 forgets a send that it starts on hearing that the other side is ready, if it finds the
-    connection closed just then: seen where a rank was stopped for a while. It ends by its timeout alone.
+    When the other side reports that it is ready, gloo starts a send. If the connection is closed at that moment, gloo
+    of torch 2.13 loses the send, which then ends only by its timeout. This was seen after a rank had been stopped for a
+    while.
     """
     with _abandoned_lock:
         _abandoned[:] = [kept for kept in _abandoned if not kept[1].is_completed()]
@@ -324,7 +326,7 @@ def _keep_abandoned() -> None:
 
 @after_fork
 def _forget_in_child() -> None:
-    _keep_abandoned()  # their destructors would wait for threads of the parent's
+    _keep_abandoned()  # their destructors would wait for the parent's threads
     _abandoned.clear()
 
 
@@ -332,11 +334,11 @@ atexit.register(_keep_abandoned)  # the end of the interpreter must not wait for
 
 
 def _unblock(backend: Any, rank: int, world: int) -> None:
-    """Make every operation that waits in a gloo ``backend`` fail now; the backend is of no use afterwards.
+    """Make every pending operation of a gloo ``backend`` fail now; the backend is unusable afterwards.
 
-    ``abort`` of torch 2.13 leaves them waiting. A receive that times out does not: gloo then fails all
-    pairs of the context, and with them whatever waits ("Application timeout caused pair closure"). It
-    takes a pair that is whole; one that is not fails the receive at once, for another reason.
+    ``abort`` of torch 2.13 leaves operations waiting. A receive that times out does not: gloo then closes all pairs of
+    the context, and every pending operation fails ("Application timeout caused pair closure"). This needs an intact
+    pair; on a broken pair the receive fails at once, for another reason.
     """
     for offset in range(1, world):
         try:

@@ -1,12 +1,13 @@
-"""What the ranks say to each other: values reduced up a tree of small gloo groups, and told down again.
+"""Collectives over a tree of small gloo groups: values are reduced up the tree, and results broadcast down.
 
-One gloo group of N ranks costs 2 N² requests to the store and N sockets per rank. Here the ranks stand in groups of 8
-(the ranks of one host, mostly), the first rank of each in groups of 8, and so on: at 16,384 ranks five levels, at most
-7 + 7 + 7 + 7 + 3 connections on one rank, and some six requests per rank to build it. Up to 8 ranks are one group.
+One gloo group of N ranks costs 2 N² requests to the store and N sockets per rank. Here the ranks form groups of 8
+(mostly the ranks of one host), the first ranks of these form groups of 8 again, and so on. 16,384 ranks need five
+levels, at most 7 + 7 + 7 + 7 + 3 connections on one rank, and some six requests per rank to connect. Up to 8 ranks form
+one group.
 
-When any connection breaks, the whole tree is given up and built anew: that is cheap, and there is only one thing to
-agree on, the *generation*. It is counted in the store. A rank that leaves counts it up and closes its sockets: the
-operations of its neighbours fail, so they leave too, and theirs after them.
+When a connection breaks, all ranks leave the whole tree and connect anew: that is cheap, and the ranks need to agree
+only on the *generation*, a counter in the store. A rank that leaves increments the generation and closes its sockets:
+its neighbours' operations fail, so the neighbours leave too, then their neighbours.
 """
 
 from __future__ import annotations
@@ -36,21 +37,23 @@ __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
 logger = logging.getLogger(__name__)
 
 _WIDTH: Final = 8
-"""Ranks in a group: consecutive ranks share a host, and hosts mostly have 8."""
+"""Ranks in a group: consecutive ranks share a host, and most hosts have 8."""
 
 _STORE_PAUSE: Final = 0.1
 _STORE_PAUSE_PER_RANK: Final = 75e-6
-"""Longest time between two looks for the other ranks of a group, in seconds. A request takes 11.3 us of the store's
-only thread: 16,384 ranks that wait at once, each asking every 1.2 s, take 15 % of it."""
+"""Longest time between two requests for the other ranks of a group, in seconds. A request takes 11.3 us of the store's
+only thread: 16,384 ranks that wait at once, each asking every 1.2 s, take 15 % of it.
+"""
 
 _LOOK_SECONDS: Final = 5.0
 _LOOK_SECONDS_PER_RANK: Final = 1e-3
-"""Between two looks whether others have left, while an operation waits. Mostly sockets tell. At 16,384
-ranks one look every 16 s: 1 % of the store's thread."""
+"""Time between two requests for the generation while an operation waits, in seconds. A closed socket usually shows a
+departure earlier. At 16,384 ranks: one request every 16 s, 1 % of the store's thread.
+"""
 
 _MEETING_LOOK_SECONDS: Final = 0.5
 _MEETING_LOOK_SECONDS_PER_RANK: Final = 300e-6
-"""The same while ranks are looked for, which no socket tells of: 4 % of the store's thread."""
+"""The same while the ranks connect, when there are no sockets yet: 4 % of the store's thread."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,10 @@ class Place:
     """A rank's place in one group of the tree.
 
     Attributes:
-        name: of the group, within the tree.
-        rank: within the group; the leader is 0.
-        size: how many ranks the group has.
-        span: how many ranks of all stand behind each of its own, but for the last.
+        name: the group's name within the tree.
+        rank: the rank within the group; the leader is 0.
+        size: the number of ranks in the group.
+        span: the number of ranks that each member stands for, itself included; the last member may stand for fewer.
     """
 
     name: str
@@ -71,7 +74,7 @@ class Place:
 
 
 def places(rank: int, world: int) -> Iterator[Place]:
-    """The groups that a ``rank`` is in, from the lowest: it leads all of them but the last."""
+    """The groups that ``rank`` is in, from the lowest level up. The rank leads all of them but the last."""
     level, span, count = 0, 1, world
     while count > 1:
         index, place = divmod(rank, _WIDTH)
@@ -86,13 +89,13 @@ def places(rank: int, world: int) -> Iterator[Place]:
 class GlooTree:
     """The ranks of ``rank_set``, connected when first needed and anew after :meth:`leave`.
 
-    No generation is met in twice. Of the operations, all ranks make the same ones in the same order. Each raises
-    :class:`GroupBroken`, or what its ``check`` raises, which is called all the time while it waits: then :meth:`leave`
-    comes next. One thread uses a tree.
+    The ranks connect at most once in a generation. All ranks call the same operations in the same order. An operation
+    calls its ``check`` repeatedly while it waits, and raises what ``check`` raises, or :class:`GroupBroken`. The caller
+    must then call :meth:`leave`. Only one thread uses a tree.
 
     Args:
-        rank_set: its ranks.
-        name: prefix of its keys in the store.
+        rank_set: the tree's ranks.
+        name: prefix of the tree's keys in the store.
     """
 
     def __init__(self, rank_set: RankSet, name: str) -> None:
@@ -100,23 +103,23 @@ class GlooTree:
         self._name = name
         self._store: Connection | None = None
         self._generation = 0
-        self._met = (
-            False  # this rank takes part in the generation, at least by looking for the others
-        )
+        # Whether this rank takes part in the generation: it is connected, or is connecting.
+        self._met = False
         self._groups: list[tuple[Place, GlooGroup]] = []
         self._closed = False
-        self._keys: list[str] = []  # set by this rank; of no use once all are connected
+        self._keys: list[str] = []  # set by this rank; deleted once all ranks are connected
         self._looked = 0.0
 
     @property
     def generation(self) -> int:
-        """The newest one that this rank knows of. Any thread's."""
+        """The newest generation that this rank knows of. Any thread may ask."""
         return self._generation
 
     def join(self, check: Check) -> bool:
-        """Meet the others, unless that is done. Returns whether they met now: then all ranks have.
+        """Connect with the other ranks if necessary. Returns whether this call connected them; then all ranks are
+        connected.
 
-        Raises :class:`GroupBroken`, or what ``check`` raises; the tree is left then.
+        Raises :class:`GroupBroken`, or what ``check`` raises, after it has left the tree.
         """
         if self._closed:
             raise GroupBroken("these connections were closed: the process is ending")
@@ -139,7 +142,7 @@ class GlooTree:
         return True
 
     def leave(self) -> None:
-        """Give this generation up, for all. Returns soon, whatever the other ranks do. Idempotent; never raises."""
+        """End this generation, for all ranks. Returns soon, whatever the other ranks do. Idempotent; never raises."""
         was_met, self._met = (
             self._met,
             False,
@@ -157,9 +160,9 @@ class GlooTree:
                     self._count_up(self._store)
 
     def close(self) -> None:
-        """Let go of the groups at the end of this process's part in it, when the store may be gone already.
+        """Close the groups when this process no longer takes part; the store may be gone already.
 
-        Any thread's: an operation that is under way raises, and so does :meth:`join` from now on.
+        Any thread may call this. An operation in progress raises, and so does :meth:`join` from now on.
         """
         self._closed = True
         self._store = None
@@ -186,7 +189,7 @@ class GlooTree:
         return parts
 
     def scatter(self, parts: Sequence[bytes] | None, check: Check) -> bytes:
-        """This rank's one of the ``parts`` that rank 0 gives, of any length."""
+        """This rank's element of the ``parts`` that rank 0 passes, of any length."""
         mine = list(parts or ())
         for place, group in reversed(self._joined()):
             shares = [_pack(mine[at : at + place.span]) for at in range(0, len(mine), place.span)]
@@ -194,7 +197,7 @@ class GlooTree:
         return mine[0]
 
     def broadcast(self, data: bytes | None, check: Check) -> bytes:
-        """The bytes that rank 0 gives, on all ranks."""
+        """The bytes that rank 0 passes, on all ranks."""
         told = (data or b"") if self._rank_set.rank == 0 else b""
         for _, group in reversed(self._joined()):
             size = torch.tensor([len(told)], dtype=torch.int64)
@@ -213,7 +216,7 @@ class GlooTree:
         return groups
 
     def _build(self, store: Connection, check: Check) -> None:
-        """Lowest group first: so a rank leads into a group above only when all ranks below it are there."""
+        """Connect the lowest group first: a rank joins a group above only when all ranks below it are connected."""
         world = self._rank_set.world
         pause = max(_STORE_PAUSE, _STORE_PAUSE_PER_RANK * world)
         looking = self._while_waiting(
@@ -227,7 +230,7 @@ class GlooTree:
             self._groups.append((place, GlooGroup(meeting, plain_store)))
 
     def _while_waiting(self, check: Check, seconds: float | None = None) -> Check:
-        """``check``, and whether other ranks have left; that is asked of the store every so many ``seconds``."""
+        """A check that calls ``check``, and asks the store every ``seconds`` whether another rank has left."""
         if seconds is None:
             seconds = max(_LOOK_SECONDS, _LOOK_SECONDS_PER_RANK * self._rank_set.world)
 
@@ -244,14 +247,14 @@ class GlooTree:
         return look
 
     def _count_up(self, store: Connection) -> None:
-        """Have the store count no less than this rank, and this rank no less than the store."""
+        """Raise the generation in the store, or here, to the greater of the two."""
         newest = int(store.compare_set("generation", "", str(self._generation)))
         while newest < self._generation:
             newest = int(store.compare_set("generation", str(newest), str(self._generation)))
         self._generation = newest
 
     def _clean_up(self, store: Connection) -> None:
-        """All ranks are connected: what they have told each other for that goes, of former generations too."""
+        """Delete this rank's connection keys, also of former generations: all ranks are connected."""
         while self._keys:
             store.delete_key(self._keys[-1])
             self._keys.pop()

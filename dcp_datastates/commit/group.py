@@ -1,8 +1,8 @@
-"""Committed or absent: the ranks agree on the outcome of every save, in the order of the saves.
+"""The commit group: the ranks of a save agree on its outcome, one save after another.
 
-A :class:`CommitGroup` has gloo connections of its own, never the training job's, one thread that runs the rounds, and
-a :class:`FailureDetector`, which tells which ranks are lost. ``protocol.py`` says what a rank does in a round, and
-``voter.py`` carries it out. Alone, a rank runs the same code.
+A :class:`CommitGroup` has private gloo connections, never the training job's, one thread that runs the rounds, and a
+:class:`FailureDetector`, which finds lost ranks. ``protocol.py`` decides what a rank does in a round, and ``voter.py``
+does it. A rank alone runs the same code.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["CommitGroup", "Companion"]
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 15.0
-"""How long the end of a group waits for its rounds."""
+"""How long :meth:`CommitGroup.close` waits for the rounds in progress."""
 
 _CANCEL_SECONDS: Final = 10.0
-"""How long a failed save's own writes may take to end before its outcome is told all the same."""
+"""How long the commit thread waits for a failed save's writes to end before it reports the outcome anyway."""
 
 
 class Companion(Protocol):
@@ -50,27 +50,27 @@ C = TypeVar("C", bound=Companion)
 
 
 class CommitGroup:
-    """The ranks that commit together. Made once per set of ranks, by
-    :func:`~dcp_datastates.commit.groups.commit_group`.
+    """This rank's side of the ranks that commit together. :func:`~dcp_datastates.commit.groups.commit_group` makes one
+    per rank set.
 
-    Its thread, ``dcp_datastates-commit``, starts with the first round and ends with :meth:`close`, which
-    runs at interpreter exit after what was submitted is decided.
+    Its thread, ``dcp_datastates-commit``, starts with the first round and ends with :meth:`close`, which runs at
+    interpreter exit and lets the submitted rounds end first.
     """
 
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
-        self.neighbours: Final = Neighbours()  # of the coordinator's planning thread
+        self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
         self._lock = ProcessLock()  # guards _drawn, missed, calls
         self.missed = 0
-        """Calls of ``dcp.async_save`` that failed here before they came to a writer, as far as was seen."""
+        """Calls of ``dcp.async_save`` on this rank that were seen to fail before they reached a writer."""
         self.calls = 0
-        """Saves that this package's ``async_save`` was called for here."""
+        """Calls of this package's ``async_save`` on this rank."""
         self._planning = ""
-        # Not from 0: a store may outlive a default group, and with it the outcomes of former rounds.
-        self.first: Final = time.time_ns()  # the coordinator's counts
+        # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
+        self.first: Final = time.time_ns()  # ranks use the coordinator's value
         self._drawn = self.first
         self._worker = Worker("dcp_datastates-commit")
-        self._expected: int | None = None  # the next round, of the commit thread; None at first
+        self._expected: int | None = None  # the next round; commit thread only; None at first
         self._reading: Progress | None = None
         self._decisions = DecisionLog()
         self.detector: FailureDetector | None = None
@@ -87,12 +87,12 @@ class CommitGroup:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank publishes."""
+        """Whether this rank decides and publishes."""
         return self.rank_set.rank == 0
 
     @property
     def name(self) -> str:
-        """Which ranks these are; no other group of this process has it."""
+        """Identifies the group: unique within the process."""
         return f"{self.first}/{self.rank_set.digest}"
 
     def companion(self, make: Callable[[CommitGroup], C]) -> C:
@@ -103,31 +103,31 @@ class CommitGroup:
             return cast("C", self._companion)
 
     def draw(self) -> int:
-        """Coordinator: the number of the next round."""
+        """Coordinator: take the number of the next round."""
         with self._lock:
             self._drawn += 1
             return self._drawn - 1
 
     def miss(self) -> None:
-        """A call of ``dcp.async_save`` failed before it came to a writer."""
+        """Count a call of ``dcp.async_save`` that failed before it reached a writer."""
         with self._lock:
             self.missed += 1
 
     def count_call(self) -> None:
-        """This package's ``async_save`` was called: the other ranks hear of it."""
+        """Count a call of this package's ``async_save``; the next beat tells the other ranks."""
         with self._lock:
             self.calls += 1
 
     def tell_planning(self, doing: str) -> None:
-        """What the planning thread does, for the other ranks to hear; empty for nothing."""
+        """Set what the planning thread is doing, for this rank's beat; empty if it is idle."""
         self._planning = doing
 
     def reading(self, progress: Progress | None) -> None:
-        """This rank has a ticket and reads: its ``progress`` counts until it has a part to show (None)."""
+        """Let the ``progress`` of the save that this rank reads count in its beat; None once the save has a part."""
         self._reading = progress
 
     def submit(self, round_: Round) -> None:
-        """Have the round run after all that were submitted before; ``round_.committed`` tells its outcome."""
+        """Run the round after all earlier ones; ``round_.committed`` resolves with its outcome."""
         if not self._worker.post(lambda: self._run(round_)):
             round_.part.cancel()
             round_.resolve(
@@ -135,14 +135,16 @@ class CommitGroup:
             )
 
     def explain(self, error: BaseException, resolve: Callable[[BaseException], None]) -> None:
-        """Find out, in the commit thread, whether a lost rank is behind ``error``, and ``resolve`` with that."""
+        """Find out, in the commit thread, whether a lost rank caused ``error``. Call ``resolve`` with the
+        :class:`RankLostError` if so, else with ``error``.
+        """
         if not self._worker.post(lambda: resolve(self._cause(error))):
             resolve(error)
 
     def close(self) -> None:
-        """Finish what was submitted, end the threads. Idempotent.
+        """Finish the submitted rounds and end the threads. Idempotent.
 
-        A round that storage holds up for long is left behind: its save was waited for before.
+        A round that storage delays for long is abandoned: the process has already waited for its save.
         """
         self._worker.close(_CLOSE_SECONDS)
         if self.detector is not None:
@@ -180,7 +182,7 @@ class CommitGroup:
             while self.rank_set.world > 1 and self._expected < round_.number:
                 self._finish(Round.missing(self._expected, round_.first, round_.timeout))
             self._finish(round_)
-        except BaseException as error:  # a defect: still, no rank may wait for ever
+        except BaseException as error:  # a defect; still, no caller may wait forever
             logger.exception("a commit round ended unexpectedly")
             round_.resolve(error)
 
@@ -192,7 +194,7 @@ class CommitGroup:
                 self._decisions.forget_before(round_.number)
         try:
             self._tidy(round_, agreed)
-        except Exception:  # what is left over goes with the next commit; the outcome stands
+        except Exception:  # the next commit removes the rest; the outcome stands
             logger.exception("could not tidy up after save %d", round_.number - round_.first)
         round_.resolve(self._error(round_, agreed))
 
@@ -215,7 +217,7 @@ class CommitGroup:
             tidy_after_commit(round_, agreed.older, self.rank_set.rank, self.rank_set.world)
         elif agreed.decision.outcome is Outcome.FAILED:
             round_.part.cancel()
-            # Storage may be stuck. Then the files stay, for the next commit to remove.
+            # Storage may be stuck. Then the files stay until the next commit removes them.
             if round_.part.wait(_CANCEL_SECONDS):
                 tidy_after_failure(round_, self.rank_set.rank, self.rank_set.world)
         hit("cleanup.after")

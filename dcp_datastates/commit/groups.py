@@ -1,4 +1,4 @@
-"""The process's commit groups: one per set of ranks, from its first save to the end of the process."""
+"""The process's commit groups: one per rank set, from the set's first save to the end of the process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _groups: dict[tuple[int, ...], CommitGroup] = {}
 
 
 def commit_group(rank_set: RankSet) -> CommitGroup:
-    """The process's commit group of these ranks. Groups over a store that is no more are closed.
+    """The process's commit group for these ranks. Closes groups whose store is gone.
 
-    Returns without waiting for the other ranks: they meet in the first round.
+    Does not wait for the other ranks: ranks connect in the first round.
     """
     key = () if rank_set is ALONE else rank_set.ranks
     with _groups_lock:
@@ -32,7 +32,8 @@ def commit_group(rank_set: RankSet) -> CommitGroup:
         found = _groups.get(key)
         if found is None:
             found = _groups[key] = CommitGroup(rank_set)
-    for group in closing:  # in a thread: what is under way there may take its time to fail
+    # In a separate thread: an operation in progress may take long to fail.
+    for group in closing:
         threading.Thread(target=group.retire, name="dcp_datastates-close", daemon=True).start()
     return found
 
@@ -47,8 +48,8 @@ def _close_all() -> None:
 
 @after_fork
 def _forget_in_child() -> None:
-    # A gloo group or a store must not be destroyed here, ever: the one's destructor joins threads of the
-    # parent's, the other's (a FileStore's) counts this process out of the parent's file.
+    # The child must never destroy a gloo group or a store: the group's destructor joins threads of the parent, and a
+    # FileStore's removes this process from the count in the parent's file.
     for group in _groups.values():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _groups.clear()

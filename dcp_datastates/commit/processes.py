@@ -1,4 +1,4 @@
-"""Which process a rank is, so that others on its machine see at once that it is gone."""
+"""The identity of a rank's process, so that ranks on the same machine see at once that the process is gone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def _boot() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process started, in the kernel's ticks; None if it is gone, or a zombie.
+    """The start time of the process, in the kernel's ticks; None if the process is gone, or a zombie.
 
-    Raises OSError if that cannot be known (too many open files, say).
+    Raises OSError if the time cannot be read (too many open files, say).
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -32,15 +32,17 @@ def _started(pid: int) -> str | None:
 
 
 def identity() -> str:
-    """Machine, process and start: enough for a neighbour to see that the process is gone."""
+    """Machine, process and start time: enough for a rank on the same machine to see that the process is gone."""
     try:
         return f"{socket.gethostname()}|{_boot()}|{os.getpid()}|{_started(os.getpid())}"
-    except OSError:  # then no rank sees its process
+    except OSError:  # then no rank can see the process
         return f"{socket.gethostname()}||{os.getpid()}|"
 
 
 def is_gone(who: str) -> bool:
-    """Whether that process, an :func:`identity`, has certainly ended. Never of one that cannot be seen."""
+    """Whether the process with the :func:`identity` ``who`` has certainly ended. False if this process cannot
+    see it.
+    """
     _, boot, pid, started = who.split("|")
     try:
         return boot == _boot() != "" and _started(int(pid)) != started
@@ -49,5 +51,5 @@ def is_gone(who: str) -> bool:
 
 
 def is_near(who: str) -> bool:
-    """Whether that process, if it is there, can be seen from this one: same boot of a machine, same namespace."""
+    """Whether this process could see the process ``who``: same boot of the same machine, same PID namespace."""
     return who.split("|")[1] == _boot() != ""

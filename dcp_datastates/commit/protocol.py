@@ -1,17 +1,18 @@
-"""How the ranks agree about one save: what a rank does next, given what it has seen.
+"""The commit protocol: what a rank does next in a round, given what it has seen.
 
-Pure: no sockets, clocks, threads or files. :func:`lead` is the coordinator's part (rank 0), :func:`follow` that of each
-other rank. Both are generators: they yield an action, are sent the event that came of it, and return the decision.
-``commit/voter.py`` drives them with gloo, the store, heartbeats and storage; ``tests/support/simulation.py`` through
-thousands of schedules.
+Pure: no sockets, clocks, threads or files. The coordinator (rank 0) runs :func:`lead`, each other rank :func:`follow`.
+Both are generators: they yield an action, receive the resulting event, and return the decision. ``commit/voter.py``
+drives them with gloo, the store, heartbeats and storage; ``tests/support/simulation.py`` drives them through thousands
+of schedules.
 
-The numbers in comments are the steps of docs/commit.md. Two rules carry the proof:
+The numbers in comments are the steps of docs/commit.md. The proof rests on two rules:
 
-- the coordinator alone decides, and notes what it decided before it goes on to the next save;
-- a rank that cannot hear the coordinator's decision makes one true at the path: it withdraws the attempt, and looks.
+- only the coordinator decides, and it notes the decision in the store before it goes on to the next save;
+- a rank that cannot receive the decision settles the outcome at the path: it withdraws the attempt, then reads what is
+  committed there.
 
-Two more keep a healthy save from failing because of another: a rank that has met the others anew looks in the store
-first, and believes what it is told only if that is of the save that it is in.
+Two more rules keep one save's failure from failing the next: a rank that has reconnected looks for a decision in the
+store first, and it accepts a decision only for the round that it is in.
 """
 
 from __future__ import annotations
@@ -64,68 +65,68 @@ class AwaitFiles:
 
 @dataclass(frozen=True)
 class Explain:
-    """Tell the coordinator why this rank fails the save, as far as the store can be reached."""
+    """Write to the store why this rank fails the save, if the store can be reached: :class:`Done`."""
 
     reason: Reason
 
 
 @dataclass(frozen=True)
 class Meet:
-    """Be connected with all ranks, anew if need be: :class:`Done`, or :class:`Broke`.
+    """Connect with all ranks if this rank is not connected: :class:`Done`, or :class:`Broke`.
 
-    A rank that has met the others anew looks whether the round was decided without it: :class:`Said`.
+    A rank that has reconnected first looks whether the round was decided without it: :class:`Said`.
     """
 
 
 @dataclass(frozen=True)
 class Vote:
-    """All ranks' votes together: :class:`Counted`."""
+    """Vote, and count all ranks' votes: :class:`Counted`."""
 
     ok: bool
 
 
 @dataclass(frozen=True)
 class Collect:
-    """Coordinator: what the ranks have explained: :class:`Collected`."""
+    """Coordinator: read the reasons that ranks have written to the store: :class:`Collected`."""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """Coordinator: publish the attempt: :class:`Decided`. Once it has begun, nothing interrupts it."""
+    """Coordinator: publish the attempt: :class:`Decided`. Nothing interrupts a publication that has begun."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """Coordinator: write the decision down in the store, now or before this rank meets the others again."""
+    """Coordinator: write the decision to the store, now or before this rank reconnects."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
 class Tell:
-    """Coordinator: share the decision with all ranks: :class:`Done`, whether or not all have heard it."""
+    """Coordinator: broadcast the decision: :class:`Done`, whether or not all ranks have received it."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
 class Hear:
-    """Wait for what :class:`Tell` shares: :class:`Told`."""
+    """Wait for the decision that :class:`Tell` broadcasts: :class:`Told`."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Read what the coordinator has written down: :class:`Said`."""
+    """Read the coordinator's decision from the store: :class:`Said`."""
 
 
 @dataclass(frozen=True)
 class Leave:
-    """Give the connections up, for all ranks."""
+    """Close the connections, so that all ranks must reconnect: :class:`Done`."""
 
 
 @dataclass(frozen=True)
 class Settle:
-    """Withdraw the attempt and see what is committed at the path: :class:`Decided`."""
+    """Withdraw the attempt and read what is committed at the path: :class:`Decided`."""
 
     why: Reason
 
@@ -146,7 +147,8 @@ Action = (
 )
 
 MAY_RAISE = (AwaitFiles, Meet, Vote, Publish, Tell, Hear)
-"""Carrying these out may raise (a defect), which is thrown into the protocol; the others never raise."""
+"""These actions may raise because of a defect; the driver throws the error into the generator. The others never raise.
+"""
 
 # ---- events ----------------------------------------------------------------------------------
 
@@ -158,14 +160,16 @@ class Done:
 
 @dataclass(frozen=True)
 class Written:
-    """This rank's files are durable (None), or why they are not."""
+    """This rank's files are durable (``reason`` is None), or have failed."""
 
     reason: Reason | None
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Whether all ranks' files are durable, and all mean this save. ``why`` not, where that alone tells."""
+    """Whether all ranks' files are durable, and all voted for this save. ``why``: the reason if they voted for
+    different saves.
+    """
 
     unanimous: bool
     why: Reason | None = None
@@ -173,7 +177,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Collected:
-    """Why ranks fail the save, by rank; ``more`` ranks have their reasons, too."""
+    """Why ranks fail the save, by rank. ``more``: how many further ranks fail it."""
 
     reasons: dict[int, Reason]
     more: int = 0
@@ -181,40 +185,40 @@ class Collected:
 
 @dataclass(frozen=True)
 class Decided:
-    """What came of publishing or settling."""
+    """The result of :class:`Publish` or :class:`Settle`."""
 
     decision: Decision
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the coordinator shared; None if it is not of this round."""
+    """The decision that the coordinator broadcast; None if it is about another round."""
 
     decision: Decision | None
 
 
 @dataclass(frozen=True)
 class Broke:
-    """A connection broke; says nothing about who is to blame."""
+    """A connection broke; this does not say which rank is at fault."""
 
 
 @dataclass(frozen=True)
 class Said:
-    """The coordinator has ended this round, so decided; None if the store does not say (any more) how."""
+    """The coordinator has ended this round; ``decision`` is None if the store does not have it (any more)."""
 
     decision: Decision | None
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Ranks are lost: any of them, for the coordinator; the coordinator, or the store, for the others."""
+    """Ranks are lost. The coordinator gets this for any rank; other ranks only for the coordinator or the store."""
 
     reason: Reason
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Coordinator: these ranks have ended the round without it."""
+    """Coordinator: these ranks have ended the round without the coordinator's decision."""
 
     ranks: Sequence[int]
 
@@ -232,16 +236,16 @@ def interruption(
     waits_in_vain: bool = False,
     telling: bool = False,
 ) -> Event | None:
-    """What ends a wait, of what a rank has heard by heartbeats; None: it waits on.
+    """The event that ends a rank's wait, given the heartbeats it has read; None if the rank keeps waiting.
 
     Args:
-        ended: on the coordinator, the ranks that have ended the round; else nothing.
-        said: on the other ranks, what the coordinator has decided.
-        lost: that ranks are lost, as far as they matter to this one.
-        waits_in_vain: this rank is connected with no other, or a rank that passes the decision on may be lost.
-        telling: the coordinator has decided, and shares the outcome.
+        ended: on the coordinator, the ranks that have ended the round; empty on the others.
+        said: on the other ranks, the coordinator's decision.
+        lost: the lost ranks that matter to this rank.
+        waits_in_vain: this rank is not connected, or a rank that passes the decision on may be lost.
+        telling: the coordinator has decided, and is broadcasting the decision.
     """
-    # Others are told by gloo as well, which must not be left in the middle of an operation.
+    # In all other cases gloo delivers the decision too. Do not interrupt its operation: that breaks the connections.
     if said is not None and (
         lost or waits_in_vain or said.decision is None or said.decision.given_up
     ):
@@ -265,7 +269,7 @@ def lead() -> Steps:
             yield Leave()
         yield Note(decision)  # 11: before this rank goes on to the next save
         if not decision.given_up and not isinstance((yield Tell(decision)), Done):
-            yield Leave()  # the others find it in the store
+            yield Leave()  # the others find the decision in the store
     except Exception:  # the decision stands
         yield Leave()
     return decision
@@ -321,7 +325,7 @@ def _gave_up(ranks: Sequence[int]) -> Reason:
 
 def follow() -> Steps:
     """Every other rank's part of a round."""
-    voted = False  # for the save: without this vote nothing is published
+    voted = False  # in favour: without this vote the coordinator cannot publish
     try:
         event = yield AwaitFiles()
         if isinstance(event, Written):
@@ -345,11 +349,12 @@ def follow() -> Steps:
         yield Leave()
     why = Reason.of(RankLostError("rank 0 has gone on, and does not say what it decided"))
     if isinstance(event, Lost):
-        why, event = event.reason, (yield Look())  # it may have decided before it was lost
+        # the coordinator may have decided before it was lost
+        why, event = event.reason, (yield Look())
     match event:
         case Said(Decision() as decision):
             return decision
-    yield Explain(why)  # the coordinator may be there, and see this rank end the round
+    yield Explain(why)  # the coordinator may be alive, and see this rank end the round
     if not voted:  # 15
         return Decision(Outcome.FAILED, {-1: why})
     event = yield Settle(why)  # 16

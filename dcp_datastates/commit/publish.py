@@ -1,19 +1,19 @@
-"""Publishing: the one moment at which a save becomes a checkpoint, and the tidying after it.
+"""Publication, which turns a save into a checkpoint, and the cleanup after it.
 
-The coordinator comes here when every rank's bytes and directory entries are on stable storage (the numbers are
-those of docs/commit.md):
+The coordinator publishes when every rank's bytes and directory entries are on stable storage. The numbers are the steps
+of docs/commit.md:
 
 8. withdraw all older attempts at the path (``storage/attempts.py``): a job that was stopped for long, or a coordinator
-   that was taken for dead, cannot publish one of them any more;
-9. see that ``.metadata`` is still the file that it was when this attempt was claimed, or one that this
-    process has published since: a job must not overwrite its successor's;
+   that other ranks took for dead, can no longer publish one of them;
+9. check that ``.metadata`` is still the file of the time when this attempt was claimed, or a file that this process has
+   published since: a job must not overwrite its successor's checkpoint;
 10. make the new ``.metadata`` durable in the attempt's slot, rename it, sync the directory.
 
-Only then does anything old go, each rank removing its own files (12). Step 8 meets every older attempt that may yet
-be published, for a claim that comes later sees this one and is newer (``storage/claims.py``). So once step 10 has
-succeeded, ``.metadata`` never names an older attempt again, and all that were there when the ranks voted may go:
-whatever is late, and whether or not there are locks, what ``.metadata`` names is whole. The lock of the path is taken
-so that a job which deletes there waits.
+Only then do the ranks remove older attempts, each rank its own files (12). Step 8 withdraws every older attempt that
+could still be published: a later claim sees this attempt, and takes a newer number (``storage/claims.py``). So after
+step 10, ``.metadata`` never names an older attempt again, and the attempts that were there when the ranks voted may be
+removed. The attempt that ``.metadata`` names is always complete, whichever process is late, and with or without locks.
+The coordinator takes the path's lock only so that a job that deletes there waits.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _REMEMBERED: Final = 64
 
 _lock = ProcessLock()  # guards _published
 _published: OrderedDict[Path, tuple[local.Signature, Attempt]] = OrderedDict()
-"""Which file ``.metadata`` was when this process last published there, and of which attempt."""
+"""By directory: the file and the attempt that this process published there last."""
 
 
 def check_overwrite(directory: Path, overwrite: bool) -> None:
-    """Raise :class:`CheckpointExistsError` if a checkpoint is there and may not be replaced."""
+    """Raise :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False."""
     if not overwrite and (directory / local.METADATA_NAME).exists():
         raise CheckpointExistsError(
             f"a committed checkpoint is at {str(directory)!r} and overwrite=False; "
@@ -73,10 +73,11 @@ def check_overwrite(directory: Path, overwrite: bool) -> None:
 def publish(round_: Round, document: Document, waiting: Callable[[], None] = lambda: None) -> None:
     """Commit ``round_``, with the bytes that ``document`` makes.
 
-    Calls ``waiting`` now and then while another process publishes there.
+    Calls ``waiting`` now and then while another process holds the path's lock.
 
     Raises :class:`StorageError`, :class:`CheckpointSupersededError`, :class:`CheckpointExistsError` or
-    :class:`ConfigurationError`: then what was there before still is; or :class:`CommitOutcomeUnknown`.
+    :class:`ConfigurationError` if the save is not committed: the former checkpoint is still there. Raises
+    :class:`CommitOutcomeUnknown` if that is not known.
     """
     directory, attempt, claim = round_.directory, round_.attempt, round_.claim
     assert directory is not None
@@ -97,22 +98,22 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
                 attempts.publish(directory, attempt, data)
                 published = True
             finally:
-                # An outcome that is not known may be this one; and one that is known must not be lost here.
+                # An unknown outcome may be a commit; and an error here must not hide a known outcome.
                 with contextlib.suppress(DataStatesError):
                     _remember(directory, attempt)
         operations.tell(directory, attempt.name)
         with _lock:
             before = [path for path in _published if path != directory][-1:]
-        for path in before:  # a job that saves each step elsewhere comes to this one only
+        for path in before:  # a job with a directory per step publishes only once in each
             warn_if_replaced(path)
     except Exception:
         if not published:
             raise
-        logger.exception("after %s was committed", directory)  # which it is, all the same
+        logger.exception("after %s was committed", directory)  # the commit stands
 
 
 def _remember(directory: Path, attempt: Attempt) -> None:
-    """Never raises: what is published is, whether or not it can be looked at now."""
+    """Never raises an error of storage: the publication stands, whether or not the file can be read now."""
     try:
         signature = local.signature(directory)
     except OSError as error:
@@ -127,7 +128,9 @@ def _remember(directory: Path, attempt: Attempt) -> None:
 
 
 def warn_if_replaced(directory: Path) -> None:
-    """Say so, once, if what this process last published there has become another's. Never raises."""
+    """Warn, once, if another process has replaced the checkpoint that this process last published there. Never
+    raises.
+    """
     with _lock:
         signature, ours = _published.get(directory, (None, None))
     if signature is None or ours is None:
@@ -140,7 +143,7 @@ def warn_if_replaced(directory: Path) -> None:
     except (OSError, DataStatesError) as error:
         logger.debug("could not look at what is at %s: %s", directory, error)
         return
-    if there == ours:  # the same file, as seen through another mount, say
+    if there == ours:  # the same file through another mount, say
         return
     with _lock:
         if _published.get(directory) != (signature, ours):
@@ -163,25 +166,26 @@ def _withdraw_older(directory: Path, attempt: Attempt) -> None:
 
 
 def settle(directory: Path, attempt: Attempt) -> bool | None:
-    """Step 16: whether the attempt is committed, durably; from now on it cannot be any more. Any rank, at any time.
+    """Step 16: whether the attempt is committed, durably. If not, it can no longer be. Any rank may call this at any
+    time.
 
-    None if that cannot be known any more: another job has committed there since, or it was deleted. Raises OSError if
-    storage does not tell, and :class:`CheckpointCorruptError`.
+    None if that can no longer be known: another job has committed there since, or the attempt was deleted. Raises
+    OSError if storage cannot be read, and :class:`CheckpointCorruptError`.
     """
     attempts.withdraw(directory, attempt)
     there = _now_published(directory)
     if there == attempt:
-        # Its coordinator may have died before it did:
+        # The coordinator may have died before it synced the directory.
         operations.sync_directory(directory, "publish")
         return True
     if there is not None and there > attempt:
         return None
-    # Looked at last: a deletion says so before ``.metadata`` goes.
+    # Check this last: a deletion marks the attempt before it removes ``.metadata``.
     return None if attempts.is_deleted(directory, attempt) else False
 
 
 def _now_published(directory: Path) -> Attempt | None:
-    # A client of NFS may remember for half a minute that a name was not there; opening the directory has it ask.
+    # An NFS client may cache a missing name for half a minute; opening the directory makes it ask the server.
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     try:
         return published_attempt(directory)
@@ -190,7 +194,7 @@ def _now_published(directory: Path) -> Attempt | None:
 
 
 def published_attempt(directory: Path) -> Attempt:
-    """Which attempt is committed there. Raises OSError or :class:`CheckpointCorruptError`."""
+    """The attempt that is committed there. Raises OSError or :class:`CheckpointCorruptError`."""
     path = directory / local.METADATA_NAME
     return decode(path.read_bytes(), path).note.attempt
 
@@ -202,8 +206,8 @@ def _check_not_superseded(directory: Path, attempt: Attempt, seen: local.Signatu
     if now == seen:
         return
     if now is not None and now == ours:
-        # This process's own, perhaps of another set of ranks (no_dist, say). A newer one has tidied up
-        # already, and where there are no locks it took this attempt's files for left over.
+        # This process published it, perhaps with another rank set (no_dist, say). A newer save has cleaned up already,
+        # and without locks it may have removed this attempt's files as leftovers.
         if newest is not None and newest > attempt:
             raise CheckpointSupersededError(
                 f"a newer save of this process, attempt {newest.name}, was committed to "
@@ -217,10 +221,10 @@ def _check_not_superseded(directory: Path, attempt: Attempt, seen: local.Signatu
 
 
 def find_older(round_: Round) -> list[Attempt]:
-    """Step 5: which attempts may go if the round commits: those at the path that are older.
+    """Step 5: the older attempts at the path, which may be removed if the round commits.
 
-    A rank looks before it votes. What it finds then is withdrawn before the commit; what it found later might be the
-    checkpoint of a job that came after, where this one had been deleted meanwhile.
+    A rank looks before it votes: the coordinator withdraws those attempts before the commit. A rank that looked later
+    could find the checkpoint of a later job, if this one had been deleted meanwhile.
     """
     directory, attempt = round_.directory, round_.attempt
     if directory is None or attempt is None:
@@ -233,7 +237,9 @@ def find_older(round_: Round) -> list[Attempt]:
 
 
 def tidy_after_commit(round_: Round, superseded: Sequence[Attempt], rank: int, world: int) -> None:
-    """Remove ``rank``'s share of what :func:`find_older` has found and no process holds. Never raises."""
+    """Remove ``rank``'s files of the attempts that :func:`find_older` found, unless a process holds them. Never
+    raises.
+    """
     directory, attempt = round_.directory, round_.attempt
     if directory is None or attempt is None:
         return
@@ -247,6 +253,6 @@ def tidy_after_commit(round_: Round, superseded: Sequence[Attempt], rank: int, w
 
 
 def tidy_after_failure(round_: Round, rank: int, world: int) -> None:
-    """Remove ``rank``'s share of the attempt itself. Never raises."""
+    """Remove ``rank``'s files of the round's own attempt. Never raises."""
     if round_.directory is not None and round_.attempt is not None:
         attempts.remove_files(round_.directory, round_.attempt, rank, world)

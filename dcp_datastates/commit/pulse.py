@@ -1,8 +1,8 @@
-"""Signs of life that need no Python: what ``native/src/ranks/pulse.h`` does, for a set of ranks.
+"""Signs of life that need no Python: ``native/src/ranks/pulse.h`` for a set of ranks.
 
-A rank whose Python stands still (a call holds the GIL) sends no beats, but its pulse goes on, and so it is not taken
-for lost. The coordinator listens, and says in its beats where; the others send to it, and hear it answer. A network
-that carries no datagrams between the ranks costs no more than this: a rank that holds the GIL for a minute is
+While a call holds the GIL, a rank sends no beats, but a native thread keeps sending its pulse, so the rank does not
+count as lost. The coordinator listens, and publishes the address in its beat; the other ranks send datagrams to it, and
+it answers. If the network carries no datagrams between the ranks, a rank that holds the GIL for a minute counts as
 lost.
 """
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class Pulse:
-    """This rank's pulse, and what it hears of the others'. For one thread, but :meth:`close`.
+    """This rank's pulse, and the pulses that it receives. For one thread, except :meth:`close`.
 
     Args:
         rank_set: the ranks.
-        interval: between two datagrams, in seconds.
+        interval: time between two datagrams, in seconds.
     """
 
     def __init__(self, rank_set: RankSet, interval: float) -> None:
@@ -38,9 +38,10 @@ class Pulse:
         self._server: PulseServer | None = None
         self._client: PulseClient | None = None
         self.place: Final[Sequence[Any]] = self._serve() if rank_set.rank == 0 else ()
-        """Where the coordinator listens, for its beats: host, port, token. Empty on the others, and if it cannot."""
+        """The coordinator's address, for its beats: host, port, token. Empty on other ranks, and if it cannot listen.
+        """
         self._followed: Sequence[Any] = ()
-        atexit.register(self.close)  # a process that hangs as it ends is lost
+        atexit.register(self.close)  # a process that hangs at exit must count as lost
 
     def _serve(self) -> Sequence[Any]:
         token = secrets.randbits(63)
@@ -53,7 +54,7 @@ class Pulse:
             return ()
 
     def follow(self, place: Sequence[Any]) -> None:
-        """Send to where the coordinator listens, according to its latest beat."""
+        """Send to ``place``, the address in the coordinator's latest beat."""
         if place == self._followed:
             return
         self._followed = place
@@ -65,7 +66,7 @@ class Pulse:
         host, port, token = place
         hosts = [host]
         try:
-            if self._rank_set.host:  # what the coordinator calls itself may be no name for others
+            if self._rank_set.host:  # this rank may not know the coordinator's name for itself
                 hosts.append(_addresses(self._rank_set.host)[0][1][0])
             self._client = PulseClient(
                 token, self._rank_set.rank, self._interval, list(dict.fromkeys(hosts)), port
@@ -74,9 +75,9 @@ class Pulse:
             logger.info("if this rank holds the GIL for long, it will count as lost: %s", error)
 
     def counts(self) -> Mapping[int, int]:
-        """Of each rank that is watched: a number that changes while its process runs; 0 if it was not heard of."""
+        """For each watched rank, a number that changes while its process runs; 0 if no pulse has arrived."""
         server, client = self._server, self._client
-        with contextlib.suppress(RuntimeError):  # closed just now, at the end of the process
+        with contextlib.suppress(RuntimeError):  # closed meanwhile, at the end of the process
             if server is not None:
                 return dict(enumerate(server.counts()))
             if client is not None:
@@ -84,7 +85,7 @@ class Pulse:
         return {}
 
     def vouch(self, for_this_rank: bool) -> None:
-        """Whether this rank is to be heard: not one that knows that it misses the store."""
+        """Start or stop sending pulses for this rank: it stops while the store does not answer it."""
         server, client = self._server, self._client
         with contextlib.suppress(RuntimeError):  # as above
             if server is not None:
@@ -93,7 +94,7 @@ class Pulse:
                 client.send(for_this_rank)
 
     def close(self) -> None:
-        """End it. Idempotent, any thread."""
+        """Stop sending and listening. Idempotent. Any thread may call it."""
         atexit.unregister(self.close)
         server, self._server = self._server, None
         client, self._client = self._client, None
@@ -108,7 +109,7 @@ def _addresses(host: str) -> list[tuple[socket.AddressFamily, Any]]:
 
 
 def _own_host(towards: str) -> str:
-    """The address of this machine that hosts around ``towards`` know it by. Sends nothing."""
+    """This machine's address on the route to ``towards``. Sends nothing."""
     family, address = _addresses(towards)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)

@@ -1,7 +1,7 @@
-"""Which ranks commit together, and the store that they meet at.
+"""The set of ranks that commit together, and their connections to the job's store.
 
-Nothing here runs a collective or makes a process group: the ranks are those of the group that the user
-named (or all), and the store is the one that the default group was made with, behind a prefix.
+Nothing here runs a collective or makes a process group. The ranks are those of the group that the user named (or all).
+The store is the default group's, under a prefix.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ _CONNECT_SECONDS: Final = timedelta(seconds=5)
 """How long to try to reach the store's server before it counts as gone."""
 
 _GLOO_SECONDS: Final = timedelta(seconds=30)
-"""How long gloo waits for a key of another rank, where it uses a store of c10d's itself."""
+"""How long gloo waits for another rank's key when it uses a c10d store itself."""
 
 _ANSWER_SECONDS: Final = 10.0
-"""How long a request may take, with connecting if need be: where a network is cut, torch's client waits for the answer
-without a bound."""
+"""How long a request may take, connecting included. If the network is cut, torch's client waits for the answer without
+a limit.
+"""
 
 _Asked = tuple[Callable[[Any], Any], "Future[Any]"]
 
 
 class _Client:
-    """One connection to the store's server, for any threads: their requests wait for one another.
+    """One connection to the store's server. Any threads may use it; requests run one at a time.
 
-    A thread of its own makes the requests, because one may never be answered. It starts with the first request. It ends
-    when the client is dropped, or at once after the request that was given up: then the next request begins with a new
-    connection and a new thread. It is a daemon, so a process can end without it. In a forked child the client
-    begins anew.
+    A separate thread makes the requests, because the server may never answer one. The thread starts with the first
+    request and ends when the client is dropped. After a request has timed out, its thread ends as soon as it can, and
+    the next request starts a new connection and a new thread. The thread is a daemon, so it does not keep the process
+    alive. In a forked child the client starts anew.
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
@@ -56,10 +57,12 @@ class _Client:
         self._process = os.getpid()
 
     def ask(self, request: Callable[[Any], Any]) -> Any:
-        """What ``request`` returns for the store. Made twice if the connection breaks; then RuntimeError."""
+        """Call ``request`` with the store and return its result. Repeats it once if the connection breaks; then raises
+        RuntimeError.
+        """
         try:
             return self._once(request)
-        except _Overdue:  # it is not asked again: that would take as long
+        except _Overdue:  # asking again would take as long
             raise
         except RuntimeError as error:
             logger.info("the connection to the ranks' store broke, connecting again: %s", error)
@@ -95,11 +98,13 @@ class _Client:
 
 
 class _Overdue(RuntimeError):
-    """The store has not answered in time."""
+    """The store did not answer in time."""
 
 
 def _serve(line: queue.SimpleQueue[_Asked | None], connect: Callable[[], Any]) -> None:
-    """The thread of a :class:`_Client`. It must not hold the client, which ends it by being dropped."""
+    """The thread of a :class:`_Client`. It must hold no reference to the client: dropping the client ends the
+    thread.
+    """
     store: Any = None
     while (item := line.get()) is not None:
         request, asked = item
@@ -111,17 +116,17 @@ def _serve(line: queue.SimpleQueue[_Asked | None], connect: Callable[[], Any]) -
             except BaseException as error:
                 store = None  # an answer may still be on its way
                 asked.set_exception(error)
-        del item, request, asked  # or what they hold would live until the next comes
+        del item, request, asked  # release what they hold while waiting for the next request
 
 
 class Connection:
-    """This package's way to the store, under a prefix. Any thread's.
+    """This package's access to the store, under a prefix. Any thread may use it.
 
-    Connections share a client, so a request waits for those before it. None waits for a key, so none holds up the
-    others for long. A connection that breaks (networks drop what is idle for hours, and c10d's client does not
-    reconnect) is made anew, once per request; then RuntimeError is raised. So it is where the store has not answered
-    for ten seconds. Every request may be made twice: ask for no key that may not be there, and count nothing
-    exactly with :meth:`add`.
+    Connections share a client, so a request waits for earlier requests. No request waits for a key, so none delays the
+    others for long. If a connection breaks (networks drop idle connections after hours, and c10d's client does not
+    reconnect), the client reconnects once per request; then the request raises RuntimeError. It also raises
+    RuntimeError if the store does not answer within ten seconds. The client may send any request twice: never get a key
+    that may be missing, and do not rely on exact counts from :meth:`add`.
     """
 
     def __init__(self, client: _Client, prefix: str) -> None:
@@ -161,10 +166,10 @@ class RankSet:
     """The ranks that commit together.
 
     Attributes:
-        rank: this process's rank among them; the coordinator is 0.
-        ranks: their ranks in the default group, in order.
-        base: makes connections to the default group's store by ``clone()``; None for a process alone. A c10d store will
-            do, if connections need not be shared.
+        rank: this process's rank in the set; the coordinator is 0.
+        ranks: the ranks in the default group, in order.
+        base: its ``clone()`` connects to the default group's store; None for a process alone. A c10d store works too,
+            if connections need not be shared.
     """
 
     rank: int
@@ -173,17 +178,17 @@ class RankSet:
 
     @property
     def world(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def store(self) -> Any:
-        """The default group's store, for who wants it to live as long as a save; None if it is gone."""
+        """The default group's store, for a caller that must keep it alive during a save; None if it is gone."""
         return self.base.address.store() if isinstance(self.base, _Base) else None
 
     @property
     def host(self) -> str:
-        """The host that the store's server is on, by the name that this process knows; empty if there is none."""
+        """The host of the store's server, by the name that this process uses; empty if it has none."""
         store = self.base.address.store() if isinstance(self.base, _Base) else self.base
         while (inner := getattr(store, "underlying_store", None)) is not None:
             store = inner
@@ -191,7 +196,7 @@ class RankSet:
 
     @property
     def digest(self) -> str:
-        """Short, and other ranks have another."""
+        """A short digest that differs between rank sets."""
         return hashlib.sha1(repr(self.ranks).encode()).hexdigest()[:16]
 
     def connect(self, purpose: str) -> Connection:
@@ -201,13 +206,15 @@ class RankSet:
         return Connection(self.base.shared, self._prefix(purpose))
 
     def connect_alone(self, purpose: str) -> Connection:
-        """The same over a connection that is not shared, for a thread that must not wait for others' requests."""
+        """Like :meth:`connect`, with an unshared connection, for a thread that must not wait for other threads'
+        requests.
+        """
         base = self.base
         connect = base.address.clone if isinstance(base, _Base) else base.clone
         return Connection(_Client(connect), self._prefix(purpose))
 
     def raw_store(self, purpose: str) -> Any:
-        """The same as a c10d store with one more connection, which is not made anew when it breaks."""
+        """Like :meth:`connect`, as a c10d store with one more connection, which does not reconnect."""
         store = self.base.clone()
         store.set_timeout(_GLOO_SECONDS)
         return dist.PrefixStore(self._prefix(purpose), store)  # type: ignore[attr-defined]
@@ -220,14 +227,14 @@ ALONE: Final = RankSet(0, (0,), None)
 
 
 class _Address:
-    """Where the store is. It makes connections, so it waits for the network.
+    """The store's address. Connecting to it waits for the network.
 
-    The store itself may be a server that must end with the group, so it is not kept: only clones of it are used.
+    The store itself may be a server that must end with the group, so this keeps only a weak reference, and uses clones.
     """
 
     def __init__(self, store: Any) -> None:
         self.store: Final = weakref.ref(store)
-        self._newest: Any = None  # a clone, in use; it knows the address when the store is gone
+        self._newest: Any = None  # a clone in use: it keeps the address when the store is gone
 
     def clone(self) -> Any:
         """A new connection. Raises RuntimeError if the store cannot be reached, or the group is gone."""
@@ -235,13 +242,13 @@ class _Address:
         if store is None:
             raise RuntimeError("the default process group was destroyed")
         connection = store.clone()
-        connection.set_timeout(_CONNECT_SECONDS)  # its clones connect within that
+        connection.set_timeout(_CONNECT_SECONDS)  # its clones must connect within that time
         self._newest = connection
         return connection
 
 
 class _Base:
-    """The default group's store as it was when this package first came to it. Making this does not wait."""
+    """The default group's store, as of this package's first use of it. Construction does not wait."""
 
     def __init__(self, store: Any) -> None:
         self.address: Final = _Address(store)
@@ -252,7 +259,7 @@ class _Base:
 
 
 def of_store(rank: int, ranks: tuple[int, ...], store: Any) -> RankSet:
-    """The ``ranks``, with a c10d ``store`` that lives as long as they are connected."""
+    """A set of ``ranks`` over a c10d ``store`` that the caller keeps alive as long as the ranks are connected."""
     return RankSet(rank, ranks, _Base(store))
 
 
@@ -261,9 +268,9 @@ _base: _Base | None = None
 
 
 def rank_set_of(process_group: Any) -> RankSet:
-    """The ranks of ``process_group`` (None: all), or :data:`ALONE` without ``torch.distributed``.
+    """The rank set of ``process_group`` (None: all ranks), or :data:`ALONE` without ``torch.distributed``.
 
-    Raises :class:`ConfigurationError` if this process is not one of them.
+    Raises :class:`ConfigurationError` if the group does not contain this process.
     """
     if not dist.is_available() or not dist.is_initialized():
         return ALONE
@@ -294,7 +301,7 @@ def _current(store: Any) -> _Base:
 
 
 def is_current(rank_set: RankSet) -> bool:
-    """Whether the default group that ``rank_set`` are of is still there."""
+    """Whether the default group of ``rank_set`` still exists."""
     if not dist.is_available() or not dist.is_initialized():
         return False
     return rank_set.base is _current(dist.distributed_c10d._get_default_store())

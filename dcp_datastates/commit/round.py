@@ -1,4 +1,4 @@
-"""One save on its way to being committed: what one rank brings to the vote, and what came of it."""
+"""A round: one save from one rank's point of view, from its vote to the outcome."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ class Part(Protocol):
     """One rank's files of one save, on their way to stable storage."""
 
     def wait(self, seconds: float) -> bool:
-        """Whether they are durable, or have failed and nothing touches them any more, within ``seconds``."""
+        """Wait up to ``seconds`` until the files are durable, or have failed and are no longer written; return whether
+        they are.
+        """
 
     @property
     def error(self) -> BaseException | None:
-        """Why they failed; None while under way, and once durable."""
+        """Why the files failed; None while they are in progress, and once they are durable."""
 
     @property
     def progress(self) -> int:
-        """A number that changes as long as there is progress."""
+        """A number that changes while there is progress."""
 
     def cancel(self) -> None:
-        """Fail them if they are not durable. Returns at once."""
+        """Fail the files if they are not durable yet. Returns at once."""
 
 
 @dataclass(frozen=True)
 class FailedPart:
-    """A part that never came to be, or was removed again."""
+    """A part whose files were never written, or were removed again."""
 
     error: BaseException
     progress: int = 0
@@ -51,7 +53,7 @@ class FailedPart:
 
 
 Document = Callable[[StorageMeta, Claim], bytes]
-"""Makes the bytes of ``.metadata``: once, in the commit thread."""
+"""Makes the bytes of ``.metadata``. The commit thread calls it once."""
 
 
 def _pending() -> Future[Any]:
@@ -62,56 +64,56 @@ def _pending() -> Future[Any]:
 
 @dataclass(eq=False)
 class Round:
-    """One save, from the moment that a rank has its share of the plan until its outcome is known."""
+    """One save, from the moment that a rank has its part of the plan until its outcome is known."""
 
     number: int
-    """The same on every rank; the coordinator counts."""
+    """The round's number, which the coordinator draws; the same on every rank."""
     attempt: Attempt | None
-    """The same on every rank; None where this rank knows only that there was a save."""
+    """The attempt, the same on every rank; None if this rank knows only that there was a save."""
     directory: Path | None
-    """The checkpoint's, with no symbolic links on this rank."""
+    """The checkpoint's directory, with symbolic links resolved on this rank."""
     part: Part
     """This rank's files."""
     _: KW_ONLY
     timeout: float
-    """Seconds without progress after which a rank is given up."""
+    """Seconds without progress after which a rank counts as lost."""
     path: Path | None = None
-    """As the user names the directory."""
+    """The directory as the user named it."""
     claim: Claim | None = None
     """Coordinator: how the attempt was claimed."""
     overwrite: bool = True
-    """Whether a checkpoint may be replaced."""
+    """Whether this save may replace a checkpoint."""
     first: int = 0
-    """Number of the commit group's first round."""
+    """The number of the commit group's first round."""
     missed: int = 0
-    """Calls of ``dcp.async_save`` here that failed before they came to a writer."""
+    """Calls of ``dcp.async_save`` on this rank that failed before they reached a writer."""
     committed: Future[None] = field(init=False, default_factory=_pending)
-    """Resolves, in the commit thread, with the round's outcome on this rank."""
+    """The commit thread resolves it with the round's outcome on this rank."""
     _document: Future[Document] = field(init=False, default_factory=_pending)
 
     def provide(self, document: Document) -> None:
-        """Coordinator: DCP has gathered every rank's results. Any thread.
+        """Coordinator: set the metadata, once DCP has gathered every rank's results. Any thread may call it.
 
-        The first of this and :meth:`abandon` counts.
+        The first call of this or :meth:`abandon` counts.
         """
         with contextlib.suppress(InvalidStateError):
             self._document.set_result(document)
 
     def abandon(self, error: BaseException) -> None:
-        """Coordinator: DCP ended without gathering them."""
+        """Coordinator: note that DCP ended without gathering the results."""
         with contextlib.suppress(InvalidStateError):
             self._document.set_exception(error)
 
     def await_document(self, seconds: float) -> bool:
-        """Whether either has come within ``seconds``."""
+        """Wait up to ``seconds`` for :meth:`provide` or :meth:`abandon`; return whether one was called."""
         return bool(wait([self._document], seconds).done)
 
     def document(self) -> Document:
-        """What :meth:`provide` was given. Raises what :meth:`abandon` was told."""
+        """The document that :meth:`provide` set. Raises the error that :meth:`abandon` set."""
         return self._document.result()
 
     def resolve(self, error: BaseException | None) -> None:
-        """Let ``committed`` know. The first call counts."""
+        """Resolve ``committed`` with the outcome. The first call counts."""
         if self.claim is not None:
             self.claim.hold.release()
         with contextlib.suppress(InvalidStateError):
@@ -122,6 +124,6 @@ class Round:
 
     @staticmethod
     def missing(number: int, first: int, timeout: float) -> Round:
-        """A round of which this rank has heard nothing: it votes against it."""
+        """A round that this rank knows nothing of: the rank votes no."""
         error = SaveFailedError("this rank has no such save: its part of DCP's planning failed")
         return Round(number, None, None, FailedPart(error), first=first, timeout=timeout)

@@ -1,4 +1,4 @@
-"""What a vote says, as the integers of one all-reduce (elementwise maximum)."""
+"""A vote, as the integers of one reduction (elementwise maximum)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Ballot", "is_unanimous"]
 
 @dataclass(frozen=True)
 class Ballot:
-    """One rank's vote: whether its bytes are durable, and which save it means.
+    """One rank's vote: whether its bytes are durable, and which save it votes for.
 
-    ``missed``: calls of ``dcp.async_save`` that failed on this rank before they came to a writer.
+    ``missed``: calls of ``dcp.async_save`` that failed on this rank before they reached a writer.
     """
 
     ok: bool
@@ -28,12 +28,12 @@ class Ballot:
     missed: int = 0
 
     def encode(self) -> list[int]:
-        """First 0 for yes and 1 for no; then a digest of the save, and its negative."""
+        """First 0 for yes or 1 for no; then a digest of the save, and the digest's negative."""
         digest = self._digest()
         return [0 if self.ok else 1, digest, -digest]
 
     def _digest(self) -> int:
-        # Of the path only its last part: the same directory may be mounted elsewhere on other machines.
+        # Only the last part of the path: other machines may mount the directory elsewhere.
         name = b"" if self.directory is None else os.fsencode(self.directory.name)
         attempt = None if self.attempt is None else astuple(self.attempt)
         save = repr((self.number, attempt, name, self.world, self.missed))
@@ -41,9 +41,9 @@ class Ballot:
 
 
 def is_unanimous(maxima: Sequence[int]) -> bool:
-    """Whether, by the maxima of all ranks' votes, all are durable and mean the same save.
+    """Whether the maxima of all ranks' votes show that all are durable and vote for the same save.
 
-    The two maxima of a digest and its negative belong together only if all ranks sent the same.
+    The maxima of a digest and of its negative match only if all ranks sent the same digest.
     """
     no, digest, negated = maxima
     return not no and digest == -negated

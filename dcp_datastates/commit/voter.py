@@ -1,6 +1,6 @@
-"""One rank's part in a round, carried out: the actions of ``protocol.py``, with gloo, the store and storage.
+"""Carries out the actions of ``protocol.py`` on one rank, with gloo, the store and storage.
 
-Of the commit thread. Every wait looks at the failure detector several times a second; what it knows may end the wait.
+Runs in the commit thread. Every wait asks the failure detector several times a second, which may end the wait.
 """
 
 from __future__ import annotations
@@ -60,32 +60,32 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.05
 
 _TOLD: Final = struct.Struct("<q")
-"""The round's number, before the decision in it."""
+"""The round's number, which precedes the decision in a broadcast."""
 
 T = TypeVar("T")
 
 _PATIENCE_SECONDS: Final = 15.0
-"""A rank that cannot meet the others gives a round up no sooner than detectors find who is lost, and this."""
+"""Added to the time that failure detection takes, before a rank that cannot connect gives a round up."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What a round came to."""
+    """A round's decision, and what this rank found on the way."""
 
     decision: Decision
     older: Sequence[Attempt]
-    """The attempts that may go if it was committed."""
+    """The older attempts, which may be removed if the save was committed."""
     failure: BaseException | None
     """Coordinator: why the publication failed."""
 
 
 class Voter:
-    """This rank among those that commit together.
+    """Runs this rank's part of each round.
 
     Args:
         rank_set: the ranks.
-        detector: knows which of them are lost; None for a rank alone.
-        decisions: in the store.
+        detector: finds the lost ranks; None for a rank alone.
+        decisions: the decision log.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Voter:
         self._detector = detector
         self._decisions = decisions
         self._tree: GlooTree | None = None  # from the first round on
-        self._apart: float | None = None  # since when this rank has not met the others
-        # Of the round under way:
+        self._apart: float | None = None  # since when this rank could not connect
+        # State of the current round:
         self._store_failed = False
         self._older: list[Attempt] = []
-        self._failure: BaseException | None = None  # of the publication
+        self._failure: BaseException | None = None  # the error of the publication
         # The failure detector's thread reads these:
         self.round: Round | None = None
-        """The one under way."""
+        """The current round."""
         self.voted = -1
         """The newest round that this rank has voted in."""
         self.ended = -1
@@ -112,17 +112,17 @@ class Voter:
 
     @property
     def progress(self) -> int:
-        """A number that changes as long as this rank is not what a round waits for."""
+        """A number that changes while this rank makes progress, or waits for another."""
         round_ = self.round
         return self._ticks if round_ is None else self._ticks + round_.part.progress
 
     def agree(self, round_: Round) -> Agreed:
-        """The ranks' decision about the round, and what this rank has found on the way."""
+        """Run the round to its decision."""
         self.round = round_
         self._apart = None
         self._store_failed, self._older, self._failure = False, [], None
         if self._tree is None:
-            # A store may outlive a default group, and with it the keys of a former one's connections.
+            # A store may outlive a default group, and keep the keys of its connections.
             self._tree = GlooTree(self._rank_set, f"vote/{round_.first}")
         if self._detector is not None:
             self._detector.follow(round_.number)
@@ -137,7 +137,7 @@ class Voter:
                 self._detector.follow(None)
 
     def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         if self._tree is not None:
             self._tree.close()
 
@@ -176,12 +176,13 @@ class Voter:
             case Leave():
                 self._leave()
                 return Done()
-        # These must not fail, and not wait for a store that is gone again and again: the round ends by them.
+        # These actions end the round: they must not fail, nor wait repeatedly for a store that is gone.
         try:
             gone = self._detector is not None and (
                 self._store_failed or self._detector.misses_store
             )
-            if gone and not isinstance(action, Note):  # which is kept, to be written later
+            # the decision log keeps a note, and writes it later
+            if gone and not isinstance(action, Note):
                 raise RuntimeError("the ranks' store does not answer")
             return self._try(action, round_)
         except Exception as error:
@@ -220,7 +221,7 @@ class Voter:
         self._say("voting", round_)
         try:
             if self._is_coordinator:
-                self._decisions.flush()  # or a rank that is behind would vote for another save
+                self._decisions.flush()  # else a rank that is behind would vote for another save
             assert self._tree is not None
             if not self._tree.join(lambda: self._interrupt(round_, joining=True)):
                 return Done()
@@ -233,7 +234,7 @@ class Voter:
             return self._after_break(round_, broken)
 
     def _after_break(self, round_: Round, broken: Exception) -> Event:
-        """See whether a lost rank is behind it; and do not try for ever if none is."""
+        """Find out whether a lost rank caused the break. If none did, give up after some time."""
         logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
         now = time.monotonic()
         if self._apart is None:
@@ -267,7 +268,7 @@ class Voter:
         return Counted(False, None if maxima[0] else Reason.of(_different(round_)))
 
     def _publish(self, round_: Round) -> Event:
-        """Coordinator: all ranks are durable."""
+        """Coordinator: wait for the metadata, then publish. All ranks' files are durable."""
         self._say("waiting for DCP to gather the results", round_)
         while not round_.await_document(_POLL_SECONDS):
             if (event := self._notice(round_)) is not None:
@@ -310,7 +311,7 @@ class Voter:
         try:
             committed = settle(round_.directory, round_.attempt)
             unclear = "another job has committed there since, or the attempt was deleted"
-        except Exception as failed:  # this rank's files must stay
+        except Exception as failed:  # then this rank's files must stay
             committed, unclear = None, f"storage does not tell ({failed})"
         if committed is not None:
             return Decision(Outcome.COMMITTED) if committed else Decision(Outcome.FAILED, {-1: why})
@@ -329,7 +330,7 @@ class Voter:
         *,
         telling: bool = False,
     ) -> T | Event:
-        """What the ``operation`` of all ranks gives, or what ends it."""
+        """The result of a collective ``operation``, or the event that ended the wait."""
         assert self._tree is not None
         try:
             return operation(self._tree, lambda: self._interrupt(round_, telling=telling))
@@ -339,18 +340,18 @@ class Voter:
             return self._after_break(round_, broken)
 
     def _interrupt(self, round_: Round, *, joining: bool = False, telling: bool = False) -> None:
-        self._tick()  # this rank has done its part: that it stands still is not its own fault
+        self._tick()  # this rank has done its part: it waits for others
         if (event := self._notice(round_, joining=joining, telling=telling)) is not None:
             raise _Interrupted(event)
 
     def _notice(
         self, round_: Round, *, joining: bool = False, telling: bool = False
     ) -> Event | None:
-        """What the failure detector knows that ends this wait.
+        """The event by which the failure detector ends this wait, if any.
 
         Args:
             round_: the round.
-            joining: this rank is connected with no other.
+            joining: this rank is not connected.
             telling: the coordinator has decided.
         """
         detector = self._detector
@@ -375,7 +376,7 @@ class Voter:
         self._tick()
 
     def _tick(self) -> None:
-        """It is not this rank that stands still."""
+        """Show progress: the round does not wait for this rank."""
         self._ticks += 1
 
     @property

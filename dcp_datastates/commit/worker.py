@@ -1,4 +1,4 @@
-"""One thread that does what it is given, in order."""
+"""One thread that runs functions in order."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """A thread that starts with the first piece of work and ends with :meth:`close`.
+    """A thread that starts with the first function posted and ends with :meth:`close`.
 
-    A daemon, and not a ``ThreadPoolExecutor``: while the interpreter joins DCP's threads at exit, they may still
-    bring work, which an executor would refuse by then. Its maker closes it at exit.
+    A daemon thread rather than a ``ThreadPoolExecutor``: while the interpreter joins DCP's threads at exit, these may
+    still post work, which an executor would refuse. The owner closes it at exit.
     """
 
     def __init__(self, name: str) -> None:
@@ -29,8 +29,8 @@ class Worker:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def post(self, work: Callable[[], None]) -> bool:
-        """Have ``work`` done after all that was posted before; False after :meth:`close`, and if
-        there can be no thread. Any thread.
+        """Run ``work`` after all earlier posts. Returns False after :meth:`close`, or if the thread cannot start. Any
+        thread may call it.
         """
         with self._lock:
             if self._closed:
@@ -39,7 +39,7 @@ class Worker:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # the process ends, or has too many threads
+                except RuntimeError as error:  # the process is ending, or has too many threads
                     logger.warning("%s cannot start: %s", self._name, error)
                     return False
                 self._thread = thread
@@ -47,13 +47,13 @@ class Worker:
         return True
 
     def finish(self) -> None:
-        """Take no more work. The thread ends when all that was posted is done. Idempotent, does not wait."""
+        """Accept no more work. The thread ends when all posted work is done. Idempotent; does not wait."""
         with self._lock:
             self._closed = True
         self._work.put(None)
 
     def close(self, seconds: float | None = None) -> None:
-        """:meth:`finish`, and return when the thread has ended, or after ``seconds``. Idempotent."""
+        """Call :meth:`finish`, and return when the thread has ended, or after ``seconds``. Idempotent."""
         self.finish()
         if self._thread is not None:
             self._thread.join(seconds)
@@ -64,4 +64,4 @@ class Worker:
                 work()
             except BaseException:
                 logger.exception("unexpected error in %s", self._name)
-            del work  # or what it holds would live until the next comes
+            del work  # release what it holds while waiting for the next

@@ -1,4 +1,4 @@
-"""What this package has to know of how DCP works inside: its threads, its futures, its process group."""
+"""The interface to DCP: all code that DCP calls, or that depends on DCP's threads, futures and process group."""
 
 import torch
 

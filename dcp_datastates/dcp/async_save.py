@@ -1,6 +1,6 @@
-"""``async_save`` and ``save``, with all that they need: a writer, a planner, a thread and a process group.
+"""``async_save`` and ``save``: they provide the writer, the planner, the planning thread and the process group.
 
-The training thread captures the state and leaves the rest to the planning thread of its ranks (``rank_context.py``).
+The training thread stages the state. The planning thread of the rank set does the rest (``rank_context.py``).
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ def async_save(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> SaveHandle:
-    """Save ``state_dict`` to ``path`` behind the training, and say when it is captured and when committed.
+    """Save ``state_dict`` to ``path`` while training continues; the handle says when it is captured and committed.
 
-    Collective: every rank of ``process_group`` calls it, in the same order as its other saves. It waits for no other
-    rank and no network; it waits where ``max_in_flight`` saves are under way (``when_behind``), and for room in the
-    host cache for what it copies.
+    Collective: every rank of ``process_group`` makes the same calls, in the same order. The call never waits for
+    another rank or the network. It waits if ``max_in_flight`` saves are in flight (see ``when_behind``), and for room
+    in the host cache for the tensors that it copies.
 
     Args:
-        state_dict: names and values, nested as you like: tensors, DTensors, anything that pickles, and objects with
-            ``state_dict()``, which is called here.
+        state_dict: names and values, nested to any depth: tensors, DTensors, picklable objects, and objects with a
+            ``state_dict()`` method, which this call calls.
         path: the checkpoint's directory. None if ``writer`` has one.
-        writer: to use a writer again; else one is made from ``path`` and ``options``.
-        planner: if None, a :class:`DataStatesSavePlanner` that is kept for all saves of these ranks.
-        process_group: the ranks that save, if they are not all. Only its membership is used.
-        options: of :class:`DataStatesWriter`.
+        writer: a writer to reuse. None makes one from ``path`` and ``options``.
+        planner: the planner. None means one :class:`DataStatesSavePlanner` for all saves of these ranks.
+        process_group: the ranks that save; None means all. Only its list of ranks is used.
+        options: the options of :class:`DataStatesWriter`.
 
     Returns:
-        A handle: ``result()`` returns when the checkpoint is committed on all ranks. It raises this package's error
-        that failed the save, with the rank's number: :class:`RankLostError` within half a minute if a rank
-        died, or ``commit_timeout`` seconds after the call if one has not called; :class:`CommitOutcomeUnknown` if the
-        coordinator may have published before it was lost. The outcome is logged, too.
+        A handle: ``result()`` returns when the checkpoint is committed on all ranks. If the save fails, it raises an
+            error of this package that names the rank: :class:`RankLostError` within half a minute if a rank died, or
+            after ``commit_timeout`` seconds if a rank has not made the call; :class:`CommitOutcomeUnknown` if the
+            coordinator may have published before it was lost. The outcome is logged, too.
 
     Raises:
         ConfigurationError: an option has a value that cannot work.
-        Exception: what ``state_dict()`` of an object in the state raised. Then the other ranks' saves fail, too.
+        Exception: an object's ``state_dict()`` raised it. Then the other ranks' saves fail, too.
     """
     made = _call(state_dict, path, writer, planner, process_group, options)
     return SaveHandle(made)
@@ -76,8 +76,8 @@ def save(
 ) -> SaveStats:
     """Save ``state_dict`` to ``path``; returns when it is committed on all ranks.
 
-    As :func:`async_save`, but nothing is copied that can be read in place, as the state does not change meanwhile.
-    Raises what failed the save.
+    Like :func:`async_save`, but all tensors that can be read in place are, since the state does not change meanwhile.
+    Raises the error that failed the save.
     """
     if writer is None:
         options = {"read_window": "immediate", "defer": "all", **options}
@@ -117,7 +117,7 @@ def _call(
 
 
 def _without_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """As DCP does it: objects at the top level with ``state_dict()`` stand for what that returns."""
+    """Replace top-level objects that have a ``state_dict()`` method by its result, as DCP does."""
     check_mapping(state_dict)
     return {
         key: value

@@ -1,11 +1,11 @@
 """Saves that DCP runs: its threads, its future, its process group.
 
-DCP makes its calls to the writer in a thread of its own, with what :meth:`DataStatesWriter.stage` returned in place of
-the state. So two things must be found out that this package knows by itself of the saves that it runs:
+DCP calls the writer in a thread that DCP starts, and passes the result of :meth:`DataStatesWriter.stage` as the state.
+So this module finds out two facts, which this package knows by itself for the saves that it runs:
 
-- **which thread runs which save**: the one that first looks at the staged state (:class:`StagedStateDict`);
-- **that a save ended early** (the planner of another rank failed, say): DCP tells a writer nothing. But its thread has
-  ended then, which a thread of this module watches for.
+- **which thread runs which save**: the thread that first reads the staged state (:class:`StagedStateDict`);
+- **that a save ended early** (another rank's planner failed, say): DCP does not report an early end to the writer. A
+  thread of this module detects that DCP's thread has ended.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _POLL_SECONDS: Final = 0.05
 
 @dataclass(eq=False)
 class Running:
-    """A save that DCP's calls in a thread are for."""
+    """The save that a thread's DCP calls belong to."""
 
     save: SaveOperation
     ahead: Ahead | None
-    """What is read before it is planned, until it is written."""
+    """The reads that began before planning; None after ``write_data`` has taken them."""
     ends_here: bool
-    """Whether the thread may live on after it, and nothing else tells that it has ended."""
+    """Whether the save ends with the writer's last call: its thread may live on (a synchronous save)."""
     rank: int = 0
     is_coordinator: bool = False
 
     def end(self) -> None:
-        """The writer's last call for it is over."""
+        """Note that the writer's last call for the save is over."""
         if self.ends_here:
             end_here()
 
 
 class ThisThread(threading.local):
-    """What DCP has told a writer so far in the calling thread."""
+    """The calls that DCP has made to a writer so far in the calling thread."""
 
     path: str | os.PathLike[str] | None = None
     next: Running | None = None
@@ -62,11 +62,10 @@ class ThisThread(threading.local):
 
 
 class StagedStateDict(Mapping[Any, Any]):
-    """The state at the call, as DCP's thread sees it: built in full when first looked at.
+    """The state at the call, as DCP's thread sees it. It is built when first read.
 
-    ``begin`` runs once, in the thread that first looks (DCP's, which thereby becomes the thread of this save) and
-    returns the state dict. Until then it is a token. It cannot be pickled: an error says why, and ``abandon`` is
-    called.
+    The first thread that reads it (DCP's) thereby becomes the thread of this save, and runs ``begin``, once, which
+    returns the state dict. Pickling raises an error that says why it cannot work, after calling ``abandon``.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class StagedStateDict(Mapping[Any, Any]):
 
 
 class _Watch:
-    """Ends the saves whose threads have ended. Its own thread lives to the end of the process."""
+    """Ends the planning of saves whose threads have ended. Its own thread is a daemon."""
 
     def __init__(self) -> None:
         self._arriving: queue.SimpleQueue[_Watched] = queue.SimpleQueue()
@@ -119,7 +118,7 @@ class _Watch:
                 watched.append(self._arriving.get())
             while not self._arriving.empty():
                 watched.append(self._arriving.get())
-            _join(watched[0][0])  # saves take turns, so the oldest mostly ends first
+            _join(watched[0][0])  # saves take turns, so the oldest usually ends first
             watched = [each for each in watched if not _has_ended(*each)]
 
 
@@ -130,7 +129,7 @@ _Watched = tuple[threading.Thread, SaveOperation]
 def _join(thread: threading.Thread) -> None:
     try:
         thread.join(_POLL_SECONDS)
-    except (AssertionError, RuntimeError):  # a thread that Python has not made
+    except (AssertionError, RuntimeError):  # a thread that Python did not start
         time.sleep(_POLL_SECONDS)
 
 
@@ -138,7 +137,7 @@ def _has_ended(thread: threading.Thread, save: SaveOperation) -> bool:
     try:
         if not thread.is_alive():
             save.end_planning()
-    except Exception:  # a callback of the save's futures, say: the watch must go on
+    except Exception:  # from a callback of a future, say: this thread must go on
         logger.exception("a save could not be ended")
         return True
     return save.planning_is_over
@@ -154,7 +153,9 @@ _watch: _Watch | None = None
 
 
 def bind(save: SaveOperation) -> None:
-    """DCP's calls in the calling thread are for ``save`` from now on. Its planning is over when the thread ends."""
+    """Bind ``save`` to the calling thread: DCP's calls there belong to it. Its planning is over when the
+    thread ends.
+    """
     global _watch
     end_here()
     _here.save = save
@@ -165,9 +166,9 @@ def bind(save: SaveOperation) -> None:
 
 
 def end_here(*, asynchronous: bool = True) -> None:
-    """The save that the calling thread ran is over: it comes with another call, or ends.
+    """End the planning of the calling thread's save, when the thread makes another call or ends.
 
-    Not an ``asynchronous`` one, where the call may be that of a destructor, in the middle of it.
+    ``asynchronous=False`` spares asynchronous saves: a destructor may make the call while such a save is running.
     """
     save = _here.save
     if save is not None and (asynchronous or not save.call.asynchronous):
@@ -182,7 +183,7 @@ def _forget_in_child() -> None:
     _here.save = None
 
 
-atexit.register(end_here)  # or a synchronous save that was interrupted would be waited for
+atexit.register(end_here)  # else the process would wait for an interrupted synchronous save
 
 
 _warned = False
@@ -191,9 +192,9 @@ _warned = False
 def warn_if_shared() -> None:
     """Warn, once per process, if DCP's collectives can only run on training's own gloo group.
 
-    DCP's thread and the training thread then run collectives on one gloo group at once, and their messages mix: the
-    first save with three ranks that all-reduced meanwhile hung until gloo's timeout. A group of NCCL and gloo is no
-    problem: training's tensors go by NCCL.
+    DCP's thread and the training thread would then run collectives on one gloo group at once, and their messages would
+    get mixed up: with three ranks that all-reduced during the first save, the job hung until gloo's timeout. A group
+    with NCCL and gloo is no problem: training's tensors use NCCL.
     """
     global _warned
     if _warned or not dist.is_available() or not dist.is_initialized():
@@ -213,5 +214,5 @@ def warn_if_shared() -> None:
 
 
 def _is_another_group_there() -> bool:
-    """Whether DCP may have been given another group than the default one."""
+    """Whether the job has another group than the default one, which it may have passed to DCP."""
     return len(dist.distributed_c10d._world.pg_map) > 1

@@ -1,4 +1,4 @@
-"""Being told when a job calls ``destroy_process_group()``, so that its saves in flight are finished first."""
+"""A hook on ``destroy_process_group()``, so that a job's saves in flight are finished first."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ __all__ = ["DestroyHook"]
 
 
 class DestroyHook(dist.ProcessGroup):
-    """A process group that connects nothing and does nothing but this: when the job destroys its process groups, torch
-    shuts down those in its books, by name from the last, so this one before the default group.
+    """A process group without connections, whose only use is its shutdown: when the job destroys its process groups,
+    torch shuts down all registered groups in descending order of their names, so this group before the default group.
 
-    A release of torch that keeps other books does not call it: then only the end of the process waits for the saves.
+    If a release of torch registers groups in another way, it does not call the hook: then only the end of the process
+    waits for the saves.
 
     Args:
-        name: of this group in torch's books; the default group's is a number.
-        on_destroy: called by ``destroy_process_group()``, with all of the job's groups still there.
+        name: the group's registered name; the default group's is a number.
+        on_destroy: ``destroy_process_group()`` calls it while all of the job's groups still exist.
     """
 
     def __init__(self, name: str, on_destroy: Callable[[], None]) -> None:
-        # torch's stubs lack the one constructor that a subclass may call.
+        # torch's stubs lack the only constructor that a subclass may call.
         super().__init__(0, 1)  # type: ignore[call-arg]
         self._on_destroy = on_destroy
         with contextlib.suppress(AttributeError):
@@ -34,7 +35,7 @@ class DestroyHook(dist.ProcessGroup):
         self._on_destroy()
 
     def close(self) -> None:
-        """Take it out of torch's books. Idempotent."""
+        """Unregister the group from torch. Idempotent."""
         with contextlib.suppress(AttributeError):
             _books().pop(self, None)
 

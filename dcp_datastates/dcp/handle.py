@@ -1,4 +1,4 @@
-"""What ``async_save`` returns."""
+"""The handle that ``async_save`` returns."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["SaveHandle"]
 
 
 class SaveHandle(AsyncSaveResponse):
-    """One save under way. Any thread may ask, at any time; a process that does not ask finds the outcome in the log.
+    """A save in progress. Any thread may use the handle at any time. The log has the outcome in any case.
 
-    DCP's names stand for the same futures: ``staging_completion`` is :attr:`captured`, ``upload_completion``
-    :attr:`committed`. Whatever is asked for, the save's reads start at once: no backward pass comes while one waits.
+    DCP's names work too: ``staging_completion`` is :attr:`captured`, ``upload_completion`` is :attr:`committed`.
+    Waiting for either starts the save's reads at once: while the caller waits, no backward pass would.
     """
 
     def __init__(self, save: SaveOperation) -> None:
@@ -27,12 +27,16 @@ class SaveHandle(AsyncSaveResponse):
 
     @property
     def captured(self) -> Future[None]:
-        """Done when all is read and the state may be changed freely. (``optimizer.step()`` need not wait for it.)"""
+        """Done when all data are read, and the state may be changed freely. (``optimizer.step()`` need not wait for
+        it.)
+        """
         return self.staging_completion
 
     @property
     def committed(self) -> Future[None]:
-        """Done when the checkpoint is committed on all ranks; raises from ``result()`` what failed the save."""
+        """Done when the outcome is known. ``result()`` returns if the checkpoint is committed on all ranks, else raises
+        the save's error.
+        """
         return self.upload_completion
 
     @property
@@ -42,19 +46,21 @@ class SaveHandle(AsyncSaveResponse):
 
     @property
     def stats(self) -> SaveStats:
-        """What the save cost on this rank; complete when it is committed."""
+        """The save's statistics on this rank; complete once it is committed."""
         return self._save.stats
 
     def result(self, timeout: float | None = None) -> None:
         """Return when the checkpoint is committed on all ranks.
 
-        Raises this package's error that failed the save, the same kind on every rank; TimeoutError after
-        ``timeout`` seconds, with the save still under way.
+        Raises the error that failed the save, an error of this package, of the same type on every rank. Raises
+        TimeoutError after ``timeout`` seconds; the save then continues.
         """
         self._save.committed.result(timeout)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether the outcome is known within ``timeout`` seconds. Does not raise it."""
+        """Wait up to ``timeout`` seconds for the outcome; return whether it is known. Does not raise the
+        save's error.
+        """
         return self._save.committed.wait(timeout)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""``load``: into a state, on all ranks; or as a plain nested dict, in this process alone."""
+"""``load``: fills a state, on all ranks; or returns a nested dict, in this process alone."""
 
 from __future__ import annotations
 
@@ -39,37 +39,36 @@ def load(
     allow_cast: bool = False,
     strict: bool = False,
 ) -> dict[str, Any]:
-    """Load the checkpoint at ``path`` into ``state``; without one, return what was saved.
+    """Load the checkpoint at ``path`` into ``state``, or, if that is None, into a new dict.
 
-    With ``state``, this is :func:`torch.distributed.checkpoint.load`: all ranks of the group call it, at any
-    world size, mesh or placement; tensors are filled in place, objects replaced, and ``Stateful`` objects given
-    what was loaded. Without it, nothing is asked of other ranks and no process group is needed: a checkpoint
-    of any world size comes back as it was saved, nested, with whole tensors on the CPU, for which there must be
-    memory. Every byte that is read is verified.
+    With ``state``, this is :func:`torch.distributed.checkpoint.load`: all ranks of the group call it, at any world
+    size, mesh or placement. It fills tensors in place, replaces objects, and passes the loaded values to ``Stateful``
+    objects. Without ``state``, the call is not collective and needs no process group: it returns the state as it was
+    saved at any world size, nested, with full tensors on the CPU, which must fit in memory. Every byte read is
+    verified.
 
     Args:
         path: Directory of the checkpoint.
-        state: What to load into. None makes a new dict.
-        keys: Load only what is stored under these names: a name, or what one begins with up to a dot, such as
-            ``"model"`` or ``"model.layers.0"``. Places in a list before one that was chosen hold None.
+        state: The state to load into. None makes a new dict.
+        keys: Load only the values under these names: full names, or prefixes that end before a dot, such as ``"model"``
+            or ``"model.layers.0"``. In lists, skipped elements before a loaded one are None.
         process_group: With ``state``: the ranks that load together; default: all.
-        no_dist: With ``state``: this process loads by itself, whatever process groups there are.
+        no_dist: With ``state``: this process loads alone, even if there are process groups.
         allow_objects: As for :class:`~dcp_datastates.DataStatesReader`.
-        allow_cast: The same, with ``state``.
-        strict: The same, with ``state``: whether leaving anything unread is an error, rather than a warning.
-            What ``keys`` leave out does not count.
+        allow_cast: With ``state``: as for :class:`~dcp_datastates.DataStatesReader`.
+        strict: With ``state``: whether a stored value that is not loaded is an error, rather than a warning. Values
+            that ``keys`` exclude do not count.
 
     Returns:
         ``state``, or the new dict.
 
     Raises:
         ConfigurationError: an argument cannot work.
-        IncompatibleStateError: nothing is stored under one of ``keys``, with names that are like it; or ``state``
-            does not fit what was saved.
-        CheckpointNotFoundError, CheckpointCorruptError, CheckpointReplacedError, UnsafeObjectError, StorageError:
-            as for :class:`~dcp_datastates.DataStatesReader`; where ranks differ, the same on all of them. What
-            is not an error of this package (``state`` has a name that was not saved, say) is DCP's
-            ``CheckpointException``.
+        IncompatibleStateError: the checkpoint has no value under one of ``keys`` (the error lists similar names), or
+        ``state`` does not fit the checkpoint. CheckpointNotFoundError, CheckpointCorruptError, CheckpointReplacedError,
+        UnsafeObjectError, StorageError:
+            as for :class:`~dcp_datastates.DataStatesReader`. If ranks fail differently, all raise the same error. Other
+            errors (``state`` has a name that was not saved, say) are raised as DCP's ``CheckpointException``.
     """
     names = None if keys is None else as_keys("keys", keys)
     reader = _Reader(path, names, allow_objects=allow_objects, allow_cast=allow_cast, strict=strict)
@@ -80,7 +79,7 @@ def load(
             f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
         )
     try:
-        with warnings.catch_warnings():  # a process alone is nothing to warn of
+        with warnings.catch_warnings():  # DCP warns that there is no process group
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(  # type: ignore[attr-defined]
                 state, storage_reader=reader, process_group=process_group, no_dist=no_dist
@@ -94,7 +93,7 @@ def load(
 
 
 class _Reader(DataStatesReader):
-    """Reads only what lies under ``keys`` (None: all), and leaves the rest on purpose."""
+    """Reads only the values under ``keys`` (None: all); leaving the rest unread is intended."""
 
     def __init__(
         self, path: str | os.PathLike[str], keys: frozenset[str] | None, **options: Any
@@ -131,9 +130,10 @@ def _load_everything(reader: _Reader) -> dict[str, Any]:
 
 
 def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
-    """What to load into: a new tensor, or nothing for an object.
+    """A new tensor to load into; None for an object.
 
-    What no chunk covers would come back as whatever the memory held: raises :class:`IncompatibleStateError`.
+    Raises :class:`IncompatibleStateError` if the chunks do not cover the tensor: the rest would be uninitialized
+    memory.
     """
     if not isinstance(saved, TensorStorageMetadata):
         return None
@@ -147,7 +147,7 @@ def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
 
 
 def _nested(values: Mapping[str, Any], paths: Any) -> dict[str, Any]:
-    """The values, nested as the paths say that the planner of the save noted."""
+    """The values, nested by the paths that the save's planner stored."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         path = paths.get(name) if isinstance(paths, dict) else None
@@ -161,7 +161,7 @@ def _nested(values: Mapping[str, Any], paths: Any) -> dict[str, Any]:
 
 
 def _put(root: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
-    """Put ``value`` at ``path``: a key that is a number is a place in a list."""
+    """Put ``value`` at ``path``: an integer key is an index into a list."""
     container: Any = root
     for key, following in zip(path, (*path[1:], None), strict=True):
         if isinstance(key, int):

@@ -1,4 +1,4 @@
-"""From a write item to its tensor: the chunk that this rank holds, or a slice of its rows."""
+"""The tensor of a write item: the chunk that this rank holds, or a slice of its rows."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["LocalChunks"]
 
 
 class LocalChunks:
-    """What this rank holds of the tensors of ``state``, which is flattened.
+    """The chunks of tensors that this rank holds.
 
     Args:
-        state: read when a chunk is asked for; it must be the same until the last one was.
-        is_coordinator: whether this rank is the one whose default plan has what all ranks hold.
+        state: the flattened state. It must not change until the last call of :meth:`tensor`.
+        is_coordinator: whether this rank's default plan includes the values that all ranks hold.
     """
 
     def __init__(self, state: dict[str, Any], is_coordinator: bool) -> None:
@@ -30,7 +30,7 @@ class LocalChunks:
         self._held: dict[str, list[tuple[torch.Size, torch.Size]]] | None = None
 
     def tensor(self, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        """The live tensor, or the rows of it that ``chunk`` names.
+        """The live tensor, or those of its rows that ``chunk`` names.
 
         Raises :class:`DataStatesError` for a chunk that this rank does not hold.
         """
@@ -47,7 +47,7 @@ class LocalChunks:
         return tensor
 
     def _first_row(self, fqn: str, offsets: torch.Size) -> int:
-        """Where the chunk begins, in the whole tensor, that this rank holds and that has the row ``offsets[0]``."""
+        """The first row, in the full tensor, of this rank's chunk that contains the row ``offsets[0]``."""
         if self._held is None:
             local = create_default_local_save_plan(self._state, self._is_coordinator)
             self._held = {}
@@ -66,7 +66,7 @@ class LocalChunks:
 def _shard_with(
     tensor: ShardedTensor | torch.Tensor, offsets: torch.Size
 ) -> tuple[torch.Tensor, int]:
-    """The shard with the chunk at ``offsets``, and that chunk's first row in it."""
+    """The shard that contains the chunk at ``offsets``, and the chunk's first row in the shard."""
     if not isinstance(tensor, ShardedTensor):
         found = shard_with(tensor, offsets)
         if found is not None:

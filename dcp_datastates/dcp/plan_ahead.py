@@ -1,4 +1,4 @@
-"""Planning before the first save, when nothing else is going on: after a checkpoint was loaded, say."""
+"""Planning before the first save, while the job is not training yet: after a checkpoint was loaded, say."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dcp_datastates.staging.stage import look
 __all__ = ["prime"]
 
 _TIMEOUT_SECONDS: Final = 300.0
-"""How long the other ranks may take to call it, too."""
+"""How long the other ranks may take to call :func:`prime`."""
 
 
 def prime(
@@ -32,19 +32,20 @@ def prime(
     planner: DataStatesSavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Plan the save of a state like ``state_dict``, so that the first save of one finds its plan ready.
+    """Plan a save of ``state_dict`` now, so that the first save of such a state finds its plan in the cache.
 
-    Collective. For after a resume: the state that was just loaded looks like those that will be saved. Reads no tensor,
-    changes nothing, writes nothing. Saves under way are read and planned first, as by a synchronous save.
+    Collective. Call it after a resume: the loaded state has the structure of the states to be saved. It reads no
+    tensor, changes nothing and writes nothing. Saves in flight are planned and read first, as before a synchronous
+    save.
 
     Args:
-        state_dict: what will be passed to ``async_save``.
-        planner: the one that will be used; None, if none will be passed to this package's ``async_save``. One of a
-            class that overrides what is written makes its plan, and will make it again.
-        process_group: the ranks that save, if they are not all.
+        state_dict: a state like those that ``async_save`` will receive.
+        planner: the planner that will be passed to this package's ``async_save``; None if none will be. A planner whose
+            class overrides hooks plans now, and plans again in the save.
+        process_group: the ranks that save; None means all.
 
-    Raises what looking at the state or planning raises; on several ranks, DCP's ``CheckpointException`` with
-    each rank's error, on all of them.
+    Raises the error of reading the state's structure or of planning; with several ranks, all raise DCP's
+    ``CheckpointException`` with each rank's error.
     """
     step_gate.open_windows()
     context = context_of(commit_group(rank_set_of(process_group)))
@@ -57,10 +58,10 @@ def prime(
 def _plan(
     state_dict: Mapping[str, Any], chosen: SavePlanner, group: CommitGroup, ranks: _DistWrapper
 ) -> None:
-    await_all()  # saves by DCP's own calls, which may plan with the same planner
+    await_all()  # saves that DCP runs may use the same planner
     session: Session | None = None
 
-    # What fails on this rank alone must fail in a step: from here on the other ranks wait for it.
+    # From here on the other ranks wait for this rank: an error must be raised inside a step, which reports it to them.
 
     def local_step() -> SavePlan:
         nonlocal session

@@ -1,8 +1,8 @@
-"""The save planner: replicas are split by bytes, and what was planned once is not planned again.
+"""The save planner: it splits replicas by bytes, and caches plans.
 
-With this package's writer, a save whose state looks like an earlier one's exchanges digests in place of plans, and
-DCP's broadcast carries a few bytes: see ``planning/``. With any other writer it plans the same chunks, and
-hands plans and metadata around in full, as DCP's default planner does.
+With this package's writer, if a state has the structure of an earlier one, the ranks exchange digests in place of
+plans, and DCP's broadcast carries a few bytes: see ``planning/``. With any other writer, the planner plans the same
+chunks, and the ranks exchange full plans and metadata, as with DCP's default planner.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ _SHOWN_ERRORS: Final = 500
 
 
 class DataStatesSavePlanner(DefaultSavePlanner):
-    """A save planner for large jobs; takes the options of :class:`DefaultSavePlanner`, and works with any writer.
+    """A save planner for large jobs. It takes the options of :class:`DefaultSavePlanner`, and works with any writer.
 
-    Use one object for all saves of a job: what it remembers is its own. State dicts that alternate (model,
-    optimizer) do not push each other out.
+    Use one planner for all saves of a job: each has its own plan cache. The cache holds several plans, so state dicts
+    may alternate (model, optimizer).
 
     Args:
         flatten_state_dict: as in DCP.
         flatten_sharded_tensors: as in DCP.
         dedup_replicated_tensors: deprecated in DCP, without effect.
-        dedup_save_to_lowest_rank: what several ranks hold is written by the lowest; nothing is split then.
-        enable_plan_caching: remember plans, so that a state that looks the same on all ranks is not planned,
-            gathered or broadcast again. With this package's writer only.
-        split_replicas: cut tensors that several ranks hold into row slices, so that each holder writes the same
-            number of bytes within 1 %. They are ordinary DCP chunks. Only what is declared equal is cut: DTensors,
-            and what an optimizer owns. Replicas that differ fail the save (:class:`ReplicasDifferError`).
+        dedup_save_to_lowest_rank: the lowest rank writes a value that several ranks hold; replicas are not split.
+        enable_plan_caching: cache plans: if no rank's state has changed in structure, no plan is made, gathered or
+            broadcast again. Only with this package's writer.
+        split_replicas: split tensors that several ranks hold into slices of rows, so that these ranks write equal
+            numbers of bytes within 1 %. Slices are ordinary DCP chunks. Only tensors that are declared equal are split:
+            DTensors, and tensors that an optimizer owns. If replicas differ, the save fails
+            (:class:`ReplicasDifferError`).
 
-    Threads: one save at a time plans with it, as DCP does it.
+    Threads: only one save at a time may plan with it, as with any DCP planner.
     """
 
     def __init__(
@@ -89,14 +90,14 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._coordinator = Coordinator(self._assign)
         self._memory = RankMemory(by_owner=split_replicas)
         self._serializer = Serializer()
-        # Of the save that is being planned:
+        # State of the save that is being planned:
         self._session: Session | None = None
         self._found: Leaves | None = None
         self._known: KnownPlan | None = None
         self._share: Share | None = None
         self._chunks: LocalChunks | None = None
         self._flat = False
-        # Without the other ranks of its group (no_dist), which know nothing of it:
+        # Whether the save does not involve the group's other ranks (no_dist):
         self._solo = False
 
     # ---- in the order of DCP's calls ------------------------------------------------------------
@@ -111,8 +112,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         if session is not None:
             session.taken = True
         if session is not None and not is_unchanged(self):
-            # A hook may plan another state, or the same one otherwise. One that was set after async_save was called
-            # has the state still to come.
+            # A hook may change the state or the plan. If the hook was set after async_save was called, build the state
+            # now.
             if session.state is not None:
                 state_dict = session.state()
             session = None
@@ -125,7 +126,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             self._flat = True
             return
         self._given = state_dict
-        # Not flattened, a nested dict is an object, and its tensors belong to it alone.
+        # Without flattening, a nested dict is one object, which contains its tensors.
         if self._caches and self.flatten_state_dict:
             self._found = self._memory.find(session)
         if self._found is None:
@@ -203,7 +204,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The live tensor, or the part of it that ``write_item`` names; an object in serialized form."""
+        """The live tensor of ``write_item``, or the slice that it names; the serialized bytes of an object."""
         if write_item.type == WriteItemType.BYTE_IO:
             found: io.BytesIO = self.transform_object(
                 write_item, self.lookup_object(write_item.index)
@@ -218,7 +219,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return resolved
 
     def lookup_object(self, index: Any) -> Any:
-        """What stands at ``index`` in the state."""
+        """The object at ``index`` in the state."""
         if self._found is not None and not self._flat and self._session is not None:
             staged = self._session.staged
             if staged is not None and index.fqn in self._found.paths:
@@ -229,22 +230,22 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     # ---- for this package's writer ---------------------------------------------------------------
 
     def share_of(self, session: Session) -> Share | None:
-        """What to write in the save that ``session`` is; None if this planner has not planned it."""
+        """This rank's share of the save with this ``session``; None if this planner has not planned it."""
         return self._share if self._session is session else None
 
     def foresee(self, session: Session) -> Foreseen | None:
-        """What will be written if no rank's state looks otherwise than in the save before.
+        """The share that this rank will write if no rank's state has changed in structure since the previous save.
 
-        Any thread, also while another save is planned.
+        Any thread may call it, also while another save is being planned.
         """
         return self._memory.foresee(session, self._serializer.serialize) if self._caches else None
 
     def prepare(self, share: Share, rank: int) -> Prepared | None:
-        """The share's files, to be written from what was staged; None if that cannot be."""
+        """The share's files, prepared to be written from the staged state; None if that is impossible."""
         return None if self._found is None or self._flat else self._found.prepare(share, rank)
 
     def replicas(self, share: Share) -> tuple[Held, list[Any]]:
-        """Where this rank's replicas of what several ranks write are in memory; and what must be kept meanwhile."""
+        """The addresses of this rank's replicas of tensors that are split, and the objects to keep alive meanwhile."""
         assert self._known is not None
         found, session = self._found, self._session
         staged = None if session is None else session.staged
@@ -257,14 +258,14 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return Held(addresses, sizes), tensors
 
     def release(self, session: Session) -> None:
-        """The save that ``session`` is has been read: hold nothing of its state."""
+        """Release the state of the save with this ``session``, which has been read."""
         session.close()
         if self._session is session:
             self._given = self.state_dict = {}
             self._chunks = None
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
-        """A hook, as in DCP: objects become their bytes, tensors stay what they are."""
+        """A hook, as in DCP: serializes objects, and returns tensors unchanged."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(self._serializer.serialize(object))
         return object
@@ -285,7 +286,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return shares, catalog
 
     def _on_host(self, item: WriteItem) -> torch.Tensor | None:
-        """The tensor of an item with the bytes as they are stored, if the host can read them."""
+        """An item's tensor, contiguous and with the bytes as stored; None if the host cannot read it."""
         resolved = self.resolve_data(item)
         assert isinstance(resolved, torch.Tensor)
         tensor = local_tensor(resolved).detach()
@@ -298,10 +299,10 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return declared(items, self.state_dict, staged) if self._split else items
 
     def _planned(self) -> SavePlan:
-        """DCP's plan of the state."""
+        """DCP's default plan of the state."""
         try:
             return create_default_local_save_plan(self.state_dict, self.is_coordinator)
-        except (RuntimeError, NotImplementedError):  # which do not say which tensor they are about
+        except (RuntimeError, NotImplementedError):  # it does not name the tensor
             for name, value in self.state_dict.items():
                 if isinstance(value, torch.Tensor):
                     check_storable(local_tensor(value), name)
@@ -312,7 +313,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return known.plan if known is not None and known.plan.digest == digest else None
 
     def _flatten(self) -> None:
-        """Have the state as DCP flattens it; with that, the staged is used up."""
+        """Flatten the state as DCP does. From then on the staged state is not used any more."""
         if self._flat:
             return
         self._flat = True
@@ -336,9 +337,9 @@ _OWN_HOOKS: Final = {
 
 
 def is_unchanged(planner: SavePlanner) -> bool:
-    """Whether nothing but this module has a say in what is written: a :class:`DataStatesSavePlanner`, no subclass with
-    other hooks, no hook set on the class or object, no torch whose plans this package cannot put in columns. A hook
-    may look at the state, and plan another.
+    """Whether this module alone determines the plan: ``planner`` is a :class:`DataStatesSavePlanner`, no subclass,
+    class attribute or instance attribute overrides a hook, and torch's plans have only fields that this package can put
+    in columns. (An overridden hook may read the state, and plan another.)
     """
     kind, own = type(planner), vars(planner)
     return (
@@ -352,7 +353,7 @@ def is_unchanged(planner: SavePlanner) -> bool:
 
 @cache
 def _say_slower(new: tuple[str, ...]) -> None:
-    """Once in a process, on the coordinator."""
+    """Warn, once per process, on the coordinator."""
     logger.warning(
         "torch %s has fields in DCP's dataclasses that this release does not know (%s): DCP plans each save anew, "
         "which is slower, and tensors that all ranks hold are not shared out. Look for a newer dcp_datastates",

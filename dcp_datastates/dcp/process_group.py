@@ -1,19 +1,19 @@
-"""How the ranks plan their saves together: they meet for each, over a tree of gloo groups (``commit/gloo_tree.py``).
+"""Collectives for planning: the ranks meet once per save, over a tree of gloo groups (``commit/gloo_tree.py``).
 
-Each rank counts its calls: the *entries*. An entry begins with the ranks' numbers going up the tree, and the greatest
-and the least of them coming down. If these are the same, the steps of planning follow, in the same generation of the
-tree. Once the tree is built, the store is asked for nothing.
+Each rank numbers its calls: the *entries*. An entry begins with one reduction over the tree, which gives every rank the
+greatest and the least of the ranks' numbers. If they are equal, the steps of planning follow, in the same generation of
+the tree. Once the tree is connected, an entry needs no requests to the store.
 
-**No two ranks pair different entries.** Steps follow only where all ranks have named the same entry in this
-generation. A rank that does not finish the steps of an entry leaves the generation, so nothing that it says later is
-taken for one of them. Ranks with different numbers have all seen that. Those with a smaller number fail their entry
-and come with the next, until they have caught up; those with the greatest meet again.
+**No two ranks pair different entries.** Steps follow only if all ranks have sent the same number in this generation. A
+rank that does not finish the steps of an entry leaves the generation, so its later messages cannot be taken for steps
+of that entry. If the numbers differ, all ranks see that: a rank with a smaller number fails its entry and continues
+with the next until it has caught up; ranks with the greatest number meet again.
 
-**None waits for ever.** A rank that leaves closes its sockets: its neighbours fail the entry as well, and theirs
-after them. Before, it notes in the store that the entry is given up, and why: a rank that comes late, and does not
-find the others, finds the note. The failure detector knows what sockets do not tell: that a rank is dead, silent or
-cut off. ``look`` bounds the wait for a rank that does not call or comes no further. If a note is lost, the others' next
-entry tells the late rank, or ``look`` does.
+**No rank waits forever.** A rank that leaves closes its sockets: its neighbours fail the entry too, then their
+neighbours. Before it leaves, it writes a note to the store that the entry is given up, and why: a rank that arrives
+late finds the note in place of the other ranks. If a rank is dead, silent or cut off, sockets may not show it; the
+failure detector does. ``look`` bounds the wait for a rank that does not call or makes no progress. If a note is lost,
+the late rank learns from the other ranks' next entry, or from ``look``.
 """
 
 from __future__ import annotations
@@ -42,31 +42,32 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _RETURN_SECONDS: Final = 12.0
-"""How long a rank that was silent may take to be heard again: a beat of its own, a look of the coordinator's and one of
-this rank's, each after four seconds at most."""
+"""How long it may take to notice that a silent rank is back: its beat, the coordinator's read and this rank's read,
+each after four seconds at most.
+"""
 
 _POLL_SECONDS: Final = 0.1
 
 _NOTE_SECONDS: Final = 2.0
 _NOTE_SECONDS_PER_RANK: Final = 1e-3
-"""Between two looks whether the others have given up the entry that this rank waits for them with."""
+"""Time between two requests for a note about the entry, while this rank waits for the others, per rank."""
 
 _TRIES: Final = 8
-"""How often connections may break before an entry begins: then the ranks cannot reach each other."""
+"""How many broken connections an entry tolerates before it begins; then the ranks count as unable to connect."""
 
 _KEPT_ENTRIES: Final = 2 * MAX_IN_FLIGHT
-"""Notes of so many entries stay. No rank is further behind another than saves may be in flight."""
+"""How many entries' notes stay in the store. A rank is at most as many saves behind as may be in flight."""
 
 _UNKNOWN: Final = "?"
-"""Begins a note whose writer does not know who is to blame."""
+"""Prefix of a note whose writer does not know which rank is at fault."""
 
 
 class Collectives:
-    """The meetings of ``rank_set`` for planning. Of the planning thread.
+    """The collectives of ``rank_set`` for planning. Only the planning thread uses them.
 
     Args:
         rank_set: the ranks.
-        detector: knows who is lost.
+        detector: finds the lost ranks.
         on_destroy: called when the job destroys its process groups.
     """
 
@@ -75,15 +76,15 @@ class Collectives:
     ) -> None:
         self._rank_set = rank_set
         self._detector = detector
-        # Now, in the thread of the call: torch names some groups by the number of groups that there are.
+        # Register now, in the thread of the call: torch names some groups by the number of existing groups.
         self._hook = DestroyHook(f"dcp_datastates/{rank_set.digest}", on_destroy)
         self._store = rank_set.connect("planning")
         self._tree = GlooTree(rank_set, "planning")
-        # Whose entries these are: a store may outlive a default group, and with it the notes of a former one. The
-        # coordinator's clock, known to all once they have met.
+        # Part of the notes' keys: a store may outlive a default group, and keep its notes. The coordinator's clock,
+        # which all ranks receive in the first reduction.
         self._since = time.time_ns() if rank_set.rank == 0 else 0
         self._noted: list[int] = []  # entries that this rank has noted
-        self._in_step = False  # all ranks know that this one fails its entry: it need not leave
+        self._in_step = False  # all ranks know that this rank fails its entry: it need not leave
         self._look: Callable[[], None] = lambda: None
         self._looked = 0.0
 
@@ -95,15 +96,15 @@ class Collectives:
         said: int = 0,
         hear: Callable[[int], None] = lambda greatest: None,
     ) -> Iterator[Ranks]:
-        """DCP's steps for this ``entry``, a number that every rank counts, once all ranks have come to it.
+        """Meet the other ranks for this ``entry`` (each rank counts them), then provide DCP's collectives.
 
-        With its number each rank says another, ``said``; the greatest goes to ``hear``. If that raises, it must raise
-        on all ranks, and ends the entry. In the block, all ranks make the same steps. If it raises anything but DCP's
-        ``CheckpointException``, which all ranks see, the entry fails on all of them.
+        Each rank also sends the number ``said``; every rank passes the greatest to ``hear``. If ``hear`` raises, it
+        must raise on all ranks, and the entry ends. In the block, all ranks must run the same steps. DCP's
+        ``CheckpointException`` occurs on all ranks; if the block raises anything else, the entry fails on all ranks.
 
-        ``look`` is called by what waits; it raises :class:`RankLostError` if it has waited for too long. Raises that if
-        a rank is lost, or the others have given this entry up; :class:`GroupBroken` if connections broke and it is
-        not known why.
+        While waiting, this calls ``look``, which raises :class:`RankLostError` if the wait has become too long. Raises
+        :class:`RankLostError`, too, if a rank is lost or the other ranks have given this entry up; :class:`GroupBroken`
+        if connections broke for an unknown reason.
         """
         self._look, self._in_step = look, False
         self._forget_notes(entry)
@@ -125,12 +126,12 @@ class Collectives:
             raise
 
     def close(self) -> None:
-        """Let go of the connections. Idempotent."""
+        """Close the connections. Idempotent."""
         self._tree.close()
         self._hook.close()
 
     def _meet(self, entry: int, said: int) -> int:
-        """The greatest of what the ranks said."""
+        """Meet the other ranks; return the greatest number that a rank ``said``."""
         self._looked = 0.0
         check = functools.partial(self._check_meeting, entry)
         tries = 0
@@ -138,7 +139,7 @@ class Collectives:
         while newest != -oldest:
             try:
                 self._tree.join(check)
-                # The coordinator's clock goes with it.
+                # The same reduction distributes the coordinator's clock.
                 newest, oldest, self._since, greatest = self._tree.max(
                     [entry, -entry, self._since, said], check
                 )
@@ -164,28 +165,30 @@ class Collectives:
         try:
             return step()
         except GroupBroken:
-            self._find_note(entry)  # that was there before the connection broke
+            self._find_note(entry)  # a rank writes the note before it closes its connections
             raise
 
     def _check(self) -> None:
-        """Called by what waits in a step."""
+        """Called repeatedly while a step waits."""
         if losses := self._detector.losses():
             raise RankLostError("; ".join(map(str, losses[:3])))
         self._look()
 
     def _check_meeting(self, entry: int) -> None:
-        """Called while the ranks are waited for."""
+        """Called repeatedly while this rank waits for the others."""
         if self._detector.losses() and (lost := self._lost_for_good()):
             raise RankLostError(lost)
         now = time.monotonic()
         if now - self._looked > max(_NOTE_SECONDS, _NOTE_SECONDS_PER_RANK * self._rank_set.world):
-            if self._looked:  # not at once: mostly, all ranks are about to come
+            if self._looked:  # not at once: usually all ranks are about to come
                 self._find_note(entry)
             self._looked = now
         self._look()
 
     def _lost_for_good(self) -> str:
-        """Who is lost; empty if no rank is. A rank that was silent, and is back, may not have been heard yet."""
+        """The lost ranks, in words; empty if there is none. Waits a while: a silent rank's return may not be visible
+        yet.
+        """
         deadline = time.monotonic() + _RETURN_SECONDS
         while losses := self._detector.losses():
             if time.monotonic() > deadline or any(loss.certain for loss in losses):
@@ -206,7 +209,7 @@ class Collectives:
             self._noted.append(entry)
 
     def _find_note(self, entry: int) -> None:
-        """Raise what is noted of the entry, if it is given up."""
+        """Raise the noted reason if another rank has given the entry up."""
         with contextlib.suppress(RuntimeError):
             if self._since and self._store.check([self._key(entry)]):
                 why = self._store.get(self._key(entry)).decode()

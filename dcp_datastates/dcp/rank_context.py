@@ -1,13 +1,13 @@
-"""One for each set of ranks that save together: the thread that plans their saves, in the order of the calls.
+"""The rank context: one per rank set, with the thread that plans this rank's saves in the order of the calls.
 
-``async_save`` leaves a save here and returns. The planning thread takes it up when those before it are planned, meets
-the other ranks (``collectives.py``), makes DCP's calls and hands over to the commit group. So the training thread waits
-for no other rank and for no network.
+``async_save`` submits a save and returns. When all earlier saves are planned, the planning thread takes the save up,
+meets the other ranks (``process_group.py``), makes DCP's calls and hands over to the commit group. So the training
+thread never waits for another rank or the network.
 
-**One call is one save.** The k-th call on one rank belongs to the k-th on each other. A call that fails in
-itself counts, too, and fails the save on all ranks. If a call is left out on one rank, the ranks meet with different
-paths: that save fails on all of them. From then on each rank passes over calls for what the others saved then,
-so that the ranks are in step again.
+**One call is one save.** The k-th call on one rank belongs to the k-th call on each other rank. A call that raises
+counts, too, and fails the save on all ranks. If a rank leaves a call out, the ranks meet with different paths: that
+save fails on all ranks. Each rank then skips its later calls for the paths that the others had in that meeting, so that
+the ranks are in step again.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _REFUSING_SECONDS: Final = 300.0
-"""How long a rank whose call failed waits for the others to come and be told."""
+"""How long a rank whose call failed waits for the other ranks, to tell them."""
 
 
 class DifferentSavesError(SaveFailedError):
-    """The ranks came with calls for different paths: one of them left a call out."""
+    """The ranks met with calls for different paths: one of them left a call out."""
 
     def __init__(self, message: str, names: Sequence[str] = ()) -> None:
         super().__init__(message, names)
@@ -69,34 +69,34 @@ class DifferentSavesError(SaveFailedError):
 
 
 class RankContext:
-    """See the module. :meth:`submit` and :meth:`run` are any thread's, one call at a time; the rest, the planning
-    thread's.
+    """Plans the saves of one rank set. Any thread may call :meth:`submit` and :meth:`run`, one call at a time; the
+    other methods run in the planning thread.
     """
 
     def __init__(self, group: CommitGroup) -> None:
         self.group: Final = group
         self.planner: Final = DataStatesSavePlanner()
-        """For saves that bring none of their own."""
+        """For saves without a planner of the caller's."""
         self._worker = Worker("dcp_datastates-planning")
         self._collectives: Collectives | None = None
         if group.detector is not None:
             self._collectives = Collectives(group.rank_set, group.detector, finish_saves)
-        self._entries = 0  # how often the ranks have met here
-        self._stray: set[str] = set()  # what others saved when the ranks came with different calls
+        self._entries = 0  # number of the latest meeting
+        self._stray: set[str] = set()  # other ranks' paths in a meeting with different calls
 
     # ---- any thread --------------------------------------------------------------------------
 
     def submit(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
-        """Have ``save`` planned after all that were submitted before. Returns at once."""
+        """Plan ``save`` after all saves submitted before. Returns at once."""
         self.group.count_call()
-        # Not a lambda: an error that is kept keeps its frame, and with that what it was given.
+        # Not a lambda: a traceback would retain its frame, and thereby the arguments.
         if not self._worker.post(functools.partial(self._save, save, writer, planner)):
             error = SaveAbandonedError("the process was ending when this save was called for")
             save.fail(save.blame(error))
             save.end_planning()
 
     def refuse(self, path: object, error: BaseException) -> None:
-        """A call failed in itself on this rank: the others, which wait for it, are told."""
+        """Tell the other ranks, which wait for this rank, that its call failed."""
         if self._collectives is None:
             return
 
@@ -112,7 +112,7 @@ class RankContext:
             try:
                 tell()
             except CheckpointException:
-                pass  # as it should be
+                pass  # expected: this is how the ranks learn of it
             except Exception as failed:
                 logger.warning("the other ranks could not be told that a call failed: %s", failed)
 
@@ -120,7 +120,7 @@ class RankContext:
         self._worker.post(run)
 
     def run(self, what: str, timeout: float, work: Callable[[_DistWrapper], T]) -> T:
-        """What ``work`` returns or raises, in the planning thread, with all ranks there."""
+        """Meet the other ranks and run ``work`` in the planning thread; return its result or raise its error."""
         ended: Future[T] = Future()
 
         def run() -> None:
@@ -137,7 +137,7 @@ class RankContext:
         return ended.result()
 
     def close(self) -> None:
-        """End the thread when what was submitted is over. Idempotent; does not wait."""
+        """End the thread once all submitted work is done. Idempotent; does not wait."""
         if self._collectives is not None:
             self._worker.post(self._collectives.close)
         self._worker.finish()
@@ -153,7 +153,7 @@ class RankContext:
         finally:
             save.end_planning()
             self.group.tell_planning("")
-            del writer, planner  # this frame lives as long as an error that came through it
+            del writer, planner  # a traceback may retain this frame
 
     def _plan(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
         name = save.directory().name
@@ -191,7 +191,7 @@ class RankContext:
             )
 
     def _failed(self, save: SaveOperation, error: BaseException) -> None:
-        """The outcome, unless the commit group decides."""
+        """Set ``error`` as the outcome, unless the commit group decides it."""
         release_frames(error)
         save.committed.add_done_callback(_release_outcome)
         world = self.group.rank_set.world
@@ -216,7 +216,7 @@ class RankContext:
             save.fail(error)
         elif world == 1 or isinstance(error, DataStatesError):
             save.fail(self._named(error, save))
-        else:  # a connection broke; the failure detector knows why within seconds
+        else:  # a connection broke; the failure detector finds the cause within seconds
             self.group.explain(error, lambda cause: save.fail(self._named(cause, save)))
 
     def _named(self, error: BaseException, save: SaveOperation) -> BaseException:
@@ -230,13 +230,13 @@ class RankContext:
 
 
 class _Presence:
-    """Whether the other ranks come to a save, and go on with it. Of the thread that waits for them.
+    """Watches, while this rank waits, whether the other ranks come to a save and make progress. For the waiting thread.
 
     Args:
-        context: theirs.
-        what: what they are waited for with.
-        timeout: seconds after which it is given up.
-        save: to say what it waits for.
+        context: the ranks' context.
+        what: the purpose of the wait, for the log.
+        timeout: seconds without progress after which the wait fails.
+        save: a save whose ``doing`` is updated.
     """
 
     def __init__(
@@ -249,11 +249,11 @@ class _Presence:
         self._entry = 0
 
     def expect(self, entry: int) -> None:
-        """Wait for the ranks to come to this ``entry`` from now on."""
+        """Set the ``entry`` to which the ranks must come."""
         self._entry = entry
 
     def look(self) -> None:
-        """Called while waiting. Raises :class:`RankLostError` when it has taken too long."""
+        """Called repeatedly while waiting. Raises :class:`RankLostError` after ``timeout`` seconds."""
         waited = self._log.seconds
         if waited < 1:
             return
@@ -285,13 +285,13 @@ class _Presence:
 
 
 def _leave_out(why: int) -> None:
-    """A save that any rank leaves out is left out by all."""
+    """Raise on all ranks if any rank leaves the save out."""
     if why:
         raise CheckpointSkipped(LEFT_OUT[why])
 
 
 def _cause_here(error: BaseException, rank: int) -> BaseException:
-    """What failed on this rank, if it did: what its part of the save fails with."""
+    """The error with which this rank's part of the save fails: its own, if it had one."""
     if isinstance(error, CheckpointException):
         failure = error.failures.get(rank)
         return SaveAbandonedError("another rank failed") if failure is None else failure[0]
@@ -299,12 +299,12 @@ def _cause_here(error: BaseException, rank: int) -> BaseException:
 
 
 def _release_outcome(committed: Future[None]) -> None:
-    """What this rank failed with came through DCP's frames, which may have been running when the ranks were told."""
+    """Release the frames of the outcome's error: when the outcome was set, DCP's frames may still have been running."""
     assert isinstance(committed, AskedFuture)
     if (error := committed.peek()) is not None:
         release_frames(error)
 
 
 def context_of(group: CommitGroup) -> RankContext:
-    """That of the ranks that commit together as ``group``."""
+    """The rank context of ``group``."""
     return group.companion(RankContext)

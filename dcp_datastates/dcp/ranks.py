@@ -1,4 +1,4 @@
-"""DCP's steps of all ranks together, without a process group of torch's."""
+"""DCP's collectives, without a process group of torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["Ranks"]
 
 
 class Ranks(_DistWrapper):
-    """What ``_DistWrapper`` is to DCP, over functions that carry bytes: ``reduce_scatter`` is DCP's own.
+    """A ``_DistWrapper`` of DCP over functions that carry bytes. It inherits DCP's ``reduce_scatter``.
 
-    So if a step raises on any rank, DCP's ``CheckpointException`` with each rank's error is raised on all.
+    So if a step raises on any rank, all ranks raise DCP's ``CheckpointException`` with each rank's error.
 
     Args:
-        rank: this process's; the coordinator is 0.
-        world: how many ranks there are.
-        gather: all ranks' bytes on the coordinator, None elsewhere.
-        scatter: this rank's one of the parts that the coordinator gives.
+        rank: this process's rank; the coordinator is 0.
+        world: the number of ranks.
+        gather: returns all ranks' bytes on the coordinator, None elsewhere.
+        scatter: returns this rank's element of the parts that the coordinator passes.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Ranks(_DistWrapper):
     def scatter_object(self, object_list: list[Any] | None) -> Any:
         parts: list[bytes] | None = None
         if object_list is not None:
-            once: dict[int, bytes] = {}  # an error is the same object for all ranks
+            once: dict[int, bytes] = {}  # all ranks receive the same error object
             for each in object_list:
                 if id(each) not in once:
                     once[id(each)] = pickle.dumps(each)

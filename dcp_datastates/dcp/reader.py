@@ -1,4 +1,4 @@
-"""The storage reader: a committed checkpoint, verified, into any world size, mesh or placement.
+"""The storage reader: loads a committed checkpoint, verified, at any world size, mesh or placement.
 
 DCP's calls, on each rank: ``read_metadata  set_up_storage_reader  prepare_local_plan
 [prepare_global_plan]  read_data``.
@@ -45,29 +45,27 @@ logger = logging.getLogger(__name__)
 
 
 class DataStatesReader(StorageReader):
-    """Loads what :class:`~dcp_datastates.DataStatesWriter` saved.
+    """Loads checkpoints that :class:`~dcp_datastates.DataStatesWriter` saved.
 
-    Pass it as ``storage_reader=`` to :func:`torch.distributed.checkpoint.load`, with any planner.
-    Only the bytes that the state to load into needs are read (rounded to checksum blocks of 1 MiB),
-    every one of them verified before it is used.
+    Pass it as ``storage_reader=`` to :func:`torch.distributed.checkpoint.load`, with any planner. It reads only the
+    bytes that the target state needs (rounded to checksum blocks of 1 MiB), and verifies every byte before it is used.
 
     Args:
         path: Directory of the checkpoint. None if every load passes ``checkpoint_id``.
-        allow_objects: Whether Python objects in the checkpoint may be unpickled, by DCP's own
-            ``torch.load``: only for checkpoints from sources you trust. False refuses a plan that
-            needs one.
-        allow_cast: Whether a tensor may be loaded into one of another dtype. Stock DCP casts silently;
-            here the default is to refuse.
-        strict: Whether a load that leaves a stored tensor or object unread is an error. By default it is a warning
-            in the log, with the first names: DCP reads only what the state asks for, and the ``state_dict()`` of
-            an optimizer that has not stepped asks for nothing.
-        leave: Names, or what names begin with (``"optimizer"``), that are left unread on purpose.
-        host_cache_size: Host memory for staging if this process has no engine yet, bytes or a string.
+        allow_objects: Whether DCP's ``torch.load`` may unpickle Python objects in the checkpoint; only for checkpoints
+            from sources you trust. If False, a load whose plan needs an object fails.
+        allow_cast: Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the
+            default is to refuse.
+        strict: Whether a load that leaves a stored tensor or object unread is an error. By default a warning in the log
+            lists the first names: DCP reads only the names in the target state, and the ``state_dict()`` of an
+            optimizer that has not stepped has none.
+        leave: Names, or prefixes of names (``"optimizer"``), that are left unread on purpose.
+        host_cache_size: Host memory for staging, bytes or a string; used only if this process has no engine yet.
 
     Raises:
         ConfigurationError: an option has a value that cannot work.
 
-    Loading raises, wrapped in DCP's ``CheckpointException`` where ranks are involved:
+    Loading raises these errors, with several ranks wrapped in DCP's ``CheckpointException``:
     :class:`CheckpointNotFoundError`, :class:`CheckpointCorruptError`, :class:`IncompatibleStateError`,
     :class:`CheckpointReplacedError`, :class:`UnsafeObjectError` or :class:`StorageError`.
     """
@@ -100,7 +98,7 @@ class DataStatesReader(StorageReader):
         self._note: Note | None = None
         self._failure: DataStatesError | None = None
         self._asked: set[str] | None = None
-        """What the plan asks for where one rank loads by itself."""
+        """The names in this rank's plan, when it loads alone."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -117,17 +115,16 @@ class DataStatesReader(StorageReader):
         return "" if self._path is None else str(self._path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin another load, from ``checkpoint_id`` if given."""
+        """Prepare for another load, from ``checkpoint_id`` if given."""
         self._metadata = self._note = self._failure = None
         if checkpoint_id is not None:
             self._path = local.local_path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata; opening it runs no code from it.
+        """Read the checkpoint's metadata, without running any code from it.
 
-        DCP asks a second time, with ``rank=``, for metadata of that rank alone when the first call fails.
-        There is none, and the first reason is the true one: it is raised from
-        :meth:`set_up_storage_reader`, where DCP does not replace it.
+        If this raises, DCP calls it again with ``rank=``, for metadata of that rank alone, which do not exist here. So
+        the first error is kept, and :meth:`set_up_storage_reader` raises it, where DCP does not replace it.
         """
         if "rank" in kwargs and self._failure is not None:
             return Metadata({})
@@ -145,7 +142,7 @@ class DataStatesReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take the metadata that DCP's planner works with."""
+        """Take over the metadata that DCP's planner uses."""
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
@@ -155,7 +152,7 @@ class DataStatesReader(StorageReader):
         warn_if_replaced(Path(os.path.realpath(self._directory())))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Refuse objects if told so; note which attempt this rank is about to read."""
+        """Refuse objects unless ``allow_objects``; note the attempt that this rank is about to read."""
         if not self._allow_objects:
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
@@ -167,9 +164,9 @@ class DataStatesReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Coordinator: all ranks must have seen the same attempt; say what none of them asks for.
+        """Coordinator: check that all ranks have seen the same attempt; report the names that no rank reads.
 
-        With ``strict``, raises :class:`IncompatibleStateError` for that.
+        With ``strict``, raises :class:`IncompatibleStateError` for such names.
         """
         seen = {plan.storage_data for plan in plans}
         if len(seen) > 1:
@@ -185,13 +182,13 @@ class DataStatesReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> TorchFuture[None]:
-        """Read, verify and scatter what the plan asks for; returns when done."""
+        """Read and verify the data of the plan, and copy them into the target tensors; returns when done."""
         metadata, note = self._metadata, self._noted()
         assert metadata is not None
         directory = self._directory()
         if self._asked is not None:
-            # This rank alone, which may hold an empty shard of a tensor (with no_dist=True): its plan lacks
-            # that, its state does not.
+            # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
+            # its plan.
             held = getattr(planner, "state_dict", None)
             self._check_unread(self._asked.union(held if isinstance(held, dict) else ()))
         try:
@@ -211,7 +208,7 @@ class DataStatesReader(StorageReader):
         return future
 
     def _leaves(self, name: str) -> bool:
-        """Whether what is stored under this name is left unread on purpose."""
+        """Whether the value with this name is left unread on purpose."""
         return is_under(name, self._leave)
 
     def _check_unread(self, asked: set[str]) -> None:
@@ -233,7 +230,7 @@ class DataStatesReader(StorageReader):
         )
         if self._strict:
             raise IncompatibleStateError(said)
-        # With no_dist=True every rank loads by itself, and most likely the same: one of them says it.
+        # With no_dist=True every rank loads alone, most likely the same names: only one rank logs the warning.
         first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
         logger.log(logging.WARNING if first else logging.INFO, "%s", said)
 

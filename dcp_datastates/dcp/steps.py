@@ -1,7 +1,7 @@
 """The steps of ``dcp.save`` for a save that this package runs: any planner and this package's writer, in DCP's order.
 
-DCP's own function would broadcast the metadata at the end, warn where ``torch.distributed`` is not used, and know
-nothing of the calls that the ranks have come from.
+DCP's ``save`` would broadcast the metadata at the end, warn if ``torch.distributed`` is not used, and not check that
+all ranks make the same call.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ __all__ = ["Call", "Written", "save_together"]
 
 @dataclass(frozen=True)
 class Call:
-    """One rank's call: what it brings to the first gather."""
+    """One rank's call, as it sends it in the first gather."""
 
     name: str
-    """The last part of the checkpoint's path: the same directory may be mounted elsewhere on other machines."""
+    """The last part of the checkpoint's path: other machines may mount the directory elsewhere."""
     plan: SavePlan
 
 
 @dataclass(frozen=True)
 class Written:
-    """What writing came to on this rank, and on the coordinator on all."""
+    """The result of writing on this rank; on the coordinator, the results of all ranks."""
 
     failure: BaseException | None
     metadata: Sequence[Metadata]
     results: list[Any] | None
 
     def finish(self, writer: DataStatesWriter) -> None:
-        """The writer's ``finish`` on the coordinator. Raises what this rank's writing raised."""
+        """Raise this rank's error, if writing failed; on the coordinator, call the writer's ``finish``."""
         if self.failure is not None:
             raise self.failure
-        # Of a rank that failed there are no results. Its vote will say so; nothing is published without them.
+        # A rank that failed has no results. It will vote no, so the save is not published.
         if self.results is not None and all(isinstance(each, list) for each in self.results):
             writer.finish(metadata=self.metadata[0], results=self.results)
 
@@ -59,13 +59,13 @@ def save_together(
 
     Args:
         state: the staged state dict.
-        name: of this rank's call.
-        writer: this package's.
-        planner: any.
+        name: the name of this rank's call.
+        writer: this package's writer.
+        planner: any planner.
         ranks: DCP's collectives.
-        agree: the coordinator's look at all ranks' names; raises if these are different saves.
+        agree: called on the coordinator with all ranks' names; raises if the ranks mean different saves.
 
-    Raises DCP's ``CheckpointException``, on all ranks, if planning fails on any; what ``ranks`` raises.
+    Raises DCP's ``CheckpointException``, on all ranks, if planning fails on any rank; and the errors of ``ranks``.
     """
     metadata: list[Metadata] = []
 
@@ -75,7 +75,7 @@ def save_together(
             planner.set_up_planner(
                 state_dict=state, storage_meta=meta, is_coordinator=ranks.is_coordinator
             )
-        else:  # as planners were before torch 2.3
+        else:  # a planner from before torch 2.3
             planner.set_up_planner(state, ranks.is_coordinator)  # type: ignore[arg-type]
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return Call(name, writer.prepare_local_plan(planner.create_local_plan()))
@@ -87,7 +87,7 @@ def save_together(
         return writer.prepare_global_plan(plans)
 
     plan = ranks.reduce_scatter("plan", local_step, global_step)
-    writer.take_ticket(plan)  # here: a planner may come back with the plan of an earlier save
+    writer.take_ticket(plan)  # before finish_plan(), which may return an earlier save's plan
     failure: BaseException | None = None
     written: Any
     try:

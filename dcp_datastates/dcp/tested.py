@@ -1,4 +1,4 @@
-"""Which releases of torch this package was tested with."""
+"""The releases of torch that this package was tested with."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TESTED: Final = (
     "2.13.0",
     "2.15.0",
 )
-"""Oldest first. README says what was run with each, and when."""
+"""Oldest first. README lists what was run with each, and when."""
 
 
 def tell_if_untested(version: str) -> None:
-    """Log a line (WARNING) if torch ``version`` is newer than all tested ones, but for its last number."""
+    """Log a warning if torch ``version`` is newer than all tested releases, by its major and minor numbers."""
     if _minor(version) > _minor(TESTED[-1]):
         logger.warning(
             "torch %s is newer than those that dcp_datastates was tested with (%s): it should work, but look for a "
@@ -31,5 +31,5 @@ def tell_if_untested(version: str) -> None:
 
 
 def _minor(version: str) -> tuple[int, ...]:
-    """Major and minor number; nothing for what is no version, which compares as old."""
+    """Major and minor number; empty if ``version`` is not a version, which compares as old."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))

@@ -1,13 +1,13 @@
-"""The storage writer: what DCP calls, and in which order, for one save after another.
+"""The storage writer: the methods that DCP calls, in order, for one save after another.
 
 A synchronous save and DCP's half of an asynchronous one make the same calls, in one thread::
 
     [reset]  storage_meta  set_up_storage_writer  prepare_local_plan  [prepare_global_plan]
     write_data  [finish]                                         [coordinator only, or if an id is given]
 
-An asynchronous save calls ``stage`` before, in the training thread. Nothing about a save is kept on the
-writer, which may serve several at once: it is kept in a
-:class:`~dcp_datastates.saving.operation.SaveOperation`, found by the calling thread.
+Before an asynchronous save, DCP calls ``stage`` in the training thread. The writer may serve several saves at once, so
+it holds no state of a save: each has a :class:`~dcp_datastates.saving.operation.SaveOperation`, found by the calling
+thread.
 """
 
 from __future__ import annotations
@@ -62,60 +62,57 @@ __all__ = ["DataStatesWriter"]
 
 
 class DataStatesWriter(StorageWriter, AsyncStager):
-    """Saves through a native pipeline; ``dcp.async_save`` returns before tensors are read.
+    """Saves through a native pipeline; ``dcp.async_save`` returns before deferred tensors are read.
 
-    Pass it as ``storage_writer=`` to :func:`torch.distributed.checkpoint.save` or ``async_save``, with
-    any planner. Construct one per save, or one for all and pass ``checkpoint_id``.
+    Pass it as ``storage_writer=`` to :func:`torch.distributed.checkpoint.save` or ``async_save``, with any planner.
+    Construct one writer per save, or one for all saves and pass ``checkpoint_id``.
 
-    In ``async_save``, tensors that an optimizer owns (its parameters and state, from 64 KiB up) are
-    *deferred*: read while the next forward and backward run, and held back from the next
-    ``optimizer.step()`` by a gate until they have been read. Everything else is copied at the call.
-    What is committed is what the state was at the call; if that cannot be guaranteed, the save fails with
-    :class:`SnapshotTornError` and nothing is committed.
+    In ``async_save``, tensors that an optimizer owns (its parameters and state, from 64 KiB up) are *deferred*: native
+    threads read them during the next forward and backward, and the step gate holds the next ``optimizer.step()`` until
+    they have been read. Everything else is copied at the call. The checkpoint holds the state of the call; if that
+    cannot be guaranteed, the save fails with :class:`SnapshotTornError` and is not committed.
 
     Args:
-        path: Directory of the checkpoint; created if missing. ``~`` is the home directory. A relative path is below
-            the working directory now (``checkpoint_id``: at the call of the save), and symbolic links are followed
-            once for each save. None if every save passes ``checkpoint_id``.
-        host_cache_size: Host memory for staging, bytes or a string such as ``"4GiB"``; at least 32 MiB.
-            ``"auto"`` is 4 GiB, or less where the ranks of a machine would take more than a quarter of the
-            memory that they may use (physical, or by the limit of a cgroup). Memory is taken as it is used,
-            and shared by all writers of the process: the largest size asked for counts. A checkpoint may be larger:
-            then its reads wait for storage.
+        path: Directory of the checkpoint; created if missing. ``~`` is the home directory. A relative path is below the
+            present working directory (``checkpoint_id``: that at the call of the save). Symbolic links are followed
+            once per save. None if every save passes ``checkpoint_id``.
+        host_cache_size: Host memory for staging, bytes or a string such as ``"4GiB"``; at least 32 MiB. ``"auto"`` is 4
+            GiB, or less if the ranks of a machine together would take more than a quarter of the memory that they may
+            use (physical, or a cgroup's limit). Memory is allocated on first use. All writers of the process share the
+            cache; the largest size requested counts. A checkpoint may be larger: then its reads wait for storage.
         read_window: When deferred reads start: ``"backward"``, with the next backward pass;
             ``"immediate"``, at the call.
-        read_deadline: Seconds after the call at which they start in any case (0 to 3600).
-        defer: ``"owned"``, as above; ``"all"``, the caller vouches that no tensor changes before
-            :attr:`captured` other than by an optimizer's ``step()``; ``"none"``, copy all at the call.
-        overwrite: Whether a save may replace a committed checkpoint at the path. The old one
-            loads until the new one is committed, whatever happens.
-        process_group: The ranks that save together, if they are not all: the group that is passed to
-            DCP. Only its membership is used, no collective runs on it.
-        no_dist: This process saves alone, whatever others do: as DCP's option of that name.
-        commit: ``"wait"``: DCP's future returns when the checkpoint is committed on all ranks.
-            ``"background"``: it returns as soon as the bytes are read and handed over, so that DCP's
-            bookkeeping of the next save can begin; :attr:`committed` and :meth:`wait` tell the outcome. A synchronous
-            save always waits.
-        commit_timeout: Seconds without any progress after which a rank that is alive fails the save: one that has not
-            called ``async_save``, say. A rank that is dead, or silent for 15 s, fails it in any case.
-        exit_timeout: Seconds for which the end of the process waits for saves in flight. Those not committed by
-            then fail, and the log names them.
-        max_in_flight: Asynchronous saves of this process that may be under way before one is behind.
-        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save;
-            drop the oldest that has not begun, for the ``"newest"``. The ranks agree on the last two,
-            and the future of a save that is left out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save
-            that DCP runs does so on the ranks that were behind; on others it raises :class:`SaveAbandonedError`.)
+        read_deadline: Seconds after the call at which deferred reads start in any case (0 to 3600).
+        defer: ``"owned"``, as above; ``"all"``, the caller guarantees that before :attr:`captured` only an optimizer's
+            ``step()`` changes tensors; ``"none"``, copy all tensors at the call.
+        overwrite: Whether a save may replace a committed checkpoint at the path. The old checkpoint can be loaded until
+            the new one is committed, whatever happens.
+        process_group: The ranks that save together, the same group that DCP gets; None means all. Only its list of
+            ranks is used; no collective runs on it.
+        no_dist: This process saves alone, like DCP's option of that name.
+        commit: ``"wait"``: DCP's future returns when the checkpoint is committed on all ranks. ``"background"``: it
+            returns as soon as all bytes are read and handed over, so that planning of the next save can begin;
+            :attr:`committed` and :meth:`wait` give the outcome. A synchronous save always waits.
+        commit_timeout: Seconds without progress after which a live rank fails the save (a rank that has not called
+            ``async_save``, say). A rank that is dead, or silent for 15 s, fails the save in any case.
+        exit_timeout: Seconds for which the end of the process waits for saves in flight. Saves not committed by then
+            fail, and the log names them.
+        max_in_flight: How many asynchronous saves of this process may be in flight before ``when_behind`` applies.
+        when_behind: What ``async_save`` does then: ``"wait"`` for the oldest; ``"skip"`` this save; ``"newest"``, drop
+            the oldest save that has not begun. The ranks agree on the last two, and the future of a save that is left
+            out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that
+            were behind; on others it raises :class:`SaveAbandonedError`.)
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or ``path`` is a file.
-        StorageError: there is no permission to create the checkpoint. (These two about ``path`` if there is
-            one rank; else the save raises them, on all ranks.)
+        StorageError: there is no permission to create the checkpoint. (Errors about ``path`` are raised here only with
+            one rank; with several, the save raises them on all ranks.)
 
-    Threads: one thread saves at a time, as DCP does it; :attr:`captured`, :meth:`wait` and
-    :meth:`close` may be called from any.
+    Threads: one thread at a time may save, as with any DCP writer. Any thread may call :attr:`captured`, :meth:`wait`
+    and :meth:`close`.
     """
 
-    _synchronize_after_execute = False  # async_save must not wait for the reads
+    _synchronize_after_execute = False  # dcp.async_save must not wait for the reads
     _used = False
     _closed = False
     _made_for: CommitGroup | None = None
@@ -152,8 +149,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         )
         self._process_group = process_group
         self._no_dist = no_dist
-        # Where there are several ranks, only some may find it so: prepare_local_plan() tells them all.
-        self._alone = self.rank_set is ALONE  # raises if this process is not among them
+        # With several ranks, perhaps only some find a fault in the path: prepare_local_plan() reports it to all.
+        self._alone = self.rank_set is ALONE  # raises if this process is not in the group
         self._path = None if path is None else self._checked(path)
         self._here = ThisThread()
         self._saves = Saves()
@@ -161,12 +158,13 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         engine(self._config.host_cache_bytes)
         self._made_for = commit_group(self.rank_set)
         if self._made_for.detector is not None:
-            # Once: from then on the other ranks see at once if this process dies. The detector's thread does it.
+            # From then on the other ranks see at once if this process dies. The failure detector's thread does it,
+            # once.
             self._made_for.detector.introduce(seconds=1.0)
 
     def __del__(self) -> None:
-        # DCP calls a Stateful's state_dict() before it comes here. If that raises, all that is seen of the call is a
-        # writer that was made for it, and is dropped without having saved anything.
+        # DCP calls a Stateful's state_dict() before it calls the writer. If that raises, the only trace of the call is
+        # a writer that is dropped unused.
         if self._made_for is not None and not self._used and not self._closed:
             self._made_for.miss()
 
@@ -174,41 +172,40 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     @property
     def captured(self) -> Future[None]:
-        """Of the newest ``async_save``: done when all is read and the state may be changed freely.
+        """A future of the newest ``async_save``: done when all data are read, and the state may be changed freely.
 
-        Raises from ``result()`` what the save failed with until then. Done already if there was none.
+        ``result()`` raises the error if the save failed before that. Done already if there was no such save.
         """
         newest = self._saves.newest
         return resolved() if newest is None or newest.reads is None else newest.reads.captured
 
     @property
     def committed(self) -> Future[None]:
-        """Of the newest save: done when it is committed on all ranks, or has failed.
+        """A future of the newest save: done when it is committed on all ranks, or has failed.
 
-        This is authoritative: a future of DCP's that raised may have lost its coordinator after the
-        commit. Raises from ``result()`` this package's error that failed the save, with the rank's
-        number, or :class:`CommitOutcomeUnknown`. Done already if there was none. Callbacks run in the commit
-        thread, and must not wait for another save.
+        This future is authoritative: DCP's may raise although the save is committed, if DCP lost the coordinator
+        afterwards. ``result()`` raises an error of this package that names the rank, or :class:`CommitOutcomeUnknown`.
+        Done already if there was no save. Callbacks run in the commit thread, and must not wait for another save.
         """
         newest = self._saves.newest
         return resolved() if newest is None else newest.committed
 
     @property
     def last_save(self) -> SaveStats | None:
-        """What the newest save that was handed over cost on this rank; None before the first."""
+        """This rank's statistics of the newest save that was handed to the engine; None before the first."""
         return self._last
 
     def wait(self) -> None:
         """Block until the outcome of every save of this writer is known; starts their reads now.
 
-        With ``commit="background"``, raises what a save failed with, if its outcome was not asked for.
+        With ``commit="background"``, raises the error of a failed save whose outcome was not asked for.
         """
         step_gate.open_windows()
         end_here(asynchronous=False)
         self._saves.wait()
 
     def close(self) -> None:
-        """:meth:`wait`, then refuse further saves. Idempotent. The shared engine lives on."""
+        """Call :meth:`wait`, then refuse further saves. Idempotent. The process's engine stays."""
         try:
             self.wait()
         finally:
@@ -217,11 +214,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     # ---- AsyncStager ---------------------------------------------------------------------------
 
     def stage(self, state_dict: Mapping[str, Any]) -> Any:
-        """Stage ``state_dict``: copy what must be copied, arm the gate and the read window, return.
+        """Stage ``state_dict``: copy the eager tensors, arm the step gate and the read window, return.
 
-        Called by ``dcp.async_save`` in the training thread. Raises :class:`ConfigurationError`. What
-        may go wrong on one rank alone (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`,
-        :class:`StorageError`) is raised here if there is one rank; else by the future, on all ranks.
+        ``dcp.async_save`` calls it in the training thread. Raises :class:`ConfigurationError`. Errors that one rank
+        alone may have (:class:`UnsupportedTensorError`, :class:`CheckpointExistsError`, :class:`StorageError`) are
+        raised here only with one rank; with several, the future raises them on all ranks.
         """
         if not self._no_dist:
             warn_if_shared()
@@ -233,7 +230,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             taken = take_up(save)
             alone = (
                 save.group.rank_set.world == 1
-            )  # DCP runs no collective behind this writer's last call
+            )  # DCP runs no collective after this writer's last call
             self._here.next = Running(save, taken.ahead, alone or threading.get_ident() == caller)
             return taken.state
 
@@ -244,7 +241,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return StagedStateDict(begin, abandon)
 
     def synchronize_staging(self) -> None:
-        """Block until :attr:`captured` is done; raises what it raises."""
+        """Block until :attr:`captured` is done; raises its error."""
         step_gate.open_windows()
         self.captured.result()
 
@@ -265,20 +262,20 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return "" if self._path is None else str(self._path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The save that begins in this thread goes to ``checkpoint_id``.
+        """Set the path of the save that begins in this thread.
 
-        DCP calls this in its own thread. A relative path is below the working directory at the call of
+        DCP calls this in the thread that runs the save. A relative path is below the working directory at the call of
         ``async_save``.
         """
         self._here.path = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        """DCP's first call for a save, in the thread that runs it."""
+        """Begin the save: DCP's first call, in the thread that runs the save."""
         save = self._begin().save
         return SessionMeta(checkpoint_id=str(save.directory()), session=save.session)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take this save's rank. ``use_collectives=False`` is refused: nothing could be committed."""
+        """Note this process's rank. Refuses ``use_collectives=False``: the ranks could not commit together."""
         running = self._here.running or self._begin()
         running.rank = int(kwargs.get("rank") or 0)
         running.is_coordinator = is_coordinator
@@ -289,7 +286,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """See that the checkpoint may be written."""
+        """Check that the checkpoint may be written."""
         hit("plan.before")
         save = self._running().save
         directory = save.place()
@@ -301,16 +298,16 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return dataclasses.replace(plan, items=save.reads.staged.as_captured(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: claim an attempt; the ticket travels to the ranks with their plans."""
+        """Coordinator: claim an attempt; the plans carry its ticket to the ranks."""
         carrier = TicketCarrier(self._running().save.draw_ticket(len(plans)))
         return [dataclasses.replace(plan, storage_data=carrier) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's part of the plan; returns when all of it is read, and was whole.
+        """Write this rank's part of the plan; returns when all of its data are read and unchanged.
 
-        The files become durable behind it, and the commit group waits for that. Raises
-        :class:`SnapshotTornError`, :class:`UnsupportedTensorError`, :class:`StorageError`, or what the
-        planner's ``resolve_data`` raises; then this save fails on all ranks.
+        The files become durable later; the commit thread waits for that. Raises :class:`SnapshotTornError`,
+        :class:`UnsupportedTensorError`, :class:`StorageError`, or an error of the planner's ``resolve_data``; then this
+        save fails on all ranks.
         """
         running = self._running()
         save = running.save
@@ -337,7 +334,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Coordinator: DCP has all ranks' results. Returns when committed, or raises why not.
+        """Coordinator: publish with all ranks' results. Returns when the save is committed, or raises its error.
 
         With ``commit="background"`` and an asynchronous save, returns at once.
         """
@@ -362,7 +359,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return ALONE if self._no_dist else rank_set_of(self._process_group)
 
     def path_of(self, path: str | os.PathLike[str] | None) -> Path:
-        """Where a call with this ``path`` saves to. Raises :class:`ConfigurationError` if nothing says."""
+        """The directory of a call with this ``path``. Raises :class:`ConfigurationError` if neither names one."""
         if path is not None:
             return self._checked(path)
         if self._path is None:
@@ -372,15 +369,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def call(
         self, path: Path, state_dict: Mapping[str, Any], planner: SavePlanner
     ) -> SaveOperation:
-        """What a call of this package's ``async_save`` does in the training thread."""
+        """The part of this package's ``async_save`` in the training thread."""
         return self._call(Way.PACKAGE, path, state_dict, planned_here=is_unchanged(planner))
 
     def run(self, taken: TakenUp) -> None:
-        """The calling thread makes DCP's calls for this save from now on."""
+        """Let the calling thread make DCP's calls for this save."""
         self._here.next = Running(taken.save, taken.ahead, ends_here=False)
 
     def take_ticket(self, plan: SavePlan) -> None:
-        """The coordinator's ticket, if ``plan`` has it: the one that was scattered for this save, or an older one."""
+        """Take the coordinator's ticket from ``plan``, if it has one (it may be an older save's)."""
         if isinstance(plan.storage_data, TicketCarrier):
             self._running().save.deliver(plan.storage_data.ticket)
 
@@ -400,7 +397,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return save
 
     def _begin(self) -> Running:
-        """A save begins in this thread: the one whose staged state DCP has just looked at, or a new one."""
+        """Begin the save of this thread: that whose staged state DCP has just read, or a new one."""
         here = self._here
         running, here.next = here.next, None
         path, here.path = here.path, None

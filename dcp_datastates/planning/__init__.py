@@ -1,1 +1,1 @@
-"""Plans in columns: what each rank holds, who writes which part of it, and the metadata of the whole."""
+"""Planning: plans in columns, the shares that each rank writes, and the metadata of the checkpoint."""

@@ -1,12 +1,12 @@
-"""Who writes what: of chunks that several ranks hold, each rank its share.
+"""Balance: divides chunks that several ranks hold among these ranks.
 
-Stock DCP lets one of the holders write a replicated tensor whole. Here they share it: every holder writes
-within 1 % of the same number of bytes, where the chunks are large enough to be cut so (a share is off by
-64 KiB at most, or by a row of a chunk).
+In stock DCP, one of the holders writes a whole replicated tensor. Here the holders share it: they write equal numbers
+of bytes within 1 %, if the chunks are large enough to be cut so (a share is off by 64 KiB at most, or by a row of a
+chunk).
 
-Chunks that are too small to be cut go whole to the rank that has least; then those that are left level it out. They
-are laid in one line, and the line is cut at the holders' quotas: n holders need n - 1 cuts, however many tensors there
-are.
+Chunks that are too small to be cut go whole to the rank with the fewest bytes; the large chunks then even out the
+loads. They are laid end to end, and this line is cut at the holders' quotas: n holders need n - 1 cuts, however many
+tensors there are.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from dcp_datastates.planning.replicas import Holdings, gather
 __all__ = ["SPLIT_FROM", "FinalPlan", "assign"]
 
 SPLIT_FROM = 1 << 20
-"""Bytes from which on a chunk may be cut."""
+"""Least size of a chunk that may be cut, in bytes."""
 LEAST_SLICE = 64 << 10
-"""Bytes that a slice has at least: more chunks cost every reader more than a level load is worth."""
+"""Least size of a slice, in bytes: smaller slices cost every reader more than an even load gains."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Shares:
-    """S parts of chunks, with the rank that writes each."""
+    """S slices of chunks, with the rank that writes each."""
 
     rank: Ints
     row: Ints
-    """(S,): row of the holdings: one of this rank's own."""
+    """(S,): row of the holdings, from the rank's own variant."""
     begin: Ints
     end: Ints
 
@@ -56,38 +56,39 @@ class _Shares:
 
 @dataclass(frozen=True, eq=False)
 class _HolderSet:
-    """Ranks that hold the same groups."""
+    """A set of ranks that hold the same groups."""
 
     ranks: Ints
     copies: Ints
-    """Of each rank: which of a group's rows, counted from the group's first, is its own."""
+    """For each rank: which of a group's rows, counted from the group's first, belongs to the rank."""
     groups: Ints
     begins: Ints
-    """Of each group in the holdings' ``order``."""
+    """For each group: its first position in the holdings' ``order``."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Replicas:
-    """The large chunks that a set of ranks shares out among its members."""
+    """The large chunks that a set of ranks divides among its members."""
 
     ranks: Ints
     copies: Ints
-    """Of each rank: as in :class:`_HolderSet`."""
+    """For each rank: as in :class:`_HolderSet`."""
     items: Mapping[int, Ints]
-    """By copy: which of a rank's items they are, in one order for all ranks."""
+    """By copy: the indices of a rank's items, in the same order on all ranks."""
 
 
 def assign(
     plans: Sequence[LocalPlan], *, split: bool = True, dedup_to_lowest_rank: bool = False
 ) -> tuple[list[FinalPlan], Catalog]:
-    """Each rank's share, by rank, and the metadata of the whole; ``plans`` are by rank, at least one.
+    """Assign each rank its share. Returns the shares by rank, and the checkpoint's metadata. ``plans``: at least one,
+    by rank.
 
-    Chunks of the same name and box are replicas. Without ``split``, one holder writes such a chunk whole: the one
-    that has fewest bytes, or with ``dedup_to_lowest_rank`` (which never splits) the lowest. With it,
-    chunks of 1 MiB and more are cut in rows of dimension 0, and smaller ones dealt whole. Of several holders that
-    have the same, a hash of the chunk's name says who comes first. A plain tensor is never cut: nothing says that it is
-    the same on all ranks (an item of type SHARD says so). The order of items changes nothing, and other
-    numbers for the ranks permute the shares (but for ties between holders that have something else besides).
+    Chunks with the same name, offsets and sizes are replicas. Without ``split``, one holder writes the whole chunk: the
+    holder with the fewest bytes, or with ``dedup_to_lowest_rank`` (which never splits) the lowest rank. With ``split``,
+    chunks of 1 MiB and more are cut into rows of dimension 0, and smaller chunks are dealt whole. Between holders with
+    equal loads, a hash of the chunk's name decides. A plain tensor is never cut: only an item of type SHARD declares
+    that it is the same on all ranks. The order of the items has no influence, and renumbering the ranks permutes the
+    shares (except for ties between holders with different other chunks).
 
     ValueError: ranks do not agree on a name's shape, dtype or kind.
     """
@@ -102,7 +103,7 @@ def assign(
 
 
 def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
-    """Of a name that several ranks have, the lowest one's path; None if no rank has any."""
+    """All ranks' paths; for a name that several ranks have, the lowest rank's. None if no rank has paths."""
     distinct = {id(plan.mappings): plan.mappings for plan in plans if plan.mappings is not None}
     first, *others = distinct.values() or [None]
     if not others:
@@ -117,7 +118,9 @@ def _merged(plans: Sequence[LocalPlan]) -> Mapping[str, tuple[Any, ...]] | None:
 def _dealt(
     holdings: Holdings, ranks: int, split: bool, to_lowest: bool, replicas: list[_Replicas]
 ) -> _Shares:
-    """What one rank alone holds is its own; then the sets of holders, small ones first, as they choose least."""
+    """Give chunks with one holder to that rank; then deal for each set of holders, small sets first, which have the
+    least choice.
+    """
     lowest = np.array([of_variant[0] for of_variant in holdings.ranks], dtype=np.int64)
     many = np.array([len(of_variant) > 1 for of_variant in holdings.ranks])
     begins = starts_of(holdings.count)
@@ -141,7 +144,9 @@ def _dealt(
 
 
 def _holder_sets(holdings: Holdings, groups: Ints) -> Iterator[_HolderSet]:
-    """Small sets first; else in an order that the numbers of the ranks do not change."""
+    """The sets of holders, small ones first; apart from that, in an order that does not depend on the ranks'
+    numbers.
+    """
     begins, count = starts_of(holdings.count)[groups], holdings.count[groups]
     variants = holdings.variant[holdings.order[positions(begins, count)]]
     none = np.zeros_like(groups)
@@ -173,7 +178,9 @@ def _deal(
     split: bool,
     replicas: list[_Replicas],
 ) -> list[_Shares]:
-    """Share out what this set holds; add it to the ``loads``, and what is cut to the ``replicas``."""
+    """Divide this set's chunks among its ranks. Adds them to the ``loads``, and those that are cut to the
+    ``replicas``.
+    """
     by_load = np.lexsort((holders.ranks, loads[holders.ranks]))
     ranks, copies = holders.ranks[by_load], holders.copies[by_load]
     first = holdings.order[holders.begins]
@@ -213,7 +220,7 @@ def _deal(
 
 
 def _by_rank(holdings: Holdings, shares: _Shares) -> _Shares:
-    """By rank, and then as the rank's items are."""
+    """Sort by rank, then in the order of the rank's items."""
     stride = int(holdings.item.max(initial=0)) + 1
     key = shares.rank * stride + holdings.item[shares.row]
     if (key[1:] > key[:-1]).all():
@@ -222,7 +229,9 @@ def _by_rank(holdings: Holdings, shares: _Shares) -> _Shares:
 
 
 def _held(ranks: int, replicas: Sequence[_Replicas]) -> list[tuple[Ints, Ints]]:
-    """For each rank the items that it shares with others, and the set that each is shared in; equal ones are one."""
+    """For each rank, the items of which other ranks write parts, and the number of each item's set. Equal results are
+    one object.
+    """
     members: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
     for number, each in enumerate(replicas):
         for rank, copy in zip(each.ranks.tolist(), each.copies.tolist(), strict=True):
@@ -242,7 +251,7 @@ def _finished(
     held: Sequence[tuple[Ints, Ints]],
     mappings: Mapping[str, tuple[Any, ...]] | None,
 ) -> tuple[list[FinalPlan], Catalog]:
-    """The plans of all ranks and the catalog, from shares in the order of ranks and items."""
+    """The plans of all ranks and the chunk table, from shares in the order of ranks and items."""
     names = holdings.names
     name = holdings.name[shares.row]
     tensors = np.flatnonzero(names.properties[name] >= 0)
@@ -272,7 +281,7 @@ def _finished(
 
 
 def _boxes(holdings: Holdings, shares: _Shares) -> tuple[Ints, Ints]:
-    """Offsets and sizes of these slices, ragged."""
+    """The offsets and sizes of these slices, ragged."""
     ndims = holdings.ndims[shares.row]
     where = positions(starts_of(holdings.ndims)[shares.row], ndims)
     offsets, sizes = holdings.offsets[where], holdings.sizes[where]
@@ -283,7 +292,7 @@ def _boxes(holdings: Holdings, shares: _Shares) -> tuple[Ints, Ints]:
     return offsets, sizes
 
 
-# --- sharing out, of a set of holders -----------------------------------------------------------------
+# --- dividing chunks among a set of holders ------------------------------------------------------------
 
 
 def quotas(loads: Ints, amount: int) -> Ints:
@@ -296,10 +305,10 @@ def quotas(loads: Ints, amount: int) -> Ints:
 
 
 def to_least_loaded(nbytes: Ints, loads: Ints, turn: int) -> Ints:
-    """For each chunk the position of the holder that has least when its turn comes.
+    """For each chunk, the position of the holder with the fewest bytes when its turn comes.
 
-    Largest first is best (Graham, 1969). Of holders that have the same, the one at ``turn`` comes first, then
-    the one after it, so that low ranks are not always the ones that have more.
+    Largest first is best (Graham, 1969). Between holders with equal loads, the holder at ``turn`` comes first, then the
+    next, so that low ranks do not always get more.
     """
     count = len(loads)
     heap = [load * count + (at - turn) % count for at, load in enumerate(loads.tolist())]
@@ -313,13 +322,13 @@ def to_least_loaded(nbytes: Ints, loads: Ints, turn: int) -> Ints:
 
 
 def cut_line(rows: Ints, row_bytes: Ints, quota: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-    """Cut chunks, laid in one line, at the quotas: four columns, a line for each slice.
+    """Cut chunks, laid end to end in one line, at the quotas. Returns four columns, with a row per slice.
 
-    ``rows`` and ``row_bytes`` of each chunk; ``quota`` of each holder, in bytes. Returns positions of the
-    chunk and of the holder, and the rows of the chunk from where, and up to where.
+    ``rows`` and ``row_bytes`` of each chunk; ``quota`` of each holder, in bytes. The columns: position of the chunk,
+    position of the holder, first row in the chunk, row after the last.
 
-    A cut is made at the row that is nearest to where it should be, and no slice is below ``LEAST_SLICE``
-    bytes. Errors do not add up along the line.
+    Each cut is at the row nearest to its ideal position, and no slice is below ``LEAST_SLICE`` bytes. Errors do not add
+    up along the line.
     """
     ends = np.cumsum(rows * row_bytes)
     wanted = np.cumsum(quota)[:-1] * (ends[-1] / max(int(quota.sum()), 1))
@@ -344,7 +353,7 @@ def cut_line(rows: Ints, row_bytes: Ints, quota: Ints) -> tuple[Ints, Ints, Ints
 
 
 def _near(row: npt.NDArray[np.float64], rows: Ints, least: Ints) -> Ints:
-    """The nearest row that leaves ``least`` on both sides, or all on one."""
+    """The nearest row that leaves at least ``least`` rows on each side, or all rows on one side."""
     nearest = np.rint(row).astype(np.int64)
     low = np.where(2 * nearest < least, 0, np.maximum(nearest, least))
     return np.where(
@@ -353,7 +362,7 @@ def _near(row: npt.NDArray[np.float64], rows: Ints, least: Ints) -> Ints:
 
 
 def _on_grid(row: npt.NDArray[np.float64], rows: Ints, least: Ints) -> Ints:
-    """The nearest multiple of ``least``: where quotas are so small that cuts could come too close."""
+    """The nearest multiple of ``least``, for quotas so small that cuts could come too close."""
     steps = rows // least
     step = np.minimum(np.rint(row / least).astype(np.int64), steps)
     return np.where(step == steps, rows, step * least)

@@ -1,8 +1,8 @@
-"""Which plain tensors are the same on all ranks that hold them, as far as anything says so.
+"""Which plain tensors are declared equal on all ranks that hold them.
 
-A DTensor says it of its replicas. A plain tensor says nothing of other ranks' tensors of its name: batch-norm
-statistics and other state of a rank have the same names everywhere. But what an optimizer owns, data-parallel
-training keeps the same.
+A DTensor declares that its replicas are equal. A plain tensor declares nothing about other ranks' tensors of the same
+name: batch-norm statistics and other per-rank state have the same names on all ranks. But data-parallel training keeps
+tensors equal that an optimizer owns.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["declared"]
 def declared(
     items: Sequence[WriteItem], state_dict: Mapping[str, Any], staged: StagedState | None
 ) -> list[WriteItem]:
-    """``items``, with the large plain tensors that an optimizer owns as items of type SHARD: as chunks, of which
+    """``items``, with the large plain tensors that an optimizer owns turned into items of type SHARD: chunks, whose
     replicas are equal.
 
     Args:
-        items: of a default planner.
-        state_dict: what they are of, flattened.
-        staged: of that state, if there is one: its tensors may be copies by now.
+        items: the items of a default planner.
+        state_dict: the state that they plan, flattened.
+        staged: the staged state, if there is one: the tensors in ``state_dict`` may be copies by now.
     """
     large = [each.index.fqn for each in items if _is_large(each)]
     if not large:
@@ -51,7 +51,7 @@ def declared(
 
 
 def _is_large(item: WriteItem) -> bool:
-    """Whether it is a plain tensor that is large enough to be cut."""
+    """Whether the item is a plain tensor that is large enough to be cut."""
     data = item.tensor_data
     if item.type is not WriteItemType.TENSOR or data is None:
         return False

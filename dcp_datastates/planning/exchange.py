@@ -1,10 +1,10 @@
-"""What a rank's planner and the coordinator's tell each other, and how a planner learns which save it plans for.
+"""The messages between a rank's planner and the coordinator, and the session through which a planner knows its save.
 
-All of it travels inside what DCP gathers and scatters: plans and write results. A rank offers its local plan: by its
-digest alone, if the coordinator has it. The coordinator answers with the rank's share: by its digest alone, if the
-rank has that. When it has written, the rank tells where its share is: by a digest once more, because that is the same
-from save to save, but for the attempt's directory, which it leaves out. So a save that is like an earlier one sends
-some bytes each way.
+The messages travel inside the plans and write results that DCP gathers and scatters. A rank offers its local plan, by
+digest alone if the coordinator has cached it. The coordinator answers with the rank's share, by digest alone if the
+rank has cached it. After writing, the rank reports the places of its share, by digest again if the coordinator has the
+report: a report leaves out the attempt's directory, so it is the same from save to save. So a save whose structure is
+unchanged sends a few bytes each way.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ __all__ = ["Answer", "Offer", "Report", "Session", "SessionMeta", "Told"]
 
 @dataclass(eq=False)
 class Session:
-    """One save, as its planner sees it, until :meth:`close`.
+    """One save, as the planner sees it, until :meth:`close`.
 
     Attributes:
-        group: names the ranks that save together.
-        rank: this process's among them.
-        world: how many they are.
-        staged: what was staged; None in a synchronous save, or if DCP has been given the state itself.
-        state: the staged state dict with all tensors in it. Asking for it ends the shortcuts.
-        taken: whether the planner has been set up with this, and not with the empty dict that DCP has in its place.
-        fingerprint: what the state looked like at the :meth:`look`; None if plans for it are not kept.
+        group: the name of the commit group.
+        rank: this process's rank in the group.
+        world: the number of ranks.
+        staged: the staged state; None in a synchronous save, or if DCP has received the state itself.
+        state: builds the staged state dict with all its tensors. After this call the cached plan is not used for the
+            save.
+        taken: whether the planner has taken this session, and not the empty dict that DCP has in place of the state.
+        fingerprint: the state's fingerprint at :meth:`look`; None if plans for it are not cached.
     """
 
     group: str
@@ -51,43 +52,43 @@ class Session:
     _owned: tuple[bool, ...] | None = None
 
     def look(self) -> None:
-        """Note what the state looks like. In the thread that captured it, before that goes on."""
+        """Take the fingerprint of the state. The thread that staged the state calls this before it continues."""
         if self.staged is not None:
             self.fingerprint = self.staged.fingerprint()
 
     @property
     def owned(self) -> tuple[bool, ...]:
-        """Which staged tensors an optimizer owned at the call; empty without one."""
+        """For each staged tensor, whether an optimizer owned it at the call; empty without a staged state."""
         if self._owned is None:
             self._owned = () if self.staged is None else self.staged.owned()
         return self._owned
 
     def close(self) -> None:
-        """The state is no longer needed."""
+        """Release the state."""
         self.staged = self.state = None
 
 
 @dataclass
 class SessionMeta(StorageMeta):
-    """``storage_meta()`` of this package's writer. Stays within the process."""
+    """The result of ``storage_meta()`` of this package's writer. It stays within the process."""
 
     session: Session | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """From a rank: its local plan."""
+    """A rank's message: its local plan."""
 
     digest: bytes
     share: bytes
-    """Digest of the share that this rank was given for it last time; empty if none."""
+    """Digest of the share that this rank last received for the plan; empty if none."""
     data: bytes | None
-    """The encoded plan; None if the coordinator has it."""
+    """The encoded plan; None if the coordinator has cached it."""
     keep: tuple[bytes, ...] = ()
-    """With ``data``: the digests of plans that this rank will not send again. All others can go."""
+    """With ``data``: the digests of plans that this rank will not send again. The coordinator can drop all others."""
 
     def __iter__(self) -> NoReturn:
-        # What DCP's own planner does first with the planner_data of all ranks.
+        # DCP's own planner begins by iterating over the planner_data of all ranks.
         raise ConfigurationError(
             "some ranks plan with a DataStatesSavePlanner, and the coordinator does not: pass planners of one "
             "class on all ranks"
@@ -99,13 +100,13 @@ class Offer:
 
 @dataclass(frozen=True)
 class Answer:
-    """To a rank: its share of the global plan."""
+    """The coordinator's message: the rank's share of the global plan."""
 
     whole: bytes
-    """Names the global plan in the coordinator's memory."""
+    """The name of the global plan in the coordinator's cache."""
     digest: bytes
     data: bytes | None
-    """The encoded share; None if the rank has it."""
+    """The encoded share; None if the rank has cached it."""
 
     def __reduce__(self) -> Any:
         return Answer, astuple(self)
@@ -113,9 +114,9 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Report:
-    """In the order of the share's items: which file, where in it, how long (bytes).
+    """The places of a share's items, in their order: file, offset and length (bytes).
 
-    ``files`` are name (below the attempt's directory), size in bytes, and offset of the checksum table.
+    ``files``: name (below the attempt's directory), size in bytes, and offset of the checksum table.
     """
 
     files: tuple[tuple[str, int, int], ...]
@@ -129,7 +130,7 @@ class Report:
 
     @staticmethod
     def decode(data: bytes) -> Report:
-        files, *columns = pickle.loads(data)  # from a rank of this job, by DCP's own pickles
+        files, *columns = pickle.loads(data)  # from a rank of this job, pickled by DCP
         return Report(files, *(np.frombuffer(column, np.int64) for column in columns))
 
     @lazily
@@ -139,12 +140,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Told:
-    """In place of DCP's write results: a report, by its digest alone if the coordinator has it."""
+    """Replaces DCP's write results: a report, by digest alone if the coordinator has it."""
 
     digest: bytes
     data: bytes | None
     samples: bytes = b""
-    """Of what this rank shares with others; see ``replicas.py``."""
+    """Samples of the replicas that this rank shares with others; see ``replicas.py``."""
 
     def __reduce__(self) -> Any:
         return Told, (self.digest, self.data, self.samples)

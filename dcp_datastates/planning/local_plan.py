@@ -1,8 +1,8 @@
-"""One rank's local plan in columns: all that its ``WriteItem`` objects say, in a few arrays.
+"""One rank's local plan in columns: the contents of its ``WriteItem`` objects, in a few arrays.
 
-Encoded, a plan has two parts. The head is what ranks usually have in common: names, paths, kinds, dtypes and
-whole shapes. The rest is where this rank's chunks are. Who decodes the plans of many ranks decodes each
-distinct head once, and the plans share it.
+An encoded plan has two parts. The head is usually the same on many ranks: names, paths, kinds, dtypes and global
+shapes. The rest is the places of this rank's chunks. The coordinator decodes each distinct head once, and the plans
+share it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,15 @@ _TYPES = {kind: type_ for type_, kind in _KINDS.items()}
 
 _PLAN = b"dslp\x01"
 _HEAD = b"dslh\x02"
-_BETWEEN, _WITHIN = "\0", "\x1f"  # between names, and between the steps of a name's path
+_BETWEEN, _WITHIN = "\0", "\x1f"  # separate names, and the steps of a name's path
 
 _LENGTH = struct.Struct("<Q")
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")
-_WIDTHS = {b"1": "<u1", b"2": "<u2", b"4": "<u4", b"8": "<i8"}  # the code is the bytes of a value
-_MOST = 1 << 34  # values; beyond it the bytes cannot be right, and must not make us allocate
+# the key is the number of bytes of a value
+_WIDTHS = {b"1": "<u1", b"2": "<u2", b"4": "<u4", b"8": "<i8"}
+# greatest count of values: more means damaged bytes, which must not cause an allocation
+_MOST = 1 << 34
 
 Head: TypeAlias = tuple[Any, ...]
 """A decoded head: names, kinds, properties, table, ndims, shapes, mappings, as in :class:`LocalPlan`."""
@@ -63,32 +65,32 @@ Head: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class LocalPlan:
-    """N items in the order of the stock plan; of each, what ``Catalog`` calls ragged.
+    """N items in the order of the stock plan. "Ragged" is defined in ``Catalog``.
 
-    Arrays are not to be changed: plans share them.
+    Plans share the arrays: do not change them.
     """
 
     names: tuple[str, ...]
-    """One FQN per item; a name may come more than once (a ``ShardedTensor`` with several local shards)."""
+    """One FQN per item; a name may occur more than once (a ``ShardedTensor`` with several local shards)."""
     kinds: npt.NDArray[np.uint8]
-    """(N,): OBJECT, TENSOR (a plain tensor, whole) or SHARD (a chunk, the same on all ranks that have it)."""
+    """(N,): OBJECT, TENSOR (a whole plain tensor) or SHARD (a chunk, equal on all ranks that hold it)."""
     properties: Ints
     """(N,): index into ``table``; -1 for an object."""
     table: tuple[TensorProperties, ...]
     ndims: Ints
     """(N,): dimensions; 0 for an object."""
     shapes: Ints
-    """Ragged, N entries: the whole tensors' sizes, in elements."""
+    """Ragged, N entries: the sizes of the global tensors, in elements."""
     offsets: Ints
-    """Ragged: where each chunk begins in its tensor."""
+    """Ragged: the offsets of each chunk in its tensor."""
     sizes: Ints
-    """Ragged: how large each chunk is."""
+    """Ragged: the sizes of each chunk."""
     mappings: Mapping[str, tuple[Any, ...]] | None
     """The stock plan's ``planner_data``: the path of each name in the state dict; None if not flattened."""
 
     @staticmethod
     def of(items: Sequence[WriteItem], mappings: Mapping[str, tuple[Any, ...]] | None) -> LocalPlan:
-        """The plan in columns. ValueError: an item is not as the planners of DCP make it."""
+        """The plan in columns. ValueError: an item differs from those that DCP's planners make."""
         table: dict[tuple[Any, ...], int] = {}
         distinct: list[TensorProperties] = []
         properties, ndims = [-1] * len(items), [0] * len(items)
@@ -123,15 +125,15 @@ class LocalPlan:
         )
 
     def encode(self) -> bytes:
-        """The same bytes for equal plans; made once."""
+        """Encode the plan: equal plans give equal bytes. Encodes only once."""
         return self._encoded
 
     @staticmethod
     def decode(data: bytes, heads: dict[bytes, Head] | None = None) -> LocalPlan:
-        """What :meth:`encode` encoded. ValueError: the bytes are damaged.
+        """The plan that :meth:`encode` encoded. ValueError: the bytes are damaged.
 
-        Plans that are decoded with the same ``heads`` share what they have in common. The bytes have pickles
-        in them, as all that DCP gathers from the ranks: decode none but this job's.
+        Plans decoded with the same ``heads`` share equal heads. The bytes contain pickles, like everything that DCP
+        gathers from the ranks: decode only this job's.
         """
         head, offsets, sizes = unpack(_PLAN, 3, data)
         known = heads.get(head) if heads else None  # type: ignore[call-overload]
@@ -161,7 +163,7 @@ class LocalPlan:
 
     @lazily
     def digest(self) -> bytes:
-        """16 bytes, of the encoding."""
+        """The digest of the encoding, 16 bytes."""
         return digest_of(self._encoded)
 
     @lazily
@@ -169,20 +171,20 @@ class LocalPlan:
         return pack(_PLAN, [_encode_head(self), pack_ints(self.offsets), pack_ints(self.sizes)])
 
     def nbytes(self, items: Ints) -> Ints:
-        """Of these items' chunks; all of them are tensors."""
+        """The sizes of these items' chunks, in bytes; all items must be tensors."""
         itemsizes = np.array([entry.dtype.itemsize for entry in self.table], np.int64)
         ndims = self.ndims[items]
         sizes = self.sizes[positions(starts_of(self.ndims)[items], ndims)]
         return volumes(ndims, sizes) * itemsizes[self.properties[items]]
 
     def whole_items(self, items: Ints) -> list[WriteItem]:
-        """Some of the stock plan's items."""
+        """The stock plan's items with these indices."""
         where = positions(starts_of(self.ndims)[items], self.ndims[items])
         hints = [None] * len(items)
         return self.parts(items, self.kinds[items], self.offsets[where], self.sizes[where], hints)
 
     def write_items(self) -> list[WriteItem]:
-        """The stock plan's items."""
+        """All of the stock plan's items."""
         return self.whole_items(np.arange(len(self.names)))
 
     def parts(
@@ -193,7 +195,9 @@ class LocalPlan:
         sizes: Ints,
         hints: Sequence[int | None],
     ) -> list[WriteItem]:
-        """Of each of the ``items`` the part at these (ragged) places of its tensor, with its index hint."""
+        """For each of the ``items``, an item for the slice at these (ragged) places of its tensor, with its
+        index hint.
+        """
         shape_at = starts_of(self.ndims)[items].tolist()
         shapes, begins, extents = self.shapes.tolist(), offsets.tolist(), sizes.tolist()
         parts = []
@@ -223,12 +227,12 @@ class LocalPlan:
 
 
 def digest_of(encoded: bytes) -> bytes:
-    """The digest of a plan, from its bytes."""
+    """The digest of a plan, from its encoded bytes."""
     return blake2b(encoded, digest_size=16).digest()
 
 
 def properties_key(properties: TensorProperties) -> tuple[Any, ...]:
-    """Equal for equal properties, and hashable, which they are not."""
+    """A hashable key, equal for equal properties (``TensorProperties`` are not hashable)."""
     return (
         *further_of(properties).items(),
         properties.dtype,
@@ -240,7 +244,7 @@ def properties_key(properties: TensorProperties) -> tuple[Any, ...]:
 
 
 def _consistent(index: MetadataIndex, data: TensorWriteData) -> bool:
-    """The index names the chunk, and all have the tensor's number of dimensions."""
+    """Whether the index names the chunk, and offsets and sizes have the tensor's number of dimensions."""
     chunk = data.chunk
     return index.offset == chunk.offsets and len(chunk.offsets) == len(data.size) == len(
         chunk.sizes
@@ -248,9 +252,9 @@ def _consistent(index: MetadataIndex, data: TensorWriteData) -> bool:
 
 
 def _encode_head(plan: LocalPlan) -> bytes:
-    """Each distinct name once: first those of the mappings, in their order, then others that items have.
+    """Encode each distinct name once: first the names in the mappings, in their order, then the items' other names.
 
-    Equal plans give equal bytes: digests must not differ from save to save.
+    Equal plans must give equal bytes, so that digests are the same from save to save.
     """
     paths = plan.mappings or {}
     distinct = dict.fromkeys((*paths, *plan.names))
@@ -276,9 +280,9 @@ def _encode_head(plan: LocalPlan) -> bytes:
 def _encode_paths(
     names: tuple[str, ...], paths: Mapping[str, tuple[Any, ...]]
 ) -> tuple[bytes, dict[int, tuple[str, Any]]]:
-    """A name whose path is its parts, joined by dots, is written with other separators in these dots' places.
+    """Encode names and paths: if a name is its path joined by dots, its dots are replaced by another separator.
 
-    Second: by position, names and paths of which that cannot be said (steps that are numbers, above all).
+    Second result: by position, the other names and their paths (mainly paths with integer steps).
     """
     texts = list(names)
     odd: dict[int, tuple[str, Any]] = {}
@@ -366,17 +370,17 @@ def _refuse(what: str) -> Any:
     raise ValueError(f"a plan's {what} are damaged: they do not go with the rest of it")
 
 
-# --- columns of integers as bytes: short where the values are small, or follow from one another -------
+# --- columns of integers as bytes: short if the values are small, or an arithmetic progression --------
 
 
 def pack(magic: bytes, sections: Sequence[bytes]) -> bytes:
-    """One piece of bytes that :func:`unpack` takes apart again."""
+    """Join the sections into bytes that :func:`unpack` splits again."""
     lengths = [_LENGTH.pack(len(section)) for section in sections]
     return b"".join((magic, *lengths, *sections))
 
 
 def unpack(magic: bytes, count: int, data: bytes | memoryview) -> list[memoryview]:
-    """The ``count`` sections of what :func:`pack` made, not copied; ValueError if it did not."""
+    """The ``count`` sections that :func:`pack` joined, not copied. ValueError: ``data`` is not from :func:`pack`."""
     view = memoryview(data)
     if view[: len(magic)] != magic:
         raise ValueError(f"these bytes do not begin with {magic!r}, but {bytes(view[:8])!r}")
@@ -393,7 +397,7 @@ def unpack(magic: bytes, count: int, data: bytes | memoryview) -> list[memoryvie
 
 
 def pack_ints(values: Ints) -> bytes:
-    """Any integers of 64 bits; an arithmetic progression takes 25 bytes."""
+    """Pack 64-bit integers; an arithmetic progression takes 25 bytes."""
     count = len(values)
     if count > 1:
         first, step = int(values[0]), int(values[1] - values[0])
@@ -405,7 +409,7 @@ def pack_ints(values: Ints) -> bytes:
 
 
 def unpack_ints(data: memoryview, count: int) -> Ints:
-    """What :func:`pack_ints` packed, which must be ``count`` values (-1: any number); else ValueError."""
+    """The values that :func:`pack_ints` packed. ValueError: they are not ``count`` values (-1: any number)."""
     if len(data) < _COLUMN.size:
         raise ValueError(f"{len(data)} bytes are too short for a column")
     code, found = _COLUMN.unpack_from(data)
@@ -424,7 +428,9 @@ def unpack_ints(data: memoryview, count: int) -> Ints:
 
 
 def unpack_objects(data: bytes | memoryview) -> Any:
-    """What ``pack_value`` packed; ValueError if it cannot be unpickled. As safe as the bytes' sender."""
+    """The value that ``pack_value`` packed. ValueError: it cannot be unpickled. Only as safe as the sender of the
+    bytes.
+    """
     try:
         return pickle.loads(data)
     except Exception as error:

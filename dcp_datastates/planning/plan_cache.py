@@ -1,7 +1,7 @@
-"""The coordinator's memory: every rank's local plans, and the global plans made of them.
+"""The coordinator's plan cache: every rank's local plans, and the global plans made from them.
 
-All that the ranks offer by digest is here, because a rank does so only after a save that was planned to the end, and
-what is to be kept travels with every plan that is new.
+Ranks send a digest only for plans that the coordinator has cached: a rank does so only after a save whose planning was
+completed, and every new plan comes with the list of plans to keep.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Assign = Callable[[Sequence[LocalPlan]], tuple[list[FinalPlan], Catalog]]
 class Whole:
     """One global plan.
 
-    ``name`` is its own: two with the same content have different ones.
+    ``name`` is unique: two global plans with the same content have different names.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class Whole:
 
     @lazily
     def samples(self) -> Samples:
-        """Compares what the ranks hold of the same tensors."""
+        """Compares the ranks' samples of the same tensors."""
         return Samples(self._locals, self.shares)
 
     def take(self, rank: int, told: Told) -> Report:
-        """The report that rank ``rank`` tells of."""
+        """The report that ``rank`` sent, now or, for a digest alone, before."""
         known = self._reports[rank]
         if told.data is not None:
             known[told.digest] = Report.decode(told.data)
@@ -65,7 +65,9 @@ class Whole:
 
     @lazily
     def _slots(self) -> list[Ints]:
-        """For each rank, where its items stand: chunks by their number in the catalog; object ``n`` as ``-1 - n``."""
+        """For each rank, its items' places in the chunk table: the number of a chunk, or ``-1 - n`` for
+        object ``n``.
+        """
         catalog = self.catalog
         first: Ints = np.cumsum(catalog.counts) - catalog.counts
         number = np.cumsum(catalog.properties < 0) - 1
@@ -86,7 +88,7 @@ class Whole:
         return slots
 
     def placement(self, reports: Sequence[Report], prefix: str) -> Placement:
-        """Where everything is, with the data files below ``prefix``."""
+        """The place of every item, with the data files below ``prefix``."""
         catalog = self.catalog
         chunks = [np.zeros(int(catalog.counts.sum()), np.int64) for _ in range(3)]
         objects = [np.zeros(int((catalog.properties < 0).sum()), np.int64) for _ in range(3)]
@@ -104,9 +106,9 @@ class Whole:
 
 
 class PlannedMetadata(PublishedMetadata):
-    """The metadata of a save on its coordinator, in columns. On other ranks a :class:`PublishedMetadata`.
+    """The metadata of a save on its coordinator, in columns. Other ranks have a :class:`PublishedMetadata`.
 
-    Until it is written nothing can be read from it, or changed: :class:`DataStatesError`.
+    Until the save is written, reading or changing a field raises :class:`DataStatesError`.
     """
 
     def __init__(self, whole: Whole) -> None:
@@ -123,7 +125,7 @@ class PlannedMetadata(PublishedMetadata):
         super().__setattr__(name, value)
 
     def consolidate(self, told: Sequence[Sequence[object]], directory: str, attempt: str) -> None:
-        """All ranks have told where their shares are, and what they hold alike. Raises :class:`DataStatesError`."""
+        """Take all ranks' reports, and compare their samples. Raises :class:`DataStatesError`."""
         self.directory, self.attempt = directory, attempt
         samples: list[bytes] = []
         for rank, results in enumerate(told):
@@ -138,7 +140,7 @@ class PlannedMetadata(PublishedMetadata):
 
 
 class Coordinator:
-    """For one thread at a time: saves take turns. Keys name groups of ranks."""
+    """The plan cache. For one thread at a time: saves take turns. Keys name groups of ranks."""
 
     def __init__(self, assign: Assign) -> None:
         self._assign = assign
@@ -152,10 +154,10 @@ class Coordinator:
         own: Callable[[bytes], LocalPlan | None],
         options: Hashable = None,
     ) -> tuple[list[Answer], Whole]:
-        """The global plan of what the ranks offer, and what to answer them.
+        """The global plan for the ranks' offers, and the answers to the ranks.
 
-        ``own`` finds plans of this process itself; ``options`` are what plans are assigned by. Raises ValueError for
-        plans that do not make a whole, and :class:`DataStatesError` for a digest that is not known.
+        ``own`` finds plans of this process itself; ``options`` determine how shares are assigned. Raises ValueError for
+        plans that do not fit together, and :class:`DataStatesError` for an unknown digest.
         """
         key = (options, *(offer.digest for offer in offers))
         heads: dict[bytes, Head] = {}

@@ -1,6 +1,7 @@
-"""A rank's share, ready to be written again: files laid out, every tensor's place known by its position in the state.
+"""A rank's share, prepared to be written again: the files are laid out, and each tensor's position in the state is
+known.
 
-What is left to do for a save is to look up where the tensors are this time, in a few operations on arrays.
+Each save then only looks up the tensors' present addresses, in a few operations on arrays.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ _Sealed = tuple[list[SealedFile], Report]
 
 @dataclass(frozen=True, eq=False)
 class _Columns:
-    """The tensors of one file that have bytes."""
+    """The tensors of one file, without empty ones."""
 
     leaves: Ints
     """Positions in the state."""
     within: Ints
-    """Where the chunk begins in its tensor's memory, in bytes."""
+    """The chunk's offset in its tensor's memory, in bytes."""
     offsets: list[int]
     sizes: list[int]
 
 
 class Prepared:
-    """Any thread.
+    """The prepared files of one share. Any thread may use it.
 
     Args:
-        items: of the final plan.
-        rank: whose.
+        items: the items of the final plan.
+        rank: the rank that writes them.
         leaves: position in the state of each item's tensor; -1 for an object.
-        begins: first row of each item within its tensor.
+        begins: the first row of each item within its tensor.
     """
 
     def __init__(
@@ -68,10 +69,10 @@ class Prepared:
         resolve: Callable[[int], memoryview],
         keep: list[Any],
     ) -> tuple[list[SaveFile], list[SealedFile], Report]:
-        """The files to write, and what to report of them, of a state whose tensors are at these ``addresses``.
+        """The files to write, and their report, for a state whose tensors are at these ``addresses``.
 
-        ``devices`` as in ``StagedState.bases``.
-        ``resolve`` serializes the object of an item. What must stay alive goes to ``keep``, but for the tensors.
+        ``devices`` as in ``StagedState.bases``. ``resolve`` serializes an item's object. Objects that must stay alive
+        are added to ``keep``, except the tensors.
         """
         objects = [[resolve(entry.item) for entry in layout.objects] for layout in self.layouts]
         sealed, report = self._seal(tuple(tuple(map(len, each)) for each in objects))
@@ -135,7 +136,7 @@ def _columns(layout: FileLayout, leaves: Ints, begins: Sequence[int]) -> _Column
 
 
 def report_of(layouts: Sequence[FileLayout], sealed: Sequence[SealedFile], count: int) -> Report:
-    """Where ``count`` items are, once all sizes are known."""
+    """The report of the places of ``count`` items, once all sizes are known."""
     numbers, offsets, lengths = (np.zeros(count, np.int64) for _ in range(3))
     files = []
     for number, (layout, file) in enumerate(zip(layouts, sealed, strict=True)):

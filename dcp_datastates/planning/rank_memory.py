@@ -1,11 +1,12 @@
-"""What a rank remembers of plans that it used: its shares, and how to find them in a state that looks the same.
+"""A rank's own plan cache: the plans and shares that it used, and how to find their items in a state with the same
+fingerprint.
 
-Two things are kept, apart from each other:
+It has two parts:
 
-- *Agreed plans*, by group of ranks. A plan with which all ranks have planned a save to the end is in the coordinator's
-  memory (``plan_cache.py``), and this rank offers it by its digest alone.
-- *Leaves*, by what a state looks like. A state that looks like an earlier one is not flattened, planned or laid out
-  again: where its tensors lie in memory is looked up, and that is all.
+- *Agreed plans*, by commit group. If all ranks have completed the planning of a save with a plan, the coordinator has
+  cached it (``plan_cache.py``), and this rank offers it by digest alone.
+- *Leaves*, by fingerprint. A state with the fingerprint of an earlier one is not flattened, planned or laid out again:
+  the rank only looks up the addresses of its tensors.
 """
 
 from __future__ import annotations
@@ -33,38 +34,38 @@ from dcp_datastates.staging.stage import StagedState
 __all__ = ["Foreseen", "KnownPlan", "Leaves", "RankMemory", "Share", "SharesPlanner"]
 
 _KEPT_PLANS: Final = 8
-"""Local plans that a rank may go back to: several state dicts may be saved in turn."""
+"""How many local plans are kept: a job may save several state dicts in turn."""
 
 _KEPT_SHARES: Final = 4
 
 
 @dataclass(eq=False)
 class Share:
-    """What this rank writes in a global plan, and what is known about writing it."""
+    """This rank's share of a global plan, with the state of its reports."""
 
     final: FinalPlan
     plan: SavePlan
     told: dict[bytes, bytes] = field(default_factory=dict)
-    """By global plan: the digest of the report that its coordinator has."""
+    """By global plan: the digest of the report that the coordinator has."""
     sent: bytes = b""
-    """Digest of the newest report."""
+    """Digest of the latest report."""
     whole: bytes = b""
-    """The global plan of the newest save."""
+    """Name of the global plan of the latest save."""
 
 
 @dataclass(eq=False)
 class KnownPlan:
-    """A local plan that was used, and the shares that were given for it."""
+    """A local plan that was used, and the shares that the coordinator has sent for it."""
 
     plan: LocalPlan
     shares: OrderedDict[bytes, Share] = field(default_factory=OrderedDict)
     latest: bytes = b""
-    """Digest of the newest share; empty if there is none."""
+    """Digest of the latest share; empty if there is none."""
 
     def take(self, answer: Answer) -> Share:
-        """The share that the coordinator answers with; from now on the latest.
+        """The share in the coordinator's answer; it becomes the latest.
 
-        Raises :class:`DataStatesError` if it comes by its digest alone, and is not here.
+        Raises :class:`DataStatesError` if the answer has only a digest, and this rank does not have the share.
         """
         share = self.shares.get(answer.digest)
         if share is None:
@@ -83,26 +84,26 @@ class KnownPlan:
 
 @dataclass(eq=False)
 class Leaves:
-    """How the items of a local plan are found in a staged state that looks the same."""
+    """The places of a local plan's items in staged states with one fingerprint."""
 
     known: KnownPlan
     positions: Ints
     """By item: the tensor's position in the traversal; -1 for an object."""
     paths: dict[str, tuple[Any, ...]]
-    """Of the objects: the keys that lead there."""
+    """For each object: the keys of its path."""
     prepared: dict[tuple[int, bytes], Prepared] = field(default_factory=dict)
-    """By rank (of DCP's group: files are named after it) and digest of the share."""
+    """By rank in DCP's group (which the files' names contain) and digest of the share."""
 
     @staticmethod
     def of(
         known: KnownPlan, staged: StagedState, root: Any, mappings: Mapping[str, Sequence[Any]]
     ) -> Leaves | None:
-        """Where the items of a plan are in the state that it was made of; None if that cannot be said by names.
+        """The places of a plan's items in the state that was planned; None if names do not identify them.
 
-        ``root`` is that state with all tensors in it, and ``mappings`` are DCP's paths in it.
+        ``root`` is that state with all its tensors, and ``mappings`` are DCP's paths in it.
         """
         columns = staged.traversal.columns
-        # By name: one tensor may stand in several places, and other tensors in those the next time.
+        # By name: one tensor may occur in several places, where the next state may have different tensors.
         place = {columns.name(position): position for position in range(len(columns.keys))}
         if len(place) != len(columns.keys):
             return None
@@ -111,7 +112,7 @@ class Leaves:
         positions = np.array([place.get(name, -1) for name in plan.names], np.int64)
         positions[~is_tensor] = -1
         if (positions[is_tensor] < 0).any():
-            return None  # not the tensors that were staged
+            return None  # these are not the staged tensors
         paths = {}
         for name in compress(plan.names, ~is_tensor):
             path = _real_path(root, mappings.get(name, (name,)))
@@ -121,7 +122,7 @@ class Leaves:
         return Leaves(known, positions, paths)
 
     def object(self, staged: StagedState, name: str) -> Any:
-        """The object of this name in ``staged``."""
+        """The object with this name in ``staged``."""
         value: Any = staged.root
         for key in self.paths[name]:
             value = value[key]
@@ -140,7 +141,7 @@ class Leaves:
         return prepared
 
     def held(self, staged: StagedState, items: Ints) -> Held:
-        """Where the tensors of these items are in memory, when the copies that are made of them are there."""
+        """The addresses of the tensors of these items, after waiting for their eager copies."""
         staged.copying.wait()
         leaves = self.positions[items]
         addresses, _, devices = staged.bases()
@@ -152,71 +153,71 @@ class Leaves:
 
 @dataclass(frozen=True, eq=False)
 class Foreseen:
-    """A share that will be written again, most likely."""
+    """A share that this rank will most likely write again."""
 
     share: Share
     prepared: Prepared
     resolve: Callable[[int], memoryview]
-    """Serializes the object of an item."""
+    """Serializes an item's object."""
 
 
 @runtime_checkable
 class SharesPlanner(Protocol):
-    """A planner that knows how its shares are written."""
+    """A planner that works with this package's writer."""
 
     def foresee(self, session: Session) -> Foreseen | None:
-        """What will be written if no rank's state looks otherwise than in the save before."""
+        """The share that this rank will write if no rank's state has changed in structure since the previous save."""
 
     def prepare(self, share: Share, rank: int) -> Prepared | None:
-        """The share's files, to be written from what was staged; None if that cannot be."""
+        """The share's files, prepared to be written from the staged state; None if that is impossible."""
 
     def share_of(self, session: Session) -> Share | None:
-        """What to write in the save that ``session`` is; None if this planner has not planned it."""
+        """This rank's share of the save with this ``session``; None if this planner has not planned it."""
 
     def release(self, session: Session) -> None:
-        """The save that ``session`` is has been read: hold nothing of its state."""
+        """Release the state of the save with this ``session``, which has been read."""
 
     def replicas(self, share: Share) -> tuple[Held, list[Any]]:
-        """Where this rank's replicas of what several ranks write are in memory; and what must be kept meanwhile."""
+        """The addresses of this rank's replicas of tensors that are split, and the objects to keep alive meanwhile."""
 
 
 _Looks = tuple[str, Fingerprint, tuple[bool, ...]]
-"""What leaves are remembered by: the group, what the state looks like, and which of it optimizers own."""
+"""The key of leaves: the group, the state's fingerprint, and which tensors optimizers own."""
 
 
 class RankMemory:
-    """What one rank remembers from save to save.
+    """One rank's plan cache.
 
-    A save that is planned passes :meth:`begin`, :meth:`offer` and :meth:`finish`, in this order. If it does not come
-    to the end, the group's agreed plans are forgotten: nothing says what the coordinator has seen of it.
+    Planning a save calls :meth:`begin`, :meth:`offer` and :meth:`finish`, in this order. If planning is not completed,
+    the group's agreed plans are dropped: it is unknown which of them the coordinator has.
 
-    Threads: one save at a time is planned; :meth:`foresee` any, also meanwhile.
+    Threads: one save at a time is planned. Any thread may call :meth:`foresee`, also meanwhile.
 
     Args:
-        by_owner: whether plans differ by what optimizers own.
+        by_owner: whether plans depend on which tensors optimizers own.
     """
 
     def __init__(self, by_owner: bool) -> None:
         self._by_owner = by_owner
         self._agreed: dict[str, OrderedDict[bytes, KnownPlan]] = {}  # by group
         self._leaves: OrderedDict[_Looks, Leaves] = OrderedDict()
-        self._planning: str | None = None  # the group, until the plan is finished
+        self._planning: str | None = None  # the group, until finish()
 
     def find(self, session: Session) -> Leaves | None:
-        """How to find what is written in the save that ``session`` is; None if its state looks like no earlier one."""
+        """The leaves for the save with this ``session``; None if its fingerprint is unknown."""
         looks = self._looks(session)
         return None if looks is None else self._leaves.get(looks)
 
     def begin(self, group: str) -> None:
-        """A save of these ranks is planned from here on."""
+        """Begin to plan a save of these ranks."""
         if self._planning is not None:
             self._agreed.pop(self._planning, None)
         self._planning = group
 
     def offer(self, plan: LocalPlan) -> tuple[KnownPlan | None, Offer]:
-        """What to tell the coordinator of this plan; and what is known of it, if all ranks have agreed on it.
+        """The offer of this plan for the coordinator; and the known plan, if all ranks have agreed on it.
 
-        A plan that is new makes the oldest ones go, here and, as the offer says what is kept, at the coordinator.
+        A new plan evicts the oldest ones, here and at the coordinator: the offer lists the plans to keep.
         """
         agreed = self._of_group()
         known = agreed.get(plan.digest)
@@ -228,7 +229,7 @@ class RankMemory:
         return None, Offer(plan.digest, b"", plan.encode(), tuple(agreed))
 
     def finish(self, agreed: KnownPlan | None) -> None:
-        """The save is planned to the end; all ranks have ``agreed`` on this plan, if it is to be remembered."""
+        """End the planning of the save. All ranks have ``agreed`` on this plan; None: do not cache it."""
         if agreed is not None:
             self._of_group()[agreed.plan.digest] = agreed
         self._planning = None
@@ -236,7 +237,7 @@ class RankMemory:
     def learn(
         self, session: Session, known: KnownPlan, root: Any, mappings: Mapping[str, Sequence[Any]]
     ) -> None:
-        """Remember where the items of this plan are in a state that looks like that of ``session``.
+        """Cache the places of this plan's items, for states with the fingerprint of ``session``.
 
         ``root`` and ``mappings`` as for :meth:`Leaves.of`.
         """
@@ -251,7 +252,9 @@ class RankMemory:
             self._leaves.popitem(last=False)
 
     def foresee(self, session: Session, serialize: Callable[[Any], bytes]) -> Foreseen | None:
-        """What will be written if no rank's state looks otherwise than in the save before; None: that is not known."""
+        """The share that this rank will write if no rank's state has changed in structure since the previous save; None
+        if that is unknown.
+        """
         staged = session.staged
         found = None if staged is None else self.find(session)
         share = None if found is None else found.known.shares.get(found.known.latest)
@@ -272,7 +275,7 @@ class RankMemory:
         return self._agreed.setdefault(self._planning, OrderedDict())
 
     def _looks(self, session: Session) -> _Looks | None:
-        """None if plans for the state are not kept."""
+        """The key of the session's leaves; None if plans for the state are not cached."""
         key = session.fingerprint
         if key is None:
             return None
@@ -280,7 +283,7 @@ class RankMemory:
 
 
 def _real_path(root: Any, path: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The keys themselves: DCP's paths have them as strings."""
+    """The actual keys of a path, which DCP's paths have as strings."""
     keys: list[Any] = []
     value = root
     for part in path:

@@ -1,4 +1,4 @@
-"""One rank's share of a checkpoint: which of its items it writes, and which rows of them."""
+"""One rank's share of a checkpoint: the items that it writes, and their rows."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ _PLAN = b"dsfp\x02"
 
 @dataclass(frozen=True, eq=False)
 class FinalPlan:
-    """M items, in the order of the rank's :class:`LocalPlan`, none of them twice."""
+    """A rank's share: M items, in the order of its :class:`LocalPlan`, without repetition."""
 
     items: Ints
     """(M,): index into the local plan's items."""
     begins: Ints
     """(M,): the first row of dimension 0 within the chunk; 0 if it has no dimensions, or is an object."""
     ends: Ints
-    """(M,): after the last row; 1 if it has no dimensions, or is an object."""
+    """(M,): the row after the last; 1 if it has no dimensions, or is an object."""
     hints: Ints
-    """(M,): place in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
+    """(M,): position in its tensor's chunk list in the metadata (``MetadataIndex.index``); -1 for an object."""
     shared: Ints
-    """(K,): items of which several ranks write parts, whether this one does or not: their replicas must be equal.
-    By the set of ranks that hold them, and in the same order on all of these.
+    """(K,): the items that this rank holds and of which several ranks write parts: their replicas must be equal. Sorted
+    by the set of ranks that hold them, in the same order on all of these ranks.
     """
     sets: Ints
-    """(K,): which set that is, by a number that all ranks give it; ascending."""
+    """(K,): the number of each item's set of ranks, the same on all ranks; ascending."""
 
     def encode(self) -> bytes:
-        """The same bytes for equal plans; made once."""
+        """Encode the share: equal shares give equal bytes. Encodes only once."""
         return self._encoded
 
     @staticmethod
     def decode(data: bytes) -> FinalPlan:
-        """What :meth:`encode` encoded. ValueError: the bytes are damaged."""
+        """The share that :meth:`encode` encoded. ValueError: the bytes are damaged."""
         items, *others, shared, sets = unpack(_PLAN, 6, data)
         first, held = unpack_ints(items, -1), unpack_ints(shared, -1)
         begins, ends, hints = (unpack_ints(column, len(first)) for column in others)
@@ -60,7 +60,7 @@ class FinalPlan:
 
     @lazily
     def digest(self) -> bytes:
-        """16 bytes, of the encoding."""
+        """The digest of the encoding, 16 bytes."""
         return digest_of(self._encoded)
 
     @lazily
@@ -69,10 +69,10 @@ class FinalPlan:
         return pack(_PLAN, [pack_ints(column) for column in columns])
 
     def write_items(self, local: LocalPlan) -> list[WriteItem]:
-        """As objects, for planners and writers that know nothing else.
+        """The share as ``WriteItem`` objects, for DCP's planners and other writers.
 
-        A whole item is as in the stock plan, with its hint. A slice of one is of type SHARD: a chunk of its
-        own. ValueError: this is not a share of that plan.
+        A whole item is as in the stock plan, with its hint. A slice is an item of type SHARD: a separate chunk.
+        ValueError: this is not a share of that plan.
         """
         if len(self.items) and not 0 <= self.items.min() <= self.items.max() < len(local.names):
             raise ValueError(f"the final plan is of other items than the {len(local.names)} given")

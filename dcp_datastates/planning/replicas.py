@@ -1,14 +1,14 @@
-"""Who holds what; and whether what several ranks hold is equal.
+"""Replicas: which ranks hold which chunks, and whether replicas are equal.
 
 *Holdings* are the chunks of all ranks' local plans, each once, with the ranks that hold it. Ranks with equal plans (all
-of a data-parallel job's; the replicas of one shard) are one *variant*, and no work is done for each of them. A *row*
-is an item of a variant; rows that are the same chunk are one *group*. What ranks say of a name (whether it is an object
-or a tensor, its shape and its dtype) must agree.
+ranks of a data-parallel job, or the replicas of one shard) form one *variant*, and share its work. A *row* is an item
+of a variant; rows of the same chunk form one *group*. All ranks must agree on a name: whether it is an object or a
+tensor, its shape and its dtype.
 
-*Samples*: ranks that write parts of one tensor must hold the same values, or the checkpoint would be a mixture that no
-rank ever had. So every rank samples what it shares with others, and the coordinator compares. A sample is a few words
-of each tensor, at places that all ranks choose alike and that change from save to save. What travels is a digest for
-each run of tensors, so that a run with a difference can be named.
+*Samples*: ranks that write parts of one tensor must hold the same values; otherwise the checkpoint would be a mixture
+that no rank ever had. So every rank samples its replicas of split tensors, and the coordinator compares the samples. A
+sample is a few words of each tensor, at places that are the same on all ranks and change from save to save. Ranks send
+one digest per run of tensors, so that an error can name the run.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from dcp_datastates.planning.rank_plan import FinalPlan
 __all__ = ["Held", "Holdings", "Samples", "gather", "sample"]
 
 _RUNS: Final = 32
-"""Digests per set of ranks: up to so many tensors are told apart."""
+"""Digests per set of ranks: an error can distinguish up to this many tensors."""
 
 _DIGEST_BYTES: Final = 4
 _UNKNOWN: Final = bytes(_DIGEST_BYTES)
 _PARTS: Final = 4
-"""Places per tensor, one in each quarter: the engine draws its words from one page."""
+"""Places per tensor, one in each quarter: the engine samples the words of a place from one page."""
 
 _SHOWN: Final = 3
 
 
 @dataclass(frozen=True, eq=False)
 class Names:
-    """F names, in order of first appearance: by rank, then as the rank's items are."""
+    """F names, in order of first appearance: by rank, then in the order of the rank's items."""
 
     names: tuple[str, ...]
     table: tuple[TensorProperties, ...]
     properties: Ints
-    """(F,): index into ``table``, as the first rank says it that has the name; -1 for an object."""
+    """(F,): index into ``table``, from the first rank that has the name; -1 for an object."""
     ndims: Ints
     shapes: Ints
     """Ragged, F entries."""
@@ -74,33 +74,33 @@ class Holdings:
     variant: Ints
     """(T,)"""
     item: Ints
-    """(T,): which one of the variant's items."""
+    """(T,): index into the variant's items."""
     name: Ints
     """(T,): index into ``names``."""
     ndims: Ints
     offsets: Ints
-    """Ragged, T entries, as ``sizes``."""
+    """Ragged, T entries, like ``sizes``."""
     sizes: Ints
     nbytes: Ints
-    """(T,): of the chunk; 0 for an object."""
+    """(T,): the chunk's bytes; 0 for an object."""
     extent: Ints
-    """(T,): rows of dimension 0 within the chunk; 1 if it has none, or is an object."""
+    """(T,): rows of dimension 0 within the chunk; 1 if it has no dimensions, or is an object."""
     order: Ints
-    """Rows by group, and within a group by variant, each variant once."""
+    """Rows sorted by group, and within a group by variant, each variant once."""
     count: Ints
-    """(G,): rows of each group in ``order``."""
+    """(G,): the number of rows of each group in ``order``."""
     place: Ints
-    """(G,): of the group's name among all names, sorted."""
+    """(G,): the position of the group's name among all names, sorted."""
     declared: npt.NDArray[np.bool_]
-    """(G,): whether all that hold it say that it is a chunk, and so the same on each of them. A plain tensor says
-    nothing of other ranks' tensors of its name.
+    """(G,): whether all holders declare it a SHARD, and so equal on all of them. A plain tensor declares nothing about
+    other ranks' tensors of the same name.
     """
     prints: Hashes
-    """(G,): 64 bits of name and box: like ``place`` the same whatever the order of ranks and items."""
+    """(G,): 64-bit hash of name, offsets and sizes; like ``place``, independent of the order of ranks and items."""
 
 
 def gather(plans: Sequence[LocalPlan]) -> Holdings:
-    """All plans, by rank. ValueError: they contradict each other, or one says a chunk twice."""
+    """The holdings of all plans, by rank. ValueError: the plans contradict each other, or one has a chunk twice."""
     variants, ranks = _variants(plans)
     heads, head_of = _distinct_heads(variants)
     ids, names = agree([variants[head] for head in heads], [int(ranks[head][0]) for head in heads])
@@ -111,7 +111,7 @@ def gather(plans: Sequence[LocalPlan]) -> Holdings:
     ndims = names.ndims[name]
     offsets = np.concatenate([plan.offsets for plan in variants])
     sizes = np.concatenate([plan.sizes for plan in variants])
-    # A negative size is the validation's to tell; here it must not make a load.
+    # Validation reports negative sizes; here they must not count as a load.
     nbytes = volumes(ndims, np.maximum(sizes, 0)) * _item_sizes(names.table)[names.properties[name]]
     prints = fingerprints(_hashed(names.names)[name], ndims, offsets, sizes)
     leader = leaders(prints, name, ndims, offsets, sizes)
@@ -148,7 +148,7 @@ def _variants(plans: Sequence[LocalPlan]) -> tuple[list[LocalPlan], list[Ints]]:
 
 
 def _distinct_heads(variants: list[LocalPlan]) -> tuple[list[int], list[int]]:
-    """Variants of which no two share all that a head has; and for each variant which of them is like it."""
+    """The variants with distinct heads; and for each variant, the position of its head among them."""
     numbers: dict[tuple[int, ...], int] = {}
     heads: list[int] = []
     head_of = []
@@ -162,7 +162,7 @@ def _distinct_heads(variants: list[LocalPlan]) -> tuple[list[int], list[int]]:
 
 
 def _item_sizes(table: tuple[TensorProperties, ...]) -> Ints:
-    """In bytes; one more for -1, the objects."""
+    """Bytes per element for each entry of the table; one more entry for -1, the objects."""
     return np.array([*(entry.dtype.itemsize for entry in table), 0], dtype=np.int64)
 
 
@@ -174,20 +174,20 @@ def _extents(ndims: Ints, sizes: Ints) -> Ints:
 
 
 def _sorted_places(names: tuple[str, ...]) -> Ints:
-    """Each name's place among the sorted ones: a number that depends on no order of ranks or items."""
+    """Each name's position among the sorted names: independent of the order of ranks and items."""
     places = np.empty(len(names), dtype=np.int64)
     places[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
     return places
 
 
 def _hashed(names: tuple[str, ...]) -> Ints:
-    """Not by :func:`hash`, which is another one in each process."""
+    """Hashes of the names. Not :func:`hash`, which differs between processes."""
     digests = [blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8) for name in names]
     return np.frombuffer(b"".join(digest.digest() for digest in digests), np.int64)
 
 
 def _grouped(leader: Ints) -> tuple[Ints, Ints]:
-    """Rows by group, groups by their first row; and how many rows each has."""
+    """Rows sorted by group, groups by their first row; and each group's number of rows."""
     own = leader == np.arange(len(leader))
     if own.all():
         return leader, np.ones(len(leader), dtype=np.int64)
@@ -204,7 +204,7 @@ def _without_repetition(
     name: Ints,
     ranks: list[Ints],
 ) -> tuple[Ints, Ints]:
-    """Leave out what a rank says again, if it is empty: two writers of one chunk would be an error."""
+    """Drop duplicate empty chunks of one rank; reject other duplicates: a chunk must not have two writers."""
     if len(count) == len(order):
         return order, count
     group = np.repeat(np.arange(len(count)), count)
@@ -219,12 +219,12 @@ def _without_repetition(
     return order[~again], np.bincount(group[~again], minlength=len(count))
 
 
-# --- what ranks say of each name ----------------------------------------------------------------------
+# --- whether ranks agree on each name -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class _Said:
-    """All items of all heads, one after another."""
+    """The items of all heads, concatenated."""
 
     table: tuple[TensorProperties, ...]
     rank: Ints
@@ -235,9 +235,9 @@ class _Said:
 
 
 def agree(heads: Sequence[LocalPlan], ranks: Sequence[int]) -> tuple[list[Ints], Names]:
-    """For each plan its items' names as numbers; and what all say of these names.
+    """For each plan, its items' names as numbers; and the names, with the properties that all ranks agree on.
 
-    ``ranks``: the lowest rank that has each plan, ascending. ValueError: two ranks do not agree.
+    ``ranks``: the lowest rank with each plan, ascending. ValueError: two ranks do not agree.
     """
     ids, names = _numbered(heads)
     table, properties = _merged_tables(heads)
@@ -271,7 +271,7 @@ def _numbered(heads: Sequence[LocalPlan]) -> tuple[list[Ints], tuple[str, ...]]:
 def _merged_tables(
     heads: Sequence[LocalPlan],
 ) -> tuple[tuple[TensorProperties, ...], list[Ints]]:
-    """One table, and each plan's indices into it."""
+    """One merged table, and each plan's indices into it."""
     numbers: dict[tuple[Any, ...], int] = {}
     table: list[TensorProperties] = []
     properties = []
@@ -286,7 +286,7 @@ def _merged_tables(
 
 
 def _refuse_conflicts(said: _Said, names: tuple[str, ...], first: Ints) -> None:
-    """Compare each item with the first of its name."""
+    """Compare each item with the first of its name; ValueError if they differ."""
     reference = first[said.name]
     compared = np.flatnonzero(reference != np.arange(len(reference)))
     one, other = reference[compared], compared
@@ -323,20 +323,20 @@ def _described(said: _Said, at: int) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Memory of a share's ``shared`` items, in their order, as they are to be stored."""
+    """The memory of a share's ``shared`` items, in their order, with the bytes as stored."""
 
     addresses: Ints
     sizes: Ints
-    """Bytes; 0 where the host cannot read it."""
+    """Bytes; 0 if the host cannot read the memory."""
 
 
 def sample(final: FinalPlan, held: Held, seed: int) -> bytes:
-    """The digests of this rank's replicas. ``seed`` is the same on all ranks, below 2**64."""
+    """The digests of this rank's replicas. ``seed``: the same on all ranks, below 2**64."""
     quarter = held.sizes // _PARTS
     parts = np.arange(_PARTS)
     addresses = held.addresses[:, None] + quarter[:, None] * parts
     sizes = np.repeat(quarter, _PARTS)
-    # Memory may have gone since the call: then the save fails as torn, and must not crash here.
+    # Memory may have been freed since the call: then the save fails as torn, and must not crash here.
     words = np.array(
         sample_words(addresses.ravel().tolist(), sizes.tolist(), seed, guarded=True), np.uint64
     )
@@ -366,7 +366,7 @@ def _runs(sets: Ints) -> list[tuple[int, int]]:
 
 
 class Samples:
-    """The coordinator's comparison, for one global plan."""
+    """Compares the ranks' samples for one global plan, on the coordinator."""
 
     def __init__(self, locals_: Sequence[LocalPlan], shares: Sequence[FinalPlan]) -> None:
         self._locals = locals_
@@ -375,7 +375,7 @@ class Samples:
 
     def check(self, samples: Sequence[bytes]) -> None:
         """Raise :class:`ReplicasDifferError` if two ranks hold different replicas; ``samples`` are by rank."""
-        seen: dict[int, tuple[int, bytes]] = {}  # by set: a rank, and what it holds
+        seen: dict[int, tuple[int, bytes]] = {}  # by set: a rank, and its digests
         for rank, (said, spans) in enumerate(zip(samples, self._spans, strict=True)):
             for number, begin, end in spans:
                 mine = said[begin:end] or _UNKNOWN * ((end - begin) // _DIGEST_BYTES)
@@ -414,7 +414,9 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _spans(sets: Ints) -> list[tuple[int, int, int]]:
-    """Of each set that a rank is in: its number, and where its digests begin and end among the rank's (bytes)."""
+    """For each set that a rank is in: its number, and where its digests begin and end among the rank's
+    digests (bytes).
+    """
     spans: list[tuple[int, int, int]] = []
     for place, (begin, _) in enumerate(_runs(sets)):
         number, at = int(sets[begin]), place * _DIGEST_BYTES

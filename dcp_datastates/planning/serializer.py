@@ -1,4 +1,4 @@
-"""Objects as ``torch.save`` writes them, each of the small ones once."""
+"""Serializes objects as ``torch.save`` does, and caches the bytes of small values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Serializer"]
 _KEPT: Final = 4096
 
 _SHORT: Final = 256
-"""Characters of a string, and bits of a number, that are likely to come again."""
+"""Longest string (characters) and number (bits) whose bytes are cached: small values are likely to recur."""
 
 
 class Serializer:
-    """Serializes objects, and keeps the bytes of numbers and strings, which come again and again.
+    """Serializes objects, and caches the bytes of numbers and strings, which recur from save to save.
 
-    Any thread: two that serialize the same value do the same work twice.
+    Any thread may use it. Two threads may serialize the same value twice.
     """
 
     def __init__(self) -> None:
@@ -40,10 +40,10 @@ class Serializer:
 
 
 def _key(value: Any) -> tuple[type, Any] | None:
-    """Equal for values whose bytes are equal; None for one that is not likely to come again."""
+    """A cache key, equal for values with equal bytes; None for a value that is not likely to recur."""
     kind = type(value)
     if kind is float:
-        return kind, repr(value)  # tells -0.0 from 0.0, and a NaN is equal to itself
+        return kind, repr(value)  # distinguishes -0.0 from 0.0, and makes a NaN equal to itself
     if kind is str:
         return (kind, value) if len(value) <= _SHORT else None
     if kind is int:

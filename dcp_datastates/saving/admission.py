@@ -1,7 +1,8 @@
-"""What happens when saves come faster than they commit: wait, skip this one, or drop the oldest unbegun.
+"""Admission: what a call does when saves come faster than they commit: wait, skip itself, or drop the oldest unbegun
+save.
 
-A rank leaves a save out by itself, and at once, so that its memory is free. The other ranks are told when they come to
-plan that save, in the first message: a save that any rank leaves out is left out by all.
+A rank decides alone, and at once, to leave a save out, so that its memory is free. The first message of planning tells
+the other ranks: if any rank leaves a save out, all do.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def in_flight() -> list[SaveOperation]:
 
 
 def enter(save: SaveOperation) -> None:
-    """``save`` is in flight from now on."""
+    """Count ``save`` as in flight until it is over."""
     with _lock:
         _saves.append(save)
 
 
 def await_room(limit: int) -> None:
-    """Block, without the GIL, until fewer than ``limit`` saves are in flight. Opens their windows.
+    """Block, without the GIL, until fewer than ``limit`` saves are in flight. Opens their read windows.
 
-    Every save ends within its ``commit_timeout`` without progress, so this does, too.
+    A save without progress ends within its ``commit_timeout``, so this wait is bounded, too.
     """
     log = WaitLog(logger, "async_save")
     while len(waiting := in_flight()) >= limit:
@@ -55,9 +56,9 @@ def await_room(limit: int) -> None:
 
 
 def make_room(limit: int, mode: WhenBehind) -> int:
-    """What a call does about the saves in flight, before it makes another. Waits only for ``"wait"``.
+    """Apply ``when_behind`` (``mode``) before a call makes another save. Waits only for ``"wait"``.
 
-    Returns why the new save is to be left out, a key of :data:`LEFT_OUT`; 0 if it is not.
+    Returns why the caller must leave the new save out, a key of :data:`LEFT_OUT`; 0 to go ahead.
     """
     if mode == "wait":
         await_room(limit)
@@ -67,7 +68,7 @@ def make_room(limit: int, mode: WhenBehind) -> int:
         return 0
     if mode == "skip":
         return SKIPPED
-    for save in saves:  # the oldest that has not begun
+    for save in saves:  # drop the oldest that has not begun
         if save.leave_out(DROPPED):
             break
     return 0

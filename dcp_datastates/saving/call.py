@@ -1,4 +1,4 @@
-"""What is known of a save when it is called for."""
+"""The facts about a save that are fixed when it is called."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ LEFT_OUT: Final = {
 
 
 class Way(Enum):
-    """Who runs a save."""
+    """Which API and which thread run a save."""
 
     PACKAGE = "dcp_datastates.async_save"
     """This package's planning thread."""
     DCP_ASYNC = "dcp.async_save"
-    """A thread of DCP's."""
+    """DCP, in a thread that it starts."""
     DCP = "dcp.save"
     """DCP, in the thread of the call."""
 
 
 @dataclass(frozen=True, eq=False)
 class SaveCall:
-    """One call, as it was made."""
+    """One call of a save function."""
 
     group: CommitGroup
     """The ranks that the writer commits with."""
@@ -47,23 +47,23 @@ class SaveCall:
     order: int
     """Sequence number in this process."""
     missed: int = 0
-    """Calls of ``dcp.async_save`` here that failed before, unseen by the other ranks."""
+    """Earlier calls of ``dcp.async_save`` on this rank that failed unseen by the other ranks."""
     working_directory: str | None = field(default_factory=local.working_directory)
-    """Of the process at the call."""
+    """The process's working directory at the call."""
     began: float = field(default_factory=time.monotonic)
-    """Seconds, on the clock of :func:`time.monotonic`."""
+    """The time of the call, in seconds of :func:`time.monotonic`."""
 
     @property
     def asynchronous(self) -> bool:
-        """Whether training goes on meanwhile."""
+        """Whether the call returns before the save is committed."""
         return self.way is not Way.DCP
 
     @property
     def own(self) -> bool:
-        """Whether this package runs it, and not DCP."""
+        """Whether this package runs the save, rather than DCP."""
         return self.way is Way.PACKAGE
 
     @property
     def background(self) -> bool:
-        """Whether what runs it may go on before the commit."""
+        """Whether the thread that runs the save need not wait for the commit."""
         return self.own or (self.asynchronous and self.config.commit == "background")

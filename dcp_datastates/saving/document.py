@@ -1,4 +1,4 @@
-"""What the coordinator publishes: the bytes of ``.metadata``, made of the plan and of all ranks' results."""
+"""The bytes of ``.metadata``, made from the plan and all ranks' results, for the coordinator to publish."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dcp_datastates.storage.claims import Claim
 __all__ = ["DCP_VERSION", "document"]
 
 DCP_VERSION: Final = "1.0.0"
-"""What stock DCP of torch 2.11 to 2.13 notes as ``Metadata.version``."""
+"""The value that stock DCP of torch 2.11 to 2.13 writes as ``Metadata.version``."""
 
 
 def document(
     meta: StorageMeta, claim: Claim, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
 ) -> bytes:
-    """The bytes of ``.metadata``. Completes ``metadata``, unless they are :class:`PlannedMetadata`.
+    """The bytes of ``.metadata``. Completes ``metadata`` in place, unless it is a :class:`PlannedMetadata`.
 
     Args:
-        meta: what DCP notes of the storage.
+        meta: DCP's description of the storage.
         claim: how the attempt was claimed.
-        metadata: what the planner made.
-        results: of every rank's ``write_data``.
+        metadata: the planner's metadata.
+        results: every rank's results of ``write_data``.
 
-    Raises :class:`ConfigurationError` if the metadata hold what cannot be read again.
+    Raises :class:`ConfigurationError` if the metadata contain a value that could not be read back.
     """
     if isinstance(metadata, PlannedMetadata):
         return _planned_document(meta, claim, metadata)

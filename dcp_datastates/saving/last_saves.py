@@ -1,4 +1,4 @@
-"""The last saves of a process: they are finished before it ends, and before it destroys its process groups."""
+"""A process finishes its last saves before it ends, and before it destroys its process groups."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FIRST_LINE_SECONDS = 3.0
 
 
 def finish_saves() -> None:
-    """Return when no save is in flight, or each has been waited for as long as its ``exit_timeout``.
+    """Wait until no save is in flight, for each save at most its ``exit_timeout``.
 
-    What is not committed by then fails, which is logged. Never raises.
+    A save that is not over by then fails, which is logged. Never raises.
     """
     began = time.monotonic()
     log = WaitLog(logger, "the end of this process", _FIRST_LINE_SECONDS)

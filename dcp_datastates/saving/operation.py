@@ -1,12 +1,12 @@
 """One save on this rank, from the call to its outcome.
 
-How far it has come (:class:`Phase`), each once, and never back::
+A save passes through these phases (:class:`Phase`), in order, and never goes back::
 
     STAGED ─► PLANNING ─► AGREED ─► COMMITTING
 
-Two more things happen to it, each once, in any phase: its *outcome* is known (``committed`` is done), and its
-*planning* has ended, however that went. It is over when both are so. A save that has failed on this rank may still owe
-the other ranks a vote: so the outcome is not a phase.
+Two more events happen to a save, each once, in any phase: its *outcome* becomes known (``committed`` is done), and its
+*planning* ends, with or without success. The save is over after both. A save that has failed on this rank may still owe
+the other ranks a vote, so the outcome is not a phase.
 """
 
 from __future__ import annotations
@@ -63,28 +63,28 @@ _POLL_SECONDS: Final = 0.1
 
 
 class Phase(IntEnum):
-    """How far a save has come on this rank."""
+    """The phases of a save on this rank."""
 
     STAGED = 0
-    """Called for; its turn to be planned has not come."""
+    """The call has returned; the save waits for its turn to be planned."""
     PLANNING = 1
-    """The ranks plan it."""
+    """The ranks are planning the save."""
     AGREED = 2
-    """The coordinator's ticket is here: all ranks will vote on it."""
+    """The coordinator's ticket has arrived: all ranks will vote on the save."""
     COMMITTING = 3
-    """What this rank has written, or why it has not, is with the commit thread."""
+    """The commit thread has this rank's part: its files, or the reason why it failed."""
 
 
 class SaveOperation:
-    """See the module. Its methods are in the order of a save's life, by the threads that call them.
+    """One save on this rank. The methods are grouped by the threads that call them, in the order of a save's life.
 
     Args:
-        call: what was called for.
-        stats: what it costs.
-        session: for a planner that knows this package; None if DCP plans by itself.
-        reads: of an asynchronous save.
-        error: what it has failed with already, on this rank.
-        left_out: why this rank leaves it out, a key of :data:`LEFT_OUT`; 0 if it does not.
+        call: the call.
+        stats: the save's statistics, which it fills in.
+        session: the state for a planner that knows this package; None if DCP alone plans.
+        reads: the deferred reads of an asynchronous save; None for a synchronous one.
+        error: the error with which the save has already failed on this rank.
+        left_out: why this rank leaves the save out, a key of :data:`LEFT_OUT`; 0 if it does not.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class SaveOperation:
         self.committed: Final = AskedFuture(step_gate.open_windows)
         self.progress: Final = Progress(call.config.read_deadline)
         self.doing = "waiting for its turn"
-        """What it waits for, in words."""
+        """What the save is waiting for, in words."""
         self._path = call.path
         self._place: Path | None = None
-        # Where the ranks meet, should the job destroy its group meanwhile:
+        # Keeps the store alive if the job destroys its process group meanwhile.
         self._store = call.group.rank_set.store
         self._lock = ProcessLock()  # guards what follows
         self._phase = Phase.STAGED
         self._error = error
         self._left_out = left_out
-        self._listens = False  # for lost ranks
+        self._listens = False  # whether the failure detector calls _lost()
         self._planning_over = False
         self._ticket: Ticket | None = None
         self._claim: Claim | None = None
@@ -125,32 +125,32 @@ class SaveOperation:
 
     @property
     def path(self) -> Path | None:
-        """The checkpoint's directory, as the user names it; None until DCP says."""
+        """The checkpoint's directory, as the user named it; None until DCP passes it."""
         return self._path
 
     @property
     def phase(self) -> Phase:
-        """How far it has come."""
+        """The present phase."""
         return self._phase
 
     @property
     def error(self) -> BaseException | None:
-        """What its planning fails with on this rank; None so far."""
+        """The error with which planning fails on this rank; None if there is none so far."""
         return self._error
 
     @property
     def failed(self) -> bool:
-        """Whether there is such an :attr:`error`."""
+        """Whether there is an :attr:`error`."""
         return self._error is not None
 
     @property
     def left_out(self) -> int:
-        """Why this rank leaves it out, a key of :data:`LEFT_OUT`; 0 if it does not."""
+        """Why this rank leaves the save out, a key of :data:`LEFT_OUT`; 0 if it does not."""
         return self._left_out
 
     @property
     def exit_timeout(self) -> float:
-        """Seconds that the end of the process waits for it."""
+        """How long the end of the process waits for the save, in seconds."""
         return self.call.config.exit_timeout
 
     @property
@@ -160,34 +160,36 @@ class SaveOperation:
 
     @property
     def over(self) -> bool:
-        """Whether its outcome is known and its planning has ended."""
+        """Whether the outcome is known and planning has ended."""
         return self.committed.done() and (self.turn is None or self.turn.ended)
 
     def blame(self, error: BaseException) -> BaseException:
-        """Its planning fails with ``error`` on this rank, unless it has failed before; returns what it fails with."""
+        """Let planning fail with ``error`` on this rank, unless it has failed already. Returns the error that
+        counts.
+        """
         with self._lock:
             self._error = self._error or error
             return self._error
 
     def fail(self, error: BaseException) -> None:
-        """This is the outcome on this rank, if none is known yet."""
+        """Set ``error`` as the outcome on this rank, if none is known yet."""
         self._resolve(error)
 
     def wait(self) -> None:
-        """Return when it is :attr:`over`; does not raise. Starts the reads of all saves in flight."""
+        """Wait until the save is :attr:`over`; does not raise. Starts the reads of all saves in flight."""
         log = WaitLog(logger, f"the wait for the save to {str(self.path)!r}")
         while not self.over:
             self.wait_briefly(_POLL_SECONDS)
             log.look(self.doing)
 
     def wait_briefly(self, seconds: float) -> None:
-        """:meth:`wait`, for at most ``seconds``."""
+        """Like :meth:`wait`, for at most ``seconds``."""
         done = self.committed.wait(seconds)
         if self.turn is not None and self.turn.join(seconds if done else 0.0):
-            self.end_planning()  # or no thread ever came for it
+            self.end_planning()  # in case no thread came to plan it
 
     def give_up(self, why: str) -> None:
-        """It is over here; what the other ranks and storage make of it is not waited for."""
+        """End the save here, without waiting for the other ranks or storage."""
         if self._phase < Phase.COMMITTING:
             self.fail(SaveAbandonedError(why))
         else:
@@ -196,9 +198,10 @@ class SaveOperation:
             self.turn.end()
 
     def leave_out(self, why: int) -> bool:
-        """Leave it out, if its planning has not begun: nothing is read, its memory is free. Whether that is so.
+        """Leave the save out if its planning has not begun: read nothing, free its memory. Returns whether it was left
+        out.
 
-        The thread that plans it tells the other ranks, and its future.
+        The planning thread then tells the other ranks, and resolves the future.
         """
         with self._lock:
             if self._phase > Phase.STAGED:
@@ -212,7 +215,7 @@ class SaveOperation:
     # ---- the thread that plans it, in the order of DCP's calls ---------------------------------------
 
     def begin(self) -> None:
-        """It is this save's turn: the collectives for it begin."""
+        """Start planning: it is this save's turn, and its collectives begin."""
         detector = self.group.detector
         with self._lock:
             self._phase = Phase.PLANNING
@@ -223,11 +226,11 @@ class SaveOperation:
             detector.listen(self._lost)
 
     def go_to(self, path: Path) -> None:
-        """DCP names the checkpoint's directory."""
+        """Set the checkpoint's directory, which DCP passes."""
         self._path = path
 
     def directory(self) -> Path:
-        """Where to. Raises :class:`ConfigurationError` if no path was given."""
+        """The checkpoint's directory. Raises :class:`ConfigurationError` if no path was given."""
         if self._path is None:
             raise ConfigurationError(
                 "no path to save to: construct DataStatesWriter(path), or pass checkpoint_id"
@@ -235,7 +238,7 @@ class SaveOperation:
         return self._path
 
     def place(self) -> Path:
-        """The directory itself, for all of this save: links are followed once, and may point elsewhere later."""
+        """The directory with symbolic links resolved, once for the whole save: links may point elsewhere later."""
         if self._place is None:
             self._place = Path(os.path.realpath(self.directory()))
         return self._place
@@ -243,7 +246,7 @@ class SaveOperation:
     def draw_ticket(self, world: int) -> Ticket:
         """Coordinator: claim an attempt at the path, for a save of ``world`` ranks.
 
-        Raises :class:`ConfigurationError` if these are not the ranks that commit together.
+        Raises :class:`ConfigurationError` if DCP saves with other ranks than those that commit.
         """
         group = self._group_of(world)
         if not group.is_coordinator:
@@ -255,24 +258,24 @@ class SaveOperation:
         local.make_directories(directory)
         claimed = claim(directory, group.neighbours)
         ticket = Ticket(claimed.attempt, group.draw(), world, group.first)
-        take(ticket)  # so that a later save knows it for stale
+        take(ticket)  # marks it as seen, so a later save finds it stale
         self._agree(ticket, claimed)
         return ticket
 
     def deliver(self, ticket: Ticket) -> None:
-        """Take the coordinator's choice; stale ones are left, see :class:`TicketCarrier`."""
+        """Accept the coordinator's ticket, unless it is stale (see :class:`TicketCarrier`)."""
         if self._phase < Phase.AGREED and take(ticket):
             self._agree(ticket, None)
 
     def ticket(self, rank: int) -> Ticket:
-        """What the coordinator chose. Raises if it has not reached this rank, which is ``rank`` for DCP."""
+        """The coordinator's ticket. Raises if it has not reached this rank, which is ``rank`` for DCP."""
         ticket = self._ticket
         if ticket is None:
             raise DataStatesError(
                 "the plan carries no ticket: prepare_global_plan was not called, or its plans not used"
             )
         if (error := self.committed.peek()) is not None:
-            raise error  # it was given up meanwhile
+            raise error  # the save was given up meanwhile
         group = self._group_of(ticket.world)
         if group.rank_set.rank != rank:
             raise ConfigurationError(
@@ -284,9 +287,9 @@ class SaveOperation:
         return ticket
 
     def submit(self, part: Part) -> None:
-        """This rank's part is on its way, or has failed: from here on it is the commit thread's. Any thread.
+        """Hand this rank's part, in progress or failed, to the commit thread. Any thread.
 
-        The first part counts; another one is cancelled.
+        The first part counts; any further part is cancelled.
         """
         with self._lock:
             round_ = self._round_with(part) if self._phase is Phase.AGREED else None
@@ -302,7 +305,7 @@ class SaveOperation:
         group.submit(round_)
 
     def consolidate(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Coordinator: all ranks' results are here. Returns with the outcome, unless ``background``."""
+        """Coordinator: provide all ranks' results for publication. Waits for the outcome, unless ``background``."""
         assert self._round is not None, "write_data() comes first"
         # The commit thread completes its own copy: DCP's thread may be pickling this one meanwhile.
         mine = metadata if isinstance(metadata, PlannedMetadata) else copy.copy(metadata)
@@ -312,12 +315,12 @@ class SaveOperation:
             vars(metadata).update(vars(mine))
 
     def abandon(self, error: BaseException) -> None:
-        """Coordinator: nothing comes of the results. Changes nothing once they were handed over."""
+        """Coordinator: give up waiting for the results. No effect after :meth:`consolidate`."""
         if self._round is not None:
             self._round.abandon(error)
 
     def end_planning(self) -> None:
-        """Planning is over for this save, whatever came of it. Idempotent; never waits. Any thread."""
+        """End this save's planning, with or without success. Idempotent; never waits. Any thread."""
         with self._lock:
             if self._planning_over:
                 return
@@ -344,7 +347,7 @@ class SaveOperation:
             self.group.detector.forget(self._lost)
 
     def submit_failure(self, error: BaseException) -> None:
-        """Vote against it, unless this rank's part is submitted. Any thread."""
+        """Vote against the save, unless this rank's part is submitted. Any thread."""
         self.submit(FailedPart(error))
 
     # ---- within ------------------------------------------------------------------------------------
@@ -376,7 +379,7 @@ class SaveOperation:
         self._resolve(outcome.exception())
 
     def _resolve(self, error: BaseException | None) -> None:
-        # The commit thread, the failure detector's and the planning thread may come at once: the first counts.
+        # The commit thread, the heartbeat thread and the planning thread may call this at once: the first call counts.
         with contextlib.suppress(InvalidStateError):
             if error is None:
                 self.committed.set_result(None)
@@ -391,12 +394,13 @@ class SaveOperation:
         log_outcome(self.call, self.path, self.stats, self.committed.peek())
 
     def _lost(self, losses: list[Loss]) -> None:
-        """In the failure detector's thread: ranks are lost, and DCP may wait for them until its group times out.
+        """Called by the failure detector's thread: ranks are lost, and DCP may wait for them until its process group
+        times out.
 
-        From the ticket on, all ranks have a round, and what it decides is the outcome: this rank votes against it.
+        Once the ticket is here, all ranks have a round, which decides the outcome: this rank votes against the save.
         """
         if self._world() == 1:
-            return  # it is saved without the other ranks
+            return  # this save does not involve other ranks
         if self._phase is Phase.COMMITTING or self.committed.done():
             return
         error = RankLostError("; ".join(map(str, losses[:3])))
@@ -408,8 +412,8 @@ class SaveOperation:
         else:
             self.fail(error)
         if self.reads is not None:
-            # In a thread of its own, as it waits for reads, behind which a device may have the very
-            # collective that hangs: a failure detector that waits is a lost one.
+            # In a separate thread: this waits for reads, and on the device these may wait behind the very collective
+            # that hangs. The heartbeat thread must never block.
             threading.Thread(
                 target=self.reads.fail, args=(error,), name="dcp_datastates-give-up"
             ).start()

@@ -1,4 +1,4 @@
-"""The one line of the log that every save ends in."""
+"""The line of the log that every save ends with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def log_outcome(
     call: SaveCall, path: Path | None, stats: SaveStats, error: BaseException | None
 ) -> None:
-    """Log what came of the save to ``path``: committed, or failed with ``error``."""
+    """Log the outcome of the save to ``path``: committed, or failed with ``error``."""
     seconds = time.monotonic() - call.began
     if error is None:
         level = logging.INFO if call.group.is_coordinator else logging.DEBUG

@@ -1,4 +1,4 @@
-"""The saves of one writer: the newest one, and those whose outcome is not known or not told yet."""
+"""The saves of one writer: the newest, and those whose outcome the caller does not know yet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Saves"]
 
 
 class Saves:
-    """See the module. Any thread."""
+    """The saves of one writer that :meth:`wait` waits for. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()  # guards what follows
@@ -18,20 +18,20 @@ class Saves:
 
     @property
     def newest(self) -> SaveOperation | None:
-        """The one that was added last."""
+        """The save that was added last."""
         return self._newest
 
     def add(self, save: SaveOperation) -> None:
-        """``save`` was called for."""
+        """Add a new save."""
         with self._lock:
             self._newest = save
             self._kept = [other for other in self._kept if not _is_told(other)]
             self._kept.append(save)
 
     def wait(self) -> None:
-        """Return when the outcome of each is known. Raises what a save failed with that its caller did not ask about.
+        """Wait until every save is over. Raises the error of a failed save whose outcome the caller has not asked for.
 
-        That is so only of saves that a thread need not wait for (``commit="background"``).
+        Only saves with ``commit="background"`` raise here: for the others, the future or DCP's call raises.
         """
         with self._lock:
             saves = list(self._kept)
@@ -45,7 +45,7 @@ class Saves:
 
 
 def _is_told(save: SaveOperation) -> bool:
-    """Whether the save's outcome is known, and was told if it must be."""
+    """Whether the save is over, and the caller knows its outcome or need not be told."""
     return save.over and (
         not save.call.background or save.committed.asked or save.committed.peek() is None
     )

@@ -1,6 +1,6 @@
-"""The files of a plan, for the engine: what the planner resolves its items to, in the places of their layout.
+"""The files of a plan, for the engine: resolves each item of the plan, and puts the data at its place in the layout.
 
-For plans of any planner. What a :class:`SharesPlanner` planned and laid out before goes a shorter way
+This works with any planner. A plan that a :class:`SharesPlanner` has cached takes a shorter way
 (``planning/prepared_write.py``).
 """
 
@@ -42,16 +42,16 @@ class _Columns:
 
 @dataclass(eq=False)
 class Sources:
-    """What the planner resolves the items of a plan to."""
+    """The data that the planner resolves a plan's items to."""
 
     engine: Engine
     planner: SavePlanner
     reads: DeferredReads | None
     keep: list[Any]
-    """What must stay alive until it has been read."""
+    """Objects that must stay alive until they have been read."""
     progress: Progress
     devices: set[int] = field(default_factory=set)
-    """Those with tensors that are not among the deferred ones: what made these may still be under way."""
+    """Devices of tensors that are not deferred: the kernels that compute these tensors may still be running."""
 
 
 def files_to_write(
@@ -60,7 +60,7 @@ def files_to_write(
     layouts: Sequence[FileLayout],
     paths: Sequence[Path],
 ) -> tuple[list[SaveFile], list[SealedFile]]:
-    """The files at ``paths`` with these ``items`` in them, as laid out.
+    """The files at ``paths``, with these ``items`` laid out in them.
 
     Raises :class:`UnsupportedStateError`, :class:`UnsupportedTensorError`, and what ``resolve_data`` raises.
     """
@@ -81,7 +81,7 @@ def resolve_object(planner: SavePlanner, item: WriteItem) -> memoryview:
     """The bytes of a BYTE_IO item. Raises :class:`UnsupportedStateError` if it does not pickle."""
     try:
         data = planner.resolve_data(item)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:  # as pickle says no
+    except (pickle.PicklingError, TypeError, AttributeError) as error:  # pickle raises any of these
         raise UnsupportedStateError(
             f"object {item.index.fqn!r} of the state cannot be stored: {type(error).__name__}: {error}"
         ) from error
@@ -128,7 +128,7 @@ def _add_tensors(
 def _resolve_tensor(
     sources: Sources, item: WriteItem, entry: TensorEntry
 ) -> tuple[torch.Tensor, int]:
-    """The tensor with the bytes that ``entry`` describes, and where it is: in reach of the engine."""
+    """The tensor with the bytes that ``entry`` describes, in memory that the engine can read, and its device."""
     data = sources.planner.resolve_data(item)
     name = item.index.fqn
     if not isinstance(data, torch.Tensor):

@@ -1,4 +1,4 @@
-"""How a save starts: staged in the training thread, taken up by the thread that plans it."""
+"""How a save starts: the training thread stages it, and the thread that plans it takes it up."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def stage_save(
     state_dict: Mapping[str, Any],
     planned_here: bool,
 ) -> SaveOperation:
-    """What a call of ``async_save`` does in the training thread: stage the state, hold optimizers back.
+    """The part of ``async_save`` in the training thread: stage the state, and arm the step gate for deferred reads.
 
     Args:
         group: the ranks that commit together.
-        config: the writer's.
-        way: who runs the save.
-        path: where to; None if DCP will say.
-        state_dict: what to save.
-        planned_here: whether the planner may know this package, and need not be given the state.
+        config: the writer's configuration.
+        way: which API and thread run the save.
+        path: the checkpoint's directory; None if DCP passes it later.
+        state_dict: the state to save.
+        planned_here: whether the planner may know this package, and so need not receive the state.
 
-    Waits for room, by ``when_behind``. What fails on this rank is raised here if it is alone; else the save carries
-    it to the other ranks.
+    May wait for earlier saves, according to ``when_behind``. If staging fails, a rank alone raises the error here;
+    otherwise the save carries the error, and planning tells the other ranks.
     """
     began = time.perf_counter()
     left_out = make_room(config.max_in_flight, config.when_behind)
@@ -86,11 +86,11 @@ def stage_save(
         if config.read_window != "immediate" and staged.deferred.sizes:
             step_gate.arm_backward()
         if planned_here:
-            # On DCP's own way, DCP has the state itself.
+            # With dcp.async_save, DCP has the state itself.
             state = reads.state if call.own else None
             ranks = group.rank_set
             session = Session(group.name, ranks.rank, ranks.world, staged, state)
-            # Now: the tensors may have other forms by the time that they are planned.
+            # Look now: the tensors' shapes may change before they are planned.
             session.look()
     save = SaveOperation(call, stats, session, reads, failure, left_out)
     enter(save)
@@ -114,12 +114,12 @@ def _stage(call: SaveCall, state_dict: Mapping[str, Any]) -> tuple[StagedState, 
 
 
 def start_synchronous(group: CommitGroup, config: WriterConfig, path: Path | None) -> SaveOperation:
-    """A save that DCP runs in the calling thread, when those before it are planned. Starts their reads.
+    """Start a save that DCP runs in the calling thread, after all earlier saves are planned. Starts their reads.
 
-    Raises :class:`SaveStalledError` if they make no progress.
+    Raises :class:`SaveStalledError` if the earlier saves make no progress.
     """
-    step_gate.open_windows()  # no backward pass comes while this thread waits here
-    # In a signal handler, what these need may be held by the very frame that it interrupts.
+    step_gate.open_windows()  # no backward pass can begin while this thread waits
+    # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
     stall = Stall(logger, "this save", config.commit_timeout)
     await_all(lambda: stall.look(moved(None), "the saves before it to be planned"))
     call = SaveCall(group, config, Way.DCP, path, next_order(), group.missed)
@@ -130,24 +130,24 @@ def start_synchronous(group: CommitGroup, config: WriterConfig, path: Path | Non
 
 @dataclass(frozen=True, eq=False)
 class TakenUp:
-    """A save in the thread that plans it."""
+    """A save, as the thread that plans it has taken it up."""
 
     save: SaveOperation
     state: dict[Any, Any]
-    """What DCP is given to plan; empty where the planner asks the session for it, or the save has failed."""
+    """The state that DCP plans; empty if the planner asks the session for it, or the save has failed."""
     ahead: Ahead | None = None
-    """What is read before it is planned."""
+    """The reads that have begun before planning."""
 
 
 def take_up(save: SaveOperation, planner: SharesPlanner | None = None) -> TakenUp:
-    """The calling thread plans ``save``: returns when its turn has come.
+    """Make the calling thread the one that plans ``save``; returns when it is the save's turn.
 
-    What goes wrong is in ``save.error``, and raised in DCP's first step: there it is told to the other ranks, and here
-    they would wait.
+    An error here goes to ``save.error``, and DCP's first step raises it: there the other ranks learn of it. If it were
+    raised here, they would wait.
 
     Args:
-        save: an asynchronous one.
-        planner: what will plan it, if it may know what to read ahead.
+        save: an asynchronous save.
+        planner: the planner, if it may know what to read ahead.
     """
     assert save.turn is not None
     assert save.reads is not None
@@ -157,8 +157,8 @@ def take_up(save: SaveOperation, planner: SharesPlanner | None = None) -> TakenU
         if not save.failed:
             save.reads.begin()
             if planner is not None and save.call.config.when_behind == "wait":
-                # Before this save's turn, so that its reads wait for no other's bookkeeping. Here, and
-                # not in the training thread, which has better things to do.
+                # Before this save's turn, so that its reads do not wait for other saves' planning; and in this thread,
+                # so that training does not wait.
                 ahead = _read_ahead(save, planner)
     except Exception as error:
         save.blame(error)
@@ -167,13 +167,13 @@ def take_up(save: SaveOperation, planner: SharesPlanner | None = None) -> TakenU
     state: dict[Any, Any] = {}
     try:
         save.begin()
-        # A planner that knows this package asks the session for the state, and mostly need not.
+        # A planner that knows this package gets the state from the session, and mostly does not need it.
         if not (save.failed or (save.call.own and save.session is not None)):
             state = save.reads.state()
     except Exception as error:
         save.blame(error)
     if save.error is not None:
-        save.reads.fail(save.error)  # its memory is free at once
+        save.reads.fail(save.error)  # frees its memory at once
     return TakenUp(save, state, ahead)
 
 
@@ -183,7 +183,7 @@ def _read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
         return read_ahead(save, planner)
     except DataStatesError:
         raise
-    except Exception:  # then it is read when it is planned
+    except Exception:  # then the state is read after planning
         logger.exception("could not read ahead")
         save.reads.discard()
         return None

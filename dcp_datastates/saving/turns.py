@@ -1,7 +1,7 @@
-"""DCP's bookkeeping takes turns: one save's collectives at a time, in the order of the saves.
+"""Saves take turns at planning: one save's collectives at a time, in the order of the saves.
 
-Two threads that run collectives on one process group at once mix up each other's messages. DCP starts a
-thread per asynchronous save and has no order among them, so this package gives each a turn.
+If two threads run collectives on one process group at once, their messages get mixed up. DCP starts a thread per
+asynchronous save and does not order them, so this package gives each save a turn.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _last: Turn | None = None
 
 
 class Turn:
-    """A place in the order of this process's saves, taken when it is made.
+    """A save's place in the order of this process's saves; constructing it takes the place.
 
-    The turn lasts from the end of the one before it until :meth:`end`. A thread that dies without ending its turn does
-    not block the ones behind, nor does one that does not come for it within a minute, or that lives on for a minute
-    after its save was committed: DCP's last collective is over by then.
+    The turn lasts from the end of the previous turn until :meth:`end`. It also ends if its thread dies, if no thread
+    comes for it within a minute, or if the thread still lives a minute after the save was committed: DCP's last
+    collective is over by then.
 
     Args:
-        expected: whether a thread of DCP's comes for it at once; else this package ends it for certain.
+        expected: whether a DCP thread comes for it at once. If not, this package always ends the turn itself.
     """
 
     def __init__(self, *, expected: bool = True) -> None:
@@ -46,11 +46,11 @@ class Turn:
             self._previous, _last = _last, self
 
     def come(self) -> None:
-        """The calling thread becomes its thread: what it does before :meth:`wait` may take its time."""
+        """Make the calling thread the turn's thread. It may then work for any time before :meth:`wait`."""
         self._thread = threading.current_thread()
 
     def wait(self, look: Callable[[], None] = lambda: None) -> None:
-        """Block, without the GIL, until it is this turn; the calling thread becomes its thread.
+        """Block, without the GIL, until this turn begins; makes the calling thread the turn's thread.
 
         Calls ``look`` now and then.
         """
@@ -59,11 +59,11 @@ class Turn:
         self._previous = None
 
     def committed(self) -> None:
-        """Its save is committed on all ranks. Any thread."""
+        """Note that the save is committed on all ranks. Any thread."""
         self._committed = time.monotonic()
 
     def end(self) -> None:
-        """Let the next one go. Idempotent, any thread."""
+        """End the turn; the next may begin. Idempotent. Any thread."""
         self._ended.set()
 
     @property
@@ -72,7 +72,7 @@ class Turn:
         return self._ended.is_set()
 
     def join(self, seconds: float) -> bool:
-        """Whether this turn has ended within ``seconds``, for which it blocks without the GIL."""
+        """Block, without the GIL, up to ``seconds`` until this turn has ended; return whether it has."""
         return _await(self, seconds)
 
     def _gone(self) -> bool:
@@ -86,7 +86,7 @@ class Turn:
 def await_all(look: Callable[[], None] = lambda: None) -> None:
     """Block until every turn taken so far has ended (for a save that runs in the caller's thread).
 
-    Calls ``look`` now and then; what it raises ends the wait.
+    Calls ``look`` now and then; an error that it raises ends the wait.
     """
     with _lock:
         last = _last

@@ -1,6 +1,6 @@
-"""Carrying out one rank's part of a plan: resolve, lay out, hand over to the engine, see it read.
+"""Carries out one rank's part of a plan: resolve it, lay it out, hand it to the engine, and wait until it is read.
 
-What comes after, up to durable files, is waited for by the commit thread, through :class:`WrittenPart`.
+The commit thread waits for the files to be durable, through :class:`WrittenPart`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class WrittenPart:
         self._nbytes = nbytes
 
     def wait(self, seconds: float) -> bool:
-        """Whether the files are durable, or have failed and nothing touches them any more."""
+        """Wait up to ``seconds`` until the files are durable, or have failed and are no longer written; return whether
+        they are.
+        """
         job = self._job
         if not job.wait(seconds):
             return False
@@ -72,7 +74,7 @@ class WrittenPart:
 
     @property
     def error(self) -> BaseException | None:
-        """Why they failed; None while under way, and once durable."""
+        """Why the files failed; None while they are in progress, and once they are durable."""
         fault = self._job.fault
         return None if fault is None else _error(fault, self._nbytes)
 
@@ -82,34 +84,36 @@ class WrittenPart:
         return self._job.bytes_read + self._job.bytes_written
 
     def cancel(self) -> None:
-        """Fail them if they are not durable. Returns at once."""
+        """Fail the files if they are not durable yet. Returns at once."""
         self._job.cancel()
 
 
 @dataclass(frozen=True, eq=False)
 class _Content:
-    """The files of a share and what is known of them."""
+    """The files of a share, with their layouts and fences."""
 
     files: list[SaveFile]
     sealed: Sequence[SealedFile]
     layouts: Sequence[FileLayout]
     fences: list[DeviceEvent]
-    """What copies by devices come after."""
+    """Events that device copies must wait for."""
     report: Report | None = None
     readers: list[DeviceEvent] = field(default_factory=list)
-    """What this thread had devices make of tensors on the way."""
+    """Events of the kernels that this thread has launched to resolve tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
-    """A save that is being read before it is planned."""
+    """The reads of a save that began before it was planned."""
 
     share: Share
     content: _Content
 
 
 def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
-    """Begin to read what will be written if nothing has changed; None if that is not known, or must wait."""
+    """Begin to read the data that this rank writes if the plan is unchanged. None if the plan is unknown, or reads must
+    wait.
+    """
     session, reads = save.session, save.reads
     if session is None or session.staged is None or not session.staged.is_plain():
         return None
@@ -143,18 +147,18 @@ def write_plan(
     rank: int,
     ahead: Ahead | None = None,
 ) -> tuple[list[Any], WrittenPart]:
-    """Begin to write the items of ``plan``, this rank's of ``save``; returns when all has been read, and was whole.
+    """Begin to write ``plan``, this rank's part of ``save``; returns when all of its data are read and unchanged.
 
-    The results name every item's place, and every file's size in a result of its own
-    (:class:`FileRecord`); where the planner knows this package, all is in one :class:`Told`. On an error nothing is
-    under way any more. ``rank`` is the one that files are named after.
+    There is one result per item, with its place, and one per file, with its size (:class:`FileRecord`). If the planner
+    knows this package, one :class:`Told` replaces them. When an error is raised, no read or write is in progress.
+    ``rank`` is the rank in the files' names.
     """
     return _write(_Write(save, plan, planner, _share_of(save, planner), attempt, rank), ahead)
 
 
 @dataclass(frozen=True, eq=False)
 class _Write:
-    """What is written: see :func:`write_plan`."""
+    """The arguments of :func:`write_plan`."""
 
     save: SaveOperation
     plan: SavePlan
@@ -163,7 +167,7 @@ class _Write:
     attempt: Attempt
     rank: int
     keep: list[Any] = field(default_factory=list)
-    """What must stay alive until it has been read."""
+    """Objects that must stay alive until they have been read."""
 
     @property
     def folder(self) -> Path:
@@ -231,7 +235,7 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
             while not job.wait(_POLL_SECONDS):
                 pass
         raise
-    write.keep.clear()  # all is read: the copies may go, and the tensors
+    write.keep.clear()  # all is read: release the copies and the tensors
     part = WrittenPart(job, stats, nbytes)
     items = write.plan.items
     if share is None:
@@ -243,7 +247,7 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
 
 
 def _directories(folder: Path, files: Sequence[object]) -> list[str]:
-    """What to sync, for the entries of these files."""
+    """The directories to sync, for the entries of these files."""
     return [str(parent) for parent in local.sync_directories(folder)] if files else []
 
 
@@ -288,11 +292,13 @@ def _told(share: Share, report: Report, samples: bytes) -> Told:
 
 
 def _remember_told(save: SaveOperation, share: Share, digest: bytes) -> None:
-    """When the save is committed, the coordinator has what this rank told it, and need not be told again."""
+    """Once the save is committed, remember that the coordinator has this rank's report, and need not receive
+    it again.
+    """
     whole = share.whole
 
     def note(committed: Future[None]) -> None:
-        # After a failure, what the coordinator remembers is not known.
+        # After a failure it is unknown which report the coordinator has.
         known = save.committed.peek() is None and share.sent == digest
         share.told = {whole: digest} if known else {}
 
@@ -302,8 +308,8 @@ def _remember_told(save: SaveOperation, share: Share, digest: bytes) -> None:
 def check_shared(folder: Path, rank: int) -> None:
     """Raise :class:`ConfigurationError` unless this rank sees the directory that the coordinator made.
 
-    It is made once more, and must be there: that asks the server of a network file system, which a look does not, for
-    half a minute after a process has looked for it in vain.
+    Create the directory again, which must fail because it exists. Creating asks the server of a network file system; a
+    lookup may use a cached "missing" for half a minute.
     """
     made = local.make_directories(folder, "share")
     if not made:
@@ -318,9 +324,9 @@ def check_shared(folder: Path, rank: int) -> None:
 
 
 def _error(fault: Fault, nbytes: int) -> DataStatesError:
-    """Of a job that was to write ``nbytes`` bytes."""
+    """The error for the ``fault`` of a job that was to write ``nbytes`` bytes."""
     if fault.kind == "io":
-        # The system's error adds its number and the path.
+        # StorageError adds the number and the path itself.
         text = fault.message.replace(f" of '{fault.path}'", "").replace(
             f" (errno {fault.errno})", ""
         )

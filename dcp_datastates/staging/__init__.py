@@ -1,1 +1,1 @@
-"""What is read at the call, what later, and until when: the deferred reads of a save."""
+"""Staging: copies the eager tensors at the call, and reads the deferred ones before they change."""

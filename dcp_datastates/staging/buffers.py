@@ -1,4 +1,4 @@
-"""Host memory for eager copies: a slab of the host cache, so that the cache's size bounds it."""
+"""Host memory for eager copies: a slab of the host cache, so that ``host_cache_size`` bounds it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.1
 
 _SMALL_BYTES: Final = 1 << 20
-"""Eager copies up to this size live in ordinary memory: a cache segment each would be a waste."""
+"""Eager copies up to this size use ordinary memory: a cache segment for each would waste space."""
 
 
 class EagerBuffers:
-    """Allocates for one save; keeps what it took as ``slab``."""
+    """Allocates the buffer for one save's eager copies; ``slab`` is the memory that it took from the host cache."""
 
     def __init__(self, native: Engine, order: int) -> None:
         self._engine = native
@@ -29,8 +29,8 @@ class EagerBuffers:
         self.slab: Slab | None = None
 
     def allocate(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """A ``uint8`` tensor of ``nbytes``, in the cache (which is pinned) if possible, or if it is large. May wait
-        for older saves to leave the cache.
+        """A ``uint8`` tensor of ``nbytes``: from the cache, which is pinned, unless it is small and not ``pinned``, or
+        does not fit. May wait for older saves to leave the cache.
         """
         if nbytes <= _SMALL_BYTES and not pinned:
             return torch.empty(nbytes, dtype=torch.uint8)
@@ -45,13 +45,13 @@ class EagerBuffers:
             return torch.empty(nbytes, dtype=torch.uint8)
         self.slab = self._engine.slab(nbytes, self._order, 0.0)
         while self.slab is None:
-            # The space is held by saves whose reads would wait for a backward pass, which cannot come
-            # before this call returns.
+            # Other saves hold the space. Start their reads: the backward pass that they wait for cannot begin before
+            # this call returns.
             step_gate.open_windows()
             self.slab = self._engine.slab(nbytes, self._order, _POLL_SECONDS)
         return torch.frombuffer(self.slab, dtype=torch.uint8)
 
     def release(self) -> None:
-        """Give the slab back after staging has failed."""
+        """Return the slab after staging has failed."""
         if self.slab is not None:
             self.slab.release()

@@ -1,13 +1,13 @@
-"""Deferred tensors by group, and how a change to one before its read is noticed.
+"""Change detection: groups of deferred tensors, and checks that none changed before it was read.
 
-Behind the step gate, which holds optimizers back, this looks for writes that slip past it: the version
-counter of each tensor where it moves, and a few words of its memory. A write that moves no counter and
-misses every sampled word goes unseen; so sampling is a second line, not the guarantee.
+The step gate holds optimizers back. This module detects writes that bypass the gate: it compares each tensor's version
+counter, and a few sampled words of its memory. A write that changes neither the counter nor a sampled word goes
+undetected, so sampling is a second line of defence, not the guarantee.
 
-Memory that was moved, resized or freed is noticed for certain: the address and the size of each storage are
-compared from before the reads to after them. Holding a storage keeps the object, and not its memory. What moves
-memory under a storage from C++ (``tensor.resize_()`` to more, an ``out=`` that grows) only ever makes it larger, so
-it cannot come back to where it was unseen; the rest goes through methods that the step gate holds back.
+Memory that was moved, resized or freed is always detected: the address and size of each storage are compared before and
+after the reads. (A reference to a storage keeps the object alive, not its memory.) C++ code that moves a storage's
+memory (``tensor.resize_()`` to a larger size, an ``out=`` that grows) only ever enlarges it, so a move cannot be undone
+unseen; all other moves go through methods that the step gate holds back.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ = ["Portion", "Regions", "portions"]
 
 @dataclass
 class Portion:
-    """The deferred tensors of one group: read, checked and let go together."""
+    """The deferred tensors of one group, which are read, checked and released together."""
 
     group: int
     deferred: DeferredTensors
-    """Of this group only."""
+    """The tensors of this group only."""
     seed: int
     settled: bool = False
-    """Was whole when all was read; or (on a device) when the first gate let go, behind whose streams all is read.
-    What it holds may change from then on.
+    """The tensors were unchanged when all reads were done; or, on a device, when the first gate let an optimizer pass,
+    whose stream waits for the reads. From then on the tensors may change.
     """
     read: bool = False
-    """All was read, as the host has seen, from the memory that was there before. That may move from then on."""
+    """The host has seen all reads end, from unmoved memory. From then on the memory may move."""
 
     def __post_init__(self) -> None:
         locals_ = self.deferred.columns.locals
         self.on_device = set(self.deferred.devices) != {HOST}
-        """Whether the gate holds streams, and not only the host."""
-        # A word of a device's memory cannot be had without waiting for it.
+        """Whether the gate must hold streams, and not only the host."""
+        # Sampling a word of a device's memory would wait for the device.
         self._sizes = self.deferred.sizes
         if self.on_device:
             self._sizes = [
@@ -56,27 +56,27 @@ class Portion:
             ]
         try:
             self._versions = [tensor._version for tensor in locals_]
-        except RuntimeError:  # an inference tensor among them
+        except RuntimeError:  # one of them is an inference tensor
             self._versions = list(map(_version, locals_))
         self._samples = sample_words(self.deferred.addresses, self._sizes, self.seed)
         self._storages: dict[torch.UntypedStorage, None] | None = None
-        self._memory: list[tuple[int, int]] = []  # of each storage, once pin() was called
+        self._memory: list[tuple[int, int]] = []  # address and size of each storage, set by pin()
 
     @property
     def storages(self) -> dict[torch.UntypedStorage, None]:
-        """Of its tensors, kept from the first look on. They compare by identity: torch keeps one object for each."""
+        """The tensors' storages, cached. They compare by identity: torch keeps one object per storage."""
         if self._storages is None:
             locals_ = self.deferred.columns.locals
             self._storages = dict.fromkeys(map(torch.Tensor.untyped_storage, locals_))
         return self._storages
 
     def pin(self) -> None:
-        """Before the reads: note where the memory is.
+        """Before the reads: note the address and size of each storage.
 
-        Raises :class:`SnapshotTornError` if a tensor has other memory now than at the call, so that the planner
-        may have resolved the wrong bytes.
+        Raises :class:`SnapshotTornError` if a tensor's memory is not that of the call: the planner may have resolved
+        the wrong bytes.
         """
-        self._memory = self._look()  # first: from here on, no storage can go
+        self._memory = self._look()  # first: this keeps the storages alive
         columns = self.deferred.columns
         moved = list(
             map(operator.ne, map(torch.Tensor.data_ptr, columns.locals), self.deferred.addresses)
@@ -89,10 +89,10 @@ class Portion:
             raise _moved(columns.name(moved.index(True)))
 
     def check_memory(self) -> None:
-        """After the reads: raise :class:`SnapshotTornError` if the memory was not there all the time.
+        """After the reads: raise :class:`SnapshotTornError` if the memory has moved since :meth:`pin`.
 
-        Another thread may find that it was, and let it move, meanwhile: hence ``read`` is looked at last. (So is
-        ``settled`` by :meth:`check`.)
+        Read the flag ``read`` last: another thread may complete this check meanwhile, and let the memory move. (For the
+        same reason :meth:`check` reads ``settled`` last.)
         """
         memory = self._look()
         if memory == self._memory or self.read:
@@ -109,8 +109,8 @@ class Portion:
         return list(zip(map(kind.data_ptr, storages), map(kind.nbytes, storages), strict=True))
 
     def check(self) -> None:
-        """Raise :class:`SnapshotTornError` if a tensor does not hold what it held when this was made, unless it may."""
-        # The memory may go at any moment, by the hand of a thread that holds no lock of Python's.
+        """Raise :class:`SnapshotTornError` if a tensor has changed since construction and is not ``settled``."""
+        # A thread without the GIL may free the memory at any moment.
         samples = sample_words(self.deferred.addresses, self._sizes, self.seed, guarded=True)
         versions = list(map(_version, self.deferred.columns.locals))
         if (samples == self._samples and versions == self._versions) or self.settled:
@@ -166,7 +166,7 @@ class Regions:
             )
         )
         for start, end, group in spans:
-            if self._ends and start < self._ends[-1]:  # one storage, hence one group
+            if self._ends and start < self._ends[-1]:  # views of one storage, hence of one group
                 self._ends[-1] = max(self._ends[-1], end)
             else:
                 self._starts.append(start)

@@ -1,4 +1,4 @@
-"""One asynchronous save between the call and its last read: what the gate waits for, and who notices a tear.
+"""Deferred reads: one asynchronous save from the call to its last read.
 
 States, each entered once::
 
@@ -6,12 +6,13 @@ States, each entered once::
           │                        │                                      ─► settled (all read, none torn)
           └────────────────────────┴──────────────────────────────────────► failed
 
-``stage()`` runs in the training thread, everything from *begun* on in DCP's thread, ``release_for`` in the
-thread that steps an optimizer, ``release_memory`` in one that moves a tensor's memory.
+``stage()`` runs in the training thread; everything from *begun* on runs in the thread that plans the save (DCP's, or
+the planning thread); ``release_for`` in the thread that steps an optimizer; ``release_memory`` in a thread that moves a
+tensor's memory.
 
-There is no lock in here. A signal handler may interrupt the training thread anywhere and make a save of its
-own, which waits for the thread of this one: that one must not wait for what the interrupted frame holds. Where two
-threads may meet, one says first what it does and looks then what the other has said.
+This module uses no lock. A signal handler may interrupt the training thread anywhere and start a save, which waits for
+the thread of this save; that thread must not wait for a lock that the interrupted frame holds. Where two threads may
+race, each first sets its own flag and then reads the other's.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ __all__ = ["DeferredReads"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
-"""How often a waiting gate looks whether the thread it waits for still exists."""
+"""How often a waiting gate checks that the thread that plans the save is alive."""
 
 _YIELD_SECONDS: Final = 0.002
-"""How long DCP's thread leaves the GIL to the training thread before it begins to plan."""
+"""How long the thread that plans leaves the GIL to the training thread before it begins."""
 
 
 def _without_traceback(error: BaseException) -> BaseException:
-    """A copy that keeps no frames alive: they would hold the state's tensors, in a cycle with this."""
+    """A copy without traceback: its frames would retain the state's tensors, in a reference cycle."""
     try:
         return copy.copy(error)
     except Exception:
@@ -71,7 +72,7 @@ def _stop(job: SaveJob) -> None:
 
 
 _not_submitted: set[int] = set()
-"""Orders of the saves whose reads no native job has. Changed and copied by single operations, which are atomic."""
+"""Sequence numbers of saves without a native job yet. Only atomic operations change and copy the set."""
 
 
 @after_fork
@@ -80,16 +81,17 @@ def _forget_in_child() -> None:
 
 
 class DeferredReads:
-    """A staged state, its read window, and the promise that nothing in it is read late or torn.
+    """A staged state and its read window. Guarantees that no tensor is read late, or after it has changed.
 
-    Made in the training thread, in the call: from then on the optimizers that own deferred tensors are held back.
+    The training thread constructs it, in the call: from then on the step gate holds optimizers that own deferred
+    tensors.
 
     Args:
-        staged: what to read; None if staging has failed: then :meth:`fail` comes next.
-        slab: the host cache's memory that eager copies are in.
+        staged: the staged state; None if staging has failed. Then the caller calls :meth:`fail` next.
+        slab: the host cache's memory that holds the eager copies.
         window: opens when the deferred reads may start.
         order: the save's sequence number.
-        stats: where the time that gates waited is added up.
+        stats: the statistics to which the gates' waits are added.
         timeout: seconds without progress after which a gate no longer waits, and the save fails.
     """
 
@@ -118,9 +120,9 @@ class DeferredReads:
         self._job: SaveJob | None = None
         self._foreseen: SaveJob | None = None
         self._end: dict[None, BaseException | None] = {}
-        """How it ended: settled (None) or failed. ``setdefault`` is atomic: the first counts."""
+        """How the reads ended: settled (None) or failed. ``setdefault`` is atomic: the first entry counts."""
         self._wanted = False  # whether a thread waits for the reads
-        self._handed_over = Latch()  # set when _job is, or a failure
+        self._handed_over = Latch()  # set once there is a job or a failure
         if staged is None:
             return
         _not_submitted.add(order)
@@ -140,7 +142,7 @@ class DeferredReads:
 
     @property
     def ownership(self) -> Ownership:
-        """Which optimizers gate what, as of the call."""
+        """Which optimizers owned which tensors at the call."""
         return self._ownership
 
     @property
@@ -150,18 +152,18 @@ class DeferredReads:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why this save cannot be committed; None so far."""
+        """The error for which this save cannot be committed; None if there is none so far."""
         return self._end.get(None)
 
     def fail(self, error: BaseException) -> None:
-        """Give the save up: wake the gate, free its memory. The first reason stands; idempotent.
+        """Give the save up: wake waiting gates and free its memory. The first error counts; idempotent.
 
-        Changes nothing once all has been read. Returns when no native thread reads the deferred tensors any more.
+        No effect once all data are read. Returns when no native thread reads the deferred tensors any more.
         """
         failure = self._end.setdefault(None, _without_traceback(error))
         if failure is None:
             return
-        # A thread that starts a job looks for a failure after that, so here or there it is stopped.
+        # A thread that starts a job checks for a failure afterwards, so either this thread or that one stops the job.
         for job in (self._foreseen, self._job):
             if job is not None:
                 _stop(job)
@@ -177,11 +179,11 @@ class DeferredReads:
                 self.captured.set_result(None)
             else:
                 self.captured.set_exception(error)
-        except Exception:  # resolved before: the first outcome stands
+        except Exception:  # resolved already: the first outcome stands
             logger.debug("captured was resolved already")
 
     def _let_go(self) -> None:
-        """Drop what kept sources alive. The eager copies' cache segments are free from here on."""
+        """Drop the references to source tensors, and free the eager copies' cache segments."""
         step_gate.ungate(self)
         _not_submitted.discard(self.order)
         self._foreseen = None
@@ -199,11 +201,11 @@ class DeferredReads:
     # ---- the thread that steps an optimizer, or moves memory ------------------------------------
 
     def release_for(self, optimizer: Optimizer, on_host: bool) -> None:
-        """Return when ``optimizer`` may change what it owns; the GIL is free meanwhile.
+        """Return when ``optimizer`` may change the tensors that it owns; waits without the GIL.
 
-        Of memory on a device: when its copies are enqueued, and the calling thread's current stream there waits
-        for them; ``on_host``: when they are done. A failed or torn save lets go at once: its future tells. So does
-        one whose reads make no progress for the timeout: it has failed then.
+        For tensors on a device, returns when their copies are enqueued, and the calling thread's current stream there
+        waits for the copies; with ``on_host``, when the copies are done. Returns at once for a save that has failed or
+        is torn: its future raises. If the reads make no progress for the timeout, the save fails, and this returns.
         """
         self._release(
             [
@@ -221,8 +223,8 @@ class DeferredReads:
         )
 
     def release_memory(self, storage: torch.UntypedStorage) -> None:
-        """Return when nothing reads the memory of ``storage``, as :meth:`release_for` does. That of a device is
-        not the tensor's once it is freed, so its copies must be done.
+        """Return when no native thread reads the memory of ``storage``, like :meth:`release_for`. Device copies must be
+        done, not only enqueued: freed device memory may get another owner.
         """
         self._release(
             [
@@ -266,9 +268,9 @@ class DeferredReads:
                 )
 
     def _settle(self, portion: Portion, stall: Stall | None = None) -> None:
-        """Wait for the group's reads, then check that it is whole. Raises :class:`SnapshotTornError`."""
+        """Wait for the group's reads, then check that its tensors are unchanged. Raises :class:`SnapshotTornError`."""
         job = self._job
-        # If the save has failed nothing will be read, so there is nothing to wait for.
+        # After a failure there are no reads to wait for.
         if job is None or self.failure is not None or portion.read:
             return
         self._await(job.wait_read, portion, stall)
@@ -283,8 +285,9 @@ class DeferredReads:
     def _let_pass(
         self, portion: Portion, optimizer: Optimizer, on_host: bool, stall: Stall
     ) -> None:
-        """Of a group on devices: what the calling thread's current streams are given from now on comes after its
-        reads, which the host need not have seen the end of. Until the first who may change it passes, it must be whole.
+        """Let an optimizer pass the gate of a group on devices: make the calling thread's current streams wait for the
+        group's reads, without waiting for their end on the host. The group must be unchanged until the first optimizer
+        that may change it passes.
 
         Raises :class:`SnapshotTornError`, and :class:`DeviceError` if the driver refuses.
         """
@@ -319,25 +322,25 @@ class DeferredReads:
     # ---- DCP's thread ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The current thread becomes the one that saves the state."""
+        """Make the current thread the one that plans the save."""
         self._thread = threading.current_thread()
-        # DCP's planning would hold the GIL for a whole switch interval (5 ms) as soon as this thread
-        # starts, inside the caller's async_save. Let the caller return first, unless it is waiting.
+        # Planning would hold the GIL for a whole switch interval (5 ms) while the caller is still inside async_save.
+        # Let the caller return first, unless it waits for the reads.
         if not self._wanted:
             time.sleep(_YIELD_SECONDS)
-        # Streams are a thread's own: what a planner makes of tensors on devices is made in this one's.
+        # Current streams are per thread: kernels that a planner launches run on this thread's streams.
         follow(self.staged.moment)
 
     @property
     def staged(self) -> StagedState:
-        """What is saved. Raises :class:`SaveAbandonedError` if this save was given up."""
+        """The staged state. Raises :class:`SaveAbandonedError` if this save was given up."""
         staged = self._staged
         if staged is None:
             raise self.failure or SaveAbandonedError("this save was given up before it was planned")
         return staged
 
     def state(self) -> dict[Any, Any]:
-        """The state at the call, with all tensors in it. Once."""
+        """Build the state at the call, with all its tensors. Callable once."""
         staged = self.staged
         self._regions = Regions(staged.deferred)
         staged.copying.wait()
@@ -350,11 +353,11 @@ class DeferredReads:
     def hand_over(
         self, start: Callable[[Window], SaveJob], readers: Sequence[DeviceEvent] = ()
     ) -> SaveJob:
-        """Start the native job with this save's window. Gates let go behind ``readers``, too: what this thread
-        had devices make of deferred tensors.
+        """Start the native job with this save's window. Gates wait for ``readers``, too: kernels that this thread has
+        launched on deferred tensors.
 
-        Raises what :meth:`fail` was told, or :class:`SnapshotTornError` if a deferred tensor has other
-        memory now than at the call.
+        Raises the error of :meth:`fail`, or :class:`SnapshotTornError` if a deferred tensor's memory is not that of the
+        call.
         """
         self._pin()
         self._await_copies()
@@ -363,10 +366,10 @@ class DeferredReads:
         return self._take(start(self._window))
 
     def foresee(self, start: Callable[[Window], SaveJob]) -> SaveJob | None:
-        """Begin to read by a plan that is not agreed on yet. The gate still waits for :meth:`adopt`.
+        """Begin to read by a plan that the ranks have not agreed on yet. The gate still waits for :meth:`adopt`.
 
-        None, and nothing is started, while an older save is not being read by a plan that was agreed on: this
-        one's reads would take the cache that the older one needs to go on.
+        Starts nothing and returns None while an older save has no job by an agreed plan: this save's reads would fill
+        the cache that the older save needs to make progress.
         """
         if min(_not_submitted.copy(), default=self.order) < self.order:
             return None
@@ -385,7 +388,7 @@ class DeferredReads:
             portion.pin()
 
     def _take(self, job: SaveJob) -> SaveJob:
-        """This job's reads are those that gates wait for."""
+        """Make ``job`` the job whose reads the gates wait for."""
         self._job = job
         if self._end:
             _stop(job)
@@ -405,11 +408,11 @@ class DeferredReads:
 
     @property
     def fences(self) -> list[DeviceEvent]:
-        """What copies by devices come after: all that the streams had been given at the call."""
+        """Events that device copies must wait for: all work that the streams had received at the call."""
         return self._fences
 
     def adopt(self) -> SaveJob:
-        """The plan that :meth:`foresee` went by is the one that was agreed on."""
+        """Keep the job of :meth:`foresee`: the ranks have agreed on its plan."""
         job = self._foreseen
         self._raise_failure()
         assert job is not None, "foresee() comes first"
@@ -418,15 +421,15 @@ class DeferredReads:
         return job
 
     def discard(self) -> None:
-        """It is not. Returns when nothing is read by it any more."""
+        """Stop the job of :meth:`foresee`: the plan has changed. Returns when the job has stopped reading."""
         job, self._foreseen = self._foreseen, None
         if job is not None:
             _stop(job)
 
     def settle(self) -> None:
-        """Wait until all is read and found whole; then the state may change freely.
+        """Wait until all data are read, and check that they are unchanged; then the state may change freely.
 
-        Raises :class:`SnapshotTornError`; does not raise for a job that failed (it says so itself).
+        Raises :class:`SnapshotTornError`; does not raise for a failed job: the caller reads ``job.fault``.
         """
         job = self._job
         assert job is not None, "hand_over() comes first"
@@ -436,7 +439,7 @@ class DeferredReads:
                 self._settle(portion)
         while not job.wait_read(-1, _POLL_SECONDS):
             pass
-        for portion in portions:  # now: a gate may want the lock while devices read
+        for portion in portions:  # only now: gates may pass while devices read
             self._settle(portion)
         if job.fault is not None or self._end.setdefault(None, None) is not None:
             return

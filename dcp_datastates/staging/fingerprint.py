@@ -1,7 +1,7 @@
-"""What a staged state dict looks like, its values aside: equal fingerprints, equal plans.
+"""The fingerprint of a staged state: its structure without values. Equal fingerprints mean equal plans.
 
-Made by the traversal that stages a state, a few passes of C over all tensors, and compared the same way: nothing
-here costs a Python loop over tensors.
+The columns of the traversal give the fingerprint in a few C-level passes over all tensors, and comparing works alike:
+no Python loop over tensors.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _SPEC: Final = operator.attrgetter("_spec")
 
 
 class Fingerprint:
-    """Hashable. Holds no tensor.
+    """The fingerprint of a state. Hashable; holds no tensor.
 
     Args:
-        structure: keys, and types of the values, of every container in the order of the traversal.
-        forms: shape, dtype, and so on, of the tensors in that order.
-        specs: mesh, placements and global shape of those that are DTensors. Compared, not hashed: that takes
-            longer, unless they are the very same objects, as they are from one save to the next.
+        structure: the keys of every container and the types of its values, in the order of the traversal.
+        forms: shape, dtype, and so on, of the tensors, in the same order.
+        specs: mesh, placements and global shape of the DTensors. They are compared, not hashed: hashing takes longer,
+            while comparing is fast for identical objects, which they usually are from save to save.
     """
 
     __slots__ = ("_forms", "_hash", "_specs", "_structure")
@@ -62,10 +62,11 @@ def fingerprint(
     locals_: Sequence[torch.Tensor],
     further: Sequence[tuple[Any, ...]],
 ) -> Fingerprint | None:
-    """The fingerprint of a state with these leaves, in the order of the traversal. All are plain and on the host.
+    """The fingerprint of a state with these leaves, in the order of the traversal. All tensors are plain, and the
+    engine can read their memory.
 
-    ``further``: values of fields of ``TensorProperties`` that this package does not know. None if they cannot be
-    compared.
+    ``further``: the values of ``TensorProperties`` fields that this package does not know. Returns None if these cannot
+    be compared.
     """
     said: Any = tuple(further)
     try:
@@ -73,12 +74,12 @@ def fingerprint(
     except TypeError:
         try:
             said = pack_value(said)
-        except Exception:  # pickle has many ways to refuse
+        except Exception:  # pickle may raise anything
             return None
     forms = (
         tuple(map(_SHAPE, locals_)),
         tuple(map(_DTYPE, locals_)),
-        tuple(map(_REQUIRES_GRAD, tensors)),  # a DTensor's own: its local tensor has another
+        tuple(map(_REQUIRES_GRAD, tensors)),  # the DTensor's flag: its local tensor's may differ
         said,
     )
     specs = tuple(map(_SPEC, (each for each in tensors if type(each) is DTensor)))

@@ -1,7 +1,7 @@
-"""Which tensors an optimizer owns: the only ones that may be read after ``async_save`` has returned.
+"""Ownership: which tensors an optimizer owns. Only these may be read after ``async_save`` has returned.
 
-What an optimizer owns (its parameters, its state) changes in its ``step()``, and there the step gate
-waits. Optimizers are learnt when they first step, or named with :func:`track`.
+The tensors that an optimizer owns (its parameters, its state) change in its ``step()``, where the step gate waits. This
+module learns of an optimizer at its first step, or from :func:`track`.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def never_defer(optimizer: Optimizer) -> None:
-    """A step of ``optimizer`` is captured into a graph, whose replays nothing announces."""
+    """Note that a step of ``optimizer`` is captured into a graph: no hook is called before its replays."""
     with _lock:
         _known.add(optimizer)
         _captured.add(optimizer)
 
 
 def stepped(optimizer: Optimizer) -> None:
-    """``optimizer`` steps, and not into a graph. Remembers it (weakly)."""
+    """Note that ``optimizer`` steps outside a graph capture. Keeps a weak reference."""
     if optimizer not in _stepped:
         with _lock:
             _known.add(optimizer)
@@ -60,10 +60,10 @@ def stepped(optimizer: Optimizer) -> None:
 
 
 def _is_announced(optimizer: Optimizer) -> bool:
-    """Whether a hook is called before whatever steps ``optimizer``."""
+    """Whether a hook is called before every step of ``optimizer``."""
     if optimizer in _captured:
         return False
-    # One that is made to be captured may have been, before it was looked at: unless it steps by itself.
+    # A capturable optimizer may have been captured before this module knew it, unless it has been seen to step.
     # (torch.compile sets ``capturable``, and calls the hooks.)
     return optimizer in _stepped or not any(
         group.get("capturable") for group in optimizer.param_groups
@@ -71,10 +71,10 @@ def _is_announced(optimizer: Optimizer) -> bool:
 
 
 def track(optimizer: Optimizer) -> None:
-    """Name an optimizer before its first ``step()``, so that even the first save defers its tensors.
+    """Register an optimizer before its first ``step()``, so that even the first save defers its tensors.
 
-    Without it, the first save of a job copies everything inside ``async_save``. Keeps only a weak
-    reference. Raises :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
+    Otherwise the first save of a job copies all tensors inside ``async_save``. Keeps only a weak reference. Raises
+    :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
@@ -86,19 +86,19 @@ def track(optimizer: Optimizer) -> None:
 
 
 def known_optimizers() -> list[Optimizer]:
-    """Those that have stepped or were named, and are alive."""
+    """The live optimizers that have stepped or were passed to :func:`track`."""
     with _lock:
         return list(_known)
 
 
 def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The local tensors that ``optimizer`` owns, as far as they have memory of their own."""
+    """The local tensors that ``optimizer`` owns; step counts on the host are left out."""
     tensors: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         tensors += group["params"]
     for state in optimizer.state.values():
         if isinstance(state, dict):
-            # Step counts are single numbers: on the host too small to be deferred, and there are many.
+            # On the host, step counts are too small to be deferred, and there are many.
             tensors += [
                 value
                 for name, value in state.items()
@@ -116,7 +116,7 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
 def _storages(tensors: list[torch.Tensor]) -> list[torch.UntypedStorage]:
     try:
         return list(map(torch.Tensor.untyped_storage, tensors))
-    except (RuntimeError, NotImplementedError):  # one without memory of its own: sparse, a wrapper
+    except (RuntimeError, NotImplementedError):  # one has no storage: sparse, a wrapper
         return [tensor.untyped_storage() for tensor in tensors if _has_storage(tensor)]
 
 
@@ -129,11 +129,10 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 class Ownership:
-    """One look at what every known optimizer owns, taken at the call.
+    """The tensors that every known optimizer owns at the time of the call.
 
-    Tensors are told apart by storage, so views and ``detach()`` of an owned tensor are owned. Each
-    optimizer's tensors form a *group*, for which its gate waits; a storage with several owners is in a
-    group of its own.
+    Tensors are identified by storage, so views and ``detach()`` of an owned tensor are owned. Each optimizer's tensors
+    form a *group*, for which its gate waits; storages with several owners form a separate group per set of owners.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -141,13 +140,13 @@ class Ownership:
         self._group_of_storage: dict[torch.UntypedStorage, int] = {}
         self._owners: dict[int, frozenset[int]] = {}
         self._unannounced: set[torch.UntypedStorage] = set()
-        self._optimizers = list(optimizers)  # strong: their ids stay theirs while this lives
+        self._optimizers = list(optimizers)  # strong references keep their ids unique
         group_of_owners: dict[frozenset[int], int] = {}
         announced = list(map(_is_announced, self._optimizers))
         for optimizer in compress(self._optimizers, announced):
             self._add(optimizer, group_of_owners)
         for optimizer in compress(self._optimizers, map(operator.not_, announced)):
-            for storage in _storages(_owned(optimizer)):  # which others may own, too
+            for storage in _storages(_owned(optimizer)):  # other optimizers may own it, too
                 self._group_of_storage.pop(storage, None)
                 self._unannounced.add(storage)
 
@@ -170,7 +169,7 @@ class Ownership:
     def groups(self, tensors: list[torch.Tensor]) -> list[int | None]:
         """Each (local) tensor's group, or None if no optimizer owns its storage.
 
-        By columns: a call per tensor and attribute from C costs half of what it costs in a loop.
+        Works by columns: a C-level call per tensor and attribute costs half of what it costs in a Python loop.
         """
         return list(map(self._group_of_storage.get, map(torch.Tensor.untyped_storage, tensors)))
 
@@ -178,13 +177,13 @@ class Ownership:
         """Whether an optimizer owns each of the (local) tensors, in any group or none."""
         try:
             storages = list(map(torch.Tensor.untyped_storage, tensors))
-        except (RuntimeError, NotImplementedError):  # one without memory of its own
+        except (RuntimeError, NotImplementedError):  # one has no storage
             return tuple(_has_storage(each) and self.owns([each])[0] for each in tensors)
         known = self._group_of_storage
         return tuple([storage in known or storage in self._unannounced for storage in storages])
 
     def may_change(self, optimizer: Optimizer, group: int, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a step of ``optimizer`` may rightly change the (local) ``tensors``, which are of ``group``."""
+        """Whether a step of ``optimizer`` may legitimately change the (local) ``tensors`` of ``group``."""
         if group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset()):
             return True
         return not set(_storages(_owned(optimizer))).isdisjoint(_storages(list(tensors)))
@@ -192,8 +191,8 @@ class Ownership:
     def is_gated_by(self, group: int, optimizer: Any) -> bool:
         """Whether ``optimizer`` may change tensors of ``group`` when it steps.
 
-        An optimizer that was unknown at the call may change anything. So may, for all one can tell,
-        the code around a step change what no optimizer owns.
+        An optimizer that was unknown at the call may change any tensor. And the code around a step may change tensors
+        that no optimizer owns.
         """
         if not any(optimizer is known for known in self._optimizers):
             return True

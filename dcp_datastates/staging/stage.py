@@ -1,9 +1,8 @@
-"""What a state dict holds at the call of ``async_save``: tensors to read later, and copies of the rest.
+"""Stages a state dict at the call of ``async_save``: lists the tensors to read later, and copies the rest.
 
-Each tensor is *deferred* (an optimizer owns it, so the step gate can hold its change back) or *eager*
-(copied now). Speed matters here and nowhere else in this package's Python: this runs in the training
-thread. So it works by columns: a call per tensor and attribute from C costs half of what it costs in a
-Python loop.
+Each tensor is *deferred* (an optimizer owns it, so the step gate can hold its change back) or *eager* (copied now).
+This runs in the training thread, so it must be fast. It works by columns: a C-level call per tensor and attribute costs
+half of what it costs in a Python loop.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class DeferredTensors:
     addresses: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     devices: list[int] = field(default_factory=list)
-    """-1: on the host."""
+    """Each tensor's device; -1 for the host."""
 
     def where(self, mask: list[bool]) -> DeferredTensors:
         """The entries for which ``mask`` is true."""
@@ -88,45 +87,47 @@ class DeferredTensors:
 
 @dataclass
 class StagedState:
-    """All that was staged. ``buffer`` holds the eager copies, at ``offsets``."""
+    """A staged state. ``buffer`` holds the eager copies, at ``offsets``."""
 
     root: dict[Any, Any]
     deferred: DeferredTensors
     eager: Columns
     offsets: list[int]
     forms: list[tuple[torch.Size, torch.dtype]]
-    """Shapes and dtypes at the call: the tensors themselves may have others by now."""
+    """Shapes and dtypes at the call: the tensors' own may have changed since."""
     buffer: torch.Tensor | None
     eager_bytes: int
     regular: bool
-    """Whether all tensors are plain ones in reach of the engine: else plans for this state are not kept."""
+    """Whether all tensors are plain, in memory that the engine can read. If not, plans for this state are not
+    cached.
+    """
     late: list[bool]
-    """Which of all tensors are deferred, in the order of the traversal."""
+    """For each tensor, in the order of the traversal: whether it is deferred."""
     traversal: Traversal
     fences: list[DeviceEvent] = field(default_factory=list)
-    """One for each device: what its streams had been given at the call, eager copies included."""
+    """One event per device, behind all work that its streams had received at the call, eager copies included."""
     moment: list[Any] = field(default_factory=list)
-    """The call, for work that another thread gives to devices."""
+    """Events of the call, which work that another thread gives to devices must wait for."""
     copying: DeviceCopies = field(default_factory=DeviceCopies)
-    """The eager copies that devices make."""
+    """The eager copies that devices are making."""
     further: list[tuple[Any, ...]] = field(default_factory=list)
-    """Of all tensors at the call, what :func:`further_values` says of their properties: copies may look otherwise."""
+    """The result of :func:`further_values` for all tensors at the call: copies may have other properties."""
     ownership: Ownership = field(default_factory=lambda: Ownership(()))
-    """What optimizers owned at the call."""
+    """The optimizers' tensors at the call."""
 
     def owned(self) -> tuple[bool, ...]:
-        """Which of all tensors an optimizer owns, in the order of the traversal."""
+        """For each tensor, in the order of the traversal: whether an optimizer owns it."""
         return self.ownership.owns(self.traversal.columns.locals)
 
     def fingerprint(self) -> Fingerprint | None:
-        """What the state looks like; None if it is not :attr:`regular`."""
+        """The state's fingerprint; None if it is not :attr:`regular`."""
         columns = self.traversal.columns
         if not self.regular or not _are_plain(self.traversal.structure, columns):
             return None
         return fingerprint(self.traversal.structure, columns.tensors, columns.locals, self.further)
 
     def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
-        """The items of a plan for this state, with the further properties that its tensors had at the call."""
+        """The items of a plan for this state, with the further properties of its tensors at the call."""
         if not self.further or not items:
             return items
         columns = self.traversal.columns
@@ -143,16 +144,14 @@ class StagedState:
         return changed
 
     def is_plain(self) -> bool:
-        """Whether every tensor's bytes are in its memory as they are to be written."""
+        """Whether every tensor's memory holds the bytes as they are to be written."""
         deferred = self.deferred.columns.locals
         return all(map(torch.Tensor.is_contiguous, deferred)) and not (
             any(map(torch.Tensor.is_neg, deferred)) or any(map(torch.Tensor.is_conj, deferred))
         )
 
     def bases(self) -> tuple[Ints, Ints, Ints | None]:
-        """Address of the first byte, group and device (None: all on the host) of all tensors in the order of the
-        traversal.
-        """
+        """Address, group and device (None: all on the host) of all tensors, in the order of the traversal."""
         addresses = np.empty(len(self.late), np.int64)
         groups = np.full(len(self.late), STABLE, np.int64)
         late = np.array(self.late, bool)
@@ -167,7 +166,9 @@ class StagedState:
         return addresses, groups, devices
 
     def materialize(self) -> dict[Any, Any]:
-        """Put tensors over the eager copies in their places; the state dict as it was at the call. Once."""
+        """Build the state dict as it was at the call: puts tensors over the eager copies in their places. Callable
+        once.
+        """
         eager = self.eager
         for container, key, tensor, offset, (shape, dtype) in zip(
             eager.containers, eager.keys, eager.tensors, self.offsets, self.forms, strict=True
@@ -188,11 +189,11 @@ def stage_state(
     engine: Engine,
     allocate: Callable[[int, bool], torch.Tensor],
 ) -> StagedState:
-    """Classify every leaf of ``state_dict`` and copy what cannot be read later.
+    """Classify every leaf of ``state_dict``, and copy those that cannot be read later.
 
-    ``allocate`` gives a ``uint8`` host buffer of the size asked for, pinned if a device is to write to it; it is
-    called at most once. Raises :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be
-    stored, :class:`~dcp_datastates.errors.DeviceError`.
+    ``allocate`` returns a ``uint8`` host buffer of a given size, pinned if a device will write to it; it is called at
+    most once. Raises :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be stored, or
+    :class:`~dcp_datastates.errors.DeviceError`.
     """
     root, traversal = traverse(state_dict)
     everything = traversal.columns
@@ -200,7 +201,7 @@ def stage_state(
     columns, devices = _set_apart(everything, devices, _odd_memory(everything, devices))
     try:
         deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
-    except (RuntimeError, NotImplementedError):  # one without a storage: sparse
+    except (RuntimeError, NotImplementedError):  # one has no storage: sparse
         odd = list(map(is_unusual, columns.locals))
         columns, devices = _set_apart(columns, devices, odd)
         deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
@@ -228,7 +229,7 @@ def stage_state(
                 _copy_from(engine, device, made, sizes, eager_devices)
         except BaseException:
             with contextlib.suppress(DeviceError):
-                made.copying.wait()  # the buffer is about to have another owner
+                made.copying.wait()  # the buffer is about to be freed
             raise
     if devices is not None:
         made.fences = fences(engine, devices)
@@ -240,8 +241,8 @@ def stage_state(
 def _copy_from(
     engine: Engine, device: int, staged: StagedState, sizes: list[int], devices: list[int] | None
 ) -> None:
-    """Has the current stream copy the eager tensors of ``device``: after what it was given before, and before the
-    rest. So the training thread need not wait.
+    """Enqueue the copies of the eager tensors of ``device`` on its current stream, in order with the stream's other
+    work. So the training thread need not wait.
     """
     assert staged.buffer is not None
     content, _dense = _regions(staged.eager, staged.offsets, sizes, devices, device)
@@ -258,7 +259,7 @@ def _copy_from(
 
 
 def look(state_dict: Mapping[str, Any]) -> StagedState:
-    """A staged state for planning alone: nothing is copied, and the tensors are those of the state."""
+    """A staged state for planning only: its tensors are the state's, and nothing is copied."""
     root, traversal = traverse(state_dict)
     locals_ = traversal.columns.locals
     regular = _odd_memory(traversal.columns, None) is None and not any_hold_shards(locals_)
@@ -272,7 +273,7 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
 
 
 def _is_peculiar(kind: type) -> bool:
-    """Whether DCP may make of such a value what the traversal does not see."""
+    """Whether DCP may plan tensors inside a value of this type that the traversal does not see."""
     return kind not in _PLAIN and (
         issubclass(kind, torch.Tensor)
         or (issubclass(kind, list) and kind is not list)
@@ -289,7 +290,7 @@ def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) 
 
 
 def _odd_memory(columns: Columns, devices: list[int] | None) -> list[bool] | None:
-    """Marks tensors whose memory cannot be had by address; None if there are none."""
+    """Marks tensors whose memory cannot be read by address; None if there are none."""
     locals_ = columns.locals
     if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in (devices or ()):
         return None
@@ -302,7 +303,7 @@ def _odd_memory(columns: Columns, devices: list[int] | None) -> list[bool] | Non
 
 
 def _odd_values(columns: Columns) -> list[bool] | None:
-    """Marks tensors whose memory is not simply the value; None if there are none."""
+    """Marks tensors whose memory does not hold their plain values; None if there are none."""
     locals_ = columns.locals
     if (
         set(map(_DTYPE, locals_)) <= PLAIN_DTYPES
@@ -317,7 +318,7 @@ def _odd_values(columns: Columns) -> list[bool] | None:
 def _set_apart(
     columns: Columns, devices: list[int] | None, odd: list[bool] | None
 ) -> tuple[Columns, list[int] | None]:
-    """Copies the odd ones, each by itself, into their places; returns the others, and where they are."""
+    """Copies the tensors marked ``odd`` one by one into their places; returns the others, with their devices."""
     if odd is None:
         return columns, devices
     strange = columns.where(odd)
@@ -331,15 +332,17 @@ def _set_apart(
 def _classify(
     columns: Columns, devices: list[int] | None, ownership: Ownership, defer: Defer
 ) -> tuple[DeferredTensors, Columns, list[int] | None, list[bool]]:
-    """The deferred tensors; those to copy, and where they are; and which are which."""
+    """Returns the deferred tensors; the eager tensors, and their devices; and for each tensor whether it is
+    deferred.
+    """
     if defer == "none":
         return DeferredTensors(), columns, devices, [False] * len(columns.tensors)
     sizes = list(map(_NBYTES, columns.locals))
     owners = ownership.groups(columns.locals)
     if defer == "all":
         owners = [UNOWNED if group is None else group for group in owners]
-    # Memory that is not dense is read in many pieces. That is slow on a device, and where each piece is guarded
-    # against being unmapped; a plain copy at the call is not.
+    # Copy tensors that are not dense now: reading them later takes many pieces, which is slow on a device, and on the
+    # host, where each piece is guarded against being unmapped.
     contiguous = list(map(torch.Tensor.is_contiguous, columns.locals))
     late = [
         group is not None and nbytes >= EAGER_BELOW_BYTES and dense
@@ -368,9 +371,7 @@ def _late_on_devices(
     dense: list[bool],
     late: list[bool],
 ) -> list[bool]:
-    """Of tensors on devices, small ones are deferred, too: telling a device to copy one takes the caller as long
-    as deferring it.
-    """
+    """Defer small tensors on devices, too: enqueueing the copy takes the caller as long as deferring it."""
     locals_ = columns.locals
     if not set(map(_DTYPE, locals_)) <= PLAIN_DTYPES or any(map(torch.Tensor.is_neg, locals_)):
         plain = (local.dtype in PLAIN_DTYPES and not local.is_neg() for local in locals_)
@@ -386,8 +387,8 @@ def _late_on_devices(
 def _regions(
     eager: Columns, offsets: list[int], sizes: list[int], devices: list[int] | None, device: int
 ) -> tuple[Transfer, list[torch.Tensor]]:
-    """The eager tensors of one device, or of the host; and those whose memory is listed, some of them made here: to be
-    kept until a device was told to copy them.
+    """The regions of the eager tensors of one device, or of the host; and the tensors with these regions, some of them
+    made here. The caller must keep the tensors until the device's copies are enqueued.
     """
     content = Transfer()
     locals_ = eager.locals

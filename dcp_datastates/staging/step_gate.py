@@ -1,13 +1,12 @@
-"""The step gate and the read window: the moments of training that a save must know about.
+"""The step gate and the read window: hooks into training that stop and start a save's reads.
 
-* **The gate.** Before an optimizer changes what it owns, the reads of those tensors must be done. One
-  global hook before every ``Optimizer.step()`` waits for them, without holding the GIL. Methods of
-  ``torch.UntypedStorage`` that free or replace a storage's memory in place (a resize, a move to shared memory)
-  wait in the same way.
-* **The window.** Reads start when the next backward pass begins: seen by a hook that fires when the
-  first of a few chosen parameters has its gradient accumulated.
+* **The gate.** Before an optimizer changes its tensors, their reads must be done. One global hook before every
+  ``Optimizer.step()`` waits for the reads, without holding the GIL. The methods of ``torch.UntypedStorage`` that free
+  or replace memory in place (a resize, a move to shared memory) wait in the same way.
+* **The window.** Reads start when the next backward pass begins: a hook on a few chosen parameters fires when the first
+  of them has its gradient accumulated.
 
-The hooks stay in place and cost a look at an empty dict when no save is in flight.
+The hooks stay installed. While no save is in flight, they only check an empty dict.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ _MOVES_MEMORY: Final = (
     "_share_filename_cpu_",
     "_swap_data_ptr_",
 )
-"""Methods of ``torch.UntypedStorage``, as far as a torch release has them. ``share_memory_()`` and
-``torch.multiprocessing`` come down to two of them."""
+"""Methods of ``torch.UntypedStorage``; a torch release may lack some. ``share_memory_()`` and ``torch.multiprocessing``
+call two of them.
+"""
 
 
 class Gated(Protocol):
@@ -48,26 +48,26 @@ class Gated(Protocol):
         """Let the reads start. Never waits."""
 
     def release_for(self, optimizer: Optimizer, on_host: bool) -> None:
-        """Return when ``optimizer`` may change what it owns: what the calling thread gives its current streams
-        from now on; if ``on_host``, what anybody does. Never raises for a failed save.
+        """Return when ``optimizer`` may change its tensors: by work that the calling thread enqueues on its current
+        streams from now on, or, with ``on_host``, by any work. Never raises for a failed save.
         """
 
     def release_memory(self, storage: torch.UntypedStorage) -> None:
-        """Return when nothing reads the memory of ``storage`` any more. Never raises for a failed save."""
+        """Return when the save no longer reads the memory of ``storage``. Never raises for a failed save."""
 
 
-# No lock: a signal handler or a garbage collection may come here in the middle of anything. Single operations of
-# a dict, copy() among them, are atomic.
+# No lock: a signal handler or a garbage collection may call this code at any point. Single dict operations, including
+# copy(), are atomic.
 _gated: dict[Gated, None] = {}
 
 
 def gate(reads: Gated) -> None:
-    """Hold optimizers back for ``reads`` from now on."""
+    """Make optimizers wait for ``reads`` from now on."""
     _gated[reads] = None
 
 
 def ungate(reads: Gated) -> None:
-    """All its deferred reads are done, or it failed. Idempotent."""
+    """Stop holding optimizers for ``reads``: they are done, or have failed. Idempotent."""
     _gated.pop(reads, None)
 
 
@@ -80,7 +80,7 @@ def open_windows() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     captured = capturing()
     if captured:
-        # Nothing can be inserted here, and no hook is called when this is replayed.
+        # A capture cannot wait for events, and no hook is called on replay.
         never_defer(optimizer)
     else:
         stepped(optimizer)
@@ -89,7 +89,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _gate_moves(name: str) -> None:
-    """Have a method of ``torch.UntypedStorage`` wait until what it moves has been read."""
+    """Make a method of ``torch.UntypedStorage`` wait until the memory that it moves has been read."""
     move = getattr(torch.UntypedStorage, name)
 
     @functools.wraps(move)
@@ -105,8 +105,8 @@ def _gate_moves(name: str) -> None:
 
 
 class _Watch:
-    """Hooks on a few parameters of one optimizer; the first gradient opens the windows. They go with this object,
-    which goes with the optimizer.
+    """Hooks on a few parameters of one optimizer; the first gradient opens the windows. The hooks are removed with this
+    object, which lives as long as the optimizer.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
@@ -135,10 +135,10 @@ def _on_gradient(_: torch.Tensor) -> None:
 
 
 def arm_backward() -> None:
-    """See to it that the next backward pass through a known optimizer's parameters opens the windows.
+    """Let the next backward pass through a known optimizer's parameters open the windows.
 
-    Called by the training thread. Gradients come in about the reverse order of the parameters, so the
-    last ones are watched, and some before them in case those get no gradient.
+    The training thread calls this. Gradients arrive in about the reverse order of the parameters, so this watches the
+    last parameters, and some earlier ones in case the last get no gradient.
     """
     for optimizer in known_optimizers():
         parameters = _spread(optimizer)
@@ -175,6 +175,5 @@ register_optimizer_step_pre_hook(_before_step)
 for _name in _MOVES_MEMORY:
     if hasattr(torch.UntypedStorage, _name):
         _gate_moves(_name)
-# At exit the interpreter waits for DCP's threads, and they for reads whose window may never open by
-# itself in time.
+# At exit the interpreter waits for DCP's threads, which wait for reads whose window may not open in time by itself.
 at_end(open_windows)

@@ -1,7 +1,7 @@
 """One traversal of a state dict: its staged copy, and columns over its tensors.
 
-What is not a tensor is copied here. Tensors are only listed; whether one is read later or copied now is
-:mod:`dcp_datastates.staging.stage`'s business.
+Values other than tensors are copied here. Tensors are only listed; :mod:`dcp_datastates.staging.stage` decides which
+are copied now and which are read later.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _JUST_STRINGS: Final = frozenset({str})
 
 @dataclass
 class Columns:
-    """Columns over tensors of a state dict: one entry each."""
+    """Columns over the tensors of a state dict, with one entry per tensor."""
 
     tensors: list[torch.Tensor] = field(default_factory=list)
-    """As they stand in the staged state: the local tensor itself, or a DTensor around it."""
+    """The values in the staged state: the local tensor itself, or a DTensor around it."""
     locals: list[torch.Tensor] = field(default_factory=list)
-    """Those that have the memory."""
+    """The local tensors, which have the memory."""
     containers: list[Any] = field(default_factory=list)
-    """The staged dict or list that each stands in, under its key."""
+    """The staged dict or list that contains each tensor, under its key."""
     keys: list[Any] = field(default_factory=list)
     prefixes: list[str] = field(default_factory=list)
 
@@ -69,18 +69,18 @@ class Columns:
 
 @dataclass
 class Traversal:
-    """What a traversal has found."""
+    """The result of a traversal."""
 
     columns: Columns = field(default_factory=Columns)
     structure: list[tuple[Any, tuple[type, ...]]] = field(default_factory=list)
-    """Of every container: the keys of a mapping, or the name of a list; and the types of the values."""
+    """For every container: the keys of a mapping, or the name of a list; and the types of the values."""
 
 
 def traverse(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Traversal]:
-    """The staged copy of ``state_dict``, with the tensors themselves in it, and columns over them.
+    """The staged copy of ``state_dict``, which contains the original tensors, and columns over them.
 
-    Containers are copied as far as DCP flattens them; other objects deeply. Raises :class:`UnsupportedStateError` for a
-    state that is no mapping, and naming an object that cannot be stored.
+    Containers that DCP flattens are copied; other objects are deep-copied. Raises :class:`UnsupportedStateError` if the
+    state is not a mapping, or, naming it, for an object that cannot be stored.
     """
     check_mapping(state_dict)
     found = Traversal()
@@ -88,7 +88,7 @@ def traverse(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Traversal]:
 
 
 def check_mapping(state: object) -> None:
-    """Raise :class:`UnsupportedStateError` unless ``state`` is a mapping, as DCP wants it."""
+    """Raise :class:`UnsupportedStateError` unless ``state`` is a mapping, as DCP requires."""
     if not isinstance(state, Mapping):
         raise UnsupportedStateError(
             f"the state is a {type(state).__name__}, and DCP saves a mapping of names to tensors and objects: "
@@ -100,14 +100,13 @@ def _mapping(source: Mapping[Any, Any], prefix: str, found: Traversal) -> dict[A
     columns = found.columns
     keys: tuple[Any, ...] = tuple(source)
     if not set(map(type, keys)) <= _JUST_STRINGS:
-        keys = tuple(
-            (type(key), key) for key in keys
-        )  # 1, 1.0 and True are equal, and named differently
+        # 1, 1.0 and True are equal, but DCP names them differently.
+        keys = tuple((type(key), key) for key in keys)
     found.structure.append((keys, tuple(map(type, source.values()))))
     staged: dict[Any, Any] = (
         OrderedDict(source) if isinstance(source, OrderedDict) else dict(source)
     )
-    # The common case in a few passes of C: nearly all values are tensors or numbers.
+    # The common case in a few C-level passes: nearly all values are tensors or numbers.
     tensors = [value for value in source.values() if type(value) in _COMMON]
     locals_ = [value._local_tensor if type(value) is DTensor else value for value in tensors]
     done = _ATOMS
@@ -125,9 +124,9 @@ def _mapping(source: Mapping[Any, Any], prefix: str, found: Traversal) -> dict[A
 
 
 def _leaf(container: Any, key: Any, value: Any, prefix: str, found: Traversal) -> Any:
-    """What to put in ``value``'s place."""
+    """The staged value that replaces ``value``."""
     if type(value) is torch.nn.Parameter:
-        # An alias of our own: ``parameter.data = …`` cannot take the memory from under it.
+        # An alias: assigning ``parameter.data`` does not change the memory of the alias.
         value = local = take_shards_of(value, value.detach())
     elif isinstance(value, ShardedTensor):
         return copy_sharded(value, f"{prefix}{key}")
@@ -157,14 +156,11 @@ def _copy_object(value: Any, name: str) -> Any:
     try:
         try:
             copied = copy.deepcopy(value)
-        except (
-            Exception
-        ):  # what cannot be deep-copied can often be saved all the same, as DCP would
+        except Exception:  # torch.save can often store objects that cannot be deep-copied
             return _through_torch(value)
         if not _is_plain(copied):
-            _Pickling(_Nowhere()).dump(
-                copied
-            )  # a function, say, is its own copy, and cannot be stored
+            # deepcopy returns a function, say, itself, which cannot be stored.
+            _Pickling(_Nowhere()).dump(copied)
         return copied
     except Exception as error:
         raise UnsupportedStateError(
@@ -177,11 +173,11 @@ def _through_torch(value: Any) -> Any:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
-    return torch.load(buffer, weights_only=False)  # our own bytes, written a line above
+    return torch.load(buffer, weights_only=False)  # bytes written just above
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is made of what pickles for certain: a glance, no more."""
+    """Whether a quick check shows that ``value`` can be pickled."""
     if type(value) in (list, tuple, set, frozenset):
         return set(map(type, value)) <= _ATOMS
     return type(value) is np.ndarray and not value.dtype.hasobject
@@ -193,7 +189,7 @@ class _Nowhere(io.RawIOBase):
 
 
 class _Pickling(pickle.Pickler):
-    """Pickles as ``torch.save`` does as far as objects are concerned; what tensors hold is left out."""
+    """Pickles objects as ``torch.save`` does, without the contents of tensors."""
 
     def persistent_id(self, value: Any) -> Any:
         return "left out" if isinstance(value, (torch.Tensor, torch.UntypedStorage)) else None
