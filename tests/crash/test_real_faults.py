@@ -1,4 +1,4 @@
-"""A fault on one rank fails that save on every rank, and nothing else; nobody hangs, and nothing leaks.
+"""A fault on one rank fails that save on every rank, and nothing else; no rank hangs, and nothing leaks.
 
 What holds after each fault is in ``support/faults.py``; here are the faults, with their real causes where there
 is a way.

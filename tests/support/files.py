@@ -37,7 +37,7 @@ _TABLE = _crc_table()
 
 
 def crc32c(data: bytes) -> int:
-    """CRC32C bit by bit from its polynomial, as in RFC 3720: slow, and nobody's code but this file's."""
+    """CRC32C bit by bit from its polynomial, as in RFC 3720: slow, and no code but this file's."""
     value = 0xFFFFFFFF
     table = _TABLE
     for byte in data:
