@@ -94,8 +94,9 @@ python-thorough: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m thorough $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
-NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_metadata_pickle.py \
-    tests/unit/format/test_metadata_check.py tests/unit/staging/test_deferred_reads.py tests/unit/planning/test_balance.py \
+NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_metadata_pickle.py tests/unit/format/test_metadata_objects.py \
+    tests/unit/format/test_metadata_check.py tests/unit/format/test_trailer.py tests/unit/format/test_validate.py \
+    tests/unit/format/test_values.py tests/unit/staging/test_deferred_reads.py tests/unit/planning \
     tests/unit/dcp/test_round_trip_tensors.py tests/unit/dcp/test_round_trip_structure.py tests/unit/dcp/test_reader.py \
     tests/unit/dcp/test_planners.py tests/unit/dcp/test_refusals.py \
     tests/distributed/test_named_shards.py tests/distributed/test_collectives.py tests/distributed/test_gloo_tree.py \

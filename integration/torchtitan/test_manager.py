@@ -283,7 +283,7 @@ def test_close_drains_what_is_in_flight_and_may_be_called_again(job: Callable[..
     one.manager.close()
 
 
-def test_close_raises_a_failure_that_nobody_asked_about(
+def test_close_raises_a_failure_that_was_not_asked_about(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = job(async_mode="async")

@@ -54,7 +54,7 @@ def test_a_killed_job_resumes_at_another_world_size_as_stock_does(
     def kill_after(number: int) -> dict[str, Any]:
         return {"hook": "hooks:kill_after", "hook_options": {"step": number, "rank": 1}}
 
-    # Stock saves synchronously, and has step 1; ours dies with step 2 captured, and read by nobody.
+    # Stock saves synchronously, and has step 1; ours dies with step 2 captured, and not read.
     ended = launcher.run(Trial(stock, mesh, STEPS, "disabled", stock=True, **kill_after(1)))
     assert ended.codes[1] == -9
     ended = launcher.run(Trial(ours, mesh, STEPS, mode, **kill_after(2)))

@@ -1,4 +1,4 @@
-"""A fault on one rank fails that save on every rank, and nothing else; nobody hangs, and nothing leaks.
+"""A fault on one rank fails that save on every rank, and nothing else; no rank hangs, and nothing leaks.
 
 What holds after each fault is in ``support/faults.py``; here are the faults, with their real causes where there
 is a way.
@@ -128,13 +128,20 @@ def test_an_error_of_planning_or_publication_is_told_by_dcp(point, shared_dir):
 @ranks(3)
 @pytest.mark.parametrize(
     ("point", "kind"),
-    sampled(_cells("vote", "outcome"), keep=["vote.before-other", "outcome.before-coordinator"]),
+    sampled(
+        _cells("vote", "outcome"),
+        keep=["vote.before-other", "vote.after-other", "outcome.before-coordinator"],
+    ),
 )
 def test_an_error_between_vote_and_outcome(point, kind, shared_dir):
-    """Whatever it comes to, no rank is told what is not so."""
+    """Whatever it comes to, no rank is told what is not so; and one that has voted can see it at the path."""
     victim = 0 if kind == "coordinator" else 2
     fault = armed_on(victim, f"{point}=error:EIO", shared_dir / "fired")
-    fault_between_saves(shared_dir / "c", fault)
+    everyone = fault_between_saves(shared_dir / "c", fault)
+    if kind == "other":
+        assert not any(error.unknown for told in everyone for error in told or ()), everyone
+    if (point, kind) == ("vote.before", "other"):
+        _all_failed(everyone)
 
 
 @ranks(2)

@@ -143,7 +143,7 @@ def test_only_the_device_in_use_gets_a_context(cuda: FakeCuda, tmp_path: Path) -
     assert cuda.contexts(0) == 0
 
 
-# ---- what nobody owns is copied on the caller's stream ------------------------------------------------
+# ---- what no optimizer owns is copied on the caller's stream ------------------------------------------------
 
 
 def test_buffers_are_as_they_were_in_the_stream(cuda: FakeCuda, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def writer() -> Iterator[DataStatesWriter]:
 
 
 class Net(torch.nn.Module):
-    """Large matrices, small vectors, and a BatchNorm, whose buffers nobody owns."""
+    """Large matrices, small vectors, and a BatchNorm, whose buffers no optimizer owns."""
 
     def __init__(self, recompute: bool = False) -> None:
         super().__init__()

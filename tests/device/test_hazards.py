@@ -65,7 +65,7 @@ def stalled(cuda: FakeCuda) -> Iterator[None]:
 def test_a_write_behind_the_queue_and_before_the_reads_tears(
     cuda: FakeCuda, tmp_path: Path, snapshots: list[DeferredReads]
 ) -> None:
-    """All reads have been given to the driver, which has not done them: nobody has let the write pass."""
+    """All reads have been given to the driver, which has not done them: no one has let the write pass."""
     stepper = Stepper(cuda, model(4))
     cuda.await_pinned(CACHE)
     torn = 0
@@ -185,7 +185,7 @@ def test_who_gives_up_waits_for_eager_copies(
     cuda: FakeCuda, tmp_path: Path, snapshots: list[DeferredReads]
 ) -> None:
     """Also while DCP's thread waits for the same."""
-    running = cuda.adopt(torch.ones(1 << 20))  # nobody owns it
+    running = cuda.adopt(torch.ones(1 << 20))  # no tensor owns it
     cuda.await_pinned(CACHE)
     native = engine.engine(CACHE)
     with stalled(cuda):
@@ -259,7 +259,7 @@ def test_dense_copies_live_until_the_device_was_told_to_read_them(
     alive = []
 
     def dense(tensor: torch.Tensor) -> torch.Tensor:
-        memory.append(cuda.adopt(tensor.contiguous()))  # a fake device's, which nobody reuses
+        memory.append(cuda.adopt(tensor.contiguous()))  # a fake device's, which is not reused
         copied = memory[-1].view(memory[-1].shape)
         made.append(weakref.ref(copied))
         return copied

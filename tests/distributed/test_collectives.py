@@ -27,7 +27,7 @@ from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.dcp.process_group import Collectives
 
 
-class _Heart:
+class _Detector:
     """Knows of no loss, until it is told of one."""
 
     def __init__(self):
@@ -41,9 +41,11 @@ def _nothing():
     pass
 
 
-def _plans(world, store=None):
+def _plans(world, store=None, detector=None):
+    """The ``detector`` is rank 0's."""
     return [
-        Collectives(each, _Heart(), _nothing) for each in rank_set(world, store or MemoryStore())
+        Collectives(each, detector if detector and each.rank == 0 else _Detector(), _nothing)
+        for each in rank_set(world, store or MemoryStore())
     ]
 
 
@@ -179,9 +181,10 @@ def test_a_rank_that_fails_between_two_steps_fails_the_entry_on_all_and_the_next
 
 
 @pytest.mark.parametrize("comes", [False, True])
-def test_a_rank_that_the_heart_counts_out_is_named(comes):
+def test_a_rank_that_the_failure_detector_counts_out_is_named(comes):
     """Before it comes to the entry, and in the middle of it."""
-    plans = _plans(2)
+    detector = _Detector()
+    plans = _plans(2, detector=detector)
     together(plans, lambda plan, _: _step(plan, 1))
     told = threading.Event()
 
@@ -190,11 +193,11 @@ def test_a_rank_that_the_heart_counts_out_is_named(comes):
             if rank == 1:
                 told.wait(30)
             else:
-                plan._detector.lost = [Loss(1, "is dead", True)]
+                detector.lost = [Loss(1, "is dead", True)]
                 these.gather_object(rank)
 
     if not comes:
-        plans[0]._detector.lost = [Loss(1, "is dead", True)]
+        detector.lost = [Loss(1, "is dead", True)]
         outcome = together(plans[:1], lambda plan, _: _step(plan, 2))[0]
     else:
         other = threading.Thread(target=plan, args=(plans[1], 1))

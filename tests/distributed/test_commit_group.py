@@ -37,7 +37,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 import dcp_datastates
 from dcp_datastates import (
     CheckpointSkipped,
-    CommitOutcomeUnknown,
     ConfigurationError,
     SaveFailedError,
     StorageError,
@@ -232,27 +231,6 @@ def test_training_on_dcps_gloo_group_is_warned_of_once(shared_dir, monkeypatch):
         async_save(_state(2), shared_dir / "c", group=own_group(), read_deadline=0).result(60)
         _begin(3, shared_dir / "c").upload_completion.result(60)
     assert not [each for each in caught if "new_group" in str(each.message)]
-
-
-@ranks(4)
-@pytest.mark.parametrize("place", ["vote.before", "vote.after", "outcome.before"])
-def test_an_error_in_one_ranks_commit_thread_ends_the_save_on_all(place, shared_dir):
-    path = shared_dir / "c"
-    _begin(1, path).upload_completion.result(60)
-    dist.barrier()
-    with _on(1, f"{place}=error:EIO"):
-        response = _begin(2, path)
-        with contextlib.suppress(dcp_datastates.DataStatesError):
-            response.upload_completion.result(30)
-        outcome = response.upload_completion.exception(0)
-    assert not isinstance(outcome, CommitOutcomeUnknown), (
-        "a rank that has voted can see it at the path"
-    )
-    assert (outcome is None) == (_number(path) == 2)
-    assert _number(path) == 1 or place != "vote.before"
-    dist.barrier()
-    _begin(3, path).upload_completion.result(60)
-    assert _number(path) == 3
 
 
 @ranks(3)

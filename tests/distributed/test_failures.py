@@ -146,7 +146,7 @@ def test_a_call_that_holds_the_gil_for_long_loses_no_save(holding, shared_dir):
 @ranks(2)
 @pytest.mark.parametrize("alarmed", [0, 1])
 def test_a_false_alarm_while_a_rank_reads_is_told_to_all_ranks_alike(alarmed, shared_dir):
-    """A rank that is taken for lost, and is not: whoever believes it must not be told another outcome."""
+    """A rank that is taken for lost, and is not: a rank that believes it must not be told another outcome."""
     ours = writer(shared_dir / "c")
     alarm = threading.Event()
 

@@ -90,7 +90,7 @@ def test_a_group_asks_its_own_first_rank():
 
 
 @ranks(4)
-def test_a_group_of_one_asks_nobody():
+def test_a_group_of_one_asks_no_other():
     groups = [dist.new_group([rank]) for rank in range(4)]
     mine = groups[dist.get_rank()]
     assert from_first_rank(lambda: dist.get_rank(), "a test", mine) == dist.get_rank()
@@ -179,7 +179,7 @@ def test_latest_is_the_same_everywhere_and_a_broken_one_is_left_out(shared_dir):
 
 
 @ranks(4)
-def test_an_error_of_latest_is_everybodys(shared_dir):
+def test_an_error_of_latest_is_every_ranks(shared_dir):
     save({"w": torch.ones(3)}, shared_dir)
     with raises(ConfigurationError, "itself a checkpoint"):
         latest(shared_dir)

@@ -55,7 +55,7 @@ _PUBLISH = ("lock", "create", "write", "sync_file", "rename", "sync_directory")
 POINTS: tuple[Point, ...] = (
     *_both("stage"),
     *_both("plan"),
-    # Whoever comes first makes the attempt's directory.
+    # The rank that comes first makes the attempt's directory.
     *_both("plan.mkdir", COORDINATOR),
     *_both("plan.rename", COORDINATOR),
     *(point for name in _NATIVE for point in _both(name)),
@@ -64,7 +64,7 @@ POINTS: tuple[Point, ...] = (
     *_both("outcome"),
     *_both("cleanup"),
     *_both("cleanup.unlink"),
-    # Whoever comes last finds the directory of the old attempt empty.
+    # The rank that comes last finds the directory of the old attempt empty.
     *_both("cleanup.rmdir", victim="cleanup.before=sleep:1"),
 )
 

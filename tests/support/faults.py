@@ -75,7 +75,7 @@ def fault_between_saves(
     """Save twice; save with ``fault``; save once more. What every rank was told of the third, None: of its
     commit. Collective.
 
-    Holds in any case: whoever is told of a commit finds it; whoever is told of a failure finds the old
+    Holds in any case: a rank that is told of a commit finds it; one that is told of a failure finds the old
     checkpoint; errors are this package's, and have all of ``words``; nothing is left; the last save is
     committed, and leaves nothing of what the others left.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ _TABLE = _crc_table()
 
 
 def crc32c(data: bytes) -> int:
-    """CRC32C bit by bit from its polynomial, as in RFC 3720: slow, and nobody's code but this file's."""
+    """CRC32C bit by bit from its polynomial, as in RFC 3720: slow, and no code but this file's."""
     value = 0xFFFFFFFF
     table = _TABLE
     for byte in data:
@@ -87,10 +88,12 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
 
 @contextlib.contextmanager
 def put_back(path: Path) -> Iterator[Path]:
-    """Whatever the block does to the files below ``path``, they are afterwards what they were. New ones stay."""
+    """Whatever the block does below ``path``, afterwards there are the same files, and no others."""
     before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
     yield path
+    shutil.rmtree(path)
     for file, data in before.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
 
 

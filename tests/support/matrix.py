@@ -1,4 +1,4 @@
-"""The kill matrix as a table, put together from what its cells reported to whoever runs the tests."""
+"""The kill matrix as a table, put together from what its cells reported to the run."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def call_on_rank(job: Job, rank: int, store: Any) -> Outcome:
         initialize(store, rank, job.world, COLLECTIVE_TIMEOUT_SECONDS)
         function = getattr(_module(job), job.name)
         getattr(function, "rank_body", function)(**job.kwargs)
-        dist.barrier()  # nobody leaves while a peer still needs its sockets
+        dist.barrier()  # no rank leaves while a peer still needs its sockets
     except pytest.skip.Exception as skipped:
         return Outcome(rank, "skipped", str(skipped))
     except BaseException:

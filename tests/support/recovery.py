@@ -1,4 +1,4 @@
-"""After a crash: is what can be loaded a checkpoint that somebody committed, whole?"""
+"""After a crash: is what can be loaded a checkpoint that a job committed, whole?"""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Recovery:
         *,
         first: bool = False,
     ) -> Verdicts:
-        """Every state must load as checkpoint ``before`` or ``after``: as ``after`` once anybody was told.
+        """Every state must load as checkpoint ``before`` or ``after``: as ``after`` once a rank was told.
 
         ``first``: stop at the first finding.
         """

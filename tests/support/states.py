@@ -42,7 +42,7 @@ def large(mebibytes: int, tensors: int = 4, seed: int = 0) -> dict[str, torch.Te
 
 @dataclass
 class Opinion:
-    """A picklable object that is nobody's built-in."""
+    """A picklable object of a class of its own."""
 
     name: str
     weights: list[float] = field(default_factory=list)

@@ -214,7 +214,7 @@ def test_a_crash_at_any_operation_leaves_no_half_checkpoint_and_the_next_call_fi
     assert latest(root) == root / "step-11"
     monkeypatch.undo()
     retain(root, keep=1)
-    # A crash between the last attempt's end and its directory's leaves that: empty, and nobody's.
+    # A crash between the last attempt's end and its directory's leaves that one empty.
     emptied = [path for path in root.glob("step-*") if not os.listdir(path)]
     assert len(emptied) <= 1
     assert {path.name for path in root.glob("step-*")} - {path.name for path in emptied} == {
@@ -257,7 +257,7 @@ def test_what_the_system_refuses_is_an_error_that_names_the_checkpoint(root, mon
     assert verify(root / "step-9").whole
 
 
-def test_somebody_else_deleting_it_too_is_no_error(root, monkeypatch):
+def test_another_process_that_deletes_it_too_is_no_error(root, monkeypatch):
     real = operations.unlink
 
     def unlink(path, phase):

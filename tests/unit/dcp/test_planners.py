@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from support.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates.io import engine as engine_module
-from dcp_datastates.storage.attempt import Attempt
 
 
 def _caching():
@@ -72,21 +70,6 @@ def test_cached_plans_never_mix_saves_to_one_path(reuse_writer, tmp_path):
         names = {attempt.name for attempt in attempts(tmp_path)}
         assert not names & seen, "an attempt's directory was used twice"
         seen |= names
-
-
-@pytest.mark.parametrize("how", ["save", "async_save"])
-def test_a_cached_plan_brings_no_other_save_s_attempt_along(how, tmp_path):
-    # Left by a job whose clock was ahead: attempts there are newer than all that come later elsewhere.
-    ahead = Attempt(time.time_ns() + 3600 * 10**9, 7)
-    (tmp_path / "0" / ahead.name).mkdir(parents=True)
-    planner = _caching()
-    for number in range(4):
-        path = tmp_path / str(number % 3)
-        if how == "save":
-            save(_filled_with(number), path, planner=planner)
-        else:
-            async_save(_filled_with(number), path, planner=planner).result(60)
-        assert _number(path) == number
 
 
 def test_cached_plans_notice_a_changed_structure(tmp_path):

@@ -302,7 +302,7 @@ def test_strides_are_those_of_the_tensors(how, planner, tmp_path):
         assert_same(load_everything(tmp_path), state)
 
 
-# --- a torch that nobody has tested -------------------------------------------------------------------
+# --- a torch that was not tested ----------------------------------------------------------------------
 
 FIRST_IMPORT = """
 import logging, sys, torch

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import assert_same, load, load_everything, raises, save, writer
+from support.checkpoints import load, load_everything, raises, save, writer
 from support.files import put_back
 from support.metadata import COLUMNS, rewritten
 from support.metadata_examples import (
@@ -21,9 +21,8 @@ from support.metadata_examples import (
     packed_example,
     sharded,
 )
-from support.states import DTYPES, filled
+from support.states import filled
 from support.work import little_work
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates import (
@@ -291,26 +290,6 @@ def test_tensors_that_lie_in_one_another_are_damage(tmp_path):
     rewritten(tmp_path, overlap)
     with raises(CheckpointCorruptError, "overlap", "'v'", "'w'"):
         load({"v": torch.zeros(30), "w": torch.zeros(30)}, tmp_path)
-
-
-@pytest.mark.parametrize("flatten", [True, False])
-def test_every_dtype_and_both_forms_of_state_open(flatten, tmp_path):
-    state = {
-        **{str(dtype): filled((3, 2), dtype, 5) for dtype in DTYPES},
-        "empty": torch.zeros(0, 3),
-        "scalar": torch.tensor(1.5),
-        "channels last": torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        "gradient": torch.zeros(3, requires_grad=True),
-        "nested": STATE if flatten else torch.zeros(2),
-        "an object": {"a": [1, "b"]},
-    }
-    save(state, tmp_path, planner=DefaultSavePlanner(flatten_state_dict=flatten))
-    if flatten:
-        assert_same(load_everything(tmp_path), state)
-    else:
-        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-        found = load({k: torch.zeros_like(v.detach()) for k, v in tensors.items()}, tmp_path)
-        assert_same(found, tensors)
 
 
 @pytest.mark.parametrize("as_path", [str, Path])

@@ -1,19 +1,17 @@
-"""Damage is seen: a load gives the right bytes or an error that names the file, never wrong weights."""
+"""Damage that no random one is likely to be: cuts where something ends, other files' pickles, paths, formats."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import random
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import assert_same, load, load_everything, raises, save, zeros
-from support.files import data_files, flip_bit, put_back, read_file
+from support.files import data_files, put_back
 from support.metadata import file_of, parts_of, rewritten
 from support.states import filled
-from support.tiers import sampled
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, DataStatesError
 
@@ -41,88 +39,11 @@ def checkpoint(saved):
         yield saved
 
 
-@pytest.mark.parametrize("seed", sampled(range(40), keep=range(5)))
-def test_a_flipped_bit_in_a_data_file_is_seen(seed, checkpoint):
-    (path,) = data_files(checkpoint)
-    chance = random.Random(seed)
-    offset = chance.randrange(path.stat().st_size)
-    flip_bit(path, offset, chance.randrange(8))
-    with raises(CheckpointCorruptError, path.name):
-        load_everything(checkpoint)
-
-
-@pytest.mark.parametrize("name", [*STATE, "object.text"])
-def test_a_flipped_bit_is_seen_by_a_load_of_just_the_tensor_it_is_in(name, checkpoint):
-    (path,) = data_files(checkpoint)
-    begin, end = read_file(path).span(name)
-    flip_bit(path, (begin + end) // 2, 5)
-    target = {name: torch.zeros_like(STATE[name])} if name in STATE else {"object": {"text": ""}}
-    with raises(CheckpointCorruptError, path.name):
-        load(target, checkpoint)
-
-
-def test_the_error_names_the_tensor(checkpoint):
-    (path,) = data_files(checkpoint)
-    begin, _ = read_file(path).span("c")
-    flip_bit(path, begin + (2 << 20))
-    with raises(CheckpointCorruptError, path.name, "'c'"):
-        load({"c": torch.zeros_like(STATE["c"])}, checkpoint)
-
-
-def test_damage_elsewhere_does_not_stop_a_partial_load_of_sound_blocks(checkpoint):
-    (path,) = data_files(checkpoint)
-    file = read_file(path)
-    first, last = sorted((file.span("a"), file.span("c")))
-    flip_bit(path, last[1] - 1)
-    sound = "a" if file.span("a") == first else "c"
-    target = {sound: torch.zeros_like(STATE[sound])}
-    assert_same(load(target, checkpoint), {sound: STATE[sound]})
-
-
 @pytest.mark.parametrize("keep", [0, 1, 7, 8, 4095, 4096, 1 << 20, -1, -4, -5, -4096])
 def test_a_data_file_that_was_cut_short_is_seen(keep, checkpoint):
     (path,) = data_files(checkpoint)
     os.truncate(path, keep if keep >= 0 else path.stat().st_size + keep)
     with raises(CheckpointCorruptError, path.name):
-        load_everything(checkpoint)
-
-
-def test_a_data_file_that_grew_is_seen(checkpoint):
-    (path,) = data_files(checkpoint)
-    with path.open("ab") as file:
-        file.write(b"\0")
-    with raises(CheckpointCorruptError, path.name):
-        load_everything(checkpoint)
-
-
-def test_blocks_that_changed_places_are_seen(checkpoint):
-    (path,) = data_files(checkpoint)
-    raw = bytearray(path.read_bytes())
-    block = 1 << 20
-    raw[block : 2 * block], raw[2 * block : 3 * block] = (
-        raw[2 * block : 3 * block],
-        raw[block : 2 * block],
-    )
-    path.write_bytes(raw)
-    with raises(CheckpointCorruptError, path.name):
-        load_everything(checkpoint)
-
-
-def test_zeros_where_data_should_be_are_seen(checkpoint):
-    (path,) = data_files(checkpoint)
-    raw = bytearray(path.read_bytes())
-    raw[1 << 20 : 2 << 20] = bytes(1 << 20)
-    path.write_bytes(raw)
-    with raises(CheckpointCorruptError, path.name):
-        load_everything(checkpoint)
-
-
-@pytest.mark.parametrize("seed", sampled(range(40), keep=range(5)))
-def test_a_flipped_bit_in_the_metadata_is_seen(seed, checkpoint):
-    path = checkpoint / ".metadata"
-    chance = random.Random(seed)
-    flip_bit(path, chance.randrange(path.stat().st_size), chance.randrange(8))
-    with raises(CheckpointCorruptError, ".metadata"):
         load_everything(checkpoint)
 
 

@@ -68,7 +68,7 @@ def test_deferring_all_is_right_when_only_optimizers_change_tensors(tmp_path):
 
 
 @windows
-def test_the_first_save_of_an_optimizer_nobody_knows_is_right(read_window, tmp_path):
+def test_the_first_save_of_an_unknown_optimizer_is_right(read_window, tmp_path):
     run = TrainingRun()
     run.forward_backward()
     expected = clone(run.state())

@@ -33,7 +33,7 @@ def parameter() -> torch.Tensor:
 
 
 def test_what_a_graph_may_step_is_not_deferred(parameter: torch.Tensor) -> None:
-    """It may have been captured before anybody looked."""
+    """It may have been captured before the first look."""
     capturable = optimizer(parameter, capturable=True)
     track(capturable)
     assert owned_by(capturable) == [None]

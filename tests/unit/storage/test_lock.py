@@ -51,7 +51,7 @@ def test_a_hold_waits_for_those_who_only_ask(how, tmp_path):
     assert in_flight(tmp_path) is False
 
 
-def test_a_hold_on_a_directory_that_somebody_removes_first_is_no_hold(tmp_path):
+def test_a_hold_on_a_directory_that_is_removed_first_is_no_hold(tmp_path):
     folder = tmp_path / "attempt"
     assert Hold.on(folder) is None
     folder.mkdir()
