@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_datastates.commit import gloo_group, groups
+from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.io import engine
 
 __all__ = ["Residue", "assert_nothing_left", "entries"]
@@ -71,10 +72,13 @@ def _await_pulses() -> None:
     deadline = time.monotonic() + _PULSE_SECONDS
     for group in list(groups._groups.values()):
         detector = group.detector
-        while detector is not None and detector._started and time.monotonic() < deadline:
-            if all(watched.pulses for watched in list(detector._watched.values())):
-                break
+        while detector is not None and not hears_all(detector) and time.monotonic() < deadline:
             time.sleep(0.02)
+
+
+def hears_all(detector: FailureDetector) -> bool:
+    """Whether a pulse has come from each rank that it watches; it watches none before it has started."""
+    return not detector._started or all(each.pulses for each in list(detector._watched.values()))
 
 
 def _of_gloo(groups: int) -> Counter[str]:

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch.distributed as dist
+from support.residue import hears_all
 from support.waiting import await_that
 
 from dcp_datastates.commit import failure_detector as detector_module
@@ -193,7 +194,7 @@ def test_a_rank_whose_python_stands_still_is_stalled_and_not_lost(detectors, mon
     both = [detectors(rank, status=status if rank == standing else None) for rank in (0, 1)]
     watching = both[1 - standing]
     watching.follow(1)
-    await_that(lambda: watching.hears_all)
+    await_that(lambda: hears_all(watching))
     status.stand_still()
     _await_stillness(watching)
     assert [loss.rank for loss in watching.stalled(1, 1.0)] == [standing]
@@ -229,14 +230,14 @@ def test_a_rank_whose_python_stands_still_for_too_long_is_lost(detectors, monkey
     monkeypatch.setattr(detector_module, "_HELD_SECONDS", 2.0)
     status = _Status()
     first, _second = detectors(0), detectors(1, status=status)
-    await_that(lambda: first.hears_all)
+    await_that(lambda: hears_all(first))
     status.stand_still()
     await_that(first.losses)
     status.go_on()
     await_that(lambda: not first.losses())
 
 
-def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heart(detectors, monkeypatch):
+def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heartbeat(detectors, monkeypatch):
     made = []
     real = detector_module.Pulse
 
@@ -247,7 +248,7 @@ def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heart(detector
     monkeypatch.setattr(detector_module, "Pulse", make)
     statuses = [_Status(), _Status()]
     first, _second = (detectors(rank, status=statuses[rank]) for rank in (0, 1))
-    await_that(lambda: first.hears_all)
+    await_that(lambda: hears_all(first))
     for pulse in made:
         pulse.close()
     for status in statuses:
@@ -258,7 +259,7 @@ def test_a_pulse_that_is_closed_at_the_end_of_the_process_ends_no_heart(detector
 def test_a_rank_that_misses_the_store_does_not_show_a_pulse(detectors, monkeypatch):
     _elsewhere(monkeypatch)
     first, _second = detectors(0), detectors(1)
-    await_that(lambda: first.hears_all)
+    await_that(lambda: hears_all(first))
 
     def fails(*_):
         raise RuntimeError("Connection reset by peer")
