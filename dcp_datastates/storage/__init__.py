@@ -1,1 +1,1 @@
-"""Where bytes go."""
+"""Storage: directories, attempts, locks and durable file operations on a file system."""
