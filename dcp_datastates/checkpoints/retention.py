@@ -87,9 +87,7 @@ def retain_here(
     """Do the work of :func:`retain` in this process alone. Any thread may call it.
 
     Args:
-        root: as for :func:`retain`.
-        keep: as for :func:`retain`.
-        verify: as for :func:`retain`.
+        root, keep, verify: as for :func:`retain`.
         among: the directories in ``root`` that count and may be deleted; None: all.
         dry_run: delete nothing; ``deleted`` then lists what would be deleted.
     """

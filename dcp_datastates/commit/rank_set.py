@@ -178,7 +178,6 @@ class RankSet:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return len(self.ranks)
 
     @property

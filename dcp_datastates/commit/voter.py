@@ -137,7 +137,6 @@ class Voter:
                 self._detector.follow(None)
 
     def close(self) -> None:
-        """Close the connections."""
         if self._tree is not None:
             self._tree.close()
 

@@ -31,7 +31,6 @@ class Progress:
 
     @property
     def value(self) -> int:
-        """The present number."""
         job = self._job
         moved = 0 if job is None else job.bytes_read + job.bytes_written
         return self._steps + moved + int(10 * min(time.monotonic(), self._until))

@@ -41,7 +41,6 @@ class WaitLog:
 
     @property
     def seconds(self) -> float:
-        """The length of the wait so far."""
         return self._clock() - self._began
 
     def look(self, what: str) -> None:

@@ -130,7 +130,6 @@ class SaveOperation:
 
     @property
     def phase(self) -> Phase:
-        """The present phase."""
         return self._phase
 
     @property
@@ -140,7 +139,6 @@ class SaveOperation:
 
     @property
     def failed(self) -> bool:
-        """Whether there is an :attr:`error`."""
         return self._error is not None
 
     @property
@@ -155,7 +153,6 @@ class SaveOperation:
 
     @property
     def planning_is_over(self) -> bool:
-        """Whether :meth:`end_planning` was called."""
         return self._planning_over
 
     @property

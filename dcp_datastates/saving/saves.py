@@ -18,11 +18,9 @@ class Saves:
 
     @property
     def newest(self) -> SaveOperation | None:
-        """The save that was added last."""
         return self._newest
 
     def add(self, save: SaveOperation) -> None:
-        """Add a new save."""
         with self._lock:
             self._newest = save
             self._kept = [other for other in self._kept if not _is_told(other)]

@@ -147,7 +147,6 @@ class DeferredReads:
 
     @property
     def window(self) -> Window:
-        """The read window, for the native job."""
         return self._window
 
     @property

@@ -98,7 +98,6 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
                 )
 
         def writer_options(self) -> dict[str, Any]:
-            """The options for a :class:`DataStatesWriter`."""
             names = (
                 "host_cache_size",
                 "read_window",
