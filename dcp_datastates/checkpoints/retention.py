@@ -84,7 +84,7 @@ def retain_here(
     among: Callable[[Path], bool] | None = None,
     dry_run: bool = False,
 ) -> Retained:
-    """Do the work of :func:`retain` in this process alone. Any thread may call it.
+    """Do the work of :func:`retain` in this process alone. Any thread.
 
     Args:
         root, keep, verify: as for :func:`retain`.

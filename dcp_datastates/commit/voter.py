@@ -83,7 +83,6 @@ class Voter:
     """Runs this rank's part of each round.
 
     Args:
-        rank_set: the ranks.
         detector: finds the lost ranks; None for a rank alone.
         decisions: the decision log.
     """
@@ -349,7 +348,6 @@ class Voter:
         """The event by which the failure detector ends this wait, if any.
 
         Args:
-            round_: the round.
             joining: this rank is not connected.
             telling: the coordinator has decided.
         """

@@ -20,10 +20,8 @@ class WaitLog:
     """Logs, now and then, what one wait waits for. For the waiting thread.
 
     Args:
-        logger: the waiting module's logger.
         who: the waiter, which begins the line.
         first: seconds until the first line, if not :data:`FIRST_LINE_SECONDS`.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -55,10 +53,8 @@ class Stall:
     """A wait that is given up after some time without progress. For the waiting thread.
 
     Args:
-        logger: the waiting module's logger.
         who: the waiter, which begins the line.
         limit: seconds without progress.
-        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -105,7 +101,7 @@ class Latch:
         self._set.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Return after :meth:`set`, or after ``seconds``. (It may miss a :meth:`set`, so callers must poll.)"""
+        """Return after :meth:`set` (it may miss one, so callers must poll), or after ``seconds``."""
         with contextlib.suppress(queue.Empty):
             self._set.get(timeout=seconds)
             self._set.put(None)  # for the other waiting threads

@@ -9,7 +9,7 @@ __all__ = ["Saves"]
 
 
 class Saves:
-    """The saves of one writer that :meth:`wait` waits for. Any thread may use it."""
+    """The saves of one writer. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()  # guards what follows

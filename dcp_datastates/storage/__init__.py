@@ -1,1 +1,1 @@
-"""Storage: directories, attempts, locks and durable file operations on a file system."""
+"""Storage: attempts, locks and durable file operations."""

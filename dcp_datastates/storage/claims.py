@@ -26,7 +26,6 @@ class Claim:
     """A claimed attempt, which the coordinator holds while its save is in flight.
 
     Attributes:
-        attempt: the save's attempt.
         after: the newest attempt at the path or beside it before the claim; None if there was none, or the parent
             directory cannot be listed.
         seen: the file that ``.metadata`` was before the claim.
