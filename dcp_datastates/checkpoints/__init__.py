@@ -1,1 +1,1 @@
-"""Checkpoints as they lie on storage: finding, verifying, describing and deleting them."""
+"""Checkpoints on storage: finding, verifying, describing and deleting them."""

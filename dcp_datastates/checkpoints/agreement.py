@@ -1,6 +1,6 @@
-"""Whether the parts of a checkpoint agree: the metadata with themselves, each file's header with the metadata.
+"""Checks that the parts of a checkpoint agree: the metadata with themselves, and each file's header with the metadata.
 
-Pure functions of bytes and metadata; what they find are :class:`Damage` values.
+Pure functions of bytes and metadata, which yield :class:`Damage` values.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Entry:
 
 
 class Agreement:
-    """What the metadata of a checkpoint say, indexed for comparing."""
+    """The contents of a checkpoint's metadata, indexed for comparison."""
 
     def __init__(self, table: MetadataTable, contents: Contents) -> None:
         self._table = table
@@ -55,7 +55,7 @@ class Agreement:
     # --- the metadata with themselves ---------------------------------------------------------
 
     def of_metadata(self) -> Iterator[Damage]:
-        """Tensors that are not all there: their chunks lie within them and apart, or they would not have opened."""
+        """Incomplete tensors. (Opening has checked that chunks lie within their tensors and do not overlap.)"""
         catalog = self._table.catalog
         sums = np.zeros(self._chunks + 1, np.int64)
         np.cumsum(volumes(self._dimensions, catalog.sizes), out=sums[1:])
@@ -73,13 +73,13 @@ class Agreement:
     # --- a file's header with the metadata ------------------------------------------------------
 
     def header_bytes(self, record: FileRecord) -> int:
-        """Where the data of a file begin, by the metadata, and so its header ends."""
+        """The end of a file's header: the offset of its data, according to the metadata."""
         begin = self._contents.begin(record.relative_path)
         end = record.table_offset if begin is None else min(begin, record.table_offset)
         return max(8, min(end, MAX_HEADER_BYTES))
 
     def of_header(self, record: FileRecord, header: bytes) -> Iterator[Damage]:
-        """Where ``header``, the first bytes of a file up to its data, differs from the metadata."""
+        """The differences between ``header``, the bytes of a file before its data, and the metadata."""
         try:
             entries = _entries(header, record.nbytes)
         except CheckpointCorruptError as error:
@@ -116,7 +116,7 @@ class Agreement:
         return Damage(record.relative_path, 0, len(header), problem, names)
 
     def _expected(self, record: FileRecord) -> Iterator[tuple[str, str, _Entry]]:
-        """Name, key and entry of all that the metadata place in the file."""
+        """Name, key and entry of every tensor and object that the metadata place in the file."""
         catalog = self._table.catalog
         _, offsets, lengths = self._places
         for row in self._contents.rows(record.relative_path).tolist():

@@ -1,7 +1,7 @@
-"""One rank looks, all ranks know: answers that travel through the store that the job's default group met at.
+"""One rank computes an answer, and the others receive it through the store of the job's default group.
 
-No collective runs on any of the job's process groups: this works under NCCL, before the first collective and
-beside others that are under way. Each call has a key of its own, which the last rank to read it deletes.
+No collective runs on any of the job's process groups, so this works under NCCL, before the first collective, and while
+other collectives are running. Each call has a separate key, which the last rank to read it deletes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dcp_datastates.process.forks import ProcessLock
 __all__ = ["DEFAULT_TIMEOUT", "from_first_rank"]
 
 DEFAULT_TIMEOUT: Final = 300.0
-"""Seconds."""
+"""How long the other ranks wait, in seconds."""
 
 T = TypeVar("T")
 
 _lock = ProcessLock()  # guards _calls
-# By default group: a job that starts another one meets at another store, and counts anew.
+# By default group: if a job creates another default group, it has another store, and the counts start anew.
 _calls: WeakKeyDictionary[dist.ProcessGroup, dict[str, Iterator[int]]] = WeakKeyDictionary()
 
 
@@ -40,16 +40,16 @@ def from_first_rank(
     process_group: dist.ProcessGroup | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> T:
-    """What ``compute()`` returns on the first rank of ``process_group``, on every rank of it.
+    """Call ``compute()`` on the first rank of ``process_group``, and return its result on every rank.
 
-    Every rank of the group calls this with the same ``purpose``, and calls of one purpose in the same order,
-    as if it were a collective; the first rank does not wait for the others. What ``compute`` raises is
-    raised on every rank (as the same type, if it can be pickled). Without ``torch.distributed``, or in a group
-    of one, ``compute`` is just called.
+    Like a collective: every rank of the group calls this with the same ``purpose``, and makes the calls of one purpose
+    in the same order. The first rank does not wait for the others. If ``compute`` raises, every rank raises its error
+    (of the same type, if it can be pickled). Without ``torch.distributed``, or in a group of one, this only calls
+    ``compute``.
 
     Args:
-        compute: Called on the first rank only. Its result must pickle.
-        purpose: What the answer is, for the key and for error messages: "the latest checkpoint".
+        compute: Called on the first rank only. Its result must be picklable.
+        purpose: The name of the answer, for the key and for error messages: "the latest checkpoint".
         process_group: Any group that this rank is in; None for all ranks.
         timeout: Seconds that the other ranks wait.
 
@@ -70,7 +70,7 @@ def from_first_rank(
         return compute()
     name = f"dcp_datastates/{purpose}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
     key = str(_count(name))
-    # A clone has a connection of its own: waiting on it keeps no other thread from the store.
+    # A clone has a separate connection: waiting on it does not block other threads' requests.
     job_store: Any = distributed_c10d._get_default_store()
     store: Any = PrefixStore(name, job_store.clone())
     if dist.get_rank() == ranks[0]:
@@ -90,7 +90,7 @@ def _answer(compute: Callable[[], T], store: Any, key: str) -> T:
         value = compute()
         packed = pickle.dumps((value, None))
     except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # the store is lost: the others will notice
+        with contextlib.suppress(RuntimeError):  # the store is lost: the other ranks will notice
             store.set(key, _packed(error))
         raise
     store.set(key, packed)

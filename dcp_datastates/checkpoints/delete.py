@@ -1,7 +1,7 @@
-"""Deleting one checkpoint, in an order that a crash cannot turn against a reader.
+"""Deletes one checkpoint, in an order such that a crash cannot leave a checkpoint that loads wrongly.
 
-``.metadata`` goes first and its directory is synced, so what is left is no checkpoint any more; then the data
-files, by the names that this package gives; then the directories, if nothing foreign is in them.
+First ``.metadata`` is removed and its directory synced, so the rest is not a checkpoint any more; then the data files,
+by this package's names; then the directories, unless they contain foreign files.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ _LOCK_SECONDS: Final = 1.0
 
 
 class NotDeleted(StorageError):
-    """Nothing was touched; ``strerror`` says why, ``errno`` is EBUSY."""
+    """The checkpoint was not changed; ``strerror`` says why, ``errno`` is EBUSY."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(errno.EBUSY, reason, str(path))
 
 
 def delete(path: str | os.PathLike[str]) -> None:
-    """Delete the checkpoint at ``path``, committed or abandoned; what is left of a deletion that was cut off, too.
+    """Delete the checkpoint at ``path``, committed or abandoned, or the rest of an interrupted deletion.
 
-    Once the first step is durable, the checkpoint can no longer be loaded; a crash after it leaves files that
-    another call removes. What this package did not write stays, and so does the directory around it (logged).
-    One process calls this, not every rank.
+    Once the first step is durable, the checkpoint can no longer be loaded; a crash after it leaves files that another
+    call removes. Files that this package did not write stay, and so does their directory (logged). Only one process
+    calls this, not every rank.
 
     Raises:
-        CheckpointNotFoundError: no checkpoint of this package is there (:class:`ForeignCheckpointError`: another's
-            is); the message says what is there instead.
+        CheckpointNotFoundError: no checkpoint of this package is there (:class:`ForeignCheckpointError`: another
+            program's is); the message says what is there instead.
         ConfigurationError: ``path`` is a symbolic link.
-        StorageError: a save to the path is in flight, or may be, with its attempt; the metadata are out of reach or
-            of a version that this release does not know; or the system refused to delete something.
+        StorageError: a save to the path is in flight, or may be; the metadata cannot be read, or have a version that
+            this release does not know; or the system refused to delete a file or directory.
     """
     directory = local.local_path(path)
     if directory.is_symlink():
@@ -66,9 +66,9 @@ def delete(path: str | os.PathLike[str]) -> None:
 
 
 def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
-    """Delete a committed checkpoint, also one whose metadata are damaged. ``dry_run``: see whether it may be.
+    """Delete a committed checkpoint, even with damaged metadata. ``dry_run``: only check whether it may be deleted.
 
-    Raises :class:`NotDeleted`; or :class:`StorageError` if the system refused.
+    Raises :class:`NotDeleted`, or :class:`StorageError` if the system refused.
     """
     path = victim.path
     if victim.committed is None and not victim.is_damaged:
@@ -91,7 +91,7 @@ def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
             raise NotDeleted(path, "it was replaced a moment ago")
         if victim.attempt is not None:
             attempts.mark_deleted(path, victim.attempt, _PHASE)
-        # Where there are no locks, another process may be deleting it, too.
+        # Without locks, another process may be deleting it at the same time.
         with contextlib.suppress(FileNotFoundError):
             operations.unlink(path / local.METADATA_NAME, _PHASE)
         with contextlib.suppress(FileNotFoundError):
@@ -102,9 +102,10 @@ def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
 
 
 def delete_rest(path: Path, *, dry_run: bool = False) -> bool:
-    """Delete attempts at a path where nothing is committed; whether the directory is gone, too.
+    """Delete the attempts at a path without a committed checkpoint; returns whether the directory is gone, too.
 
-    Only where locks work: a save that is merely slow looks just the same. Raises as :func:`delete_committed`.
+    Works only if the file system has locks: without them, a slow save looks like an abandoned one. Raises as
+    :func:`delete_committed`.
     """
     with _locked(path):
         if os.path.lexists(path / local.METADATA_NAME):
@@ -134,13 +135,13 @@ def _in_flight(path: Path, attempt: Attempt, held: bool | None) -> NotDeleted:
 
 
 def _withdraw(path: Path, claimed: list[Attempt]) -> None:
-    """No save that is under way there, on a host that locks do not reach, say, can commit any more."""
+    """Withdraw the attempts: a save in flight (on a host that locks do not reach, say) can no longer commit."""
     for attempt in claimed:
         attempts.withdraw(path, attempt)
 
 
 def _remove(path: Path, claimed: list[Attempt]) -> bool:
-    """Remove the attempts and, if nothing else is in it, the directory; whether that is gone."""
+    """Remove the attempts, and the directory if it is then empty; returns whether the directory is gone."""
     for attempt in claimed:
         attempts.remove_attempt(path, attempt, _PHASE)
     try:

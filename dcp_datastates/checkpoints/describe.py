@@ -1,4 +1,4 @@
-"""What is in a checkpoint, or in a directory of checkpoints, by its metadata and the names on storage.
+"""Describes a checkpoint, or a directory of checkpoints, from its metadata and the names on storage.
 
 Nothing is unpickled, and no data file is opened.
 """
@@ -31,10 +31,12 @@ from dcp_datastates.text import count, date, size
 __all__ = ["Checkpoint", "Directory", "describe"]
 
 _SHOWN: Final = 16
-"""Tensors and objects, or files, in the text of a checkpoint."""
+"""How many tensors and objects, or files, the text of a checkpoint lists."""
 
 State = Literal["in flight", "abandoned", "unknown"]
-"""Of an uncommitted attempt: a live process holds it; none does; the file system has no locks to tell."""
+"""The state of an uncommitted attempt: a live process holds it; no process holds it; or the file system has
+no locks.
+"""
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,14 @@ class DataFile:
     rank: int | None
     """The rank that wrote it."""
     nbytes: int
-    """By the metadata."""
+    """Bytes according to the metadata."""
     found_nbytes: int | None
-    """On storage; None if it is not there."""
+    """Bytes on storage; None if the file is missing."""
 
 
 @dataclass(frozen=True)
 class UncommittedAttempt:
-    """What a save that is still running, or has failed, has on storage."""
+    """The files of a save that is still running, or has failed."""
 
     attempt: str
     state: State
@@ -98,18 +100,18 @@ class Checkpoint:
     attempt: str | None
     committed_at: float | None
     nbytes: int
-    """Of the committed checkpoint, ``.metadata`` included."""
+    """Bytes of the committed checkpoint, ``.metadata`` included."""
     ranks: int
     """How many ranks wrote data files."""
     files: tuple[DataFile, ...]
     dtypes: tuple[DtypeTotal, ...]
-    """Largest first."""
+    """Totals by dtype, largest first."""
     tensors: tuple[Tensor, ...]
     objects: tuple[Object, ...]
     uncommitted: tuple[UncommittedAttempt, ...]
 
     def __str__(self) -> str:
-        """When it was committed, how large it is, what is in it (the first names), and what is wrong with its files."""
+        """The time of the commit, the size, the contents (the first names), and the problems of the files."""
         lines = [str(self.path)]
         if self.committed:
             lines += [
@@ -146,16 +148,16 @@ class Listed:
 
     name: str
     step: int | None
-    """The number that the name ends in."""
+    """The number at the end of the name."""
     format: Literal["dcp_datastates", "other"]
     committed: bool
     attempt: str | None
-    """The committed one; of an uncommitted checkpoint, the newest."""
+    """The committed attempt; for an uncommitted checkpoint, the newest."""
     nbytes: int | None
     ranks: int | None
     committed_at: float | None
     problem: str | None
-    """Why :func:`~dcp_datastates.latest` would leave it out."""
+    """Why :func:`~dcp_datastates.latest` would skip it."""
 
 
 @dataclass(frozen=True)
@@ -164,11 +166,11 @@ class Directory:
 
     path: Path
     latest: str | None
-    """The name of the one that :func:`~dcp_datastates.latest` takes."""
+    """The name of the checkpoint that :func:`~dcp_datastates.latest` returns."""
     checkpoints: tuple[Listed, ...]
 
     def __str__(self) -> str:
-        """A line for each checkpoint: when it was committed, its size, and whether it is the latest or why not."""
+        """A line per checkpoint: the time of the commit, the size, and whether it is the latest or why not."""
         rows = [
             (
                 each.name,
@@ -195,7 +197,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def describe(path: str | os.PathLike[str]) -> Checkpoint | Directory:
-    """What is at ``path``: a checkpoint, committed or not, or a directory of them.
+    """Describe ``path``: a checkpoint, committed or not, or a directory of checkpoints.
 
     Raises :class:`CheckpointNotFoundError` if it is neither, saying what is there instead
     (:class:`ForeignCheckpointError` for a stock DCP checkpoint), :class:`CheckpointCorruptError` if the
@@ -341,7 +343,7 @@ def _listed(found: Found) -> Listed:
 
 
 def _other(path: Path) -> Listed | None:
-    """A save that is not committed, or another program's checkpoint; None for any other directory."""
+    """An uncommitted save, or another program's checkpoint; None for any other directory."""
     claimed = attempts.present(path)
     if (path / local.METADATA_NAME).exists():
         try:

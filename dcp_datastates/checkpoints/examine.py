@@ -1,9 +1,9 @@
-"""Reading every byte of a checkpoint's data files, and comparing it with its checksum.
+"""Reads every byte of a checkpoint's data files, and compares it with its checksum.
 
-Files are cut into pieces of a few blocks. Threads take them in order, each into a buffer of its own that it
-uses again and again: memory is bounded by the number of threads (and, for the few files that are open
-at a time, by their tables of 4 bytes per MiB; and by one header). The page cache is dropped before and behind:
-what is compared is what the storage holds, and what else the machine has cached stays.
+Files are cut into pieces of a few blocks. Threads take the pieces in order; each thread reuses one buffer. So memory is
+bounded by the number of threads (plus tables of 4 bytes per MiB for the few files that are open at a time, and one
+header). The files' pages are dropped from the page cache before and after reading, so the bytes come from storage, and
+the machine's other cached data stay.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from dcp_datastates.io.committed import wrong_size
 __all__ = ["Examination", "Progress"]
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and of how many."""
+"""Called with the bytes done and the total bytes."""
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
-"""Read at once: large enough for any storage to run at full speed."""
+"""Bytes per read: enough for any storage to reach full speed."""
 
 _PROGRESS_SECONDS: Final = 0.1
 
 _MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
-"""What a system says when stored bytes cannot be had any more: damage, not a failure to look."""
+"""Errors for stored bytes that can no longer be read: they count as damage, not as a failure of the check."""
 
 
 @dataclass(frozen=True)
 class _Bad:
-    """A part of one file that is not as it was written; offsets in bytes."""
+    """A damaged part of one file; offsets in bytes."""
 
     begin: int
     end: int
@@ -50,7 +50,7 @@ class _Bad:
 
 @dataclass
 class _File:
-    """A data file under examination; ``pieces_left`` and ``bad`` are guarded by the examination's lock."""
+    """A data file under examination; the examination's lock guards ``pieces_left`` and ``bad``."""
 
     record: FileRecord
     path: Path
@@ -91,7 +91,7 @@ class Examination:
         self._done = 0
 
     def run(self, threads: int, progress: Progress | None) -> list[Damage]:
-        """Read everything; returns what is damaged. Raises :class:`StorageError`."""
+        """Read all files; returns the damages. Raises :class:`StorageError`."""
         try:
             with ThreadPoolExecutor(threads, thread_name_prefix="verify") as executor:
                 workers = [executor.submit(self._work) for _ in range(threads)]
@@ -103,7 +103,7 @@ class Examination:
                     for worker in workers:
                         worker.result()
                 finally:
-                    self._stopped.set()  # an interrupt, or a worker that failed, ends the others
+                    self._stopped.set()  # an interrupt or a failed worker ends the other workers
         except OSError as error:
             raise StorageError(
                 error.errno, f"verifying failed: {error.strerror}", str(error.filename)
@@ -133,10 +133,10 @@ class Examination:
         with self._lock:
             return None if self._stopped.is_set() else next(self._pieces, None)
 
-    # --- opening; all of this runs under the lock, file after file ------------------------------
+    # --- opening, under the lock, one file after another ----------------------------------------
 
     def _cut(self) -> Iterator[_Piece]:
-        """The pieces of all files, in order; a file is opened when its turn has come."""
+        """The pieces of all files, in order. Opens each file when its first piece is taken."""
         for record in self._files:
             path = self._directory / record.relative_path
             try:
@@ -153,7 +153,7 @@ class Examination:
                 yield _Piece(file, begin, min(begin + _PIECE_BYTES, record.table_offset))
 
     def _start(self, record: FileRecord, path: Path) -> _File | None:
-        """The file, open; None if it is not there, or too short to hold its checksums."""
+        """Open the file; None if it is missing, or too short to contain its checksums."""
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except (FileNotFoundError, NotADirectoryError):
@@ -186,7 +186,7 @@ class Examination:
     def _condemn(
         self, record: FileRecord, problem: str, begin: int | None = None, end: int | None = None
     ) -> None:
-        """Note damage for which a load refuses the whole file."""
+        """Record damage for which a load refuses the whole file."""
         nbytes = None if begin is None or end is None else end - begin
         names = self._contents.all_names(record.relative_path)
         self._damages.append(Damage(record.relative_path, begin, nbytes, problem, names))
@@ -198,7 +198,7 @@ class Examination:
     # --- finishing ----------------------------------------------------------------------------
 
     def _finish(self, piece: _Piece, bad: list[_Bad]) -> None:
-        """Note what a piece showed; with a file's last piece, look at its header."""
+        """Record the result of a piece; after a file's last piece, check its header."""
         file = piece.file
         with self._lock:
             self._done += piece.end - piece.begin
@@ -217,7 +217,7 @@ class Examination:
         header_end = self._agreement.header_bytes(file.record)
         damages = []
         for part in parts:
-            # A load does not read the header, but what else does needs it for each of its entries.
+            # A load does not read the header, but other readers need it for every entry.
             names = self._contents.names(path, part.begin, part.end)
             where = " (the file's header is in it)" if part.begin < header_end else ""
             damages.append(
@@ -244,7 +244,7 @@ def _examine(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
         if piece.end - piece.begin <= BLOCK_BYTES:
             yield _Bad(piece.begin, piece.end, f"cannot be read: {error.strerror}")
             return
-        for begin, end in blocks(piece.begin, piece.end):  # which of them is it?
+        for begin, end in blocks(piece.begin, piece.end):  # find the damaged blocks
             yield from _examine(_Piece(file, begin, end), buffer)
         return
     for begin, end in blocks(piece.begin, piece.end):
@@ -258,7 +258,7 @@ def _examine(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
 
 
 def _read(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill ``view`` from the file; returns how many bytes there were."""
+    """Fill ``view`` from the file; returns the number of bytes read."""
     done = 0
     while done < len(view):
         read = os.preadv(descriptor, [view[done:]], offset + done)
@@ -269,7 +269,7 @@ def _read(descriptor: int, view: memoryview, offset: int) -> int:
 
 
 def _merged(parts: Iterable[_Bad]) -> Iterator[_Bad]:
-    """Neighbours with the same problem as one; ``parts`` come in order."""
+    """Merge neighbouring parts with the same problem; ``parts`` are in order."""
     last: _Bad | None = None
     for part in parts:
         if last is not None and last.end == part.begin and last.problem == part.problem:

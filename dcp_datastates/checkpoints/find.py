@@ -1,4 +1,4 @@
-"""The checkpoint to resume from: the newest one that is whole, the same on every rank."""
+"""Finds the checkpoint to resume from: the newest intact one, the same on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Verification = Literal["metadata", "structure", "full"]
 
 _STAT_THREADS: Final = 8
-"""A shared file system takes a millisecond for each file of each rank."""
+"""Threads that stat files: a shared file system takes a millisecond per file."""
 
 _REPLACEMENTS: Final = 3
 
@@ -39,19 +39,19 @@ def latest(
 ) -> Path | None:
     """The newest committed checkpoint in the directory ``root``; None if there is none.
 
-    Newest is what was saved last, by the attempt in its metadata, whatever it is called. A checkpoint that
-    does not pass is left out with a logged warning that says why, and the one before it is taken.
-    Checkpoints of stock DCP are not looked at.
+    The newest checkpoint is the one saved last, according to the attempt in its metadata, regardless of its name. If a
+    checkpoint does not pass, a warning in the log says why, and the next older one is tried. Checkpoints of stock DCP
+    are ignored.
 
-    Every rank of ``process_group`` (default: all ranks) calls this; the first one looks, and all return what
-    it found, or raise what it raised. No collective runs on the group.
+    Every rank of ``process_group`` (default: all ranks) calls this; the first rank searches, and all return its result
+    or raise its error. No collective runs on the group.
 
     Args:
-        root: Directory that the checkpoints' directories lie in. It need not exist yet.
-        process_group: Who takes part.
-        verify: What a checkpoint must pass. ``"metadata"``: its metadata can be read. ``"structure"``: and
-            every data file is there, with its exact size. ``"full"``: and every stored byte matches its
-            checksum, which reads all of it; allow for that in ``timeout``.
+        root: The directory that contains the checkpoints' directories. It need not exist yet.
+        process_group: The ranks that take part.
+        verify: The check that a checkpoint must pass. ``"metadata"``: its metadata can be read. ``"structure"``: also,
+            every data file is there, with its exact size. ``"full"``: also, every stored byte matches its checksum;
+            this reads all files, so allow for it in ``timeout``.
         timeout: Seconds for which the other ranks wait for the first.
 
     Raises:
@@ -86,7 +86,7 @@ def _latest(root: Path, verify: Verification) -> Path | None:
 def flaw(found: Found, verify: Verification) -> str | None:
     """Why a checkpoint does not pass; None if it does.
 
-    One that is replaced while it is looked at is looked at again.
+    If a save replaces the checkpoint during the check, it is checked again.
     """
     for _ in range(_REPLACEMENTS):
         problem = _flaw(found, verify)
@@ -119,7 +119,7 @@ def _flaw(found: Found, verify: Verification) -> str | None:
 
 
 def _missing(committed: Committed) -> str | None:
-    """The first data file that is not there with its exact size."""
+    """The problem of the first data file that is missing or has another size; None if there is none."""
 
     def look(record: FileRecord) -> str | None:
         try:

@@ -1,8 +1,8 @@
-"""A directory of checkpoints: which are there, and which is the newest.
+"""Lists a directory of checkpoints, newest first.
 
-Newer is what has the greater attempt (:class:`~dcp_datastates.storage.attempt.Attempt`) in its metadata: attempts are
-ordered by when their job and their save began, whatever directories are called. Copies have the same
-attempt; among them the greater name is the newer, in natural order (``step-10`` is after ``step-9``).
+A checkpoint is newer if its metadata have the greater attempt (:class:`~dcp_datastates.storage.attempt.Attempt`):
+attempts are ordered by the start of their job and of their save, regardless of directory names. Copies have equal
+attempts; among copies, the greater name counts as newer, in natural order (``step-10`` is after ``step-9``).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Found:
 
     path: Path
     attempt: Attempt
-    """The committed one; where the metadata do not say, the newest whose directory is there."""
+    """The committed attempt; if the metadata cannot be read, the newest attempt that has a directory."""
     committed: Committed | None
     """None if the metadata cannot be read."""
     problem: str | None = None
-    """Why not."""
+    """Why the metadata cannot be read."""
     is_damaged: bool = False
-    """Whether that is because its metadata are damaged, rather than out of reach or of another version."""
+    """Whether the metadata are damaged, rather than inaccessible or of another version."""
 
 
 def natural_order(name: str) -> list[int | str]:
@@ -66,7 +66,7 @@ def natural_order(name: str) -> list[int | str]:
 
 
 def step_of(name: str) -> int | None:
-    """The number that a checkpoint's name ends in."""
+    """The number at the end of a checkpoint's name."""
     match = re.search(r"[0-9]+$", name)
     return int(match[0]) if match else None
 
@@ -74,8 +74,8 @@ def step_of(name: str) -> int | None:
 def directories(root: Path) -> list[Path]:
     """The directories in ``root``, symbolic links to directories too, in natural order.
 
-    None if there is no ``root``. Raises :class:`ConfigurationError` if it is something else than a
-    directory, :class:`StorageError` if it cannot be read.
+    Empty if ``root`` does not exist. Raises :class:`ConfigurationError` if ``root`` is not a directory,
+    :class:`StorageError` if it cannot be read.
     """
     try:
         with os.scandir(root) as entries:
@@ -94,7 +94,7 @@ def directories(root: Path) -> list[Path]:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The directories in ``root`` where a checkpoint is committed, anybody's, in natural order.
+    """The directories in ``root`` with a committed checkpoint, of this package or another program, in natural order.
 
     Raises as :func:`directories`; and :class:`ConfigurationError` if ``root`` is itself a checkpoint.
     """
@@ -110,7 +110,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def committed_in(root: Path) -> list[Path]:
-    """The same, also where ``root`` is itself a checkpoint. Raises as :func:`directories`."""
+    """Like :func:`checkpoints`, but ``root`` may itself be a checkpoint. Raises as :func:`directories`."""
     return [path for path in directories(root) if is_committed(path)]
 
 
@@ -120,10 +120,10 @@ def is_committed(path: Path) -> bool:
 
 
 def newest_first(paths: Iterable[Path]) -> Iterator[Found]:
-    """Those of the checkpoints at ``paths`` that are this package's, newest first.
+    """This package's checkpoints among those at ``paths``, newest first.
 
-    Opens only as many as are asked for: the attempts that have a directory in a checkpoint say how new it
-    can be at most. What vanishes meanwhile is left out.
+    Opens only as many as the caller consumes: the attempt directories in a checkpoint bound how new it can be.
+    Checkpoints that vanish meanwhile are skipped.
     """
     heap = [_Rank(_newest_possible(path), path, None) for path in paths]
     heapq.heapify(heap)
@@ -141,18 +141,18 @@ _NEWEST = Attempt(2**64, 0)
 
 
 def _newest_possible(path: Path) -> Attempt:
-    # Without any directory, that of the committed attempt is gone, or was never needed (nothing was
-    # saved): it must be opened to know.
+    # Without any directory, the committed attempt's is gone, or was never needed (the state was empty): only the
+    # metadata tell.
     return max(attempts.present(path), default=_NEWEST)
 
 
 @total_ordering
 class _Rank:
-    """Sorts newest first; what has been opened after what might be as new."""
+    """Sorts newest first; an opened checkpoint comes after an unopened one that may be as new."""
 
     def __init__(self, attempt: Attempt, path: Path, found: Found | None) -> None:
         self._attempt = attempt
-        # A symbolic link is behind what it points to, if that lies here too.
+        # A symbolic link comes after its target, if that is in the same directory.
         self._tie = (not path.is_symlink(), natural_order(path.name))
         self.path = path
         self.found = found
@@ -168,7 +168,7 @@ class _Rank:
 
 
 def open_found(path: Path) -> Found | None:
-    """What is committed at ``path``; None for what is not, or no longer, a checkpoint of this package."""
+    """The checkpoint committed at ``path``; None if it is not, or no longer, a checkpoint of this package."""
     try:
         committed = open_committed(path)
     except ForeignCheckpointError:

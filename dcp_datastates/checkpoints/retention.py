@@ -1,6 +1,6 @@
-"""Deleting old checkpoints, never one that may still be needed.
+"""Deletes old checkpoints, but never one that may still be needed.
 
-One victim after the other, as ``delete.py`` does it; what a crash leaves of one, the next call removes.
+Deletes one checkpoint after another, as in ``delete.py``; if a crash interrupts a deletion, the next call completes it.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ def retain(
 ) -> list[Path]:
     """Delete the checkpoints in the directory ``root`` that are older than the ``keep`` newest good ones.
 
-    Good is what :func:`~dcp_datastates.latest` takes with the same ``verify``: by default, the metadata can be
-    read and every data file is there with its exact size; with ``"full"``, every byte of the ``keep`` newest
-    is read, and only then is a flipped bit in them noticed before an older, sound one goes. Damaged
-    checkpoints do not count, and are deleted once they are older than ``keep`` good ones; so the last good
-    one never is. Left alone are: what is not a checkpoint of this package (stock DCP's, too), symbolic links,
-    foreign files in a checkpoint's directory, a checkpoint that a save is replacing (one with an attempt
-    that a live process holds, or, where that cannot be known, one that is newer than the committed one), and one
-    whose place in the order is in doubt: the newer ones were saved by a job that did not see it.
+    A checkpoint is good if :func:`~dcp_datastates.latest` accepts it with the same ``verify``. By default, its metadata
+    can be read and every data file is there with its exact size. ``"full"`` reads every byte of the ``keep`` newest;
+    only then is a flipped bit detected before an older, intact checkpoint is deleted. Damaged checkpoints do not count,
+    and are deleted once they are older than ``keep`` good ones; the last good checkpoint is never deleted.
 
-    Every rank of ``process_group`` (default: all ranks) calls this; the first one deletes, and all return, or
-    raise, the same. Calling it again is safe, also while another process does.
+    This never deletes: directories that are not checkpoints of this package (stock DCP's, too); symbolic links; foreign
+    files in a checkpoint's directory; a checkpoint that a save is replacing (it has an attempt that a live process
+    holds, or, without locks, an attempt newer than the committed one); and a checkpoint whose place in the order is in
+    doubt, because the job that saved the newer ones did not see it.
+
+    Every rank of ``process_group`` (default: all ranks) calls this; the first rank deletes, and all return or raise the
+    same. Repeated calls are safe, also while another process calls this.
 
     Returns:
-        What was deleted, newest first.
+        The deleted checkpoints, newest first.
 
     Raises:
         ConfigurationError: ``keep`` is below 1; ``root`` is a file or itself a checkpoint.
-        StorageError: ``root`` cannot be read, or the system refused to delete something.
+        StorageError: ``root`` cannot be read, or the system refused to delete a file or directory.
         NoAnswerError: the first rank did not answer in ``timeout`` seconds.
     """
     directory = local.local_path(root)
@@ -68,10 +69,10 @@ def retain(
 
 @dataclass(frozen=True)
 class Retained:
-    """What became of the checkpoints in a directory. Newest first."""
+    """The result of :func:`retain_here`, newest first."""
 
     kept: list[Path] = field(default_factory=list)
-    """The good ones that count."""
+    """The good checkpoints that count."""
     deleted: list[Path] = field(default_factory=list)
 
 
@@ -83,14 +84,12 @@ def retain_here(
     among: Callable[[Path], bool] | None = None,
     dry_run: bool = False,
 ) -> Retained:
-    """What :func:`retain` has its first rank do, by this process alone; any thread.
+    """Do the work of :func:`retain` in this process alone. Any thread.
 
     Args:
-        root: as there.
-        keep: as there.
-        verify: as there.
-        among: which directories in ``root`` count and may be deleted; None: all.
-        dry_run: look, and delete nothing: ``deleted`` is then what would be.
+        root, keep, verify: as for :func:`retain`.
+        among: the directories in ``root`` that count and may be deleted; None: all.
+        dry_run: delete nothing; ``deleted`` then lists what would be deleted.
     """
     _check(keep, verify)
     root = local.local_path(root)
@@ -126,10 +125,10 @@ def _check(keep: int, verify: str) -> None:
 
 
 def _is_older(attempt: Attempt, path: Path, good: list[Found]) -> bool:
-    """Whether the attempt at ``path`` is older than all ``good`` ones, for certain.
+    """Whether the attempt at ``path`` is certainly older than all ``good`` ones.
 
-    It is, if it was there when they were claimed, or comes from the same process. By numbers alone it may only seem
-    so: another job, which did not see it, may have had another clock.
+    It is if it was there when they were claimed, or if the same process made it. Numbers alone do not prove it: another
+    job, which did not see the attempt, may have had another clock.
     """
     for newer in good:
         after = None if newer.committed is None else newer.committed.note.after
@@ -156,7 +155,7 @@ def _delete(victim: Found, dry_run: bool) -> bool:
 
 
 def _finish_deleting(path: Path, good: list[Found], dry_run: bool) -> bool:
-    """Remove what a deletion that was cut off has left: attempts that no process holds or will need."""
+    """Complete an interrupted deletion: remove attempts that no process holds or will need."""
     if path.is_symlink() or os.path.lexists(path / local.METADATA_NAME):
         return False
     claimed = attempts.present(path)

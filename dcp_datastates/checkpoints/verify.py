@@ -1,4 +1,4 @@
-"""Whether a committed checkpoint is whole: every stored byte, and that its parts agree."""
+"""Verifies a committed checkpoint: every stored byte, and that its parts agree."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_THREADS: Final = 8
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`verify` found. Sizes are bytes."""
+    """The result of :func:`verify`. Sizes are bytes."""
 
     path: Path
     attempt: str | None
@@ -38,20 +38,20 @@ class Report:
     files: int
     """Data files that belong to the checkpoint."""
     nbytes: int
-    """Of ``.metadata`` and all data files, as they should be."""
+    """The expected size of ``.metadata`` and all data files."""
     tensors: int
     objects: int
     seconds: float
     damages: tuple[Damage, ...]
-    """All that is damaged, by file and offset; neighbouring blocks are one damage."""
+    """All damages, by file and offset; neighbouring blocks form one damage."""
 
     @property
     def whole(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether no byte is damaged."""
         return not self.damages
 
     def __str__(self) -> str:
-        """The verdict, what was checked, and each damage: a line for each."""
+        """The verdict, the extent of the check, and each damage, one line each."""
         verdict = "whole" if self.whole else f"damaged in {count(len(self.damages), 'place')}"
         lines = [f"{self.path}: {verdict}"]
         if self.attempt is not None:
@@ -71,14 +71,14 @@ def verify(
 
     Args:
         path: Directory of the checkpoint.
-        threads: How many read and compute checksums at a time; None for one per core, 8 at most.
-        progress: Called in the calling thread, some ten times per second and once at the end, with the
-            bytes done and the bytes to do.
+        threads: How many threads read and compute checksums; None for one per core, at most 8.
+        progress: Called in the calling thread, about ten times per second and once at the end, with the bytes done and
+            the total bytes.
 
-    Damage does not raise: it is in the report, all of it. What raises is what keeps this from looking:
-    :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
-    :class:`StorageError` (no permission, say), :class:`CheckpointReplacedError` if another save committed there
-    meanwhile, :class:`ConfigurationError`.
+    Damage does not raise: the report lists all of it. The check raises only if it cannot be carried out:
+    :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint), :class:`StorageError`
+    (no permission, say), :class:`CheckpointReplacedError` if another save committed there meanwhile,
+    :class:`ConfigurationError`.
     """
     directory = local.local_path(path)
     if threads is None:
@@ -124,7 +124,7 @@ def _unopened(directory: Path, error: CheckpointCorruptError, seconds: float) ->
 
 
 def _refuse_if_replaced(committed: Committed) -> None:
-    """Damage seen while another save replaced the checkpoint is none."""
+    """Raise if another save has replaced the checkpoint: then the damage seen is not real."""
     was = committed.note.attempt
     try:
         now = open_committed(committed.directory).note.attempt

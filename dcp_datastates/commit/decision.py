@@ -72,8 +72,7 @@ class Decision:
     def error(self, where: str, world: int) -> DataStatesError | None:
         """The error that the user sees; None if the save was committed.
 
-        Its type is that of the first failed rank's error if all ranks failed with one type and this package defines it;
-        else it is :class:`SaveFailedError`.
+        Its type is the failed ranks' error type, if they share one of this package's; else :class:`SaveFailedError`.
         """
         if self.outcome is Outcome.COMMITTED:
             return None

@@ -90,7 +90,6 @@ class FailureDetector:
     """This rank's beat, and its watch over the others'.
 
     Args:
-        rank_set: the ranks.
         store: a connection to the store for this thread alone.
         status: returns this rank's beat; the failure detector's thread calls it.
     """

@@ -69,10 +69,7 @@ class Meeting:
     """The rendezvous of one group: its gloo group is constructed with this as its store.
 
     Args:
-        store: the ranks' store.
         name: the group's name, never used before.
-        rank: this process's rank in the group.
-        world: the number of ranks in the group.
         pause: longest time between two requests for the other ranks' keys, in seconds.
         check: called while waiting for the other ranks; it raises to end the wait.
     """

@@ -63,7 +63,6 @@ class Place:
     Attributes:
         name: the group's name within the tree.
         rank: the rank within the group; the leader is 0.
-        size: the number of ranks in the group.
         span: the number of ranks that each member stands for, itself included; the last member may stand for fewer.
     """
 
@@ -94,7 +93,6 @@ class GlooTree:
     must then call :meth:`leave`. Only one thread uses a tree.
 
     Args:
-        rank_set: the tree's ranks.
         name: prefix of the tree's keys in the store.
     """
 
@@ -162,7 +160,7 @@ class GlooTree:
     def close(self) -> None:
         """Close the groups when this process no longer takes part; the store may be gone already.
 
-        Any thread may call this. An operation in progress raises, and so does :meth:`join` from now on.
+        Any thread. An operation in progress raises, and so does :meth:`join` from now on.
         """
         self._closed = True
         self._store = None

@@ -135,8 +135,8 @@ class CommitGroup:
             )
 
     def explain(self, error: BaseException, resolve: Callable[[BaseException], None]) -> None:
-        """Find out, in the commit thread, whether a lost rank caused ``error``. Call ``resolve`` with the
-        :class:`RankLostError` if so, else with ``error``.
+        """Call ``resolve``, in the commit thread, with :class:`RankLostError` if a lost rank caused ``error``, else
+        with ``error``.
         """
         if not self._worker.post(lambda: resolve(self._cause(error))):
             resolve(error)

@@ -76,8 +76,7 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
     Calls ``waiting`` now and then while another process holds the path's lock.
 
     Raises :class:`StorageError`, :class:`CheckpointSupersededError`, :class:`CheckpointExistsError` or
-    :class:`ConfigurationError` if the save is not committed: the former checkpoint is still there. Raises
-    :class:`CommitOutcomeUnknown` if that is not known.
+    :class:`ConfigurationError`: then the former checkpoint still stands; or :class:`CommitOutcomeUnknown`.
     """
     directory, attempt, claim = round_.directory, round_.attempt, round_.claim
     assert directory is not None

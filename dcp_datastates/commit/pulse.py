@@ -28,7 +28,6 @@ class Pulse:
     """This rank's pulse, and the pulses that it receives. For one thread, except :meth:`close`.
 
     Args:
-        rank_set: the ranks.
         interval: time between two datagrams, in seconds.
     """
 
@@ -94,7 +93,7 @@ class Pulse:
                 client.send(for_this_rank)
 
     def close(self) -> None:
-        """Stop sending and listening. Idempotent. Any thread may call it."""
+        """Stop sending and listening. Idempotent. Any thread."""
         atexit.unregister(self.close)
         server, self._server = self._server, None
         client, self._client = self._client, None

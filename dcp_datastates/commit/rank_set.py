@@ -124,9 +124,9 @@ class Connection:
 
     Connections share a client, so a request waits for earlier requests. No request waits for a key, so none delays the
     others for long. If a connection breaks (networks drop idle connections after hours, and c10d's client does not
-    reconnect), the client reconnects once per request; then the request raises RuntimeError. It also raises
-    RuntimeError if the store does not answer within ten seconds. The client may send any request twice: never get a key
-    that may be missing, and do not rely on exact counts from :meth:`add`.
+    reconnect), the client reconnects once per request; then the request raises RuntimeError. It also does so if the
+    store does not answer within ten seconds. The client may send any request twice: never get a key that may be
+    missing, and do not rely on exact counts from :meth:`add`.
     """
 
     def __init__(self, client: _Client, prefix: str) -> None:
@@ -178,7 +178,6 @@ class RankSet:
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return len(self.ranks)
 
     @property

@@ -92,7 +92,7 @@ class Round:
     _document: Future[Document] = field(init=False, default_factory=_pending)
 
     def provide(self, document: Document) -> None:
-        """Coordinator: set the metadata, once DCP has gathered every rank's results. Any thread may call it.
+        """Coordinator: set the metadata, once DCP has gathered every rank's results. Any thread.
 
         The first call of this or :meth:`abandon` counts.
         """

@@ -83,7 +83,6 @@ class Voter:
     """Runs this rank's part of each round.
 
     Args:
-        rank_set: the ranks.
         detector: finds the lost ranks; None for a rank alone.
         decisions: the decision log.
     """
@@ -137,7 +136,6 @@ class Voter:
                 self._detector.follow(None)
 
     def close(self) -> None:
-        """Close the connections."""
         if self._tree is not None:
             self._tree.close()
 
@@ -350,7 +348,6 @@ class Voter:
         """The event by which the failure detector ends this wait, if any.
 
         Args:
-            round_: the round.
             joining: this rank is not connected.
             telling: the coordinator has decided.
         """

@@ -227,25 +227,18 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._flatten()
         return self.state_dict[index.fqn] if index.offset is None else super().lookup_object(index)
 
-    # ---- for this package's writer ---------------------------------------------------------------
+    # ---- for this package's writer: see SharesPlanner --------------------------------------------
 
     def share_of(self, session: Session) -> Share | None:
-        """This rank's share of the save with this ``session``; None if this planner has not planned it."""
         return self._share if self._session is session else None
 
     def foresee(self, session: Session) -> Foreseen | None:
-        """The share that this rank will write if no rank's state has changed in structure since the previous save.
-
-        Any thread may call it, also while another save is being planned.
-        """
         return self._memory.foresee(session, self._serializer.serialize) if self._caches else None
 
     def prepare(self, share: Share, rank: int) -> Prepared | None:
-        """The share's files, prepared to be written from the staged state; None if that is impossible."""
         return None if self._found is None or self._flat else self._found.prepare(share, rank)
 
     def replicas(self, share: Share) -> tuple[Held, list[Any]]:
-        """The addresses of this rank's replicas of tensors that are split, and the objects to keep alive meanwhile."""
         assert self._known is not None
         found, session = self._found, self._session
         staged = None if session is None else session.staged
@@ -258,7 +251,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return Held(addresses, sizes), tensors
 
     def release(self, session: Session) -> None:
-        """Release the state of the save with this ``session``, which has been read."""
         session.close()
         if self._session is session:
             self._given = self.state_dict = {}
@@ -299,7 +291,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return declared(items, self.state_dict, staged) if self._split else items
 
     def _planned(self) -> SavePlan:
-        """DCP's default plan of the state."""
         try:
             return create_default_local_save_plan(self.state_dict, self.is_coordinator)
         except (RuntimeError, NotImplementedError):  # it does not name the tensor

@@ -66,7 +66,6 @@ class Collectives:
     """The collectives of ``rank_set`` for planning. Only the planning thread uses them.
 
     Args:
-        rank_set: the ranks.
         detector: finds the lost ranks.
         on_destroy: called when the job destroys its process groups.
     """

@@ -230,10 +230,9 @@ class RankContext:
 
 
 class _Presence:
-    """Watches, while this rank waits, whether the other ranks come to a save and make progress. For the waiting thread.
+    """Watches, for a thread that waits, whether the other ranks come to a save and make progress.
 
     Args:
-        context: the ranks' context.
         what: the purpose of the wait, for the log.
         timeout: seconds without progress after which the wait fails.
         save: a save whose ``doing`` is updated.

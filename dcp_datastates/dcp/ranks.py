@@ -18,7 +18,6 @@ class Ranks(_DistWrapper):
 
     Args:
         rank: this process's rank; the coordinator is 0.
-        world: the number of ranks.
         gather: returns all ranks' bytes on the coordinator, None elsewhere.
         scatter: returns this rank's element of the parts that the coordinator passes.
     """

@@ -59,9 +59,6 @@ def save_together(
 
     Args:
         state: the staged state dict.
-        name: the name of this rank's call.
-        writer: this package's writer.
-        planner: any planner.
         ranks: DCP's collectives.
         agree: called on the coordinator with all ranks' names; raises if the ranks mean different saves.
 

@@ -1,1 +1,1 @@
-"""The meaning of bytes: what the files of a checkpoint say. Pure functions; no file is touched."""
+"""The formats of a checkpoint's files. Pure functions, which access no file."""

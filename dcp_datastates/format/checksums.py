@@ -1,4 +1,6 @@
-"""The checksums that end a data file: a CRC32C per MiB (a block) of all before them, then one of these words. U32."""
+"""The checksum table at the end of a data file: one CRC32C per MiB (a block) of the bytes before it, then one of these
+words. U32.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ __all__ = ["ChecksumTable", "blocks", "file_bytes", "table_words"]
 
 
 def table_words(table_offset: int) -> int:
-    """How many words the table of so many bytes has."""
+    """The number of words in the table of a file whose checksums begin at ``table_offset``."""
     return -(-table_offset // BLOCK_BYTES) + 1
 
 
@@ -20,21 +22,21 @@ def file_bytes(table_offset: int) -> int:
 
 
 def blocks(begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """The blocks of ``[begin, end)``, which begins with one; the last may be short."""
+    """The blocks of ``[begin, end)``; ``begin`` is the start of a block, and the last block may be short."""
     for start in range(begin, end, BLOCK_BYTES):
         yield start, min(start + BLOCK_BYTES, end)
 
 
 class ChecksumTable:
-    """A table as it is stored."""
+    """A checksum table, as stored."""
 
     def __init__(self, words: bytes) -> None:
-        """``words``: at least one, the last of which covers the others."""
+        """``words``: at least one word; the last is the checksum of the others."""
         self._words = words[:-4]
         self.is_sound = crc32c(self._words) == int.from_bytes(words[-4:], "little")
         """Whether the table matches its own checksum."""
 
     def matches(self, begin: int, data: memoryview) -> bool:
-        """Whether the block that begins there is as it was written."""
+        """Whether the block ``data`` that begins at ``begin`` matches its checksum."""
         at = 4 * (begin // BLOCK_BYTES)
         return crc32c(data) == int.from_bytes(self._words[at : at + 4], "little")

@@ -1,7 +1,7 @@
-"""The tensors of a whole checkpoint and their chunks, in columns: what ``Metadata`` says in objects.
+"""The tensors of a whole checkpoint and their chunks, in columns: the contents of ``Metadata`` without its objects.
 
-A job of a thousand ranks has a million chunks. As objects they take seconds to make, and seconds to pickle,
-under the GIL; as arrays, nothing of that.
+A job of a thousand ranks has a million chunks. As objects, they take seconds to make, and seconds to pickle, under the
+GIL; arrays avoid both.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Catalog:
-    """Names in order of ``Metadata.state_dict_metadata``; all arrays are C-contiguous int64.
+    """The chunk table: names in order of ``Metadata.state_dict_metadata``. All arrays are C-contiguous int64.
 
-    "Ragged" arrays have no padding: entry after entry, each with as many values as its tensor has dimensions.
+    "Ragged" arrays contain the entries one after another, without padding; an entry has one value per dimension of its
+    tensor.
     """
 
     names: tuple[str, ...]
@@ -33,27 +34,29 @@ class Catalog:
     ndims: Ints
     """(F,): dimensions; 0 for an object."""
     shapes: Ints
-    """Ragged, F entries: the whole tensors' sizes, in elements."""
+    """Ragged, F entries: the sizes of the global tensors, in elements."""
     counts: Ints
-    """(F,): chunks of each tensor; 0 for an object. Their sum is C."""
+    """(F,): the number of chunks of each tensor; 0 for an object. Their sum is C."""
     offsets: Ints
-    """Ragged, C entries: of each chunk in its tensor, in elements; chunks of one name follow one another."""
+    """Ragged, C entries: the offsets of each chunk in its tensor, in elements; the chunks of one name are
+    consecutive.
+    """
     sizes: Ints
-    """Ragged, C entries, as ``offsets``."""
+    """Ragged, C entries: the sizes of each chunk, in elements."""
     mappings: Any
-    """``Metadata.planner_data``. Of DCP's planners and ours: the path of each name in the state dict, a tuple of keys
-    and list indices; None if it was not flattened.
+    """``Metadata.planner_data``. For DCP's planners and this package's: the path of each name in the state dict, a
+    tuple of keys and list indices; None if the state dict was not flattened.
     """
 
     def owners(self) -> Ints:
-        """(C + O,): whose each row of a placement is, as an index into ``names``: all chunks, then all objects."""
+        """(C + O,): for each row of a placement (all chunks, then all objects), the index of its name in ``names``."""
         numbers = np.arange(len(self.names))
         return np.concatenate([np.repeat(numbers, self.counts), numbers[self.properties < 0]])
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One data file of a checkpoint: what a reader must know before opening it. Sizes in bytes."""
+    """One data file of a checkpoint, as a reader must know it before opening. Sizes in bytes."""
 
     relative_path: str
     nbytes: int
@@ -62,7 +65,7 @@ class FileRecord:
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the bytes of a :class:`Catalog`'s C chunks and O objects are: ``Metadata.storage_data`` in columns.
+    """The places of the bytes of a :class:`Catalog`'s C chunks and O objects: ``Metadata.storage_data`` in columns.
 
     Objects are the names with ``properties == -1``, in the order of ``names``. Offsets and lengths are in bytes.
     """

@@ -1,4 +1,4 @@
-"""What is damaged, and which tensors that concerns."""
+"""Damages, and the tensors that they concern."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["Contents", "Damage", "some_of"]
 
 @dataclass(frozen=True)
 class Damage:
-    """One place of a checkpoint that is not as it was written."""
+    """One damaged place of a checkpoint."""
 
     file: str
     """Path of the file, relative to the checkpoint: a data file, or ``.metadata``."""
     offset: int | None
-    """Where in the file it begins, in bytes; None if it is nowhere in particular."""
+    """The start of the damage in the file, in bytes; None if it has no particular place."""
     nbytes: int | None
-    """How far it reaches; None as for ``offset``, or if that cannot be known."""
+    """The length of the damage in bytes; None as for ``offset``, or if it is unknown."""
     problem: str
     tensors: tuple[str, ...]
-    """Names (FQNs) of the tensors and objects that cannot be loaded, or not be trusted, because of it."""
+    """Names (FQNs) of the tensors and objects that cannot be loaded, or not be trusted, because of the damage."""
 
     def __str__(self) -> str:
-        """One line: the file, the place in it, the problem and the names that it concerns."""
+        """One line: the file, the place in it, the problem and the affected names."""
         where = self.file
         if self.offset is not None:
             where += f" at byte {self.offset}"
@@ -41,12 +41,14 @@ class Damage:
 
 
 class Contents:
-    """Which saved names have bytes where in the data files. Rows are those of a placement, or of what was given."""
+    """An index from places in the data files to saved names. Rows are those of a placement, or of the given places."""
 
     def __init__(
         self, names: Sequence[str], paths: Sequence[str], places: tuple[Ints, Ints, Ints]
     ) -> None:
-        """``names``: of each row; ``places``: of each row the index of its path, its offset and its length."""
+        """``names``: the name of each row; ``places``: for each row, the index of its path, its offset and
+        its length.
+        """
         self._names = names
         self._number = {path: number for number, path in enumerate(paths)}
         files, self._offsets, self._lengths = places
@@ -55,13 +57,13 @@ class Contents:
 
     @staticmethod
     def of_table(table: MetadataTable) -> Contents:
-        """All that a checkpoint holds."""
+        """The contents of a whole checkpoint."""
         names = [table.catalog.names[owner] for owner in table.catalog.owners().tolist()]
         return Contents(names, table.placement.paths, table.placement.rows())
 
     @staticmethod
     def of_places(places: Iterable[tuple[MetadataIndex, _StorageInfo]]) -> Contents:
-        """Some of it."""
+        """The contents of these places only."""
         paths: dict[str, int] = {}
         names, rows = [], []
         for index, info in places:
@@ -72,18 +74,18 @@ class Contents:
         return Contents(names, tuple(paths), (files, offsets, lengths))
 
     def rows(self, relative_path: str) -> Ints:
-        """The rows whose bytes the file holds."""
+        """The rows with bytes in the file."""
         number = self._number.get(relative_path)
         if number is None:
             return self._order[:0]
         return self._order[self._ends[number] : self._ends[number + 1]]
 
     def begin(self, relative_path: str) -> int | None:
-        """Where the first of them begins; None if there are none."""
+        """The offset of the file's first row; None if it has no rows."""
         return min(self._offsets[self.rows(relative_path)].tolist(), default=None)
 
     def all_names(self, relative_path: str) -> tuple[str, ...]:
-        """The names of all that the file holds, empty tensors too."""
+        """The names of all tensors and objects in the file, also empty tensors."""
         return self._unique(self.rows(relative_path))
 
     def names(self, relative_path: str, start: int, end: int) -> tuple[str, ...]:

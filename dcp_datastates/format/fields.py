@@ -1,13 +1,13 @@
-"""The fields of DCP's dataclasses: those that this package knows, and those that it only carries along.
+"""The fields of DCP's dataclasses: those that this package knows, and those that it only carries through.
 
 A release of torch may add a field; 2.15 added ``TensorProperties.strides``. Its values belong to the checkpoint:
 
-- A new field of ``TensorProperties`` goes wherever the properties go: through plans in columns, digests and metadata.
-- With a new field of any other class, DCP plans the save itself, in objects: that is slower, and loses nothing.
-- In ``.metadata`` they lie in the table, as plain values (``format/values.py``), and not in the pickle, which
-  older releases could not open then. A value that is not plain is left out, and a warning says so once.
+- A new field of ``TensorProperties`` is carried wherever the properties go: plans in columns, digests and metadata.
+- With a new field of any other class, DCP plans the save itself, in objects: that is slower, but loses no data.
+- In ``.metadata``, the table contains new fields as plain values (``format/values.py``). They are not in the pickle:
+  older releases could not open it. A value that is not plain is left out, with one warning.
 
-All ranks of a job run the same torch, so what is said of a class here holds on each of them.
+All ranks of a job run the same torch, so a class has the same fields on all of them.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _KNOWN: Final[Mapping[type, tuple[str, ...]]] = {
     SavePlan: ("items", "storage_data", "planner_data", "usable"),
 }
 _CARRIED: Final = frozenset({TensorProperties, StorageMeta})
-"""Classes whose further fields this package carries itself: as objects, with whatever is in them."""
+"""Classes whose further fields this package carries itself, as objects with any values."""
 
 
 @cache
@@ -69,12 +69,12 @@ def known_fields(kind: type) -> frozenset[str]:
 
 
 def further_fields(kind: type) -> tuple[str, ...]:
-    """The fields that the installed torch gives to one of DCP's classes, and that this package does not know."""
+    """The fields of one of DCP's classes in the installed torch that this package does not know."""
     return tuple([field for field in kind.__dataclass_fields__ if field not in _KNOWN[kind]])  # type: ignore[attr-defined]
 
 
 def plans_in_objects() -> tuple[str, ...]:
-    """The classes, with their new fields, that columns have no place for; if there are any, DCP must plan."""
+    """The classes, with their new fields, that the columns cannot represent. If there are any, DCP must plan."""
     return tuple(
         f"{kind.__name__}.{name}"
         for kind in _KNOWN
@@ -84,9 +84,10 @@ def plans_in_objects() -> tuple[str, ...]:
 
 
 def is_field_name(kind: type, name: object) -> bool:
-    """Whether a file may give instances of ``kind`` an attribute ``name``: a field of it, in some torch.
+    """Whether a file may set an attribute ``name`` on instances of ``kind``: a possible field of the class in some
+    torch.
 
-    None that the class has for another purpose can be replaced.
+    False for attributes that the class has for another purpose: a file must not replace these.
     """
     return (
         type(name) is str
@@ -100,38 +101,39 @@ def is_field_name(kind: type, name: object) -> bool:
 
 
 def further_values(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Of each tensor, the values of :func:`further_fields` of its ``TensorProperties``; empty if there are no such.
+    """For each tensor, the values of :func:`further_fields` of its ``TensorProperties``; empty if there are no such
+    fields.
 
-    The tensors hold the memory: of a ``DTensor``, its local one.
+    ``tensors`` are those with the memory: for a ``DTensor``, the local tensor.
     """
     names = further_fields(TensorProperties)
     if not names:
         return []
     try:
-        if names == ("strides",):  # at the speed of C, on the training thread
+        if names == ("strides",):  # a fast C-level path: this runs in the training thread
             return list(zip(map(torch.Tensor.stride, tensors), strict=True))
         made = map(TensorProperties.create_from_tensor, tensors)
         return [tuple([getattr(each, name) for name in names]) for each in made]
     except (RuntimeError, NotImplementedError):
-        return []  # a tensor that has none, which planning refuses
+        return []  # a tensor without the field; planning refuses it
 
 
 def further_of(properties: TensorProperties) -> dict[str, bytes]:
     """The values of :func:`further_fields`, pickled: equal bytes for equal values.
 
-    What cannot be pickled is left out: DCP itself must know how to send it.
+    Values that cannot be pickled are left out: DCP itself must know how to send them.
     """
     packed = {}
     for name in further_fields(TensorProperties):
         try:
             packed[name] = pack_value(getattr(properties, name))
-        except Exception:  # pickle has many ways to refuse
+        except Exception:  # pickle may raise anything
             continue
     return packed
 
 
 def with_further(properties: TensorProperties, values: Sequence[Any]) -> TensorProperties:
-    """The properties with these values of :func:`further_fields`."""
+    """A copy of the properties with these values of :func:`further_fields`."""
     named = dict(zip(further_fields(TensorProperties), values, strict=True))
     if all(getattr(properties, name) == value for name, value in named.items()):
         return properties
@@ -139,12 +141,12 @@ def with_further(properties: TensorProperties, values: Sequence[Any]) -> TensorP
 
 
 def set_further(instance: object, values: Mapping[str, Any]) -> None:
-    """Give an instance of one of DCP's classes these values, also those of fields that this torch does not have."""
+    """Set these values on an instance of one of DCP's classes, also for fields that this torch does not have."""
     vars(instance).update(values)
 
 
 def pack_value(value: Any) -> bytes:
-    """A pickle without a memo, which objects that are equal but not the same would fill otherwise."""
+    """A pickle without a memo, so that equal values give equal bytes, whether or not they are the same objects."""
     file = io.BytesIO()
     pickler = pickle.Pickler(file, protocol=4)
     pickler.fast = True
@@ -153,10 +155,11 @@ def pack_value(value: Any) -> bytes:
 
 
 def portable(properties: TensorProperties) -> tuple[Any, ...]:
-    """What a pickler needs (as of ``__reduce_ex__``) to write properties so that every torch can read them.
+    """The reduce value (as of ``__reduce_ex__``) with which a pickler writes properties so that every torch can read
+    them.
 
-    The class pickles itself as a tuple. Releases before 2.15 take one of the first five fields only; later ones take
-    that as well, because they read older checkpoints. Further fields are then to be stored elsewhere.
+    The class pickles itself as a tuple. Releases before 2.15 accept only a tuple of the first five fields; later
+    releases accept that, too, because they read older checkpoints. So further fields must be stored elsewhere.
     """
     make, arguments, own = cast("tuple[Any, Any, Any]", properties.__reduce_ex__(2)[:3])
     count = len(_KNOWN[TensorProperties])
@@ -168,7 +171,7 @@ def portable(properties: TensorProperties) -> tuple[Any, ...]:
                 getattr(read, name) == getattr(properties, name)
                 for name in _KNOWN[TensorProperties]
             )
-        except Exception:  # what a later torch may do there is its own affair
+        except Exception:  # a later torch may raise anything
             same = False
         if same:
             own = own[:count]

@@ -1,4 +1,4 @@
-"""From a plan to bytes: which file holds what, and where. Pure functions; no file is touched.
+"""The layout: from a plan to files and offsets. Pure functions, which access no file.
 
 A rank writes one file, or a few when its plan holds several chunks of one FQN (a safetensors file has
 one entry per name). Each file is one sequential stream and a valid safetensors file::
@@ -44,10 +44,10 @@ MAX_HEADER_BYTES: Final = 100_000_000
 """safetensors refuses longer headers."""
 
 _RESERVED: Final = "__dcp_datastates__"
-"""Begins the names of entries that are the layout's own."""
+"""Prefix of the names of entries that the layout adds (padding, checksums)."""
 
 _UNKNOWN_SIZE: Final = 10**15
-"""Stands in for an object's size while the header's capacity is computed: more digits than any."""
+"""Placeholder for an object's size while the header's capacity is computed: it has more digits than any real size."""
 
 SAFETENSORS_NAME: Final[Mapping[torch.dtype, str]] = {
     torch.float64: "F64",
@@ -67,15 +67,15 @@ SAFETENSORS_NAME: Final[Mapping[torch.dtype, str]] = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The names of safetensors 0.8. A dtype that is missing here is stored as U8, its name noted."""
+"""The names of safetensors 0.8. A dtype that is missing here is stored as U8, with its name in the header."""
 
 
 def stored_form(
     dtype: torch.dtype, sizes: Sequence[int], offsets: Sequence[int]
 ) -> tuple[str, list[int], list[int]]:
-    """The safetensors name, shape and offsets (elements of that name) of a chunk of ``dtype``.
+    """The safetensors dtype name, shape and offsets (in elements of that dtype) of a chunk of ``dtype``.
 
-    What safetensors cannot name becomes ``U8`` with the last dimension in bytes.
+    A dtype without a safetensors name becomes ``U8``, with the last dimension in bytes.
     """
     name = SAFETENSORS_NAME.get(dtype)
     if name is not None:
@@ -91,7 +91,7 @@ def stored_form(
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One chunk of one tensor in a file. ``offset`` is in the file, ``nbytes`` its dense size."""
+    """One chunk of one tensor in a file. ``offset``: its offset in the file; ``nbytes``: its dense size."""
 
     item: int
     """Position in the plan's ``items``."""
@@ -99,14 +99,14 @@ class TensorEntry:
     dtype: torch.dtype
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Of the chunk within the whole tensor, in elements."""
+    """The chunk's offsets in the global tensor, in elements."""
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """One BYTE_IO object in a file; its size is known only when it has been serialized."""
+    """One BYTE_IO object in a file; its size is known only after it has been serialized."""
 
     item: int
     key: str
@@ -123,13 +123,13 @@ class SealedFile:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file in bytes, checksum table included."""
+        """The size of the file in bytes, checksum table included."""
         return file_bytes(self.table_offset)
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One file of a rank: what is in it, and where the tensors are."""
+    """One file of a rank: its contents, and the places of its tensors."""
 
     name: str
     tensors: tuple[TensorEntry, ...]
@@ -139,7 +139,7 @@ class FileLayout:
     _stem: str = field(repr=False)
 
     def seal(self, object_sizes: Sequence[int]) -> SealedFile:
-        """Fix the file, given the size in bytes of each object, in order of ``objects``."""
+        """Complete the layout with the size in bytes of each object, in the order of ``objects``."""
         if len(object_sizes) != len(self.objects):
             raise ValueError(f"{len(object_sizes)} sizes for {len(self.objects)} objects")
         end = self.tensors_end
@@ -163,7 +163,7 @@ class FileLayout:
 
 
 def lay_out(items: Sequence[WriteItem], rank: int) -> tuple[FileLayout, ...]:
-    """Lay out the write items of one rank's final plan; no items, no files.
+    """Lay out the write items of one rank's final plan. Without items there are no files.
 
     The same items give the same layout on any machine. The ``n``-th chunk of an FQN goes to the
     rank's file ``n``; objects go to file 0. Raises ``ValueError`` for a name that no safetensors
@@ -233,7 +233,7 @@ def _write_data(item: WriteItem) -> Any:
 
 
 def entry_key(fqn: str) -> str:
-    """The entry's name in the file: the FQN, unless safetensors or the layout reserves that name."""
+    """The entry's name in the file: the FQN, or another name if safetensors or the layout reserves the FQN."""
     if fqn == "__metadata__" or fqn.startswith(_RESERVED):
         return f"{_RESERVED}.fqn.{fqn}"
     try:
@@ -246,7 +246,7 @@ def entry_key(fqn: str) -> str:
 
 
 def is_bookkeeping(key: str) -> bool:
-    """Whether an entry of this name is the layout's own (padding, checksums), not something saved."""
+    """Whether the layout added the entry of this name (padding, checksums): it is not a saved value."""
     return key.startswith(f"{_RESERVED}.pad.") or is_table(key)
 
 
@@ -264,7 +264,9 @@ def _header(
     table_offset: int | None,
     stem: str,
 ) -> bytes:
-    """Length and JSON, not padded. ``table_offset=None`` gives the longest that these may need."""
+    """The header's length and JSON, not padded. ``table_offset=None`` gives the longest header that the file
+    may need.
+    """
     entries: dict[str, Any] = {}
     saved_offsets: dict[str, dict[str, list[int]]] = {}
     torch_dtypes: dict[str, str] = {}
@@ -303,7 +305,7 @@ def _header(
         "dcp_datastates": json.dumps(notes, separators=(",", ":")),
     }
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    # Where the data start, hence how many digits an offset has, depends on this very length only
-    # through the table's number of words; MAX_HEADER_BYTES above bounds that.
+    # The start of the data, and so the number of digits of an offset, depends on this very length only through the
+    # table's number of words; MAX_HEADER_BYTES above bounds that.
     capacity = data_start - 8 if data_start else len(text)
     return capacity.to_bytes(8, "little") + text

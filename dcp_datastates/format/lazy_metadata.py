@@ -1,8 +1,8 @@
-"""The metadata that DCP hands around: a few bytes that say where the real ones are.
+"""A small stand-in for the metadata that DCP broadcasts: it names the file with the real ones.
 
-DCP broadcasts the ``Metadata`` of a checkpoint to all ranks at the end of every save, for callers of
-``dcp.save`` that look at what it returns. Unpickling those of a large job takes every rank seconds, with the GIL
-held. These read themselves from the ``.metadata`` file at the first look.
+DCP broadcasts the ``Metadata`` of a checkpoint to all ranks at the end of every save, for callers of ``dcp.save`` that
+read the result. Unpickling a large job's metadata takes every rank seconds, with the GIL held. The stand-in reads the
+``.metadata`` file at the first access.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ FIELDS: Final = known_fields(Metadata) | set(further_fields(Metadata))
 
 
 class PublishedMetadata(Metadata):
-    """A ``Metadata`` whose fields are those of the file, from the first look on.
+    """A ``Metadata`` that reads its fields from the file at the first access.
 
-    A look raises :class:`DataStatesError` if that save is not committed, or another has replaced it.
+    Access raises :class:`DataStatesError` if the save is not committed, or another save has replaced it.
     """
 
     def __init__(self, directory: str = "", attempt: str = "") -> None:
@@ -34,7 +34,7 @@ class PublishedMetadata(Metadata):
         self.attempt = attempt
 
     def __getattribute__(self, name: str) -> Any:
-        # Fields with a default are attributes of the class too: __getattr__ would not be asked.
+        # Fields with a default are also class attributes, so __getattr__ would not be called.
         if name in FIELDS and name not in object.__getattribute__(self, "__dict__"):
             self._load()
         return object.__getattribute__(self, name)
@@ -59,7 +59,7 @@ class PublishedMetadata(Metadata):
         vars(self).update({name: getattr(found, name) for name in FIELDS}, **vars(found))
 
     def __reduce__(self) -> Any:
-        if vars(self).keys() >= FIELDS:  # read already, and changed perhaps
+        if vars(self).keys() >= FIELDS:  # already read, and perhaps changed
             return _plain, ({name: vars(self)[name] for name in FIELDS},)
         return PublishedMetadata, (self.directory, self.attempt)
 

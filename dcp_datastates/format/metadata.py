@@ -1,8 +1,8 @@
-"""The ``.metadata`` file: a pickle for DCP's own tools, and the same as a table for this package.
+"""The ``.metadata`` file: a pickle for DCP's own tools, and a table with the same contents for this package.
 
-The pickle is what stock DCP writes: ``Metadata`` with ``_StorageInfo`` entries and relative paths, and no field that
-some release of torch does not have. Behind it lies a table of columns (:mod:`dcp_datastates.format.trailer`). Only
-that is read here: no metadata are unpickled, and nothing in the file names a class or function to call.
+The pickle is the one of stock DCP: ``Metadata`` with ``_StorageInfo`` entries and relative paths, and only fields that
+every release of torch has. A table of columns follows it (:mod:`dcp_datastates.format.trailer`). This package reads
+only the table: it never unpickles metadata, and the table names no class or function to call.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["FileRecord", "MetadataTable", "Note", "decode", "encode", "refused"]
 def encode(table: MetadataTable) -> bytes:
     """The bytes of a ``.metadata`` file.
 
-    Raises :class:`ConfigurationError` if :func:`decode` would refuse it, or if a planner's data have no place in it: a
-    checkpoint that cannot be opened must not be committed.
+    Raises :class:`ConfigurationError` if :func:`decode` would refuse the bytes, or if a planner's data cannot be
+    stored: a checkpoint that cannot be opened must not be committed.
     """
     try:
         check(table.catalog, table.placement, table.note.files)
@@ -37,10 +37,11 @@ def encode(table: MetadataTable) -> bytes:
 
 
 def decode(data: bytes, path: Path) -> MetadataTable:
-    """What the bytes of the ``.metadata`` file at ``path`` say, well-formed in all that DCP and this package rely on.
+    """The table in the bytes of the ``.metadata`` file at ``path``, checked for everything that DCP and this package
+    rely on.
 
-    Raises :class:`CheckpointCorruptError` if the bytes are not whole, :class:`UnreadableMetadataError` if they
-    hold anything but metadata of the format that this release knows. Time and memory are linear in the length.
+    Raises :class:`CheckpointCorruptError` if the bytes are damaged, :class:`UnreadableMetadataError` if they are not
+    metadata of a format that this release knows. Time and memory are linear in the length.
     """
     document, columns = trailer.parse(data, path)
     try:
@@ -52,7 +53,7 @@ def decode(data: bytes, path: Path) -> MetadataTable:
 
 
 def refused(error: Exception) -> ConfigurationError:
-    """What to say of metadata that must not be written."""
+    """The error for metadata that must not be written."""
     return ConfigurationError(
         f"the checkpoint's metadata could not be opened again: {error}; a planner must keep its planner_data to "
         f"plain dicts with strings as keys, lists, tuples, strings and numbers, and the ranks that hold a tensor "

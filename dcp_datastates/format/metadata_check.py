@@ -1,8 +1,8 @@
-"""Whether the columns of a checkpoint's metadata are what its readers take them for: lengths, ranges, and places.
+"""Checks the columns of a checkpoint's metadata for everything that readers rely on: lengths, ranges, and places.
 
-A checksum shows damage, not intent, and a planner may be anyone's: what :mod:`dcp_datastates.io.restore` and DCP's load
-planners rely on is checked here, before a file is written and when one is opened, so that nothing after it meets a
-surprise. A checkpoint has millions of chunks, so whatever is done per chunk is done on columns.
+A checksum detects damage, but not malice, and a user's planner may have defects. So this checks all that
+:mod:`dcp_datastates.io.restore` and DCP's load planners rely on, before a file is written and when it is opened. A
+checkpoint may have millions of chunks, so all work per chunk is done on columns.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from dcp_datastates.format.validate import Undecided, validate
 __all__ = ["MAX_BYTES", "MetadataError", "check", "described"]
 
 MAX_BYTES: Final = (1 << 63) - 1
-"""What a file offset can be (``off_t``), and what torch takes as a size."""
+"""The greatest file offset (``off_t``), and the greatest size in torch."""
 
 _MAX_DIMENSIONS: Final = 64
-"""As in torch."""
+"""The limit of torch."""
 
 _MAX_SPARSITY: Final = 1 << 16
-"""How many times the data files' bytes a tensor may be: a rank that saves alone stores its shard only."""
+"""A tensor may be this many times larger than the data files: a rank that saves alone stores only its shard."""
 
 _SPARE_LIST_ITEMS: Final = 1 << 24
-"""Items of lists that ``planner_data`` may name no value for, in all: 128 MiB, which a planner that keeps
-other tuples there does not reach."""
+"""How many list items in total ``planner_data`` may leave without a value (128 MiB). A planner that keeps other tuples
+there does not reach this.
+"""
 
 
 class MetadataError(ValueError):
@@ -41,7 +42,7 @@ class MetadataError(ValueError):
 
 
 def described(value: object) -> str:
-    """``value`` for a message, whatever a file made of it: short, and without walking through it."""
+    """A short text for ``value`` in a message, for any value from a file, without traversing it."""
     if value is None or isinstance(value, (bool, int, str)):
         text = repr(value)
         return text if len(text) <= 200 else f"{text[:200]}…"
@@ -49,12 +50,11 @@ def described(value: object) -> str:
 
 
 def check(catalog: Catalog, placement: Placement, files: Mapping[str, FileRecord]) -> None:
-    """Raise :class:`MetadataError` unless the columns agree, chunks lie in their tensors and none on another,
-    bytes lie in the data files and none on another, and no tensor or list is larger than what is stored can account
-    for.
+    """Raise :class:`MetadataError` unless the columns agree, chunks lie within their tensors without overlap, their
+    bytes lie within the data files without overlap, and no tensor or list is too large for the stored bytes.
 
-    ``files`` are those of ``placement.paths``. Linear in the size of the columns, but for sorting; what depends on
-    the catalog alone is looked at once for each.
+    ``files``: the records of ``placement.paths``. Linear in the size of the columns, except for sorting. Checks of the
+    catalog alone run once per catalog.
     """
     sound = _sound.get(catalog)
     if sound is None:
@@ -74,12 +74,12 @@ def check(catalog: Catalog, placement: Placement, files: Mapping[str, FileRecord
 
 
 class _Sound(NamedTuple):
-    """What is known of a catalog that was found to be sound, in bytes."""
+    """The sizes of a checked catalog, in bytes."""
 
     chunk_bytes: Ints
-    """Of each chunk."""
+    """The bytes of each chunk."""
     largest: int
-    """The largest tensor, whole."""
+    """The bytes of the largest global tensor."""
     name: str
 
 
@@ -107,7 +107,7 @@ def _check_catalog(catalog: Catalog) -> _Sound:
 
 
 def _check_lengths(catalog: Catalog) -> None:
-    """Each sum is of numbers that are bounded by then, so that none overflows."""
+    """Check the columns' lengths. Only bounded numbers are summed, so no sum overflows."""
     count = len(catalog.names)
     if len(set(catalog.names)) != count:
         raise MetadataError("a name is there twice")
@@ -200,7 +200,7 @@ def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, lim
     begins = offsets + (np.cumsum(limits) - limits)[files]
     some = np.flatnonzero(lengths)
     first, last = np.sort(begins[some]), np.sort(begins[some] + lengths[some])
-    # Spans lie apart if, and only if, each one that begins finds as many ended as have begun before it.
+    # Spans do not overlap if and only if, at each begin, as many spans have ended as have begun before it.
     if (first[1:] < last[:-1]).any():
         order = some[np.argsort(begins[some], kind="stable")]
         reach = np.maximum.accumulate((begins + lengths)[order])
@@ -210,7 +210,7 @@ def _check_places(catalog: Catalog, placement: Placement, chunk_bytes: Ints, lim
 
 
 def _name(catalog: Catalog, row: int) -> str:
-    """Whose place it is."""
+    """The name that a placement's row belongs to."""
     return described(catalog.names[int(catalog.owners()[row])])
 
 
@@ -220,8 +220,8 @@ def _name(catalog: Catalog, row: int) -> str:
 def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
     """Stock planners rebuild the nested state from ``planner_data``: names' paths of keys and list indices.
 
-    A list grows to the largest index in it, which must not be just any number in a file. What else
-    a planner keeps there is its own business.
+    Rebuilding allocates a list up to its largest index, so a file's indices must be bounded. Other data of a planner
+    are not checked.
     """
     if not isinstance(planner_data, dict):
         return
@@ -240,7 +240,8 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
                 if key < 0:
                     raise MetadataError(f"the path of {described(fqn)} has a negative index")
                 largest[parent] = max(largest.get(parent, 0), key)
-            node = ("root", parent, key)  # with a string in it, whose hash no file can foresee
+            # the key contains a string, so a file cannot predict its hash
+            node = ("root", parent, key)
             if node not in nodes:
                 nodes[node] = len(nodes) + 1
                 indices += type(key) is int

@@ -1,4 +1,4 @@
-"""A table of columns, made of DCP's ``Metadata`` object: the one of any planner."""
+"""Makes the table of columns from a ``Metadata`` object of any planner."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["table_of"]
 
 @dataclass
 class _Lists:
-    """The columns of a table, as they grow."""
+    """The columns of a table under construction."""
 
     names: list[str]
     entries: list[STORAGE_TYPES]
@@ -49,9 +49,9 @@ class _Lists:
 
 
 def table_of(metadata: Metadata, note: Note) -> MetadataTable:
-    """The same in columns, of any planner's ``metadata``.
+    """The columns of any planner's ``metadata``.
 
-    Raises :class:`ConfigurationError` for objects that are not what DCP's readers take them for.
+    Raises :class:`ConfigurationError` for objects that DCP's readers could not use.
     """
     try:
         return _table_of(metadata, note)
@@ -147,7 +147,7 @@ def _located(
 
 
 class _PropertyTable:
-    """Properties of tensors, each once; stock planners make an object for each tensor."""
+    """Distinct properties of tensors; stock planners make an object per tensor."""
 
     def __init__(self) -> None:
         self.table: list[TensorProperties] = []
@@ -163,7 +163,7 @@ class _PropertyTable:
 
 
 def _further(metadata: Metadata, lists: _Lists) -> Iterator[Further]:
-    """The fields that this torch has beyond what the columns have places for."""
+    """The fields of this torch that the columns cannot represent."""
     places = [*lists.chunk_places, *lists.object_places]
     instances: dict[str, Callable[[], list[Any]]] = {
         "Metadata": lambda: [metadata],

@@ -1,15 +1,15 @@
-"""The document of a ``.metadata`` file: what of a table is neither chunks nor places, as JSON.
+"""The document of a ``.metadata`` file: the parts of a table other than chunks and places, as JSON.
 
-Its keys are these; a "value" is as :mod:`dcp_datastates.format.values` has it:
+It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 
-- ``attempt``, ``after``: the name of the attempt, and of the newest one that was seen when it was claimed, or null
+- ``attempt``, ``after``: the name of the attempt, and of the newest attempt that was seen when it was claimed, or null
 - ``files``: a list of ``[path, nbytes, table_offset]``, in the order of ``Placement.paths``
-- ``names``: those of ``Catalog.names``
-- ``properties``: those of ``Catalog.table``; of each one, its fields by name, as values
+- ``names``: ``Catalog.names``
+- ``properties``: ``Catalog.table``; for each entry, its fields by name, as values
 - ``planner_data``: a value
 - ``version``, ``storage_meta``: of DCP's ``Metadata``; the latter's fields by name, as values, or null
-- ``further``: ``[class, field, values, rows]`` of each field that a torch has added to another class of DCP's: its
-  different values, and for each instance (:func:`rows_of`) which one it has, or -1
+- ``further``: ``[class, field, values, rows]`` for each field that a torch has added to another of DCP's classes: its
+  distinct values, and for each instance (:func:`rows_of`) the index of its value, or -1
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger(__name__)
 
 
 def write_document(table: MetadataTable) -> bytes:
-    """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that have no place in it.
+    """The document of ``table``. Raises :class:`ValueRefused` for a planner's data that cannot be stored.
 
-    A field of another torch whose values have none is left out, and a warning says so: nothing here needs it, and a
-    job that has moved to that torch must go on saving.
+    A field of another torch whose values cannot be stored is left out with a warning: this package does not need it,
+    and a job that has moved to that torch must be able to save.
     """
     note, catalog = table.note, table.catalog
     meta = table.storage_meta
@@ -73,13 +73,11 @@ def write_document(table: MetadataTable) -> bytes:
 
 
 def fields_to_json(instance: Any) -> dict[str, Any]:
-    """All its fields, by name; without those of another torch that have no place."""
+    """An instance's fields, by name, without fields of another torch that cannot be stored."""
     found = {}
     kind: Any = type(instance)
     for name in kind.__dataclass_fields__:
-        if not hasattr(
-            instance, name
-        ):  # made by an older torch, and the default is made for each instance
+        if not hasattr(instance, name):  # from an older torch, and the field has a default factory
             continue
         try:
             found[name] = values.to_json(getattr(instance, name))
@@ -92,14 +90,14 @@ def fields_to_json(instance: Any) -> dict[str, Any]:
 
 @cache
 def warn_of_loss(kind: str, name: str, why: str) -> None:
-    """Say, once in a process, that a field of another torch is left out of checkpoints."""
+    """Warn, once per process, that a field of another torch is left out of checkpoints."""
     logger.warning("%s.%s of this torch is left out of checkpoints: it has %s", kind, name, why)
 
 
 def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
-    """The table of this document and these columns; what the columns hold is not looked at.
+    """The table of this document and these columns. Does not check the columns' values.
 
-    Raises :class:`MetadataError` or :class:`ValueRefused` for anything that :func:`write_document` does not write.
+    Raises :class:`MetadataError` or :class:`ValueRefused` for data that :func:`write_document` never writes.
     """
     found = values.load(data)
     if type(found) is not dict:
@@ -161,7 +159,7 @@ def _record(found: Any) -> FileRecord:
 
 
 def _fields(found: Any, kind: type) -> dict[str, Any]:
-    """The fields of an instance of one of DCP's classes; those that this torch cannot make are left out."""
+    """The fields of an instance of one of DCP's classes, without those that this torch cannot construct."""
     if type(found) is not dict:
         raise MetadataError(f"{kind.__name__} is {described(found)}")
     fields = {}

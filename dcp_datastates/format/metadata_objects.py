@@ -1,7 +1,7 @@
-"""DCP's ``Metadata`` object, made of a table of columns.
+"""Makes DCP's ``Metadata`` object from a table of columns.
 
 A job of a thousand ranks has a million chunks, which take seconds to make as objects. So the entries of a ``Metadata``
-that comes from a file are made when they are looked up; copied, pickled or changed, its mappings become plain dicts.
+from a file are made when they are looked up. When its mappings are copied, pickled or changed, they become plain dicts.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 __all__ = ["catalog_metadata", "metadata_of", "note_of"]
 
 _NOTE: Final = "dcp_datastates"
-"""The attribute of a ``Metadata`` that comes from a file of this package: its :class:`Note`."""
+"""The attribute with the :class:`Note` of a ``Metadata`` from a file of this package."""
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 def metadata_of(table: MetadataTable) -> Metadata:
-    """What DCP's planners take: the same as an object, whose entries are made when they are looked up."""
+    """The ``Metadata`` for DCP's planners, whose entries are made when they are looked up."""
     further: dict[str, list[Further]] = {}
     for each in table.further:
         further.setdefault(each.kind, []).append(each)
@@ -57,7 +57,7 @@ def metadata_of(table: MetadataTable) -> Metadata:
 
 
 def note_of(metadata: Metadata) -> Note:
-    """The note in what :func:`metadata_of` has made; :class:`DataStatesError` for anything else."""
+    """The note in the result of :func:`metadata_of`; raises :class:`DataStatesError` for any other object."""
     note = vars(metadata).get(_NOTE)
     if not isinstance(note, Note):
         raise DataStatesError(
@@ -67,13 +67,13 @@ def note_of(metadata: Metadata) -> Note:
 
 
 def catalog_metadata(catalog: Catalog) -> Metadata:
-    """The catalog as plain objects, as stock planners make them: for writers that know nothing else."""
+    """The catalog as plain objects, as stock planners make them, for other writers."""
     mappings = None if catalog.mappings is None else dict(catalog.mappings)
     return Metadata(dict(_Entries(_Columns(catalog, {}))), planner_data=mappings)
 
 
 class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
-    """A dict whose values are made when they are looked up. Once it is changed it holds them all."""
+    """A dict whose values are made when they are looked up. A change makes all of them."""
 
     def __init__(self) -> None:
         self._all: dict[Key, Value] | None = None
@@ -116,7 +116,7 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
 
 
 class _Columns:
-    """A catalog, and where in its columns each name's part begins."""
+    """A catalog, with the start of each name's part in the columns."""
 
     def __init__(self, catalog: Catalog, further: dict[str, list[Further]]) -> None:
         self.catalog = catalog
@@ -136,14 +136,14 @@ class _Columns:
         )
 
     def rows(self, column: Ints, number: int) -> Ints:
-        """(chunks, dimensions): of a tensor's chunks the ``catalog.offsets`` or ``catalog.sizes``."""
+        """(chunks, dimensions): the part of ``catalog.offsets`` or ``catalog.sizes`` for a tensor's chunks."""
         count, ndim = int(self.catalog.counts[number]), int(self.catalog.ndims[number])
         begin = self._first_value[number]
         return column[begin : begin + count * ndim].reshape(count, ndim)
 
 
 class _Entries(_Lazy[str, STORAGE_TYPES]):
-    """``Metadata.state_dict_metadata``. What was made is kept: DCP looks the same entry up again and again."""
+    """``Metadata.state_dict_metadata``. Caches entries: DCP looks the same entry up repeatedly."""
 
     def __init__(self, columns: _Columns) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
             return _carry(BytesStorageMetadata(), columns.further, number)
         catalog = columns.catalog
         with _no_garbage_collection():
-            sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks have the same
+            sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks have equal sizes
             chunks = [
                 ChunkStorageMetadata(
                     torch.Size(begin), sizes.get(size) or sizes.setdefault(size, torch.Size(size))
@@ -188,15 +188,15 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
 
 
 def _tuples(rows: Ints) -> Iterable[tuple[int, ...]]:
-    """Each row; made as they are taken."""
+    """The rows as tuples, made lazily."""
     count, ndim = rows.shape
     return zip(*[iter(rows.ravel().tolist())] * ndim, strict=True) if ndim else [()] * count
 
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Thousands of new objects, none of them in a cycle, would be searched for cycles again and again: four fifths of
-    the time that a million chunks take to make.
+    """Pause the garbage collector, which would repeatedly search thousands of new objects for cycles: four fifths of
+    the time that it takes to make a million chunks.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -208,7 +208,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 class _Places(_Lazy[MetadataIndex, _StorageInfo]):
-    """``Metadata.storage_data``: first all chunks, then all objects. Each look makes a place anew."""
+    """``Metadata.storage_data``: first all chunks, then all objects. Each lookup makes a new object."""
 
     def __init__(self, columns: _Columns, placement: Placement) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ _Instance = TypeVar("_Instance")
 
 
 def _carry(instance: _Instance, further: dict[str, list[Further]], row: int) -> _Instance:
-    """The instance, with the fields that another torch has given it."""
+    """The instance, with the fields that another torch has added."""
     for each in further.get(type(instance).__name__, ()):
         if each.rows[row] >= 0:
             vars(instance)[each.field] = each.values[each.rows[row]]

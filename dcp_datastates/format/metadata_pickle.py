@@ -1,11 +1,11 @@
 """The pickle of a checkpoint's ``Metadata``, written from columns.
 
-What is there once (names, paths, properties) Python's own pickler writes; the chunks, a million of them,
-native code writes, referring to those through the unpickler's memo::
+Python's pickler writes the unique values (names, paths, properties); native code writes the chunks, perhaps a million,
+which refer to the unique values through the unpickler's memo::
 
     PROTO 4
     Metadata()                                  here, the attributes as a dict:
-        state_dict_metadata: (words, names, table)      a placeholder, for the memo's sake
+        state_dict_metadata: (words, names, table)      a placeholder, which fills the memo
         planner_data: ...
         storage_data: (paths,)                          another one
         storage_meta, version
@@ -13,8 +13,8 @@ native code writes, referring to those through the unpickler's memo::
         storage_data: {...}
     STOP
 
-The placeholders are gone before the unpickler gives the dict to the instance. Fields that only some releases of torch
-have are not in the pickle: in the properties of tensors they would keep older releases from opening it.
+The dict has replaced the placeholders before the unpickler passes it to the instance. Fields that only some releases of
+torch have are not in the pickle: older releases could not open it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 __all__ = ["emit"]
 
 _PROTOCOL: Final = 3
-"""The last one without frames, which would enclose opcodes that are cut off."""
+"""The last protocol without frames, which would contain the opcodes that are cut off."""
 
 _WORDS: Final = (
     TensorStorageMetadata,
@@ -84,9 +84,9 @@ def emit(
     storage_meta: StorageMeta | None,
     version: str | None,
 ) -> bytes:
-    """A pickle of the ``Metadata`` that the columns describe, which ``metadata_check`` has found to be sound.
+    """A pickle of the ``Metadata`` that the columns describe. ``metadata_check`` must have accepted the columns.
 
-    Raises :class:`ValueError` for columns that are inconsistent. Gives the GIL up while it writes the chunks; the
+    Raises :class:`ValueError` for columns that are inconsistent. Releases the GIL while it writes the chunks; the
     arrays must not change meanwhile.
     """
     start = _starts.get(catalog)
@@ -119,7 +119,7 @@ def _attribute(name: str, value: bytes) -> bytes:
 
 
 def _pickled(value: object) -> bytes:
-    """Opcodes that put nothing in the memo: what goes there is for :class:`_Start` and :func:`_listed` to say."""
+    """Opcodes that put nothing in the memo: only :class:`_Start` and :func:`_listed` do that."""
     written = io.BytesIO()
     pickler = _pickler(written)
     pickler.fast = True
@@ -128,7 +128,7 @@ def _pickled(value: object) -> bytes:
 
 
 def _listed(strings: Sequence[str], first: int) -> bytes:
-    """A tuple of one tuple of strings, which are in the memo from ``first`` on."""
+    """A tuple that contains a tuple of strings, which get the memo indices from ``first`` on."""
     opcodes = bytearray(pickle.MARK)
     for place, string in enumerate(strings, first):
         encoded = string.encode("utf-8", "surrogatepass")
@@ -138,17 +138,17 @@ def _listed(strings: Sequence[str], first: int) -> bytes:
 
 
 def _without_ends(written: io.BytesIO) -> bytes:
-    """Without PROTO before and STOP behind."""
+    """The pickle without the leading PROTO and the final STOP."""
     return bytes(written.getbuffer()[2:-1])
 
 
 _Memo: TypeAlias = dict[int, tuple[int, Any]]
-"""What a pickler has put where: by its identity, the index for the unpickler, and the object."""
+"""A pickler's memo: by identity of the object, its index in the unpickler's memo, and the object."""
 
 
 @dataclass(frozen=True)
 class _Start:
-    """What is the same in all pickles of a catalog: the beginning, and where in the memo the unique things are."""
+    """The parts that all pickles of a catalog share: the beginning, and the memo indices of the unique values."""
 
     opcodes: bytes
     memo_size: int
@@ -163,7 +163,7 @@ class _Start:
         opcodes = b""
 
         def put(value: object) -> None:
-            """The memo goes on from value to value."""
+            """Pickle ``value`` with the memo of the previous values."""
             nonlocal opcodes
             written.seek(0)
             written.truncate()
@@ -197,7 +197,7 @@ def _by_value(member: Enum) -> tuple[type[Enum], tuple[Any]]:
     return type(member), (member.value,)
 
 
-# Python 3.11.0 to 3.11.3 pickle a member as a call of getattr, which no reader of untrusted files may allow.
+# Python 3.11.0 to 3.11.3 pickle an enum member as a call of getattr, which a safe reader must refuse.
 _ENUMS: Final = [
     each
     for each in vars(dcp_metadata).values()
@@ -210,7 +210,9 @@ _REDUCERS: Final[dict[type, Any]] = {
 
 
 def _pickler(file: IO[bytes]) -> pickle.Pickler:
-    """A pickler that writes the same from every Python, and properties of tensors so that every torch can read them."""
+    """A pickler whose output is the same in every Python, and which writes tensor properties so that every torch can
+    read them.
+    """
     pickler = pickle.Pickler(file, _PROTOCOL)
     pickler.dispatch_table = copyreg.dispatch_table | _REDUCERS
     return pickler

@@ -1,4 +1,4 @@
-"""All that a ``.metadata`` file says, in columns."""
+"""The contents of a ``.metadata`` file, in columns."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ __all__ = ["CARRIED", "Further", "MetadataTable", "Note", "rows_of"]
 
 @dataclass(frozen=True)
 class Note:
-    """What this package notes in the metadata of a checkpoint.
+    """This package's note in the metadata of a checkpoint.
 
-    ``after``: the newest attempt that was there, or beside it, when this one was claimed; None if that is not known.
+    ``after``: the newest attempt at the path or beside it when this one was claimed; None if unknown.
     """
 
     attempt: Attempt
@@ -36,7 +36,7 @@ class Note:
 
 @dataclass(frozen=True, eq=False)
 class Further:
-    """A field that not every torch has, of a class of DCP's whose instances are in columns."""
+    """A field that not every torch has, of one of DCP's classes whose instances are in columns."""
 
     kind: str
     field: str
@@ -47,7 +47,7 @@ class Further:
 
 @dataclass(frozen=True, eq=False)
 class MetadataTable:
-    """All that a ``.metadata`` file says. ``placement.paths`` are the keys of ``note.files``, in order."""
+    """The contents of a ``.metadata`` file. ``placement.paths`` are the keys of ``note.files``, in order."""
 
     catalog: Catalog
     placement: Placement
@@ -68,14 +68,14 @@ CARRIED: Final[Mapping[str, type]] = {
         _StorageInfo,
     )
 }
-"""The classes whose instances are in columns; to the others' new fields the document gives a place by itself."""
+"""The classes whose instances are in columns. The document stores the new fields of all other classes directly."""
 
 
 def rows_of(kind: str, table: MetadataTable) -> int:
-    """How many instances a column of a class's new field is for."""
+    """The number of instances in the column of a new field of class ``kind``."""
     if kind == "Metadata":
         return 1
     if kind in ("TensorStorageMetadata", "BytesStorageMetadata"):
-        return len(table.catalog.names)  # each has its rows, and nothing in those of the other
+        return len(table.catalog.names)  # tensors and objects: each class uses only its rows
     chunks = len(table.placement.chunk_files)
     return chunks if kind == "ChunkStorageMetadata" else chunks + len(table.placement.object_files)

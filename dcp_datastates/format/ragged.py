@@ -15,12 +15,12 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def starts_of(lengths: Ints) -> Ints:
-    """Where each row begins."""
+    """The start of each row."""
     return np.cumsum(lengths) - lengths
 
 
 def positions(starts: Ints, lengths: Ints) -> Ints:
-    """Where the values of these rows are, row after row."""
+    """The positions of these rows' values, row after row."""
     total = int(lengths.sum())
     return np.arange(total) + np.repeat(starts - starts_of(lengths), lengths)
 
@@ -39,7 +39,7 @@ def volumes(lengths: Ints, values: Ints) -> Ints:
 
 
 def fingerprints(keys: Ints, lengths: Ints, *columns: Ints, salt: int = 0) -> Hashes:
-    """(N,) 64 bits of each row: its key, and its values in ragged ``columns``, which all have ``lengths``."""
+    """(N,): a 64-bit hash of each row: of its key and its values in ragged ``columns``, which all have ``lengths``."""
     result = _mixed(keys.astype(np.uint64) * _ODD + lengths.astype(np.uint64) + np.uint64(salt))
     ends = np.cumsum(lengths)
     place = positions(np.zeros_like(lengths), lengths).astype(np.uint64)
@@ -52,10 +52,10 @@ def fingerprints(keys: Ints, lengths: Ints, *columns: Ints, salt: int = 0) -> Ha
 
 
 def leaders(prints: Hashes, keys: Ints, lengths: Ints, *columns: Ints) -> Ints:
-    """(N,): for each row the first one that is equal to it, be it itself.
+    """(N,): for each row, the first row that is equal to it (perhaps itself).
 
-    Rows whose fingerprints are equal are compared; those that are found to differ are compared among
-    themselves, with other fingerprints, until all is said.
+    Compares rows with equal fingerprints. Rows that differ all the same are compared among themselves, with other
+    fingerprints, until all are resolved.
     """
     result = np.arange(len(keys))
     starts = starts_of(lengths)

@@ -1,8 +1,8 @@
-"""What a stock reader says when it is given a checkpoint of this package.
+"""The message of a stock reader that is given a checkpoint of this package.
 
-``FileSystemReader`` expects files of ``torch.save``, and would answer with advice to switch ``weights_only`` off.
-But it first looks up the extensions that the metadata name for each piece of data, and raises
-``ValueError: Unknown extension name='...'`` for one that it does not know. So the name is a sentence that helps.
+``FileSystemReader`` expects files of ``torch.save``, and would advise to switch ``weights_only`` off. But first it
+looks up the extensions that the metadata name for each piece of data, and raises ``ValueError: Unknown extension
+name='...'`` for an unknown one. So the extension's name is a helpful sentence.
 """
 
 from __future__ import annotations
@@ -17,5 +17,6 @@ TRANSFORM_DESCRIPTORS: Final = (
         "storage_reader=dcp_datastates.DataStatesReader(path); torch.save(dcp_datastates.load(path), file) converts it"
     ),
 )
-"""For ``_StorageInfo.transform_descriptors``. No slash: what follows one is a version, and is not printed. This
-package's reader ignores it, and reads checkpoints without it."""
+"""For ``_StorageInfo.transform_descriptors``. It contains no slash: text after a slash is a version, and is not
+printed. This package's reader ignores it, and reads checkpoints without it.
+"""

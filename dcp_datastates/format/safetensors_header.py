@@ -1,8 +1,8 @@
-"""The header of a safetensors file, read as if it was made to do harm.
+"""Reads the header of a safetensors file, without trusting it.
 
-A load does not need it (the metadata say where everything is); tools do. The format is that of
-safetensors: a length (u64), JSON of that length, data; and the same rules hold as in its own reader, so that
-what passes here opens there.
+Loads do not need the header (the metadata have all places); tools do. The format is that of safetensors: a length
+(u64), JSON of that length, data. The rules are those of safetensors' own reader, so it opens every header that passes
+here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BITS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""Of an element, by the names of safetensors 0.8: those that this package writes, and all others."""
+"""Bits of an element, by the dtype names of safetensors 0.8: those that this package writes, and all others."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class HeaderEntry:
 
     name: str
     dtype: str
-    """As safetensors calls it."""
+    """The dtype's name in safetensors."""
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-    """Begin and end in bytes, counted from the header's ``data_start``."""
+    """Begin and end in bytes, relative to the header's ``data_start``."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says of itself. The entries lie side by side, in this order, and fill the file."""
+    """A file's header. The entries are adjacent, in this order, and fill the file."""
 
     entries: tuple[HeaderEntry, ...]
     metadata: Mapping[str, str]
@@ -54,9 +54,9 @@ class Header:
 def read_header(data: bytes, file_size: int) -> Header:
     """The header of a file of ``file_size`` bytes, whose first bytes are ``data``.
 
-    No more memory is taken than in proportion to the header, which is at most 100 MB and within the file.
+    Memory is proportional to the header, which is at most 100 MB and lies within the file.
 
-    Raises :class:`CheckpointCorruptError`, which says why.
+    Raises :class:`CheckpointCorruptError` with the reason.
     """
     try:
         length = _length(data[:8], file_size)
@@ -66,7 +66,7 @@ def read_header(data: bytes, file_size: int) -> Header:
 
 
 class _Malformed(ValueError):
-    """What is wrong with a header."""
+    """A header is malformed; the message says why."""
 
 
 def _length(first: bytes, file_size: int) -> int:
@@ -132,7 +132,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _integer(digits: str) -> int:
-    if len(digits) > _MAX_DIGITS:  # reading a million digits takes a million times a million steps
+    if len(digits) > _MAX_DIGITS:  # parsing time is quadratic in the number of digits
         raise _Malformed(f"its header has a number of {len(digits)} digits")
     return int(digits)
 
@@ -162,7 +162,7 @@ def _entry(name: str, described: Any) -> HeaderEntry:
     begin, end = offsets
     bits = _BITS[dtype]
     for size in shape:
-        bits *= size or 1  # a size of 0 does not excuse the others
+        bits *= size or 1  # check the other sizes even if one is 0
         if bits > 8 * _MAX_BYTES:
             raise _Malformed(f"{_short(name)} is larger than any file")
     if 0 in shape:

@@ -1,7 +1,7 @@
-"""Names of what is stored: chosen by keys, and left unread.
+"""The names of stored values: selection by keys, and names left unread.
 
-A stored name (FQN) is the path of a value in the state that was saved, joined by dots. A key is such a name, or what
-one begins with up to a dot.
+A stored name (FQN) is the path of a value in the saved state, joined by dots. A key is a name, or a prefix of names
+that ends before a dot.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def as_keys(option: str, keys: str | Iterable[str]) -> frozenset[str]:
 
 
 def is_under(name: str, keys: frozenset[str]) -> bool:
-    """Whether one of ``keys`` is ``name``, or what it begins with."""
+    """Whether one of ``keys`` is ``name``, or a prefix of it that ends before a dot."""
     return bool(keys) and not keys.isdisjoint(_prefixes(name))
 
 
 def chosen(names: Iterable[str], keys: frozenset[str]) -> list[str]:
-    """Those of ``names`` that are under ``keys``, in their order.
+    """The ``names`` that are under ``keys``, in their order.
 
-    Raises :class:`IncompatibleStateError` for a key that nothing is under, with the names that are most like it.
+    Raises :class:`IncompatibleStateError`, listing similar names, for a key without any name under it.
     """
     found = [name for name in names if is_under(name, keys)]
     missing = keys.difference(chain.from_iterable(map(_prefixes, found)))
@@ -50,8 +50,8 @@ def chosen(names: Iterable[str], keys: frozenset[str]) -> list[str]:
 
 
 def unread(stored: Mapping[str, object], asked: set[str]) -> list[str]:
-    """Those of the names in ``stored`` that were not ``asked`` for; what has no bytes does not count."""
-    left = [name for name in stored if name not in asked]  # of the others no entry is made for this
+    """The names in ``stored`` that were not ``asked`` for, without values that have no bytes."""
+    left = [name for name in stored if name not in asked]  # looks up no entries of the others
     return [name for name in left if not _is_empty(stored[name])]
 
 
@@ -60,7 +60,7 @@ def _is_empty(saved: object) -> bool:
 
 
 def _prefixes(name: str) -> Iterator[str]:
-    """``a.b.c`` has ``a``, ``a.b`` and itself."""
+    """The prefixes of ``a.b.c`` are ``a``, ``a.b`` and itself."""
     for place, character in enumerate(name):
         if character == ".":
             yield name[:place]

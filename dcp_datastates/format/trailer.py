@@ -1,8 +1,8 @@
-"""The table behind the pickle in a ``.metadata`` file, and the checksum over all of the file.
+"""The table that follows the pickle in a ``.metadata`` file, and the checksum of the whole file.
 
 Format 2. Integers are little-endian, except for the number of the format:
 
-1. The file is a pickle, then the columns, then the directory, then the end. Nothing lies between them.
+1. The file consists of a pickle, the columns, the directory, and the end, without gaps.
 2. The end is the last 24 bytes of the file:
 
    ====== ==== ==========================================================
@@ -15,20 +15,20 @@ Format 2. Integers are little-endian, except for the number of the format:
    20     4    CRC32C of all bytes of the file before these four
    ====== ==== ==========================================================
 
-3. The directory has nine bytes for each column, in order: the bytes of a value (1, 2, 4 or 8), and how many values
-   there are (8 bytes).
+3. The directory has nine bytes for each column, in order: the bytes per value (1, 2, 4 or 8), and the number of values
+   (8 bytes).
 4. The columns follow one another without padding, in the order of the directory. Values of 1, 2 and 4 bytes are
-   unsigned, those of 8 bytes are signed. A writer takes the smallest size that all values fit in.
+   unsigned, those of 8 bytes are signed. A writer uses the smallest size that fits all values.
 5. The first column, ``document``, has values of one byte: JSON in UTF-8 (:mod:`dcp_datastates.format.metadata`). The
-   others are those of :data:`CATALOG` and :data:`PLACEMENT`: ``Catalog`` and ``Placement`` in
-   :mod:`dcp_datastates.format.chunk_table` say what they hold.
+   other columns are those of :data:`CATALOG` and :data:`PLACEMENT`, as documented in ``Catalog`` and ``Placement`` of
+   :mod:`dcp_datastates.format.chunk_table`.
 
-In every format from 2 on the end lies in the last 24 bytes, its first eight bytes mean the same, and its last four
-are the checksum. So a reader can tell a file of a later format from a damaged one. (Format 1 had the same first eight
-bytes, and behind them a CRC32C of the pickle and one of the end.)
+In every format from 2 on, the end is the last 24 bytes, with the same meaning of its first eight bytes, and with the
+checksum in its last four. So a reader can distinguish a file of a later format from a damaged one. (In format 1, a
+CRC32C of the pickle and one of the end followed the same first eight bytes.)
 
-Reading takes time and memory in proportion to the file: nothing is allocated by a number before the bytes that it
-counts are known to be there.
+Reading takes time and memory proportional to the file: a count in the file never causes an allocation before the reader
+has checked that the counted bytes exist.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PLACEMENT: Final = (
     *("object_files", "object_offsets", "object_lengths"),
 )
 _COLUMNS: Final = CATALOG + PLACEMENT
-"""The columns behind the document, in order."""
+"""The columns after the document, in order."""
 
 _MAGIC: Final = b"DCPDST"
 _END: Final = struct.Struct("<6s2sQII")
@@ -66,7 +66,7 @@ _DTYPES: Final[dict[int, np.dtype[Any]]] = {
 
 
 def append(pickled: bytes, document: bytes, catalog: Catalog, placement: Placement) -> bytes:
-    """A whole file: ``pickled``, and behind it the table."""
+    """The bytes of a whole file: ``pickled``, followed by the table."""
     columns = [getattr(catalog, name) for name in CATALOG]
     columns += [getattr(placement, name) for name in PLACEMENT]
     packed = [np.frombuffer(document, np.uint8), *map(_narrow, columns)]
@@ -81,10 +81,10 @@ def append(pickled: bytes, document: bytes, catalog: Catalog, placement: Placeme
 
 
 def parse(data: bytes, path: Path) -> tuple[bytes, dict[str, Ints]]:
-    """The document and the columns in the bytes of the file at ``path``, which are whole.
+    """The document and the columns in ``data``, the bytes of the file at ``path``.
 
-    Nothing is said of what the columns hold. Raises :class:`CheckpointCorruptError` if the bytes are damaged, and
-    :class:`UnreadableMetadataError` if they are whole and of another format.
+    Does not check the columns' values. Raises :class:`CheckpointCorruptError` if the bytes are damaged, and
+    :class:`UnreadableMetadataError` if they are intact but of another format.
     """
     pickle_bytes, count = _end(data, path)
     directory = len(data) - _END.size - count * _ENTRY.size
@@ -107,7 +107,7 @@ def parse(data: bytes, path: Path) -> tuple[bytes, dict[str, Ints]]:
 
 
 def _end(data: bytes, path: Path) -> tuple[int, int]:
-    """Of a whole file of this format, the bytes of its pickle and how many columns it says it has."""
+    """The length of the pickle and the number of columns, from the end of an intact file of this format."""
     end = data[-_END.size :]
     if len(end) < _END.size or not end.startswith(_MAGIC):
         raise CheckpointCorruptError(
@@ -117,7 +117,7 @@ def _end(data: bytes, path: Path) -> tuple[int, int]:
     _, number, pickle_bytes, count, checksum = _END.unpack(end)
     version = int.from_bytes(number, "big")
     covered = memoryview(data)[: -_CHECKSUM.size]
-    if version == 1:  # its last checksum covers the end alone
+    if version == 1:  # its last checksum covers only the end
         covered = memoryview(end)[: -_CHECKSUM.size]
     if version == 0 or crc32c(covered) != checksum:
         raise CheckpointCorruptError(f"{path}: checksum mismatch; the metadata file is damaged")
@@ -136,6 +136,6 @@ def _end(data: bytes, path: Path) -> tuple[int, int]:
 
 
 def _narrow(values: Ints) -> npt.NDArray[Any]:
-    """The same values, in the fewest bytes."""
+    """The same values, in the narrowest type."""
     most = int(values.max(initial=0)) if values.min(initial=0) >= 0 else 1 << 62
     return values.astype(_DTYPES[next((width for width in (1, 2, 4) if most < 1 << 8 * width), 8)])

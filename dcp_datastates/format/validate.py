@@ -1,8 +1,8 @@
-"""Whether a catalog's chunks make up its tensors: inside of them, none on another, all of each; as stock DCP asks.
+"""Checks that a catalog's chunks lie within their tensors, do not overlap, and cover them, as stock DCP requires.
 
-Overlaps are looked for without pairs: along one dimension the chunks of a tensor fall into clusters that
-do not touch one another; then each cluster does along the next. Grids and all that parallelism makes of tensors
-come apart until every chunk is alone. Only what does not come apart is compared in pairs.
+Overlaps are found without comparing pairs: along one dimension, the chunks of a tensor fall into clusters that do not
+touch; each cluster is divided in the same way along the next dimension. Grids, and all shardings of parallel training,
+are divided until every chunk is alone. Only chunks that cannot be separated are compared in pairs.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _SPARE_STEPS: Final = 1 << 20
 
 
 class Undecided(ValueError):
-    """Whether chunks overlap would take longer to find out than any real job's do."""
+    """The check for overlaps would take longer than for any real job's chunks."""
 
 
 def validate(catalog: Catalog, *, filled: bool, thorough: bool = True) -> list[str]:
-    """What is wrong, in the order of names; of each kind of fault a tensor has one message, for the first chunk.
+    """The faults found, in the order of names: per tensor, one message for each kind of fault, for the first chunk.
 
-    ``filled``: the chunks must make up each tensor (stock asks for it when there is more than one rank). As in
-    stock, nothing is said of tensors without dimensions. ``thorough=False`` is for catalogs that come from
-    anywhere: chunks that are made to take for ever raise :class:`Undecided`.
+    ``filled``: the chunks must cover each tensor (stock DCP requires this with more than one rank). As in stock DCP,
+    tensors without dimensions are not checked. ``thorough=False`` is for catalogs from untrusted files: chunks that
+    would take too long to check raise :class:`Undecided`.
     """
     chunks = _Chunks.of(catalog)
     found = [*_out_of_bounds(catalog, chunks), *_overlaps(catalog, chunks, thorough)]
@@ -44,7 +44,7 @@ def validate(catalog: Catalog, *, filled: bool, thorough: bool = True) -> list[s
 
 @dataclass(frozen=True, eq=False)
 class _Chunks:
-    """C chunks: the tensor, the dimensions and the place in the ragged columns of each."""
+    """C chunks: for each, the tensor, the dimensions and the position in the ragged columns."""
 
     tensor: Ints
     ndims: Ints
@@ -104,7 +104,7 @@ def _overlaps(catalog: Catalog, chunks: _Chunks, thorough: bool) -> Iterator[tup
 
 
 def _inseparable(tensor: Ints, begins: Ints, ends: Ints, thorough: bool) -> list[Ints]:
-    """Boxes that no dimension separates, in lists of two and more, by tensor.
+    """Boxes that no dimension separates, in lists of two or more, by tensor.
 
     ``tensor``: (M,), ascending; the corners are (M, D).
     """
@@ -124,7 +124,9 @@ def _inseparable(tensor: Ints, begins: Ints, ends: Ints, thorough: bool) -> list
 
 
 def _separated(group: Ints, begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
-    """Clusters of spans within each group: those of two and more, as positions, by cluster; and its number."""
+    """Clusters of two or more spans within each group: the spans' positions, by cluster; and the number of each span's
+    cluster.
+    """
     same = group[1:] == group[:-1]
     ascending = (begins[1:] > begins[:-1]) | ((begins[1:] == begins[:-1]) & (ends[1:] >= ends[:-1]))
     order = np.arange(len(group))
@@ -140,7 +142,7 @@ def _separated(group: Ints, begins: Ints, ends: Ints) -> tuple[Ints, Ints]:
 
 
 def _reach(group: Ints, ends: Ints) -> Ints:
-    """The largest end so far, within each group (numbered from 1 on)."""
+    """The running maximum of the ends within each group (numbered from 1 on)."""
     least = ends.min()
     stride = int(ends.max() - least) + 1
     if stride < (1 << 62) // len(group):

@@ -1,7 +1,7 @@
-"""Python values as JSON: those of planners, and of fields that a newer torch has given to DCP's classes.
+"""Python values as JSON: planners' data, and fields that a newer torch has added to DCP's classes.
 
-Numbers, strings, None, booleans and lists are themselves. Anything else is an object with one key, which says what
-it is::
+Numbers, strings, None, booleans and lists stand for themselves. Any other value is an object with one key, which names
+its type::
 
     (1, 2)                          {"tuple": [1, 2]}
     torch.Size((1, 2))              {"Size": [1, 2]}
@@ -10,9 +10,9 @@ it is::
     torch.float32                   {"dtype": "float32"}
     torch.strided                   {"layout": "strided"}
     torch.channels_last             {"memory_format": "channels_last"}
-    an enumeration's member         {"enum": ["Name", "MEMBER"]}    of those in torch.distributed.checkpoint.metadata
+    an enumeration's member         {"enum": ["Name", "MEMBER"]}    only those in torch.distributed.checkpoint.metadata
 
-Keys of dicts are strings: their hashes differ from process to process, so that no file can have a dict take for ever.
+Keys of dicts are strings: their hashes differ between processes, so a file cannot provoke hash collisions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["ValueRefused", "dump", "from_json", "load", "to_json"]
 
 _MAX_DEPTH: Final = 50
 _HEXADECIMAL: Final = re.compile(r"([0-9a-f]{2})*")
-_MAX_DIGITS: Final = 100  # reading a million digits takes a million times a million steps
+_MAX_DIGITS: Final = 100  # parsing time is quadratic in the number of digits
 
 _NAMED: Final[Mapping[str, Mapping[str, Any]]] = {
     kind.__name__: {name: value for name, value in vars(torch).items() if isinstance(value, kind)}
@@ -39,11 +39,11 @@ _NAMED: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 class ValueRefused(ValueError):
-    """A value that has no place in the metadata, or JSON that describes none; the message says which."""
+    """A value that the metadata cannot store, or JSON that describes no value; the message says which."""
 
 
 def to_json(value: Any, depth: int = 0) -> Any:
-    """``value`` in what ``json`` can write; :class:`ValueRefused` for what has no place there."""
+    """Convert ``value`` to a form that ``json`` can write; raises :class:`ValueRefused` if it cannot be stored."""
     kind = type(value)
     if value is None or kind in (bool, float, str):
         return value
@@ -73,7 +73,7 @@ def to_json(value: Any, depth: int = 0) -> Any:
 
 
 def from_json(found: Any, depth: int = 0) -> Any:
-    """The value that :func:`to_json` has described; :class:`ValueRefused` if it has not described this."""
+    """The value that :func:`to_json` converted; raises :class:`ValueRefused` if ``found`` cannot be its result."""
     kind = type(found)
     if kind is not list and kind is not dict:
         return found
@@ -115,12 +115,12 @@ def _member(name: str, member: str) -> Enum:
 
 
 def dump(content: Any) -> bytes:
-    """JSON of what ``json`` can write; strings of any kind, in ASCII."""
+    """Encode ``content`` as JSON, in ASCII; strings may contain any characters."""
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def load(data: bytes) -> Any:
-    """What :func:`dump` has written. :class:`ValueRefused`: it is no JSON, nests too deeply, or has huge numbers."""
+    """The content that :func:`dump` encoded. :class:`ValueRefused`: not JSON, nested too deeply, or huge numbers."""
     try:
         return json.loads(data.decode(), parse_int=_integer)
     except RecursionError:

@@ -1,1 +1,1 @@
-"""Tensors, the native engine, and files: moving bytes, and restoring them."""
+"""Input and output: tensors, the native engine and files; restores tensors from committed files."""

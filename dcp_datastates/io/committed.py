@@ -1,4 +1,4 @@
-"""What is committed at a path: opening it, or saying what is there instead."""
+"""Opens the checkpoint committed at a path; if there is none, the error says what is there instead."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class Committed:
     metadata_bytes: int
     """Size of the ``.metadata`` file."""
     committed_at: float
-    """When it was published, in seconds since the epoch."""
+    """The time of publication, in seconds since the epoch."""
 
     @property
     def note(self) -> Note:
-        """What this package noted."""
+        """This package's note in the metadata."""
         return self.table.note
 
     @property
     def nbytes(self) -> int:
-        """Bytes on storage, by the metadata."""
+        """Bytes on storage, according to the metadata."""
         return self.metadata_bytes + sum(record.nbytes for record in self.note.files.values())
 
 
 def open_committed(directory: Path) -> Committed:
-    """The checkpoint committed at ``directory``; its data files are not looked at.
+    """Open the checkpoint committed at ``directory``. Does not access its data files.
 
-    Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for stock DCP's),
+    Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
     data, published = _read(directory)
@@ -53,7 +53,7 @@ def open_committed(directory: Path) -> Committed:
 
 
 def wrong_size(record: FileRecord, nbytes: int) -> str | None:
-    """What to say of a data file that has ``nbytes``; None if that is its size."""
+    """The problem of a data file with ``nbytes`` bytes, in words; None if that is its recorded size."""
     if nbytes == record.nbytes:
         return None
     if nbytes < record.nbytes:
@@ -90,17 +90,17 @@ def _decode(data: bytes, directory: Path) -> MetadataTable:
 
 
 def _is_stock(data: bytes, directory: Path) -> bool:
-    """Whether a ``.metadata`` that :func:`decode` refused is stock DCP's, rather than a damaged one of ours."""
+    """Whether a ``.metadata`` that :func:`decode` refused is stock DCP's, rather than a damaged one of this package."""
     return (
         data.endswith(pickle.STOP)
         and b"torch.distributed.checkpoint.metadata" in data
-        and b"dcp_datastates" not in data  # in the first place of ours (refusal.py)
+        and b"dcp_datastates" not in data  # begins every .metadata of this package (refusal.py)
         and (not attempts.present(directory) or _is_complete_pickle(data))
     )
 
 
 def _is_complete_pickle(data: bytes) -> bool:
-    """Whether ``data`` is one pickle and nothing else; slow, and runs none of it. Cut ones are not."""
+    """Whether ``data`` is exactly one complete pickle. Slow; runs no code from it."""
     try:
         *_, (_, _, last) = pickletools.genops(data)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Copies that devices make by themselves, into memory that may have another owner when they are done."""
+"""Asynchronous copies by devices, into memory that must not be freed or reused before they are done."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ _POLL_SECONDS: Final = 0.1
 
 
 class DeviceCopies:
-    """Those of one save. Any thread may wait for them, several at once."""
+    """The device copies of one save. Any thread may wait for them, several at once."""
 
     def __init__(self) -> None:
         self._events: list[DeviceEvent] = []
         self._failure: Exception | None = None
         self.abandoned = False
-        """The process ends, and a device still may write: the memory must never be given back."""
+        """The process is ending, and a device may still write: the memory must never be freed."""
 
     def add(self, event: DeviceEvent) -> None:
-        """They go on until ``event``."""
+        """Add copies that are done at ``event``."""
         self._events.append(event)
 
     def wait(self) -> None:
-        """Return when no device has anything to do with them any more.
+        """Return when no device uses the memory any more.
 
-        Raises :class:`DeviceError`, then, if one has failed (always: what was copied is not whole); and if a device
-        hangs when the process ends.
+        Then raises :class:`DeviceError` if a copy has failed (every call does, since the copies are incomplete), or if
+        a device hangs at the end of the process.
         """
         began = time.monotonic()
-        for (
-            event
-        ) in self._events.copy():  # no lock: a signal handler may interrupt who waits, and wait too
+        # No lock: a signal handler may interrupt a thread that waits here, and wait too.
+        for event in self._events.copy():
             while not (self.abandoned or self._is_over(event)):
                 self.abandoned = patience_is_over(began)
         if self.abandoned:
@@ -51,6 +50,6 @@ class DeviceCopies:
                 return False
         except RuntimeError as error:
             self._failure = self._failure or error
-        with contextlib.suppress(ValueError):  # another thread has seen it, too
+        with contextlib.suppress(ValueError):  # another thread has removed it
             self._events.remove(event)
         return True

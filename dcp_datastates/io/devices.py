@@ -1,6 +1,6 @@
-"""Which tensors the native engine copies from and to a device by itself, and on which stream a device's work is now.
+"""The devices that the native engine copies from and to, and the current streams on them.
 
-What is on another kind of accelerator goes through torch, whole and at once (:mod:`dcp_datastates.io.tensor_memory`).
+Torch copies tensors on other kinds of accelerators, whole and at the call (:mod:`dcp_datastates.io.tensor_memory`).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 HOST: Final = -1
-"""Number of the host, where devices have theirs."""
+"""The number that stands for the host in place of a device's number."""
 
 THROUGH_TORCH: Final = -2
-"""Number of all devices whose driver the native engine does not know."""
+"""The number that stands for all devices whose driver the native engine does not know."""
 
 _DEVICE: Final = operator.attrgetter("device")
 _IS_CPU: Final = operator.attrgetter("is_cpu")
 
 
 class Accelerator(Protocol):
-    """What torch knows of a kind of device that the engine has a driver table for."""
+    """Torch's view of a kind of device for which the engine has a driver table."""
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Of each tensor: :data:`HOST`, the driver's number of its device, or :data:`THROUGH_TORCH`."""
+        """For each tensor: :data:`HOST`, the driver's number of its device, or :data:`THROUGH_TORCH`."""
 
     def stream(self, device: int) -> int:
         """Handle of the calling thread's current stream on ``device``."""
@@ -54,14 +54,14 @@ class Accelerator(Protocol):
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         """``tensor``, or a contiguous copy that the calling thread's current stream makes.
 
-        The next owner of the copy's memory gets it in the order of that stream.
+        Torch reuses the copy's memory in the order of that stream.
         """
 
     def mark(self, devices: Iterable[int]) -> list[Any]:
-        """The moment on the calling thread's current streams: of ``devices``, and of the one that is current."""
+        """Record the present point on the calling thread's current streams of ``devices`` and of the current device."""
 
     def follow(self, moment: list[Any]) -> None:
-        """What the calling thread's current streams are given from now on comes after ``moment``."""
+        """Make the calling thread's current streams wait for ``moment``."""
 
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""
@@ -71,7 +71,7 @@ class Cuda:
     """CUDA as torch sees it. Torch numbers devices as the driver does."""
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        if all(map(_IS_CPU, tensors)):  # in the training thread, at every save
+        if all(map(_IS_CPU, tensors)):  # fast path: this runs in the training thread at every save
             return [HOST] * len(tensors)
         devices = list(map(_DEVICE, tensors))
         number = {device: self._number(device) for device in set(devices)}
@@ -108,14 +108,14 @@ class Cuda:
 
 
 accelerator: Accelerator = Cuda()
-"""Tests put another one here."""
+"""Tests replace it."""
 
 _refused: set[int] = set()
 _reported: set[str] = set()
 
 
 def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Where each (local) tensor is; None if all are on the host. Opens devices that are new to ``engine``."""
+    """Each (local) tensor's device number; None if all are on the host. Opens devices that are new to ``engine``."""
     found = accelerator.numbers(tensors)
     known = set(found)
     if known <= {HOST}:
@@ -127,7 +127,7 @@ def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int] | None
 
 
 def place(engine: Engine, tensor: torch.Tensor) -> int:
-    """Where one (local) tensor is."""
+    """The device number of one (local) tensor."""
     found = numbers(engine, (tensor,))
     return HOST if found is None else found[0]
 
@@ -164,14 +164,14 @@ def stream(device: int) -> int:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on a device, or a contiguous copy in the order of the calling thread's current stream."""
+    """``tensor``, or a contiguous copy that the calling thread's current stream makes."""
     return accelerator.dense(tensor)
 
 
 def record(engine: Engine, device: int) -> DeviceEvent:
-    """An event after all that the calling thread's current stream on ``device`` has been given.
+    """An event behind all work that the calling thread's current stream on ``device`` has received.
 
-    Raises :class:`DeviceError` in the driver's words.
+    Raises :class:`DeviceError` with the driver's message.
     """
     try:
         return engine.record_event(device, stream(device))
@@ -180,17 +180,17 @@ def record(engine: Engine, device: int) -> DeviceEvent:
 
 
 def fences(engine: Engine, devices: Iterable[int]) -> list[DeviceEvent]:
-    """One :func:`record` for each that is a device."""
+    """One event of :func:`record` per device; other numbers in ``devices`` are ignored."""
     return [record(engine, device) for device in sorted(set(devices)) if device >= 0]
 
 
 def mark(devices: Iterable[int]) -> list[Any]:
-    """The moment on the calling thread's current streams, for :func:`follow` in another thread."""
+    """Record the present point on the calling thread's current streams, for :func:`follow` in another thread."""
     return accelerator.mark(device for device in devices if device >= 0)
 
 
 def follow(moment: list[Any]) -> None:
-    """What the calling thread gives torch to do on devices comes after ``moment``."""
+    """Make the torch work that the calling thread enqueues from now on wait for ``moment``."""
     accelerator.follow(moment)
 
 

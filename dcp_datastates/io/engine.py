@@ -1,7 +1,7 @@
-"""The process's one native engine: its threads, its host cache, its end.
+"""The process's native engine: construction, host cache and shutdown.
 
-Writers and readers share it. It is made at first use and grows when a writer asks for more; it ends at
-interpreter exit. A forked child starts without one and makes its own at first use.
+Writers and readers share it. The first use constructs it; its cache grows when a writer asks for more; it ends at
+interpreter exit. A forked child starts without an engine, and constructs one at first use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["engine", "moved", "next_order", "stats"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
-"""Host cache of a process that only restores: what restores may use is a few segments."""
+"""Host cache of a process that only restores: restores may use only a few segments."""
 
 _lock = ProcessLock()  # guards _engine
 _engine: Engine | None = None
@@ -34,8 +34,8 @@ _orders = itertools.count(1)
 def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
     """The process's engine, with a host cache of at least ``host_cache_bytes``.
 
-    Raises :class:`ConfigurationError` saying what was asked for if the memory cannot be had; an engine
-    that exists is as it was.
+    Raises :class:`ConfigurationError` with the requested size if the memory cannot be allocated; an existing engine
+    then stays unchanged.
     """
     global _engine
     native = _engine
@@ -69,13 +69,13 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
 
 
 def stats() -> CacheStats | None:
-    """What the host cache holds right now; None before the engine exists."""
-    native = _engine  # no lock: waits that a signal handler may interrupt ask this
+    """The present contents of the host cache; None if there is no engine yet."""
+    native = _engine  # no lock: a signal handler may call this while the interrupted frame holds it
     return None if native is None else native.stats()
 
 
 def moved(job: SaveJob | None) -> Hashable:
-    """Something that changes as long as the engine makes progress with ``job``, or with saves that hold the cache."""
+    """A value that changes while the engine makes progress with ``job``, or with saves that hold the cache."""
     cache = stats()
     return (
         None if job is None else (job.bytes_read, job.bytes_written),
@@ -84,7 +84,7 @@ def moved(job: SaveJob | None) -> Hashable:
 
 
 def next_order() -> int:
-    """Sequence number of the next save of this process; older saves get cache segments first."""
+    """Draw the sequence number of this process's next save. Older saves get cache segments first."""
     return next(_orders)
 
 
@@ -113,7 +113,7 @@ def _shut_down() -> None:
 
 @after_fork
 def _forget_in_child() -> None:
-    # The parent's threads do not exist here: start anew, and leave its engine alone.
+    # The parent's threads do not exist here: start anew, without touching the parent's engine.
     global _engine
     _engine = None
 

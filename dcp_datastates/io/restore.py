@@ -1,4 +1,4 @@
-"""Carrying out one rank's load plan: find each item's bytes, have them verified and scattered."""
+"""Carries out one rank's load plan: locates each item's bytes; the engine reads, verifies and scatters them."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ __all__ = ["restore"]
 _POLL_SECONDS: Final = 0.1
 
 _DETOUR_BYTES: Final = 256 << 20
-"""Host memory for tensors that cannot be scattered into directly (to be cast, or out of the engine's reach)."""
+"""Host memory for tensors that the engine cannot scatter into directly (they need a cast, or it cannot access them)."""
 
 _SHORTEST_RUN_BYTES: Final = 4 << 10
-"""Below this, a device's copies take longer to enqueue than a detour does."""
+"""Shortest run that a device copies directly: enqueueing copies of shorter runs takes longer than a detour."""
 
 
 @dataclass
 class _Request:
-    """One read item with its bytes' place and its destination."""
+    """One read item, with the place of its bytes and its destination."""
 
     item: ReadItem
     info: _StorageInfo
     target: torch.Tensor | None = None
-    """Where the planner wants a tensor item; None for an object."""
+    """The planner's destination of a tensor; None for an object."""
     memory: torch.Tensor | None = None
-    """What the engine scatters into: ``target`` itself, or a detour of the saved dtype on the host."""
+    """The tensor that the engine scatters into: ``target`` itself, or a detour of the saved dtype on the host."""
     device: int = HOST
-    """Where that is."""
+    """The device number of ``memory``."""
     chunk_sizes: tuple[int, ...] = ()
     dtype: torch.dtype = torch.uint8
     data: bytearray = field(default_factory=bytearray)
@@ -78,11 +78,10 @@ def restore(
     engine: Engine,
     allow_cast: bool,
 ) -> None:
-    """Fulfil every item of ``plan``. All destinations are checked before the first byte is read.
+    """Load every item of ``plan``. Checks all destinations before it reads the first byte.
 
-    Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may have been
-    overwritten in part by then), :class:`CheckpointNotFoundError` for a data file that is gone, or
-    :class:`StorageError`.
+    Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
+    :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
     requests = [_request(item, planner, metadata, engine, allow_cast) for item in plan.items]
     _check_object_files(requests, note, directory)
@@ -138,7 +137,9 @@ def _request(
 
 
 def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
-    """Whether a device can copy straight to ``memory``: each run that is contiguous on both sides is a copy."""
+    """Whether a device should copy directly to ``memory``: it needs one copy per run that is contiguous on
+    both sides.
+    """
     run = memory.element_size()
     for size, stride, stored in zip(
         reversed(memory.shape), reversed(memory.stride()), reversed(chunk_sizes), strict=True
@@ -152,7 +153,7 @@ def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
 
 
 def _check_object_files(requests: list[_Request], note: Note, directory: Path) -> None:
-    """Objects are read into memory of the length that the metadata give: their files must be that long."""
+    """Check the sizes of files with objects: the metadata determine how much memory an object gets."""
     files = {request.info.relative_path for request in requests if request.target is None}
     for relative_path in files:
         record = note.files.get(relative_path)
@@ -225,7 +226,7 @@ def _read(
             raise CheckpointCorruptError(
                 f"{path}: the metadata have tensors or objects lie where others do: {error}"
             ) from error
-    # Tensors may still be being made by what their device was given before.
+    # Kernels that write to the target tensors may still be running.
     job = engine.restore(plan, requests, fences(engine, {each.device for each in requests}))
     try:
         while not job.wait(_POLL_SECONDS):
@@ -240,7 +241,7 @@ def _read(
 
 
 def _add(content: Transfer, request: _Request) -> None:
-    """Describe where the item's box lies in the stored chunk, which is row-major, and in memory."""
+    """Describe the item's strided region in the stored (row-major) chunk, and in memory."""
     if request.target is None:
         if request.info.length:
             request.data = bytearray(request.info.length)
@@ -294,7 +295,8 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
         request.target.copy_(request.memory)
         request.memory = None
     elif request.memory is not None:
-        torch.autograd.graph.increment_version(request.memory)  # written behind autograd's back
+        # the engine's write bypassed autograd
+        torch.autograd.graph.increment_version(request.memory)
     planner.commit_tensor(request.item, request.target)
 
 
@@ -321,7 +323,7 @@ def _error(
 def _affected(
     fault: Fault, requests: list[_Request], metadata: Metadata, note: Note, directory: Path
 ) -> str:
-    """Which tensors the damaged block holds bytes of; those that were asked for come first."""
+    """The tensors with bytes in the damaged block, the requested ones first."""
     relative_path = Path(fault.path).relative_to(directory).as_posix()
     asked = Contents.of_places((request.item.storage_index, request.info) for request in requests)
     record: FileRecord | None = note.files.get(relative_path)

@@ -1,6 +1,6 @@
-"""Plain tensors that say of which larger tensor they hold which shards: ``CheckpointableTensor``, from torch 2.15 on.
+"""Plain tensors with attributes that describe the shards they hold: ``CheckpointableTensor``, from torch 2.15 on.
 
-They say it in four attributes, which a copy or an alias does not have unless it is given them.
+There are four attributes. Copies and aliases do not inherit them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ _ATTRIBUTES: Final = ("global_shape", "global_offsets", "local_offsets", "local_
 
 
 def holds_shards(tensor: torch.Tensor) -> bool:
-    """Whether DCP takes ``tensor`` for shards of a larger one."""
+    """Whether DCP treats ``tensor`` as shards of a larger tensor."""
     return (
         _CheckpointableTensor is not None
-        and hasattr(tensor, "global_shape")  # asking the protocol takes longer
+        and hasattr(tensor, "global_shape")  # faster than an isinstance() check of the protocol
         and isinstance(tensor, _CheckpointableTensor)
     )
 
 
 def any_hold_shards(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether one of them does."""
+    """Whether any of ``tensors`` holds shards."""
     return _CheckpointableTensor is not None and any(map(holds_shards, tensors))
 
 
 def take_shards_of(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
-    """``copied``, which holds the shards that ``tensor`` holds, if that holds any."""
+    """Give ``copied`` the shard attributes of ``tensor``, if it has any; returns ``copied``."""
     if holds_shards(tensor):
         for name in _ATTRIBUTES:
             setattr(copied, name, getattr(tensor, name))
@@ -45,7 +45,9 @@ def take_shards_of(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
 
 
 def shard_with(tensor: Any, offsets: Sequence[int]) -> tuple[torch.Tensor, int] | None:
-    """The shard in ``tensor`` with the chunk at ``offsets``, and that chunk's first row in it; None if it has none."""
+    """The shard in ``tensor`` that contains the chunk at ``offsets``, and the chunk's first row in the shard; None if
+    there is none.
+    """
     for starts, within, sizes in zip(
         tensor.global_offsets, tensor.local_offsets, tensor.local_sizes, strict=True
     ):

@@ -1,4 +1,4 @@
-"""Tensors as memory: which can be stored, how to copy the odd ones, how their bytes lie."""
+"""Tensors as memory: which tensors can be stored, copies of unusual ones, and the layout of their bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAIN_DTYPES: Final = frozenset(
     and not dtype.is_complex
     and not str(dtype).startswith("torch.q")
 )
-"""Those whose memory is the value: not complex (may be lazily conjugated), not quantized."""
+"""Dtypes whose memory always holds the plain values: not complex (may be lazily conjugated), not quantized."""
 
 
 def _is_wrapper(tensor: Any) -> bool:
@@ -42,7 +42,7 @@ def _is_wrapper(tensor: Any) -> bool:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that has the memory: the local shard of a DTensor, a finished collective's result."""
+    """The tensor that has the memory: a DTensor's local shard, or a collective's result, waited for."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -67,7 +67,7 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
 
 
 def is_unusual(local: torch.Tensor) -> bool:
-    """Whether the memory at ``data_ptr()`` is not simply the value, dense or strided."""
+    """Whether the memory at ``data_ptr()`` does not hold the plain values, dense or strided."""
     return (
         local.dtype not in PLAIN_DTYPES
         or local.device.type == "meta"
@@ -94,7 +94,7 @@ def tensor_over(
 def add_region(
     content: Transfer, offset: int, tensor: torch.Tensor, nbytes: int, group: int, device: int
 ) -> None:
-    """Add the dense (row-major) bytes of a tensor to ``content`` at ``offset``. -1: it is on the host."""
+    """Add the dense (row-major) bytes of a tensor to ``content`` at ``offset``. Device -1 is the host."""
     if tensor.is_contiguous():
         content.add(offset, nbytes, tensor.data_ptr(), group, device)
         return
@@ -110,7 +110,7 @@ def add_region(
 
 
 def copy_unusual(tensor: torch.Tensor, local: torch.Tensor, name: str) -> torch.Tensor:
-    """A host copy of a tensor that the fast path does not take: on a device, complex, conjugated …"""
+    """A host copy of a tensor that the fast path cannot copy: on an unknown device, complex, conjugated …"""
     check_storable(local, name)
     copied = local.detach().resolve_conj().resolve_neg()
     copied = copied.clone(memory_format=torch.contiguous_format) if copied.is_cpu else copied.cpu()
@@ -120,7 +120,7 @@ def copy_unusual(tensor: torch.Tensor, local: torch.Tensor, name: str) -> torch.
 
 
 def copy_sharded(tensor: ShardedTensor, name: str) -> ShardedTensor:
-    """A host copy of a ``ShardedTensor`` (FSDP1); never deferred, for nothing ties it to an optimizer."""
+    """A host copy of a ``ShardedTensor`` (FSDP1); never deferred, because it cannot be associated with an optimizer."""
     shards = []
     for shard in tensor.local_shards():
         if isinstance(shard.tensor, ShardedTensor):

@@ -34,7 +34,6 @@ class Session:
     Attributes:
         group: the name of the commit group.
         rank: this process's rank in the group.
-        world: the number of ranks.
         staged: the staged state; None in a synchronous save, or if DCP has received the state itself.
         state: builds the staged state dict with all its tensors. After this call the cached plan is not used for the
             save.

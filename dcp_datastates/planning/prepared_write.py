@@ -45,7 +45,6 @@ class Prepared:
     """The prepared files of one share. Any thread may use it.
 
     Args:
-        items: the items of the final plan.
         rank: the rank that writes them.
         leaves: position in the state of each item's tensor; -1 for an object.
         begins: the first row of each item within its tensor.

@@ -166,7 +166,9 @@ class SharesPlanner(Protocol):
     """A planner that works with this package's writer."""
 
     def foresee(self, session: Session) -> Foreseen | None:
-        """The share that this rank will write if no rank's state has changed in structure since the previous save."""
+        """The share that this rank will write if no rank's state has changed in structure since the previous save; None
+        if that is unknown. Any thread may call it, also while another save is being planned.
+        """
 
     def prepare(self, share: Share, rank: int) -> Prepared | None:
         """The share's files, prepared to be written from the staged state; None if that is impossible."""

@@ -1,1 +1,1 @@
-"""What a process must mind: forks, its end, its memory, waiting. Knows nothing of checkpoints."""
+"""Process-wide concerns: forks, exit, memory limits, waiting. Independent of checkpoints."""

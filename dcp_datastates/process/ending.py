@@ -1,5 +1,5 @@
-"""The end of the process: what is done before the interpreter waits for threads, in which order, and how long a
-device that hangs is waited for from then on.
+"""The end of the process: the functions that run, in order, before the interpreter waits for threads, and how long
+threads wait for a hanging device from then on.
 """
 
 from __future__ import annotations
@@ -23,29 +23,32 @@ _began: float | None = None
 
 
 class Phase(enum.IntEnum):
-    """When a function runs, of those that are called at the end."""
+    """The phases in which functions run at the end of the process."""
 
     BEGIN = 0
-    """At once: what lets saves in flight go on, and limits how long a device is waited for."""
+    """First: functions that let saves in flight continue, and that limit waits for devices."""
     FINISH = 1
-    """Saves in flight are waited for, within a bound."""
+    """Wait for saves in flight, within a bound."""
     GIVE_UP = 2
-    """From now on a file operation that does not return is given up, too."""
+    """From now on, give up file operations that do not return, too."""
 
 
 _functions: Final[dict[Phase, list[Callable[[], None]]]] = {phase: [] for phase in Phase}
 
 
 def at_end(function: Callable[[], None], phase: Phase = Phase.BEGIN) -> None:
-    """Have ``function`` called when the process is about to end, before threads are joined.
+    """Call ``function`` when the process is about to end, before the interpreter joins threads.
 
-    Within a phase, what was registered last is called first. An exception is logged and stops no other function.
+    Within a phase, functions run in reverse order of registration. If a function raises, the error is logged and the
+    others still run.
     """
     _functions[phase].append(function)
 
 
 def patience_is_over(since: float) -> bool:
-    """Whether who waits for a device since then (of ``time.monotonic``) gives up: never before the process ends."""
+    """Whether a wait for a device that began at ``since`` (of ``time.monotonic``) must give up: never before the
+    process ends.
+    """
     return _began is not None and time.monotonic() - max(since, _began) > _PATIENCE_SECONDS
 
 
@@ -60,6 +63,6 @@ def _end() -> None:
                 logger.exception("an error at the end of the process")
 
 
-# Private, but what concurrent.futures itself uses, and the only hook before that wait.
+# A private function, but concurrent.futures uses it, and no other hook runs before that wait.
 _register = getattr(threading, "_register_atexit", None)
 (_register or atexit.register)(_end)

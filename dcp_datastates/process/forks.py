@@ -1,7 +1,6 @@
-"""What a forked child must make anew: threads of its parent do not exist there, and may have held any lock.
+"""Forks: the parent's threads do not exist in a forked child, and may have held any lock.
 
-Every module that has a lock or other state takes its locks from here, and says by :func:`after_fork` what else
-a child must forget.
+Every module takes its locks from here, and resets its other state in a child by :func:`after_fork`.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ _handled: set[str] = set()
 
 
 class ProcessLock:
-    """A lock of one process: a forked child finds it free, whichever thread of the parent held it.
+    """A lock that is free in a forked child, whichever thread of the parent held it.
 
-    It is re-entrant, because a signal handler or a garbage collection may run in the thread that holds it, and may
-    use this package. For the same reason hold it for a few statements only, and never wait with it held: a
-    signal handler waits for other threads, and those may want it.
+    It is re-entrant, because a signal handler or a garbage collection may run in the thread that holds it, and may use
+    this package. For the same reason hold it for a few statements only, and never wait while holding it: a signal
+    handler may wait for threads that need the lock.
     """
 
     def __init__(self) -> None:
@@ -37,9 +36,9 @@ class ProcessLock:
 
 
 def after_fork(reset: Callable[[], None]) -> Callable[[], None]:
-    """Call ``reset`` in a forked child, where all :class:`ProcessLock` are free by then. A decorator.
+    """A decorator: calls ``reset`` in a forked child, after every :class:`ProcessLock` has been freed.
 
-    It must neither wait, nor use or destroy what belongs to threads of the parent's.
+    ``reset`` must not wait, nor use or destroy objects that belong to the parent's threads.
     """
     _handled.add(reset.__module__)
     os.register_at_fork(after_in_child=reset)
@@ -56,4 +55,4 @@ def _free_locks() -> None:
         lock._lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_free_locks)  # the first: resets may take locks
+os.register_at_fork(after_in_child=_free_locks)  # registered first: resets may take locks

@@ -1,4 +1,4 @@
-"""Futures that start what they wait for: who asks for the outcome of a save runs no backward pass meanwhile."""
+"""Futures that start the reads that they wait for: a thread that waits for a save cannot start the backward pass."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["AskedFuture", "resolved"]
 
 
 class AskedFuture(Future[None]):
-    """A future of a save's. Asking for its result or its error lets the reads of all saves in flight start.
+    """A future of a save. Asking for its result or its error starts the reads of all saves in flight.
 
     Args:
-        start: called by the thread that asks, unless the future is done; never waits.
+        start: the thread that asks calls it, unless the future is done; it must not wait.
     """
 
     def __init__(self, start: Callable[[], None]) -> None:
         super().__init__()
         self._start = start
         self.asked = False
-        """Whether it was asked."""
+        """Whether a caller has asked for the result or the error."""
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> None:
@@ -31,13 +31,15 @@ class AskedFuture(Future[None]):
         return super().exception(timeout)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is done within ``timeout`` seconds; raises nothing, and does not count as asking."""
+        """Wait up to ``timeout`` seconds; return whether the future is done. Never raises, and does not count as
+        asking.
+        """
         if not self.done():
             self._start()
         return bool(wait([self], timeout).done)
 
     def peek(self) -> BaseException | None:
-        """The error, if it is known and there is one; this does not count as asking."""
+        """The error, if the future is done and has one. Does not count as asking."""
         return super().exception(0) if self.done() else None
 
     def _ask(self) -> None:
@@ -47,7 +49,7 @@ class AskedFuture(Future[None]):
 
 
 def resolved() -> Future[None]:
-    """A future that is done, and has not failed."""
+    """A future that is done, without an error."""
     future: Future[None] = Future()
     future.set_result(None)
     return future

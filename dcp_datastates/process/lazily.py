@@ -1,7 +1,7 @@
-"""Values that are computed when first asked for, without a lock.
+"""Properties that are computed at first access, without a lock.
 
-Up to Python 3.11, ``functools.cached_property`` holds one lock for all objects of a class while it computes. A child
-that is forked meanwhile finds that lock held for good.
+Up to Python 3.11, ``functools.cached_property`` holds one lock for all objects of a class while it computes. In a child
+that is forked meanwhile, the lock would never be released.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class lazily(Generic[T]):
-    """A property that is kept in the object once it is computed. Two threads at once may compute it twice."""
+    """A property that is stored in the object once computed. Two threads at once may compute it twice."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute
@@ -31,5 +31,5 @@ class lazily(Generic[T]):
             return self
         value = vars(owner)[self._name] = self._compute(
             owner
-        )  # found there before this, from now on
+        )  # from now on, attribute lookup finds this value first
         return value

@@ -1,4 +1,4 @@
-"""How much memory this process may use: what the machine has, or less if a limit is set on the process."""
+"""How much memory this process may use: the machine's memory, or less if a limit is set."""
 
 from __future__ import annotations
 
@@ -17,29 +17,31 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_BYTES: Final = 4 << 30
 _DEFAULT_SHARE: Final = 4
-"""Part of the memory (one divided by this) that the caches of all ranks on a machine take by default, at most."""
+"""By default, the caches of all ranks on a machine take at most one part in this many of the memory."""
 
 
 @dataclass(frozen=True, order=True)
 class MemoryLimit:
-    """``nbytes`` at most, because of what ``source`` says."""
+    """A limit of ``nbytes``, imposed by ``source``."""
 
     nbytes: int
     source: str
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit:
-    """The least limit found: physical memory, the memory limits of the process's cgroups and of those above them
-    (versions 1 and 2), and ``RLIMIT_AS``. Swap is not counted.
+    """The least limit found: physical memory, the memory limits of the process's cgroups and their parents (versions 1
+    and 2), and ``RLIMIT_AS``. Swap is not counted.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: the directory that contains ``proc`` and ``sys``.
     """
     return min([_physical(root), *_cgroup_limits(root), *_address_space(root)])
 
 
 def default_host_cache_bytes(root: Path = Path("/")) -> int:
-    """4 GiB, or less where the caches of this machine's ranks would be more than a quarter of its memory. Logs that."""
+    """4 GiB, or less (then logged) if the caches of this machine's ranks would take more than a quarter of
+    its memory.
+    """
     limit = memory_limit(root)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
     nbytes = min(_DEFAULT_BYTES, max(limit.nbytes // _DEFAULT_SHARE // ranks, MIN_HOST_CACHE_BYTES))
@@ -74,13 +76,13 @@ def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
     mounts = root / "sys/fs/cgroup"
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
-        if not controllers:  # version 2; beside version 1, it has a directory of its own
+        if not controllers:  # version 2; together with version 1, it is in a separate directory
             places = [(mounts, "memory.max"), (mounts / "unified", "memory.max")]
         elif "memory" in controllers.split(","):
             places = [(mounts / "memory", "memory.limit_in_bytes")]
         else:
             continue
-        # In a container, the path may be that of the host, and only its end or its root is there.
+        # In a container, the path may be the host's, of which only the end or the root exists.
         inner = PurePosixPath(*[part for part in PurePosixPath(path).parts if part not in "/.."])
         for directory in (inner, *inner.parents):
             for mount, name in places:
@@ -95,5 +97,5 @@ def _cgroup_limits(root: Path) -> Iterator[MemoryLimit]:
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # not there, or not for this process: then it says nothing
+    except OSError:  # missing, or not readable by this process
         return []

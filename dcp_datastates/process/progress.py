@@ -1,4 +1,4 @@
-"""How far one rank has come with reading its part of a save, for the others to see that it moves."""
+"""One rank's progress in reading its part of a save, for the other ranks to see."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """A number that changes as long as there is progress. Any thread reads it, DCP's thread moves it.
+    """A number that changes while there is progress. The thread that plans the save advances it; any thread reads it.
 
     Args:
-        patience: seconds for which waiting for the read window is no lack of progress.
+        patience: seconds for which waiting for the read window counts as progress.
     """
 
     def __init__(self, patience: float) -> None:
@@ -22,16 +22,15 @@ class Progress:
         self._job: SaveJob | None = None
 
     def step(self) -> None:
-        """One more item is resolved."""
+        """Count one more resolved item."""
         self._steps += 1
 
     def follow(self, job: SaveJob) -> None:
-        """The native job reads from now on."""
+        """Include the progress of the native ``job`` from now on."""
         self._job = job
 
     @property
     def value(self) -> int:
-        """See the class."""
         job = self._job
         moved = 0 if job is None else job.bytes_read + job.bytes_written
         return self._steps + moved + int(10 * min(time.monotonic(), self._until))

@@ -1,4 +1,4 @@
-"""Waits that last: a line of the log says what they wait for, and one without progress is given up."""
+"""Long waits: a log line says what they wait for, and a wait without progress is given up."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from dcp_datastates.errors import SaveStalledError
 __all__ = ["FIRST_LINE_SECONDS", "Latch", "Stall", "WaitLog"]
 
 FIRST_LINE_SECONDS = 5.0
-"""A wait of this length is worth a line; the next come at twice the time each."""
+"""A wait is logged after this time, and again each time its length doubles."""
 
 
 class WaitLog:
-    """Says, now and then, what one wait waits for. Of the thread that waits.
+    """Logs, now and then, what one wait waits for. For the waiting thread.
 
     Args:
-        logger: of the module that waits.
-        who: what waits, as the line begins.
+        who: the waiter, which begins the line.
         first: seconds until the first line, if not :data:`FIRST_LINE_SECONDS`.
-        clock: seconds.
     """
 
     def __init__(
@@ -41,11 +39,10 @@ class WaitLog:
 
     @property
     def seconds(self) -> float:
-        """How long it has been waited."""
         return self._clock() - self._began
 
     def look(self, what: str) -> None:
-        """Called while waiting for ``what``. Costs a look at the clock."""
+        """Call this repeatedly while waiting for ``what``. It is cheap: it reads the clock."""
         waited = self.seconds
         if waited >= self._next:
             self._next = 2 * waited
@@ -53,13 +50,11 @@ class WaitLog:
 
 
 class Stall:
-    """A wait that is given up after some time without progress. Of the thread that waits.
+    """A wait that is given up after some time without progress. For the waiting thread.
 
     Args:
-        logger: of the module that waits.
-        who: what waits, as the line begins.
+        who: the waiter, which begins the line.
         limit: seconds without progress.
-        clock: seconds.
     """
 
     def __init__(
@@ -76,9 +71,10 @@ class Stall:
         self._progress: Hashable = None
 
     def look(self, progress: Hashable, what: str) -> None:
-        """Called while waiting for ``what``; ``progress`` changes as long as something goes on.
+        """Call this repeatedly while waiting for ``what``; ``progress`` is a value that changes while there is
+        progress.
 
-        Raises :class:`SaveStalledError` when it has not changed for the limit.
+        Raises :class:`SaveStalledError` when ``progress`` has not changed for the limit.
         """
         waited = self._log.seconds
         if progress != self._progress:
@@ -93,17 +89,19 @@ class Stall:
 
 
 class Latch:
-    """Wakes threads that poll. Unlike ``threading.Event`` it has no lock that a signal handler could find held."""
+    """Wakes threads that poll. Unlike ``threading.Event``, it has no lock that the frame interrupted by a signal
+    handler could hold.
+    """
 
     def __init__(self) -> None:
         self._set: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def set(self) -> None:
-        """Wake those that wait now, or later."""
+        """Wake the threads that wait now or later."""
         self._set.put(None)
 
     def wait(self, seconds: float) -> None:
-        """Return when it was set, mostly; or after ``seconds``."""
+        """Return after :meth:`set` (it may miss one, so callers must poll), or after ``seconds``."""
         with contextlib.suppress(queue.Empty):
             self._set.get(timeout=seconds)
-            self._set.put(None)  # for the others
+            self._set.put(None)  # for the other waiting threads

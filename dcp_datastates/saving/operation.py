@@ -79,8 +79,6 @@ class SaveOperation:
     """One save on this rank. The methods are grouped by the threads that call them, in the order of a save's life.
 
     Args:
-        call: the call.
-        stats: the save's statistics, which it fills in.
         session: the state for a planner that knows this package; None if DCP alone plans.
         reads: the deferred reads of an asynchronous save; None for a synchronous one.
         error: the error with which the save has already failed on this rank.
@@ -130,7 +128,6 @@ class SaveOperation:
 
     @property
     def phase(self) -> Phase:
-        """The present phase."""
         return self._phase
 
     @property
@@ -140,7 +137,6 @@ class SaveOperation:
 
     @property
     def failed(self) -> bool:
-        """Whether there is an :attr:`error`."""
         return self._error is not None
 
     @property
@@ -155,7 +151,6 @@ class SaveOperation:
 
     @property
     def planning_is_over(self) -> bool:
-        """Whether :meth:`end_planning` was called."""
         return self._planning_over
 
     @property

@@ -9,7 +9,7 @@ __all__ = ["Saves"]
 
 
 class Saves:
-    """The saves of one writer that :meth:`wait` waits for. Any thread may use it."""
+    """The saves of one writer. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = ProcessLock()  # guards what follows
@@ -18,11 +18,9 @@ class Saves:
 
     @property
     def newest(self) -> SaveOperation | None:
-        """The save that was added last."""
         return self._newest
 
     def add(self, save: SaveOperation) -> None:
-        """Add a new save."""
         with self._lock:
             self._newest = save
             self._kept = [other for other in self._kept if not _is_told(other)]

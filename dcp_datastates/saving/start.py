@@ -47,15 +47,12 @@ def stage_save(
     """The part of ``async_save`` in the training thread: stage the state, and arm the step gate for deferred reads.
 
     Args:
-        group: the ranks that commit together.
-        config: the writer's configuration.
         way: which API and thread run the save.
         path: the checkpoint's directory; None if DCP passes it later.
-        state_dict: the state to save.
         planned_here: whether the planner may know this package, and so need not receive the state.
 
-    May wait for earlier saves, according to ``when_behind``. If staging fails, a rank alone raises the error here;
-    otherwise the save carries the error, and planning tells the other ranks.
+    May wait for earlier saves (``when_behind``). If staging fails, a rank alone raises here; with several ranks, the
+    save carries the error, and planning tells the others.
     """
     began = time.perf_counter()
     left_out = make_room(config.max_in_flight, config.when_behind)

@@ -57,9 +57,6 @@ class WrittenPart:
         self._nbytes = nbytes
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` until the files are durable, or have failed and are no longer written; return whether
-        they are.
-        """
         job = self._job
         if not job.wait(seconds):
             return False
@@ -74,7 +71,6 @@ class WrittenPart:
 
     @property
     def error(self) -> BaseException | None:
-        """Why the files failed; None while they are in progress, and once they are durable."""
         fault = self._job.fault
         return None if fault is None else _error(fault, self._nbytes)
 
@@ -84,7 +80,6 @@ class WrittenPart:
         return self._job.bytes_read + self._job.bytes_written
 
     def cancel(self) -> None:
-        """Fail the files if they are not durable yet. Returns at once."""
         self._job.cancel()
 
 

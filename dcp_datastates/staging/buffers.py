@@ -21,7 +21,7 @@ _SMALL_BYTES: Final = 1 << 20
 
 
 class EagerBuffers:
-    """Allocates the buffer for one save's eager copies; ``slab`` is the memory that it took from the host cache."""
+    """Allocates one save's buffer for eager copies; ``slab`` is its memory from the host cache."""
 
     def __init__(self, native: Engine, order: int) -> None:
         self._engine = native

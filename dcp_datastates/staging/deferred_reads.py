@@ -147,7 +147,6 @@ class DeferredReads:
 
     @property
     def window(self) -> Window:
-        """The read window, for the native job."""
         return self._window
 
     @property
@@ -204,8 +203,8 @@ class DeferredReads:
         """Return when ``optimizer`` may change the tensors that it owns; waits without the GIL.
 
         For tensors on a device, returns when their copies are enqueued, and the calling thread's current stream there
-        waits for the copies; with ``on_host``, when the copies are done. Returns at once for a save that has failed or
-        is torn: its future raises. If the reads make no progress for the timeout, the save fails, and this returns.
+        waits for the copies; with ``on_host``, when the copies are done. Returns at once if the save has failed or is
+        torn: its future raises. A save whose reads make no progress for the timeout fails.
         """
         self._release(
             [
@@ -421,7 +420,7 @@ class DeferredReads:
         return job
 
     def discard(self) -> None:
-        """Stop the job of :meth:`foresee`: the plan has changed. Returns when the job has stopped reading."""
+        """Stop the job of :meth:`foresee`: the plan has changed. Returns when its reads have stopped."""
         job, self._foreseen = self._foreseen, None
         if job is not None:
             _stop(job)

@@ -1,1 +1,1 @@
-"""Where bytes go."""
+"""Storage: attempts, locks and durable file operations."""

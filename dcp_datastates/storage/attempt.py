@@ -1,8 +1,8 @@
-"""The name of one attempt to save: ordered, unique at its path, and agreed by all ranks.
+"""The attempt: the name of one save's directory, ordered, unique at its path, and the same on all ranks.
 
-Every save writes into a directory of its own, ``<incarnation>-<sequence>``, so that it never touches
-a byte of the committed checkpoint beside it. The coordinator chooses; the choice travels to the other
-ranks inside the plans that DCP scatters anyway (:class:`TicketCarrier`).
+Every save writes into a separate directory, ``<incarnation>-<sequence>``, so it never touches a byte of the committed
+checkpoint beside it. The coordinator chooses the name, and sends it to the other ranks inside the plans that DCP
+scatters (:class:`TicketCarrier`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NAME = re.compile(r"([0-9a-f]{16})-(\d{8,20})")
 class Attempt:
     """One attempt. Newer ones compare greater, also across restarts of the job.
 
-    ``incarnation`` is the coordinator's start, in nanoseconds since the epoch, or more, if something as new had been
-    seen; ``sequence`` counts its saves.
+    ``incarnation`` is the time of the coordinator's start, in nanoseconds since the epoch, or a greater number if the
+    coordinator has seen an attempt as new; ``sequence`` counts the coordinator's saves.
     """
 
     incarnation: int
@@ -35,7 +35,7 @@ class Attempt:
 
     @property
     def name(self) -> str:
-        """The attempt's directory below the checkpoint's."""
+        """The name of the attempt's directory, below the checkpoint's."""
         return f"{self.incarnation:016x}-{self.sequence:08d}"
 
     @staticmethod
@@ -51,7 +51,7 @@ _sequence = 0
 
 
 def next_attempt(after: Attempt | None) -> Attempt:
-    """An attempt newer than ``after``, and than all of this process. No other process comes to the same one."""
+    """An attempt newer than ``after`` and than all earlier ones of this process. No other process gets an equal one."""
     global _incarnation, _sequence
     with _counter_lock:
         _sequence += 1
@@ -62,11 +62,11 @@ def next_attempt(after: Attempt | None) -> Attempt:
 
 @dataclass(frozen=True)
 class Ticket:
-    """What the coordinator decides for a save, and every rank must know.
+    """The coordinator's choices for a save, which every rank must know.
 
-    ``number`` is the commit round's, ``world`` how many ranks DCP saves with, ``first`` the number of the
-    commit group's first round. The coordinator counts: ``first`` names the group, and within it a newer save has a
-    greater number.
+    ``number`` is the number of the commit round, ``world`` the number of ranks that DCP saves with, ``first`` the
+    number of the commit group's first round. The coordinator draws the numbers: ``first`` identifies the group, and
+    within a group newer saves have greater numbers.
     """
 
     attempt: Attempt
@@ -78,11 +78,10 @@ class Ticket:
 class TicketCarrier:
     """Carries the ticket to a rank as ``SavePlan.storage_data``, whatever the planner does with it.
 
-    A planner that caches final plans (``DefaultSavePlanner(enable_plan_caching=True)``) hands
-    ``write_data`` the plan of an *earlier* save, whose ticket is stale. What it cannot keep back is
-    the unpickling of the plan that was scattered just now, in the thread that runs the save: that is
-    where a carrier delivers, to the collector which the thread put up with :func:`collect_ticket`.
-    Copies of stale ones deliver too: a save takes only what :func:`take` says is new.
+    A planner that caches final plans (``DefaultSavePlanner(enable_plan_caching=True)``) passes ``write_data`` the plan
+    of an *earlier* save, whose ticket is stale. But the thread that runs the save always unpickles the newly scattered
+    plan; unpickling a carrier delivers its ticket to the function that the thread has set with :func:`collect_ticket`.
+    Copies of stale carriers deliver, too, so a save accepts only tickets for which :func:`take` returns True.
     """
 
     def __init__(self, ticket: Ticket) -> None:
@@ -99,7 +98,7 @@ class TicketCarrier:
         )
 
     def __eq__(self, other: object) -> bool:
-        # All are equal, so that planners which compare plans do not see a change in each.
+        # All carriers are equal, so that planners which compare plans see no change.
         return isinstance(other, TicketCarrier)
 
     def __hash__(self) -> int:
@@ -107,16 +106,17 @@ class TicketCarrier:
 
 
 _taken: dict[int, int] = {}
-"""By commit group (its ``first``): the newest number that a save of this process has taken.
+"""By commit group (its ``first``): the greatest number that a save of this process has taken.
 
-Without a lock: of one group, one save at a time is in DCP's collectives.
+It needs no lock: in each group, only one save at a time runs DCP's collectives.
 """
 
 
 def take(ticket: Ticket) -> bool:
-    """Whether no save of this process has had ``ticket``, or a newer one of its group; from now on, one has.
+    """Mark ``ticket`` as taken. Returns whether it is new: no save of this process had it, or a newer ticket of its
+    group.
 
-    Attempts would not tell: those of different paths are not ordered by age.
+    Attempts cannot decide this: attempts at different paths are not ordered by age.
     """
     if ticket.number <= _taken.get(ticket.first, -1):
         return False
@@ -132,7 +132,7 @@ _collector = _Collector()
 
 
 def collect_ticket(deliver: Callable[[Ticket], Any] | None) -> None:
-    """Have tickets unpickled in this thread from now on call ``deliver`` (None: no function)."""
+    """Call ``deliver`` for tickets that this thread unpickles from now on (None: ignore them)."""
     _collector.deliver = deliver
 
 

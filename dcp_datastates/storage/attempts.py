@@ -1,10 +1,10 @@
 """The directories of attempts at a checkpoint's path: claimed, published from, withdrawn and removed.
 
-An attempt is published by a rename from its *slot*, a directory ``publishing`` within its own, to ``.metadata``.
-A process that takes the slot away has withdrawn the attempt: neither a rename that is under way nor one that comes late
-can succeed any more. The file system decides which of the two came first, so this holds without locks, between
-hosts, and against a process that was taken for dead. The slot is there as soon as the attempt is, and no process
-makes another one.
+An attempt is published by a rename from its *slot*, a directory ``publishing`` within its own, to ``.metadata``. A
+process that removes the slot withdraws the attempt: after that, no rename from the slot can succeed, whether in
+progress or late. The file system decides whether the rename or the removal comes first, so this holds without locks,
+between hosts, and against a process that was taken for dead. The attempt's directory is created together with its slot,
+and no process creates a slot again.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ _DATA_FILE = re.compile(r"r(\d{5,})-\d+\.safetensors")
 _SLOT: Final = "publishing"
 
 _DELETING: Final = "deleting"
-"""A directory in the attempt's: it is being deleted. There from before ``.metadata`` goes until all files are gone."""
+"""A directory in the attempt's directory that marks its deletion: it exists from before ``.metadata`` is removed until
+all files are gone.
+"""
 
 _TRIES: Final = 100
-"""A slot that cannot be emptied so often holds what this package did not put there."""
+"""After this many tries to empty a slot, it must contain files that are not this package's."""
 
 
 def claim(directory: Path, attempt: Attempt) -> bool:
@@ -77,15 +79,16 @@ def present(directory: Path) -> list[Attempt]:
 
 
 def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
-    """Atomically make ``data`` the directory's ``.metadata``, and durable.
+    """Make ``data`` the directory's ``.metadata``, atomically and durably.
 
-    Write a file in the slot, sync it, rename it over ``.metadata``, sync the directory: a crash at any instant leaves
-    the old ``.metadata`` or the new one, whole.
+    Writes a file in the slot, syncs it, renames it over ``.metadata``, and syncs the directory: a crash at any instant
+    leaves either the old ``.metadata`` or the new one, complete.
 
     Raises:
         CheckpointSupersededError: the attempt was withdrawn.
-        StorageError: what was there before still is.
-        CommitOutcomeUnknown: the new one has, or may have, taken its place, and could not be made durable.
+        StorageError: the former ``.metadata`` is still there.
+        CommitOutcomeUnknown: the new ``.metadata`` has, or may have, replaced the former, and could not be made
+            durable.
     """
     source, target = directory / attempt.name / _SLOT / METADATA_NAME, directory / METADATA_NAME
     with explained("publishing", target, len(data)):
@@ -97,13 +100,13 @@ def publish(directory: Path, attempt: Attempt, data: bytes) -> None:
         except FileNotFoundError as error:
             raise _withdrawn(directory, attempt) from error
         except OSError:
-            with contextlib.suppress(OSError):  # else the next save's cleanup does it
+            with contextlib.suppress(OSError):  # else the next save's cleanup removes it
                 withdraw(directory, attempt)
             raise
         try:
             operations.rename(source, target, "publish")
         except OSError as error:
-            # Storage that fails may have renamed all the same, or may yet do so: without the slot it will not.
+            # A failed rename may have happened all the same, or may still happen; once the slot is removed, it cannot.
             if not _was_renamed(directory, attempt, ours, before, error):
                 if error.errno == errno.ENOENT:
                     raise _withdrawn(directory, attempt) from error
@@ -133,7 +136,7 @@ def _was_renamed(
     before: Signature | None,
     error: OSError,
 ) -> bool:
-    """Whether ``.metadata`` has become ``ours``, in place of the one ``before``; if not, it will not any more."""
+    """Whether ``.metadata`` is now ``ours``, in place of ``before``. If not, it can no longer become so."""
     try:
         withdraw(directory, attempt)
         now = signature_of(directory / METADATA_NAME)
@@ -145,7 +148,7 @@ def _was_renamed(
         ) from error
     if now == ours:
         return True
-    # The slot was gone: unless a server lost its answer and was asked again, nothing has happened.
+    # The slot was gone: the rename did not happen, unless a server's answer was lost and the request repeated.
     if error.errno == errno.ENOENT or (now == before and not deleted):
         return False
     raise CommitOutcomeUnknown(
@@ -155,9 +158,10 @@ def _was_renamed(
 
 
 def withdraw(directory: Path, attempt: Attempt) -> None:
-    """From now on the attempt cannot be published; whether it has been, ``.metadata`` tells. Idempotent.
+    """Make it impossible to publish the attempt from now on. ``.metadata`` shows whether it was published before.
+    Idempotent.
 
-    Raises OSError: then nothing is known.
+    If this raises OSError, the attempt may or may not be withdrawn.
     """
     slot = directory / attempt.name / _SLOT
     for _ in range(_TRIES):
@@ -175,15 +179,15 @@ def withdraw(directory: Path, attempt: Attempt) -> None:
 
 
 def mark_deleted(directory: Path, attempt: Attempt, phase: str) -> None:
-    """Say that the attempt is being deleted, so that no rank takes it for one that was never committed."""
+    """Mark the attempt as being deleted, so that no rank concludes that it was never committed."""
     with contextlib.suppress(FileExistsError, FileNotFoundError):
         operations.make_directory(directory / attempt.name / _DELETING, phase)
 
 
 def is_deleted(directory: Path, attempt: Attempt) -> bool:
-    """Whether the attempt was removed, or is being removed, by one who deletes checkpoints. Raises OSError.
+    """Whether a deletion of the checkpoint has removed the attempt, or is removing it. Raises OSError.
 
-    Of an attempt that was not, a rank that has written files finds its own.
+    For a rank that has written files: if the attempt was not deleted, its files are still there.
     """
     try:
         names = os.listdir(directory / attempt.name)
@@ -193,7 +197,7 @@ def is_deleted(directory: Path, attempt: Attempt) -> bool:
 
 
 def rank_of(name: str) -> int | None:
-    """The rank that writes a data file of this name; None for a name that this package does not give."""
+    """The rank that writes a data file with this name; None if it is not a name of this package."""
     match = _DATA_FILE.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -201,11 +205,12 @@ def rank_of(name: str) -> int | None:
 def remove_files(
     directory: Path, attempt: Attempt, rank: int, world: int, phase: str = "cleanup"
 ) -> None:
-    """Remove the files of ``attempt`` that are ``rank``'s to remove, as far as possible; never raises.
+    """Remove ``rank``'s share of the files of ``attempt``, as far as possible; never raises.
 
-    It must not be published any more: that is for the caller to know. Of ``world`` ranks, each removes those
-    whose number is its own modulo ``world`` (an earlier job may have had more ranks), and only names that this package
-    gives. The last one to find the attempt's directory empty removes it; anything foreign in it keeps it.
+    The caller must know that the attempt can no longer be published. Each of ``world`` ranks removes the files whose
+    rank number equals its own modulo ``world`` (an earlier job may have had more ranks), and only files with this
+    package's names. The rank that finds the attempt's directory empty removes it; a foreign file in it keeps the
+    directory.
     """
     folder = directory / attempt.name
     try:
@@ -221,18 +226,19 @@ def remove_files(
             with contextlib.suppress(OSError):
                 operations.unlink(folder / name, phase)
     with contextlib.suppress(OSError):
-        if rank == 0 and os.listdir(folder) == [_DELETING]:  # as long as there are files, so is it
+        # the mark stays as long as there are files
+        if rank == 0 and os.listdir(folder) == [_DELETING]:
             operations.remove_directory(folder / _DELETING, phase)
         operations.remove_directory(folder, phase)
 
 
 def remove_attempt(directory: Path, attempt: Attempt, phase: str = "cleanup") -> None:
-    """:func:`remove_files` of all ranks."""
+    """Remove the files of all ranks, as :func:`remove_files` does."""
     remove_files(directory, attempt, 0, 1, phase)
 
 
 def remove_unborn(directory: Path, before: Attempt) -> None:
-    """Remove what claims older than ``before`` left that were cut off. One that is merely slow claims once more.
+    """Remove the leftovers of interrupted claims older than ``before``. If such a claim is only slow, it claims again.
 
     Never raises.
     """

@@ -1,7 +1,7 @@
-"""Claiming an attempt: unique at its path, and newer than every commit that its job could have seen.
+"""Claims an attempt: unique at its path, and newer than every commit that its job could have seen.
 
-Attempts order checkpoints (``latest``, ``retain``), so clocks must not: a new attempt's number is greater than all
-that are at its path, and all that are committed beside it, in the directory that the path lies in.
+Attempts order checkpoints (``latest``, ``retain``), and must not depend on clocks: a new attempt's number is greater
+than those of all attempts at its path, and of all checkpoints committed beside it, in the path's parent directory.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ _CLAIMS: Final = 100
 
 @dataclass(frozen=True)
 class Claim:
-    """What the coordinator holds while its save is under way.
+    """A claimed attempt, which the coordinator holds while its save is in flight.
 
     Attributes:
-        attempt: the save's own.
-        after: the newest attempt that was there, at the path or beside it; None if there was none, or what is beside
-            the path cannot be listed.
-        seen: which file ``.metadata`` was, before.
-        hold: says that the attempt is in flight.
+        after: the newest attempt at the path or beside it before the claim; None if there was none, or the parent
+            directory cannot be listed.
+        seen: the file that ``.metadata`` was before the claim.
+        hold: the lock that marks the attempt as in flight.
     """
 
     attempt: Attempt
@@ -40,7 +39,7 @@ class Claim:
 
 
 class Neighbours:
-    """The checkpoints beside those that a job saves; each is looked at when it is new there, or was replaced.
+    """The checkpoints beside those that a job saves. Each is read only if it is new there, or was replaced.
 
     One thread at a time uses it.
     """
@@ -49,17 +48,17 @@ class Neighbours:
         self._root: Path | None = None
         self._known: dict[
             str, tuple[int, int]
-        ] = {}  # of what is in it now, so that it does not grow with the job
+        ] = {}  # only entries that exist now, so that it does not grow with the job
         self._newest: Attempt | None = None
 
     def newest(self, root: Path) -> Attempt | None:
-        """The newest attempt in the checkpoints that are committed in ``root``, and of :meth:`note`."""
+        """The newest attempt among the checkpoints committed in ``root`` and those of :meth:`note`."""
         if root != self._root:
             self._root, self._known, self._newest = root, {}, None
         try:
             with os.scandir(root) as entries:
                 names = [entry.name for entry in entries if entry.is_dir()]
-        except OSError:  # it may be writable, and not readable
+        except OSError:  # a directory may be writable, but not readable
             return None
         known, self._known = self._known, {}
         for name in names:
@@ -74,15 +73,15 @@ class Neighbours:
         return self._newest
 
     def note(self, attempt: Attempt) -> None:
-        """This job has claimed, or seen, ``attempt`` in the directory that :meth:`newest` was asked about."""
+        """Note that this job has claimed or seen ``attempt`` in the latest ``root`` of :meth:`newest`."""
         self._newest = attempt if self._newest is None else max(attempt, self._newest)
 
 
 def claim(directory: Path, neighbours: Neighbours) -> Claim:
     """Claim a new attempt at ``directory``: steps 1 and 2 of docs/commit.md.
 
-    Two jobs that claim at once at one path get different ones, and the older sees the newer, or the newer the older:
-    so who publishes has seen, and withdrawn, every older attempt that may yet be published.
+    Two jobs that claim at one path at the same time get different attempts, and at least one of them sees the other's:
+    so a publisher has seen and withdrawn every older attempt that could still be published.
     """
     for _ in range(_CLAIMS):
         seen = local.signature(directory)
@@ -90,9 +89,9 @@ def claim(directory: Path, neighbours: Neighbours) -> Claim:
         there = [*attempts.present(directory), *([] if beside is None else [beside])]
         after = max(there, default=None)
         attempt = next_attempt(after)
-        if not attempts.claim(directory, attempt):  # another job's
+        if not attempts.claim(directory, attempt):  # another job has claimed it
             continue
-        # A job that commits in between takes what no process holds for left over, and removes it.
+        # If a job commits in between, it removes attempts that no process holds, as leftovers.
         hold = Hold.on(directory / attempt.name)
         if hold is None:
             continue

@@ -1,15 +1,14 @@
 """Named places where a test, or an operator rehearsing an outage, can make this process fail.
 
-``DCP_DATASTATES_FAILPOINTS`` holds ``;``-separated ``name=action`` entries, read when the process first comes to a
-failpoint or makes its engine, which keeps what was read then::
+``DCP_DATASTATES_FAILPOINTS`` contains ``name=action`` entries separated by ``;``. The process reads them at its first
+failpoint, or when it constructs its engine, which keeps them::
 
     publish.rename.before=kill;flush.write.after@3=error:EIO;vote.before=sleep:5
 
-``name@N`` counts: only the N-th time in this process. Actions: ``kill`` (SIGKILL to this process), ``stop`` (SIGSTOP),
-``sleep:SECONDS``, ``error:ERRNO`` (an OSError from that place; the system call of a ``.before`` is then not
-made). ``DCP_DATASTATES_FAILPOINTS_LOG`` names a file that gets a line with the name before an action is
-taken: a test whose failpoint never fired has shown nothing. While the variable is unset, a failpoint is a
-call that returns.
+``name@N`` applies only to the N-th time in this process. Actions: ``kill`` (SIGKILL to this process), ``stop``
+(SIGSTOP), ``sleep:SECONDS``, ``error:ERRNO`` (the place raises OSError; at a ``.before``, the system call is not made).
+``DCP_DATASTATES_FAILPOINTS_LOG`` names a file to which each action first appends a line with the failpoint's name: a
+test whose failpoint never fired has shown nothing. If the variable is unset, a failpoint does nothing.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ _failpoints: Failpoints | None = None
 
 
 def hit(name: str) -> None:
-    """Do here what the environment asks for. Raises OSError for an ``error`` action."""
+    """Carry out the environment's action for the failpoint ``name``. Raises OSError for an ``error`` action."""
     number = current().hit(name)
     if number:
         raise OSError(number, f"{os.strerror(number)} (failpoint {name})")
 
 
 def current() -> Failpoints:
-    """Those of this process. Raises as :func:`reload` does."""
+    """This process's failpoints. Raises as :func:`reload` does."""
     return _failpoints or reload()
 
 
 def reload() -> Failpoints:
-    """Read the environment again; raises :class:`ConfigurationError` for an entry that is none."""
+    """Read the environment again; raises :class:`ConfigurationError` for an invalid entry."""
     global _failpoints
     entries = filter(None, os.environ.get(VARIABLE, "").split(";"))
     _failpoints = Failpoints(list(map(_parsed, entries)), os.environ.get(LOG_VARIABLE, ""))

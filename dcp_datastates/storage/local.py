@@ -1,8 +1,7 @@
-"""Directories and small files on a local or shared file system, made durable step by step.
+"""Directories and small files on a local or shared file system, with the syncs that make them durable.
 
-POSIX promises nothing about a name until its directory is synced: a created or renamed entry is
-durable only after an ``fsync`` of the directory that holds it. The large files are the native
-engine's business (``native/``).
+POSIX promises nothing about a name until its directory is synced: a created or renamed entry is durable only after an
+``fsync`` of the directory that holds it. The native engine writes the large files (``native/``).
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ METADATA_NAME: Final = ".metadata"
 
 
 def local_path(path: str | os.PathLike[str], below: str | None = None) -> Path:
-    """``path`` as an absolute :class:`~pathlib.Path`; URLs and other types are refused.
+    """``path`` as an absolute :class:`~pathlib.Path`; refuses URLs and other types.
 
-    ``~`` and ``~user`` at its beginning are home directories, as for fsspec and a shell. A relative path is one
-    ``below`` that directory; None: the working directory.
+    ``~`` and ``~user`` at its beginning are home directories, as for fsspec and a shell. A relative path is relative to
+    ``below``; None: to the working directory.
 
-    Raises :class:`ConfigurationError`, and :class:`StorageError` if the working directory is gone.
+    Raises :class:`ConfigurationError`, or :class:`StorageError` if the working directory is gone.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigurationError(f"path={path!r} must be a str or os.PathLike of a directory")
@@ -69,7 +68,7 @@ def local_path(path: str | os.PathLike[str], below: str | None = None) -> Path:
 
 
 def working_directory() -> str | None:
-    """The one of this process now; None if it is gone."""
+    """This process's present working directory; None if it is gone."""
     try:
         return os.getcwd()
     except OSError:
@@ -77,9 +76,9 @@ def working_directory() -> str | None:
 
 
 def check_writable(directory: Path) -> None:
-    """Raise early if ``directory`` cannot become, or is not, a directory that this process may fill.
+    """Raise early if this process cannot create ``directory``, or cannot write to it.
 
-    Looks at the nearest parent that exists, through symbolic links, and creates nothing.
+    Checks the nearest parent that exists, following symbolic links; creates nothing.
     """
     nearest = Path(os.path.realpath(directory))
     while not os.path.lexists(nearest) and nearest != nearest.parent:
@@ -106,7 +105,9 @@ def _is_read_only(path: Path) -> bool:
 
 
 def about_space(number: int | None, path: str | Path, nbytes: int) -> str:
-    """What to add to an error ``number`` of writing ``nbytes`` bytes at ``path``; empty if it is not about space."""
+    """Text to append to an error ``number`` from writing ``nbytes`` bytes at ``path``; empty if the error is not about
+    space.
+    """
     if number == errno.EDQUOT:
         return f"; {show_size(nbytes)} were to be written, and a quota is used up"
     if number != errno.ENOSPC:
@@ -122,7 +123,7 @@ def about_space(number: int | None, path: str | Path, nbytes: int) -> str:
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path, nbytes: int = 0) -> Iterator[None]:
-    """Turn an OSError into a :class:`StorageError` that says what was being done."""
+    """Turn an OSError into a :class:`StorageError` that names the operation."""
     try:
         yield
     except OSError as error:
@@ -132,10 +133,10 @@ def explained(doing: str, path: Path, nbytes: int = 0) -> Iterator[None]:
 
 
 def make_directories(directory: Path, phase: str = "plan") -> list[Path]:
-    """Create ``directory`` and what is missing above it; returns what this process made, the innermost first.
+    """Create ``directory`` and its missing parents; returns those that this process created, the innermost first.
 
-    Several processes may race to do so. That it is there already is for the file system to say, not for what this
-    machine remembers of it.
+    Several processes may race. Whether the directory exists is decided by creating it on the file system, not by a
+    lookup that this machine may have cached.
     """
     made: list[Path] = []
     tried: set[Path] = set()
@@ -151,7 +152,8 @@ def make_directories(directory: Path, phase: str = "plan") -> list[Path]:
             except FileNotFoundError:
                 if (
                     path in tried
-                ):  # with its parent there: a file system that lets nothing be made, such as /proc
+                    # its parent exists: a file system in which nothing can be created, such as /proc
+                ):
                     raise
                 tried.add(path)
                 missing.append(path.parent)
@@ -165,8 +167,8 @@ def make_directories(directory: Path, phase: str = "plan") -> list[Path]:
 def sync_directories(directory: Path) -> list[Path]:
     """The directories to sync, in order, for the entries in and above ``directory`` to be durable.
 
-    Parents that existed before count as well: another rank may have created them a moment ago and not
-    have synced them yet. The walk ends with the file system's mount point.
+    This includes parents that existed before: another rank may have just created them, and not synced them yet. It ends
+    with the file system's mount point.
     """
     chain = [directory]
     with explained("stat", directory):
@@ -180,7 +182,7 @@ def sync_directories(directory: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class Signature:
-    """Which file a ``.metadata`` is: every publication makes another one."""
+    """The identity of a ``.metadata`` file: every publication makes a new file."""
 
     device: int
     inode: int
@@ -189,15 +191,15 @@ class Signature:
 
 
 def signature(directory: Path) -> Signature | None:
-    """Of the committed checkpoint in ``directory``; None if there is none."""
+    """The signature of the committed checkpoint in ``directory``; None if there is none."""
     with explained("stat", directory / METADATA_NAME):
         return signature_of(directory / METADATA_NAME)
 
 
 def signature_of(path: Path) -> Signature | None:
-    """Of the ``.metadata`` at ``path``; None if there is none. Raises OSError."""
+    """The signature of the ``.metadata`` at ``path``; None if there is none. Raises OSError."""
     try:
-        # Opened, so that a network file system asks its server.
+        # Open the file, so that a network file system asks its server.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
         return None

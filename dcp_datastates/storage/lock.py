@@ -1,8 +1,8 @@
-"""Which attempts are in flight: locks that end with the process that holds them.
+"""Locks that mark attempts in flight, and end with the process that holds them.
 
-They are ``flock(2)`` locks on directories, so they add no file to a checkpoint. A file system may have none
-(:func:`in_flight` answers None), or grant them on each host by itself (NFS, Lustre). So nothing that must hold relies
-on them: they keep ``retain`` and ``delete`` from saves in flight, and what is tidied from what is not over.
+They are ``flock(2)`` locks on directories, so they add no file to a checkpoint. A file system may lack locks
+(:func:`in_flight` returns None), or grant them on each host separately (NFS, Lustre). So no guarantee relies on locks:
+they only keep ``retain``, ``delete`` and cleanup away from saves in flight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.02
 _ASKING_SECONDS: Final = 5.0
-"""How long others, who only ask, may keep a :class:`Hold` waiting."""
+"""How long processes that only ask may keep a :class:`Hold` waiting."""
 
 _ASKING_PAUSE: Final = 0.001
 _UNSUPPORTED: Final = (
@@ -56,7 +56,7 @@ def _close(descriptor: int) -> None:
 
 
 def _try(descriptor: int, how: int) -> bool | None:
-    """Whether the lock was got; None where there are no locks."""
+    """Try to take the lock; returns whether it was taken, None if there are no locks."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -69,20 +69,21 @@ def _try(descriptor: int, how: int) -> bool | None:
 
 
 class Hold:
-    """Says that an attempt is in flight, until :meth:`release` or the end of this process."""
+    """Marks an attempt as in flight, until :meth:`release` or the end of this process."""
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor: int | None = None  # should the next line raise
+        self._descriptor: int | None = None  # for __del__, if the next lines raise
         self._process = os.getpid()
         self._descriptor = _open(directory)
-        # Exclusive, and those who ask share: several ranks ask at once, and must not take each other for this.
+        # An exclusive lock; processes that ask take shared locks, so that ranks asking at once do not mistake each
+        # other for a holder.
         deadline = time.monotonic() + _ASKING_SECONDS
         while _try(self._descriptor, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
             time.sleep(_ASKING_PAUSE)
 
     @staticmethod
     def on(directory: Path) -> Hold | None:
-        """A hold on a directory that was made a moment ago; None if it was removed before it was held."""
+        """Hold a directory that was just created; None if another process removed it before it was held."""
         try:
             hold = Hold(directory)
         except FileNotFoundError:
@@ -97,7 +98,7 @@ class Hold:
         return None
 
     def release(self) -> None:
-        """Let go. Idempotent."""
+        """Release the lock. Idempotent."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None and os.getpid() == self._process:
             _close(descriptor)
@@ -107,24 +108,24 @@ class Hold:
 
 
 def in_flight(directory: Path) -> bool | None:
-    """Whether a live process holds the attempt in ``directory``; None if that cannot be known."""
+    """Whether a live process holds the attempt in ``directory``; None if that is unknown."""
     with asking(directory) as answer:
         return answer
 
 
 @contextlib.contextmanager
 def asking(directory: Path) -> Iterator[bool | None]:
-    """:func:`in_flight`, and no process can begin to hold it before this ends."""
+    """Like :func:`in_flight`; until the context ends, no process can begin to hold the directory."""
     try:
         descriptor = _open(directory)
     except FileNotFoundError:
         yield False  # gone
         return
     except OSError:
-        yield True  # too many open files, say: keep what may be in flight
+        yield True  # too many open files, say: assume that it is in flight
         return
     try:
-        # Shared: ranks that look at once do not see each other.
+        # A shared lock, so that ranks which ask at once do not see each other.
         try:
             got = _try(descriptor, fcntl.LOCK_SH)
         except OSError:
@@ -138,9 +139,9 @@ def asking(directory: Path) -> Iterator[bool | None]:
 def exclusive(
     directory: Path, seconds: float, waiting: Callable[[], None] = lambda: None
 ) -> Iterator[bool]:
-    """Hold the path's lock; yields False where there are no locks. Calls ``waiting`` now and then until it has it.
+    """Hold the path's lock; yields False if there are no locks. Calls ``waiting`` now and then while it waits.
 
-    Raises :class:`StorageError` if another process does not let go of it within ``seconds``.
+    Raises :class:`StorageError` if another process does not release the lock within ``seconds``.
     """
     descriptor = _open(directory)
     try:
@@ -162,7 +163,7 @@ def exclusive(
 
 @after_fork
 def _close_in_child() -> None:
-    # A forked child shares its parent's locks: they would outlive the parent.
+    # A forked child shares its parent's locks, which would then outlive the parent.
     for descriptor in _descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)

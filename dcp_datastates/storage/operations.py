@@ -1,10 +1,9 @@
 """The file operations outside the native engine, one function each: so that tests can watch and break them.
 
-Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``. With
-``DCP_DATASTATES_TRACE`` set, every operation that was done is appended to that file as a line of JSON, by
-the native engine too: what a crash could have left behind is worked out from such a trace. (Paths are the
-system's bytes: :func:`os.fsdecode` reads a line.) A sync is two records, ``sync_begin`` and ``sync``: it covers what
-was recorded before its beginning.
+Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``. If ``DCP_DATASTATES_TRACE`` names
+a file, each completed operation, also of the native engine, is appended to it as a line of JSON. Tests compute from
+such a trace what a crash could leave behind. (Paths are the system's bytes: :func:`os.fsdecode` reads a line.) A sync
+makes two records, ``sync_begin`` and ``sync``; it covers the operations recorded before ``sync_begin``.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _sync_ids = itertools.count(1)
 
 
 def trace_path() -> str:
-    """The path of the trace; empty if there is none to be made."""
+    """The path of the trace; empty if there is no trace."""
     return os.environ.get(TRACE_VARIABLE, "")
 
 
@@ -51,7 +50,7 @@ def _trace(operation: str, path: Path, **more: Any) -> None:
 
 
 def tell(path: Path, attempt: str) -> None:
-    """Note in the trace that from here on, the user may rely on ``attempt`` at ``path``."""
+    """Record in the trace that from here on the user may rely on ``attempt`` at ``path``."""
     _trace("told", path, attempt=attempt)
 
 

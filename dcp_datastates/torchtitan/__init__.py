@@ -1,14 +1,14 @@
-"""torchtitan saves through this package, and its source stays as it is.
+"""Integration with torchtitan, which needs no change in its source.
 
 From the command line of any job::
 
     --override.imports 'dcp_datastates.torchtitan.datastates={"host_cache_size": "16GiB"}'
 
-or by a config function, for jobs that apply overrides to their model only::
+or by a config function, for jobs that apply overrides only to their model::
 
     --module dcp_datastates.torchtitan --config llama3.llama3_debugmodel
 
-Importing this needs torchtitan (0.3.0 or newer); the rest of the package does not.
+Only this subpackage needs torchtitan (0.3.0 or newer).
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ __all__ = ["DataStatesCheckpointManager", "datastates", "with_datastates"]
 def datastates(
     config: CheckpointManager.Config, **options: object
 ) -> DataStatesCheckpointManager.Config:
-    """The override for ``--override.imports``; ``options`` as in :func:`with_datastates`."""
+    """The override for ``--override.imports``; ``options`` as for :func:`with_datastates`."""
     return derived(config, options)

@@ -1,4 +1,4 @@
-"""Putting this package's checkpoint manager into the configuration of a torchtitan job."""
+"""Puts this package's checkpoint manager into the configuration of a torchtitan job."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ __all__ = ["derived", "with_datastates"]
 
 
 def with_datastates(trainer_config: Any, **options: object) -> Any:
-    """``trainer_config`` with this package's manager in the place of torchtitan's own; changed in place.
+    """Replace torchtitan's checkpoint manager in ``trainer_config`` by this package's, in place; returns
+    ``trainer_config``.
 
     Args:
-        trainer_config: what a config function returns: anything with a ``checkpoint``.
+        trainer_config: the result of a config function: any object with a ``checkpoint``.
         options: fields of :class:`DataStatesCheckpointManager.Config`, such as ``host_cache_size``.
 
     Raises:
-        ConfigurationError: an option does not exist or cannot work, or the job has another manager than
-            torchtitan's ``CheckpointManager``.
+        ConfigurationError: an option does not exist or cannot work, or the job's manager is not torchtitan's
+            ``CheckpointManager``.
     """
     trainer_config.checkpoint = derived(trainer_config.checkpoint, options)
     return trainer_config
@@ -33,10 +34,10 @@ def with_datastates(trainer_config: Any, **options: object) -> Any:
 def derived(
     config: CheckpointManager.Config, options: Mapping[str, object]
 ) -> DataStatesCheckpointManager.Config:
-    """``config``'s fields in a config of this package's manager, with ``options`` on top.
+    """A config of this package's manager with the fields of ``config``, overridden by ``options``.
 
-    ``async_mode="disabled"``, which is torchtitan's default, becomes ``"async_with_pinned_mem"``: to have every save
-    wait for its commit, name it among the options.
+    ``async_mode="disabled"``, torchtitan's default, becomes ``"async_with_pinned_mem"``. To make every save wait for
+    its commit, pass ``async_mode="disabled"`` in ``options``.
 
     Raises as :func:`with_datastates`.
     """

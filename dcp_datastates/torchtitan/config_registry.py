@@ -1,8 +1,8 @@
-"""Every config function of torchtitan's, with this package's checkpoint manager: for ``--module``.
+"""Every config function of torchtitan, with this package's checkpoint manager, for ``--module``.
 
 ``--module dcp_datastates.torchtitan --config llama3.llama3_debugmodel`` is the config function ``llama3_debugmodel`` of
-``--module llama3``. What stands before the last dot is a module as ``--module`` takes it: the short name of one of
-torchtitan's, or the full name of anybody's. The manager's options then go by the command line, as
+``--module llama3``. The part before the last dot is a module as for ``--module``: the short name of a torchtitan
+module, or the full name of any module. The manager's options are passed on the command line, as
 ``--checkpoint.host_cache_size 16GiB``.
 """
 
@@ -19,7 +19,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.torchtitan.choose import with_datastates
 
 _PACKAGES = ("torchtitan.models", "torchtitan.experiments", "torchtitan.experiments.rl.examples")
-"""Where torchtitan has the modules with short names."""
+"""The packages that contain torchtitan's modules with short names."""
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
@@ -41,7 +41,9 @@ def __getattr__(name: str) -> Callable[[], Any]:
 
 
 def _registry(module: str) -> ModuleType:
-    """Where ``--module`` finds config functions: ``module.config_registry`` first, then ``module``."""
+    """The module in which ``--module`` finds config functions: ``module.config_registry`` if it exists, else
+    ``module``.
+    """
     names = [module] if "." in module else [f"{package}.{module}" for package in _PACKAGES]
     for name in names if "." in module else [*names, module]:
         for candidate in (f"{name}.config_registry", name):
@@ -56,5 +58,5 @@ def _registry(module: str) -> ModuleType:
 def _exists(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # a package above it is missing, or is no package
+    except ModuleNotFoundError:  # a parent package is missing, or is not a package
         return False

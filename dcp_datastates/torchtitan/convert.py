@@ -1,8 +1,8 @@
-"""Back to stock: writes a checkpoint of this package as torch.distributed.checkpoint's own writer does.
+"""Converts a checkpoint of this package to the format of stock torch.distributed.checkpoint.
 
     python -m dcp_datastates.torchtitan.convert ckpt/step-100 elsewhere/step-100
 
-What comes out is what stock torchtitan loads. One process does it, with memory for one whole checkpoint.
+Stock torchtitan loads the result. It runs in one process, with memory for one whole checkpoint.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["to_stock"]
 def to_stock(source: Path, target: Path) -> None:
     """Write the checkpoint at ``source`` to ``target``, in stock DCP's format.
 
-    Objects are unpickled on the way: for checkpoints from sources you trust. Raises FileExistsError if there is
-    something at ``target``, and what loading raises.
+    This unpickles objects: use it only for checkpoints from sources you trust. Raises FileExistsError if ``target``
+    exists, and the errors of loading.
     """
     if target.exists():
         raise FileExistsError(f"{target} exists; choose another place, or remove it")

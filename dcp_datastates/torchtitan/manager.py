@@ -1,14 +1,14 @@
-"""torchtitan's checkpoint manager, saving and loading through this package.
+"""A torchtitan checkpoint manager that saves and loads through this package.
 
-What differs from torchtitan's own, and nothing else:
+It differs from torchtitan's manager only in these points:
 
-* saves go to a :class:`~dcp_datastates.DataStatesWriter`, on a process group of this package's own, the last
-  one too: no collective of a save runs on the job's groups, whatever their backend and timeout;
-* loads recognise by its metadata who wrote a checkpoint, and leave the others' to torchtitan;
-* the checkpoint to resume from, and those that may be deleted, are told by what is committed and whole;
+* all saves, also the last one, go to a :class:`~dcp_datastates.DataStatesWriter`, and use private connections of this
+  package: no collective of a save runs on the job's groups, whatever their backend and timeout;
+* loads recognise this package's checkpoints by their metadata, and leave all others to torchtitan;
+* the job resumes from, and deletes by counting, only checkpoints that are committed and intact;
 * ``close()`` waits for the saves in flight.
 
-Saves and loads in Hugging Face format are torchtitan's.
+torchtitan itself saves and loads the Hugging Face format.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ logger = logging.getLogger(__name__)
 
 
 class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
-    """A ``CheckpointManager`` whose saves do not stop the training.
+    """A ``CheckpointManager`` whose saves do not stop training.
 
-    Built by its :class:`Config`, as torchtitan's own, and used by the trainer in the same way. In the mode
+    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's manager. In the mode
     ``async_with_pinned_mem`` the trainer waits before ``optimizers.step()`` until the newest save is captured; in
-    ``async`` it never waits, and the step gate does. A save that failed raises on all ranks when its outcome is asked
-    for: by the next save, or by :meth:`close`.
+    ``async`` only the step gate waits. If a save has failed, the next save or :meth:`close` raises its error, on all
+    ranks.
 
-    Threads: the trainer's, as for torchtitan's own. Old checkpoints are deleted in a thread of the first rank.
+    Threads: only the trainer's thread may use it, as with torchtitan's manager. The first rank deletes old checkpoints
+    in a separate thread.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,26 +65,27 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
-        """``disabled``: every save returns when it is committed. The other two return at once."""
+        """``disabled``: every save returns when it is committed. In the other modes, saves return at once."""
 
         host_cache_size: str = "auto"
-        """Host memory of each rank for saves on their way to storage."""
+        """Host memory of each rank for saves in flight."""
 
         read_window: Literal["backward", "immediate"] = "backward"
-        """When reads start that the save has put off: with the next backward pass, or at once."""
+        """When deferred reads start: with the next backward pass, or at once."""
 
         read_deadline: float = 1.0
-        """Seconds after which they start in any case."""
+        """Seconds after which deferred reads start in any case."""
 
         commit_timeout: float = 300.0
-        """Seconds without any progress after which a rank that is alive fails the save."""
+        """Seconds without progress after which a live rank fails the save."""
 
         exit_timeout: float = 600.0
         """Seconds for which the end of the process waits for saves in flight."""
 
         verify: Verification = "structure"
-        """What a checkpoint must pass to be resumed from, and to count when old ones are deleted:
-        ``metadata`` can be read, every file is there (``structure``), every byte is right (``full``)."""
+        """The check that a checkpoint must pass for a resume, and to count when old ones are deleted: its metadata can
+        be read (``metadata``), every file is there (``structure``), every byte matches its checksum (``full``).
+        """
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
@@ -96,7 +98,6 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
                 )
 
         def writer_options(self) -> dict[str, Any]:
-            """The options for a :class:`DataStatesWriter`."""
             names = (
                 "host_cache_size",
                 "read_window",
@@ -107,7 +108,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
             return {name: getattr(self, name) for name in names}
 
         def writer_config(self) -> WriterConfig:
-            """The same, checked, with the writer's defaults for the rest."""
+            """The checked writer configuration, with the writer's defaults for all other options."""
             return WriterConfig.checked(
                 **self.writer_options(),
                 defer="owned",
@@ -117,7 +118,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
                 when_behind="wait",
             )
 
-    # What close() looks at, also on an object whose constructor was never called or raised.
+    # Attributes that close() reads, also if the constructor was not called or has raised.
     staging_future: Future[None] | None = None
     save_future: Future[None] | None = None
     stager: Any = None
@@ -132,7 +133,8 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def __init__(self, config: Config, **components: Any) -> None:
         without_purge = copy.copy(config)
-        without_purge.keep_latest_k = 0  # torchtitan's thread that deletes by names is not started
+        # Then torchtitan's thread that deletes by name does not start.
+        without_purge.keep_latest_k = 0
         super().__init__(without_purge, **components)
         if not self.enable:
             return
@@ -141,7 +143,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         self._options = config.writer_options()
         self._verify = config.verify
         if self.async_mode != AsyncMode.DISABLED:
-            # torchtitan makes a stager of its own where there is none, and closes the one that there is.
+            # If there is no stager, torchtitan makes one. It closes the stager at the end.
             self._behind = self.stager = DataStatesWriter(**self._options)
 
     # ---- saving --------------------------------------------------------------------------------
@@ -155,9 +157,10 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[None] | AsyncSaveResponse | None:
-        """Save ``state_dict`` at ``checkpoint_id``: returns None when committed, or a future, or two, at once.
+        """Save ``state_dict`` at ``checkpoint_id``. If ``disabled``, returns None once committed; else one or two
+        futures, at once.
 
-        Raises this package's errors; with several ranks, on all of them.
+        Raises this package's errors, on all ranks.
         """
         if to_hf:
             result: Future[None] | AsyncSaveResponse | None = super().dcp_save(
@@ -187,7 +190,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
             )
         if dist.is_initialized():
             return async_save(state_dict, checkpoint_id, writer=writer)
-        # Without ranks there is no other to agree with, and DCP's own call does.
+        # Without torch.distributed, DCP's own call suffices: there are no other ranks to agree with.
         response = dcp.async_save(  # type: ignore[attr-defined]
             state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, async_stager=writer
         )
@@ -197,7 +200,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     def _save_at_once(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
         if self._at_once is None:
-            # The trainer waits here, so nothing changes before it is read, and nothing need be copied first.
+            # The trainer waits here, so no tensor changes before it is read, and none needs a copy.
             options = {**self._options, "defer": "all", "read_window": "immediate"}
             self._at_once = DataStatesWriter(**options)
         if dist.is_initialized():
@@ -208,12 +211,12 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     def _maybe_wait_for_staging(self) -> None:
         """Return when the newest save is captured, or has failed.
 
-        What it failed with, maybe on this rank alone, is for :meth:`_wait_for_saving` to raise, on all of them.
+        Logs a failure, which may concern only this rank; :meth:`_wait_for_saving` raises it on all ranks.
         """
         staging, self.staging_future = self.staging_future, None
         if staging is None:
             return
-        open_windows()  # no backward pass comes while the trainer waits here
+        open_windows()  # no backward pass can begin while the trainer waits
         try:
             staging.result()
         except Exception as error:
@@ -230,10 +233,10 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load ``state_dict`` from a checkpoint of this package, or have torchtitan load another's.
+        """Load ``state_dict`` from a checkpoint of this package; torchtitan loads all others.
 
-        Tensors are cast to the dtypes of ``state_dict``, as torchtitan does it. What torchtitan leaves out of it
-        (``exclude_from_loading``, all but the model in an initial load) is left unread on purpose.
+        Casts tensors to the dtypes of ``state_dict``, as torchtitan does. Values that torchtitan excludes
+        (``exclude_from_loading``, all but the model in an initial load) are left unread on purpose.
         """
         if from_hf or not self._is_mine(checkpoint_id):
             super().dcp_load(
@@ -262,7 +265,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         return found is Format.DATASTATES
 
     def _find_load_step(self, folder: str = "") -> int:
-        """The newest checkpoint that is whole, the same on every rank; -1 if there is none."""
+        """The step of the newest intact checkpoint, the same on every rank; -1 if there is none."""
         folder = folder or self.folder
         if "://" in folder:
             step: int = super()._find_load_step(folder)
@@ -275,9 +278,9 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     # ---- deleting ------------------------------------------------------------------------------
 
     def _purge_stale_checkpoints(self) -> None:
-        """Have old checkpoints deleted, in the background: those older than ``keep_latest_k`` good ones.
+        """Delete, in the background, checkpoints older than the ``keep_latest_k`` newest good ones.
 
-        The one that is being saved is not committed, and comes on top.
+        The save in flight is not committed yet, so it does not count among them.
         """
         if self._should_purge():
             if self._purge is None:
@@ -287,11 +290,11 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     # ---- ending --------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Wait until the outcome of every save is known, then let everything go. Idempotent.
+        """Wait until the outcome of every save is known, then release all resources. Idempotent.
 
-        Raises what a save failed with that was not asked about; while another error is on its way, logs it.
+        Raises the error of a failed save that was not raised before; logs it if another error is being handled.
         """
-        if self._closed:  # torchtitan's __del__ closes again, in whichever thread collects garbage
+        if self._closed:  # torchtitan's __del__ closes again, in any thread that collects garbage
             return
         self._closed = True
         failure: BaseException | None = None

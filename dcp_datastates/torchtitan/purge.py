@@ -1,4 +1,4 @@
-"""Deleting old checkpoints beside the training."""
+"""Deletes old checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class Purge:
     """Keeps the ``keep`` newest good checkpoints in ``folder``, in a thread that lives while there is work.
 
-    :meth:`request` and :meth:`close` are the trainer's. A failure is logged, and the next request tries again.
+    The trainer's thread calls :meth:`request` and :meth:`close`. A failure is logged, and the next request tries again.
     """
 
     def __init__(self, folder: Path, keep: int, verify: Verification) -> None:
@@ -30,7 +30,7 @@ class Purge:
         self._thread: threading.Thread | None = None
 
     def request(self) -> None:
-        """Look for old checkpoints, soon; never waits. Requests that come meanwhile are one."""
+        """Request a deletion of old checkpoints; never waits. Requests during a deletion are combined into one."""
         with self._lock:
             self._wanted = True
             if self._thread is None:
@@ -38,7 +38,7 @@ class Purge:
                 self._thread.start()
 
     def close(self) -> None:
-        """Return when what was requested has been done."""
+        """Return when all requested deletions are done."""
         with self._lock:
             thread = self._thread
         if thread is not None:

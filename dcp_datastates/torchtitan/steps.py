@@ -1,7 +1,7 @@
-"""The checkpoints in torchtitan's checkpoint folder: which one to resume from, and which ones are no longer needed.
+"""The checkpoints in torchtitan's checkpoint folder: finds the one to resume from, and deletes old ones.
 
-torchtitan counts directories by their names. Here a checkpoint counts when it is committed and whole. A folder
-may hold checkpoints of several formats, from before this package was used: each is recognised by what it holds.
+torchtitan counts directories by their names. Here a checkpoint counts if it is committed and intact. A folder may
+contain checkpoints of several formats, from before this package was used; their contents show the format.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _HUGGING_FACE_INDEX: Final = "model.safetensors.index.json"
 
 
 class Format(enum.Enum):
-    """Who wrote what is committed at a path."""
+    """The format of the checkpoint committed at a path."""
 
     DATASTATES = "dcp_datastates"
     STOCK = "stock DCP"
     HUGGING_FACE = "Hugging Face safetensors"
     UNKNOWN = "unknown"
-    """There are metadata, and they are neither this package's nor readable as stock DCP's."""
+    """There are metadata, but neither this package's nor readable as stock DCP's."""
     NONE = "none"
 
 
 def format_of(path: str | os.PathLike[str]) -> Format:
-    """The format of the checkpoint at ``path``, told by its metadata; nothing in them is executed.
+    """The format of the checkpoint at ``path``, from its metadata, without running any code from them.
 
-    A save of this package that was not committed, and damage to its metadata, are errors: raises
-    :class:`CheckpointNotFoundError` or :class:`CheckpointCorruptError`; :class:`StorageError` if it cannot be read.
+    Raises :class:`CheckpointNotFoundError` for an uncommitted save of this package, :class:`CheckpointCorruptError` if
+    its metadata are damaged, and :class:`StorageError` if they cannot be read.
     """
     directory = local.local_path(path)
     try:
@@ -57,7 +57,7 @@ def format_of(path: str | os.PathLike[str]) -> Format:
         indexed = (directory / _HUGGING_FACE_INDEX).is_file()
         return Format.HUGGING_FACE if indexed else Format.NONE
     except DataStatesError:
-        if open_found(directory) is not None:  # it is this package's
+        if open_found(directory) is not None:  # a checkpoint of this package
             raise
         return Format.UNKNOWN
     return Format.DATASTATES
@@ -66,8 +66,8 @@ def format_of(path: str | os.PathLike[str]) -> Format:
 def newest_step(folder: Path, verify: Verification) -> int:
     """The step to resume from; -1 if there is none.
 
-    Of this package's checkpoints, the one that was saved last and passes ``verify``; if there is a checkpoint of
-    another format with a higher step, that. What is not this package's counts as torchtitan counts it.
+    The step of the newest checkpoint of this package that passes ``verify``; or that of a checkpoint of another format,
+    if it is higher. Other formats count as in torchtitan.
     """
     newest = -1
     for found in newest_first(path for path in checkpoints(folder) if _step(path) is not None):
@@ -83,10 +83,11 @@ def newest_step(folder: Path, verify: Verification) -> int:
 
 
 def delete_old(folder: Path, keep: int, verify: Verification) -> list[Path]:
-    """Delete what is older than the ``keep`` newest good checkpoints of this package; says what that was.
+    """Delete checkpoints older than the ``keep`` newest good ones of this package; returns the deleted ones.
 
-    Of this package's as :func:`~dcp_datastates.retain` does it. Stock and Hugging Face ones go by their step, and
-    only once there are ``keep`` good ones: a save that failed evicts nothing. Only directories named ``step-N`` count.
+    Treats this package's checkpoints as :func:`~dcp_datastates.retain` does. Stock and Hugging Face checkpoints are
+    deleted by their step, and only once there are ``keep`` good ones: a failed save evicts no checkpoint. Only
+    directories named ``step-N`` count.
 
     Raises :class:`StorageError`, or OSError.
     """
@@ -98,7 +99,7 @@ def delete_old(folder: Path, keep: int, verify: Verification) -> list[Path]:
         oldest = min(_step(path) or 0 for path in retained.kept)
         for step, path in _steps(folder):
             if step < oldest and _format(path) in (Format.STOCK, Format.HUGGING_FACE):
-                # First what makes it a checkpoint: what is left when this is cut off is none.
+                # First .metadata: if this is interrupted, the rest is not a checkpoint any more.
                 (path / local.METADATA_NAME).unlink(missing_ok=True)
                 (path / _HUGGING_FACE_INDEX).unlink(missing_ok=True)
                 shutil.rmtree(path)
@@ -107,7 +108,7 @@ def delete_old(folder: Path, keep: int, verify: Verification) -> list[Path]:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """The directories named ``step-N``, links apart."""
+    """The directories named ``step-N``, without symbolic links."""
     found = [(_step(path), path) for path in directories(folder) if not path.is_symlink()]
     return [(step, path) for step, path in found if step is not None]
 
@@ -115,7 +116,7 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 def _format(path: Path) -> Format:
     try:
         return format_of(path)
-    except DataStatesError:  # of this package: not committed, or damaged
+    except DataStatesError:  # a save of this package: uncommitted or damaged
         return Format.DATASTATES
 
 
