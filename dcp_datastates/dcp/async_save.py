@@ -106,13 +106,19 @@ def _call(
     if planner is None:
         planner = context.planner
     try:
+        state = _without_objects(state_dict)
         if writer is None:
             writer = DataStatesWriter(path, process_group=process_group, **options)
-        made = writer.call(writer.path_of(path), _without_objects(state_dict), planner)
+        made = writer.call(writer.path_of(path), state, planner)
     except BaseException as error:
         context.refuse(path, error)
         raise
-    context.submit(made, writer, planner)
+    try:
+        context.submit(made, writer, planner)
+    except BaseException as error:  # an interrupt: the planning thread may not have the save
+        made.fail(made.blame(error))
+        made.end_planning()
+        raise
     return made
 
 

@@ -223,7 +223,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if not self._no_dist:
             warn_if_shared()
         save = self._call(Way.DCP_ASYNC, self._path, state_dict, planned_here=True)
-        caller = threading.get_ident()
+        caller = threading.current_thread()
 
         def begin() -> dict[Any, Any]:
             bind(save)
@@ -231,7 +231,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             alone = (
                 save.group.rank_set.world == 1
             )  # DCP runs no collective after this writer's last call
-            self._here.next = Running(save, taken.ahead, alone or threading.get_ident() == caller)
+            self._here.next = Running(
+                save, taken.ahead, alone or threading.current_thread() is caller
+            )
             return taken.state
 
         def abandon(error: BaseException) -> None:
@@ -311,20 +313,21 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         running = self._running()
         save = running.save
+        ahead, running.ahead = running.ahead, None
         try:
-            self.take_ticket(plan)
-            ticket = save.ticket(running.rank)
-            ahead, running.ahead = running.ahead, None
-            results, part = write_plan(save, plan, planner, ticket.attempt, running.rank, ahead)
+            try:
+                self.take_ticket(plan)
+                attempt = save.ticket(running.rank).attempt
+                results, part = write_plan(save, plan, planner, attempt, running.rank, ahead)
+            finally:  # before the turn ends: the next save may plan with the same planner
+                if save.session is not None and isinstance(save.session.taken_by, SharesPlanner):
+                    save.session.taken_by.release(save.session)
         except BaseException as error:
             if save.reads is not None:
                 save.reads.fail(error)
             save.submit_failure(error)
             running.end()
             raise
-        finally:
-            if save.session is not None and isinstance(planner, SharesPlanner):
-                planner.release(save.session)
         save.submit(part)
         self._last = save.stats
         future: TorchFuture[list[WriteResult]] = TorchFuture()
@@ -366,11 +369,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise ConfigurationError("no path to save to: pass path, or a writer that has one")
         return self._path
 
-    def call(
-        self, path: Path, state_dict: Mapping[str, Any], planner: SavePlanner
-    ) -> SaveOperation:
+    def call(self, path: Path, state: Mapping[str, Any], planner: SavePlanner) -> SaveOperation:
         """The part of this package's ``async_save`` in the training thread."""
-        return self._call(Way.PACKAGE, path, state_dict, planned_here=is_unchanged(planner))
+        self._used = True  # if it fails, the ranks are told
+        return self._call(Way.PACKAGE, path, state, planned_here=is_unchanged(planner))
 
     def run(self, taken: TakenUp) -> None:
         """Let the calling thread make DCP's calls for this save."""

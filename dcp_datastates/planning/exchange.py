@@ -37,7 +37,8 @@ class Session:
         staged: the staged state; None in a synchronous save, or if DCP has received the state itself.
         state: builds the staged state dict with all its tensors. After this call the cached plan is not used for the
             save.
-        taken: whether the planner has taken this session, and not the empty dict that DCP has in place of the state.
+        taken_by: the planner that was set up with this session, and not with the empty dict that DCP has in place of
+            the state; None so far.
         fingerprint: the state's fingerprint at :meth:`look`; None if plans for it are not cached.
     """
 
@@ -46,7 +47,7 @@ class Session:
     world: int
     staged: StagedState | None
     state: Callable[[], dict[Any, Any]] | None
-    taken: bool = False
+    taken_by: object = None
     fingerprint: Fingerprint | None = None
     _owned: tuple[bool, ...] | None = None
 

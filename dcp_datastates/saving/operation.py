@@ -61,6 +61,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
 
+_LEAVE_SECONDS: Final = 60.0
+"""How long a thread of DCP's may live on after the outcome of its save, before the next save begins."""
+
 
 class Phase(IntEnum):
     """The phases of a save on this rank."""
@@ -214,6 +217,8 @@ class SaveOperation:
         detector = self.group.detector
         with self._lock:
             self._phase = Phase.PLANNING
+            if self._planning_over:  # DCP's thread came too late
+                return
             self._listens = detector is not None
         self.doing = "planning"
         if detector is not None:
@@ -384,8 +389,11 @@ class SaveOperation:
     def _told(self, committed: Future[None]) -> None:
         self._store = None
         self.doing = "over"
-        if self.turn is not None and self.committed.peek() is None:
-            self.turn.committed()
+        if self.turn is not None:
+            # After a commit, DCP's last collective takes a moment. After a failure, it may wait for a lost rank.
+            failed = self.committed.peek() is not None
+            patience = self.call.config.commit_timeout if failed else 0.0
+            self.turn.told(max(_LEAVE_SECONDS, patience))
         log_outcome(self.call, self.path, self.stats, self.committed.peek())
 
     def _lost(self, losses: list[Loss]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_datastates._native import Slab, Window
+from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.config import WriterConfig
@@ -27,7 +27,7 @@ from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.buffers import EagerBuffers
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
-from dcp_datastates.staging.stage import StagedState, stage_state
+from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.failpoints import hit
 
@@ -59,55 +59,71 @@ def stage_save(
     missed = 0 if way is Way.PACKAGE else group.missed
     call = SaveCall(group, config, way, path, next_order(), missed)
     stats = SaveStats()
-    staged: StagedState | None = None
-    slab: Slab | None = None
     failure: BaseException | None = CheckpointSkipped(LEFT_OUT[left_out]) if left_out else None
+    reads: DeferredReads | None = None
+    session: Session | None = None
     try:
         hit("stage.before")
         if failure is None:
-            staged, slab = _stage(call, state_dict)
+            reads = _stage(call, state_dict, stats)
+            if planned_here:
+                session = _session(call, reads)
         hit("stage.after")
     except BaseException as error:
-        failure = error
-    window = Window(0.0 if config.read_window == "immediate" else config.read_deadline)
-    reads = DeferredReads(staged, slab, window, call.order, stats, config.commit_timeout)
-    session: Session | None = None
+        failure, session = error, None
+    if reads is None:
+        reads = DeferredReads(None, None, Window(0.0), call.order, stats, config.commit_timeout)
     if failure is not None:
         reads.fail(failure)
         alone = group.rank_set.world == 1 and not left_out
         if alone or not isinstance(failure, Exception):
             raise failure
-    elif staged is not None:
-        stats.eager_bytes = staged.eager_bytes
-        stats.deferred_bytes = sum(staged.deferred.sizes)
-        if config.read_window != "immediate" and staged.deferred.sizes:
-            step_gate.arm_backward()
-        if planned_here:
-            # With dcp.async_save, DCP has the state itself.
-            state = reads.state if call.own else None
-            ranks = group.rank_set
-            session = Session(group.name, ranks.rank, ranks.world, staged, state)
-            # Look now: the tensors' shapes may change before they are planned.
-            session.look()
     save = SaveOperation(call, stats, session, reads, failure, left_out)
-    enter(save)
+    try:
+        enter(save)
+    except BaseException as error:  # an interrupt: no thread will take the save up
+        save.fail(save.blame(error))
+        save.end_planning()
+        raise
     stats.stage_seconds = time.perf_counter() - began
     return save
 
 
-def _stage(call: SaveCall, state_dict: Mapping[str, Any]) -> tuple[StagedState, Slab | None]:
+def _stage(call: SaveCall, state_dict: Mapping[str, Any], stats: SaveStats) -> DeferredReads:
     config = call.config
     if call.path is not None:
         check_overwrite(call.path, config.overwrite)
     native = engine(config.host_cache_bytes)
     buffers = EagerBuffers(native, call.order)
     ownership = Ownership(known_optimizers())  # with defer="none", the planner asks
+    immediate = config.read_window == "immediate"
+    window = Window(0.0 if immediate else config.read_deadline)
     try:
         staged = stage_state(state_dict, ownership, config.defer, native, buffers.allocate)
+        reads = DeferredReads(
+            staged, buffers.slab, window, call.order, stats, config.commit_timeout
+        )
     except BaseException:
         buffers.release()
         raise
-    return staged, buffers.slab
+    stats.eager_bytes = staged.eager_bytes
+    stats.deferred_bytes = sum(staged.deferred.sizes)
+    try:
+        if not immediate and staged.deferred.sizes:
+            step_gate.arm_backward()
+    except BaseException as error:
+        reads.fail(error)
+        raise
+    return reads
+
+
+def _session(call: SaveCall, reads: DeferredReads) -> Session:
+    group, ranks = call.group, call.group.rank_set
+    # With dcp.async_save, DCP has the state itself.
+    state = reads.state if call.own else None
+    session = Session(group.name, ranks.rank, ranks.world, reads.staged, state)
+    session.look()  # now: the tensors' shapes may change before they are planned
+    return session
 
 
 def start_synchronous(group: CommitGroup, config: WriterConfig, path: Path | None) -> SaveOperation:

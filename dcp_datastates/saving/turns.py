@@ -18,7 +18,6 @@ __all__ = ["Turn", "await_all"]
 
 _POLL_SECONDS: Final = 0.1
 _BEGIN_SECONDS: Final = 60.0
-_LEAVE_SECONDS: Final = 60.0
 
 _lock = ProcessLock()  # guards _last
 _last: Turn | None = None
@@ -28,7 +27,7 @@ class Turn:
     """A save's place in the order of this process's saves; constructing it takes the place.
 
     The turn lasts from the end of the previous turn until :meth:`end`. It also ends if its thread dies, if no thread
-    comes for it within a minute, or if the thread still lives a minute after the save was committed: DCP's last
+    comes for it within a minute, or if the thread still lives some time after the outcome was told: DCP's last
     collective is over by then.
 
     Args:
@@ -41,7 +40,7 @@ class Turn:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._made = time.monotonic()
-        self._committed: float | None = None
+        self._until = math.inf
         with _lock:
             self._previous, _last = _last, self
 
@@ -58,9 +57,9 @@ class Turn:
         _await(self._previous, look=look)
         self._previous = None
 
-    def committed(self) -> None:
-        """Note that the save is committed on all ranks. Any thread."""
-        self._committed = time.monotonic()
+    def told(self, seconds: float) -> None:
+        """Note that the save's outcome is known: the thread has ``seconds`` to end. Any thread."""
+        self._until = time.monotonic() + seconds
 
     def end(self) -> None:
         """End the turn; the next may begin. Idempotent. Any thread."""
@@ -79,8 +78,7 @@ class Turn:
         now = time.monotonic()
         if self._thread is None:
             return self._expected and now - self._made > _BEGIN_SECONDS
-        stays = self._committed is not None and now - self._committed > _LEAVE_SECONDS
-        return stays or not self._thread.is_alive()
+        return now > self._until or not self._thread.is_alive()
 
 
 def await_all(look: Callable[[], None] = lambda: None) -> None:

@@ -148,7 +148,7 @@ def write_plan(
     knows this package, one :class:`Told` replaces them. When an error is raised, no read or write is in progress.
     ``rank`` is the rank in the files' names.
     """
-    return _write(_Write(save, plan, planner, _share_of(save, planner), attempt, rank), ahead)
+    return _write(_Write(save, plan, planner, _share_of(save), attempt, rank), ahead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,16 +170,18 @@ class _Write:
         return self.save.place() / self.attempt.name
 
 
-def _share_of(save: SaveOperation, planner: SavePlanner) -> Share | None:
+def _share_of(save: SaveOperation) -> Share | None:
     session = save.session
     if session is None:
         return None
-    if save.call.own and not session.taken:
+    if save.call.own and session.taken_by is None:
         raise ConfigurationError(
             "set_up_planner() of the planner was replaced after async_save was called, by a function that "
             "takes no storage_meta or calls no super().set_up_planner(); set hooks before the call"
         )
-    return planner.share_of(session) if isinstance(planner, SharesPlanner) else None
+    return (
+        session.taken_by.share_of(session) if isinstance(session.taken_by, SharesPlanner) else None
+    )
 
 
 def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
@@ -252,8 +254,7 @@ def _content(write: _Write, native: Engine) -> _Content:
     staged = None if session is None else session.staged
     prepared: Prepared | None = None
     if write.share is not None and staged is not None and staged.is_plain():
-        assert isinstance(write.planner, SharesPlanner)
-        prepared = write.planner.prepare(write.share, write.rank)
+        prepared = _prepared(write, write.share)
     if prepared is None or staged is None:
         layouts = lay_out(items, write.rank)
         paths = [folder / layout.name for layout in layouts]
@@ -269,12 +270,20 @@ def _content(write: _Write, native: Engine) -> _Content:
     return _Content(files, sealed, prepared.layouts, staged.fences, report)
 
 
+def _prepared(write: _Write, share: Share) -> Prepared | None:
+    session, planner = write.save.session, write.planner
+    # A planner around the one that has the session may resolve data otherwise: then it is asked.
+    if session is None or session.taken_by is not planner or not isinstance(planner, SharesPlanner):
+        return None
+    return planner.prepare(share, write.rank)
+
+
 def _samples(write: _Write) -> bytes:
-    share, attempt = write.share, write.attempt
-    if share is None or not len(share.final.shared):
+    share, attempt, session = write.share, write.attempt, write.save.session
+    if share is None or session is None or not len(share.final.shared):
         return b""
-    assert isinstance(write.planner, SharesPlanner)
-    held, _keep = write.planner.replicas(share)
+    assert isinstance(session.taken_by, SharesPlanner)
+    held, _keep = session.taken_by.replicas(share)
     return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
 
 

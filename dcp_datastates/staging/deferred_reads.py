@@ -125,13 +125,17 @@ class DeferredReads:
         self._handed_over = Latch()  # set once there is a job or a failure
         if staged is None:
             return
-        _not_submitted.add(order)
-        self._portions = portions(staged.deferred, order)
-        if self._portions:
-            step_gate.gate(self)
-        else:
-            window.open()
-            self._resolve_captured(None)
+        try:
+            self._portions = portions(staged.deferred, order)
+            _not_submitted.add(order)
+            if self._portions:
+                step_gate.gate(self)
+            else:
+                window.open()
+                self._resolve_captured(None)
+        except BaseException as error:  # an interrupt, say
+            self.fail(error)
+            raise
 
     # ---- any thread --------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import threading
 import time
@@ -21,7 +23,7 @@ from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.commit import rank_set as rank_set
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.process import waiting
-from dcp_datastates.staging import deferred_reads
+from dcp_datastates.staging import deferred_reads, step_gate
 
 
 class Loader:
@@ -236,3 +238,48 @@ def test_an_error_of_torchs_own_before_the_ranks_meet_is_told_to_all_and_leaves_
 
 def _lost(moment):
     raise RuntimeError("the device is lost")
+
+
+@ranks(2)
+def test_a_call_that_failed_on_one_rank_does_not_fail_dcps_own_saves_afterwards(shared_dir):
+    loader = Loader()
+    loader.fails = dist.get_rank() == 1
+    with contextlib.suppress(OSError, SaveFailedError):
+        _begin(0, shared_dir / "0", loader).result(60)
+        raise AssertionError("the loader did not fail")
+    gc.collect()  # the writer that was made for the call
+    _begin(1, shared_dir / "1").result(60)
+    group = own_group()
+    dcp.save(
+        _state(2),
+        storage_writer=writer(shared_dir / "2", process_group=group),
+        process_group=group,
+    )
+    assert _numbers(shared_dir / "2") == {2.0}
+
+
+@ranks(2)
+def test_an_error_late_in_one_ranks_call_is_told_to_the_others(shared_dir):
+    """When all is staged, and the next backward pass is to be watched."""
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    dcp_datastates.track(optimizer)
+
+    def refuse(*_):
+        raise RuntimeError("no hook for this one")
+
+    group = own_group()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(step_gate, "arm_backward", refuse)
+        future = dcp.async_save(
+            model.state_dict(),
+            storage_writer=writer(shared_dir / "c", process_group=group),
+            process_group=group,
+        )
+    with raises(RuntimeError, "no hook for this one"):
+        future.result(60)
+    dist.barrier()
+    ours = writer(shared_dir / "c", process_group=group)
+    dcp.async_save(model.state_dict(), storage_writer=ours, process_group=group)
+    ours.committed.result(60)

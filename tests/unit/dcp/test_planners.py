@@ -22,7 +22,9 @@ from support.planners import FailingPlanner, HalvingPlanner, PlannerRefusal
 from support.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+from dcp_datastates import DataStatesSavePlanner
 from dcp_datastates.io import engine as engine_module
+from dcp_datastates.saving import turns, write
 
 
 def _caching():
@@ -119,6 +121,52 @@ def test_a_transforming_planner_sees_the_values_at_the_call(tmp_path):
     optimizer.step()
     future.result(60)
     assert_same(load({"w": torch.zeros(300_000, dtype=torch.float16)}, tmp_path), {"w": expected})
+
+
+class Around:
+    """Plans by another planner, and doubles what is stored. Not one of this package's classes."""
+
+    def __init__(self):
+        self._inner = DataStatesSavePlanner()
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def resolve_data(self, write_item):
+        return self._inner.resolve_data(write_item) * 2
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_planner_around_ours_decides_what_is_stored_in_each_save(how, tmp_path):
+    planner, state = Around(), {"w": torch.ones(200, 500)}
+    for number in range(3):
+        path = tmp_path / str(number)
+        if how == "save":
+            save(state, path, planner=planner)
+        else:
+            async_save(state, path, planner=planner).result(60)
+        assert_same(load(zeros(state), path), {"w": torch.full((200, 500), 2.0)})
+
+
+def test_a_planner_lets_go_of_a_failed_save_before_the_next_one_begins(tmp_path, monkeypatch):
+    """What it forgets later would be the next one's."""
+    order = []
+    monkeypatch.setattr(turns.Turn, "end", lambda turn: order.append("end") or turn._ended.set())
+    planner = DataStatesSavePlanner()
+    release = planner.release
+
+    def refuse(*_):
+        raise PlannerRefusal
+
+    def released(session):
+        order.append("release")
+        release(session)
+
+    planner.release = released
+    with monkeypatch.context() as patch, raises(PlannerRefusal):
+        patch.setattr(write, "check_shared", refuse)
+        async_save({"w": torch.ones(200, 500)}, tmp_path / "a", planner=planner).result(60)
+    assert order.index("release") < order.index("end")
 
 
 def test_keeping_the_nesting_unflattened_works(tmp_path):

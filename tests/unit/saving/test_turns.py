@@ -51,9 +51,8 @@ def test_a_turn_is_kept_for_a_thread_that_has_come_and_takes_its_time(order):
     assert order == [first, second]
 
 
-def test_a_thread_that_lives_on_after_the_commit_lets_the_next_go(order, monkeypatch):
+def test_a_thread_that_lives_on_after_the_outcome_lets_the_next_go(order):
     """A callback of DCP's future runs in DCP's thread, when DCP is done with the save: it may wait for the next one."""
-    monkeypatch.setattr(turns, "_LEAVE_SECONDS", 0.0)
     first, second = Turn(), Turn()
     ready, end = threading.Event(), threading.Event()
 
@@ -70,7 +69,7 @@ def test_a_thread_that_lives_on_after_the_commit_lets_the_next_go(order, monkeyp
     following = _thread(second, order, threading.Event(), go_on)
     following.join(0.5)
     assert order == []
-    first.committed()
+    first.told(0.0)
     following.join(30)
     assert order == [second]
     end.set()
