@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_datastates.commit.decision import Reason
+from dcp_datastates.commit.vote import Reason
 from dcp_datastates.errors import RankLostError
 
 __all__ = ["Beat", "Loss"]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from dcp_datastates.commit.decision import Decision, Reason
 from dcp_datastates.commit.protocol import Collected
 from dcp_datastates.commit.rank_set import Connection
+from dcp_datastates.commit.vote import Decision, Reason
 
 __all__ = ["DecisionLog"]
 

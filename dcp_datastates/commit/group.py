@@ -14,12 +14,12 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
 from dcp_datastates.commit.beats import Beat, Loss
-from dcp_datastates.commit.decision import Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
+from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.errors import RankLostError, SaveFailedError, release_frames

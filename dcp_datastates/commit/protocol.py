@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from dcp_datastates.commit.decision import Decision, Outcome, Reason
+from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.errors import RankLostError, SaveFailedError
 
 __all__ = [

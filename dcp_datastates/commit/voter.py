@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from dcp_datastates.commit.beats import Loss
-from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.failure_detector import SILENCE_SECONDS, FailureDetector
 from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
@@ -48,7 +47,7 @@ from dcp_datastates.commit.protocol import (
 from dcp_datastates.commit.publish import find_older, publish, settle
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import Ballot, is_unanimous
+from dcp_datastates.commit.vote import Decision, Outcome, RankVote, Reason, is_unanimous
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
@@ -248,11 +247,11 @@ class Voter:
         return event or Broke()
 
     def _vote(self, round_: Round, ok: bool) -> Event:
-        ballot = Ballot(
+        vote = RankVote(
             ok, round_.number, round_.attempt, round_.path, self._rank_set.world, round_.missed
         )
         hit("vote.before")
-        maxima = ballot.encode()
+        maxima = vote.encode()
         if self._rank_set.world > 1:
             self.voted = round_.number
             found = self._wait(round_, lambda tree, check: tree.max(maxima, check))

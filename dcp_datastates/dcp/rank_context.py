@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.dcp.planner import DataStatesSavePlanner
 from dcp_datastates.dcp.process_group import Collectives

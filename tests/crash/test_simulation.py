@@ -12,7 +12,7 @@ import pytest
 from support.simulation import Broken, World, play
 from support.tiers import tries
 
-from dcp_datastates.commit.decision import Outcome
+from dcp_datastates.commit.vote import Outcome
 
 ONE = os.environ.get("SIMULATION")
 

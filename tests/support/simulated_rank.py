@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from dcp_datastates.commit import protocol
-from dcp_datastates.commit.decision import Decision, Outcome, Reason
+from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from support.simulated_parts import Attempt, Group, Path, Save, Thread
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ class Rank:
             case protocol.Meet():
                 return (yield from self._meet(save))
             case protocol.Vote(ok):
-                ballot = (0 if ok else 1, save.attempt, -save.attempt, save.number, -save.number)
-                found = yield from self._operate("vote", ballot, save)
+                vote = (0 if ok else 1, save.attempt, -save.attempt, save.number, -save.number)
+                found = yield from self._operate("vote", vote, save)
                 if isinstance(found, protocol.Event):
                     return found
                 no, attempt, negated, number, unnumber = found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from dcp_datastates.commit.decision import Outcome
+from dcp_datastates.commit.vote import Outcome
 from support.simulated_parts import Attempt, Broken, Group, Path, Save, Thread
 from support.simulated_rank import Rank
 

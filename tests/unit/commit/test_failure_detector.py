@@ -14,12 +14,12 @@ from support.waiting import await_that
 from dcp_datastates.commit import failure_detector as detector_module
 from dcp_datastates.commit import processes
 from dcp_datastates.commit.beats import Beat, Loss
-from dcp_datastates.commit.decision import Decision, Outcome
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.pulse import Pulse
 from dcp_datastates.commit.rank_set import RankSet
+from dcp_datastates.commit.vote import Decision, Outcome
 
 SILENCE = 1.5
 NEVER = 1e9

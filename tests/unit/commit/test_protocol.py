@@ -1,7 +1,7 @@
 """What ends a wait in the commit protocol, of what a rank has heard: the rest is for the simulation."""
 
-from dcp_datastates.commit.decision import Decision, Outcome, Reason
 from dcp_datastates.commit.protocol import Lost, Refused, Said, interruption
+from dcp_datastates.commit.vote import Decision, Outcome, Reason
 
 COMMITTED = Said(Decision(Outcome.COMMITTED))
 GIVEN_UP = Said(Decision(Outcome.FAILED, given_up=True))

@@ -15,24 +15,23 @@ from dcp_datastates import (
     SnapshotTornError,
     StorageError,
 )
-from dcp_datastates.commit.decision import Decision, Outcome, Reason
-from dcp_datastates.commit.vote import Ballot, is_unanimous
+from dcp_datastates.commit.vote import Decision, Outcome, RankVote, Reason, is_unanimous
 from dcp_datastates.storage.attempt import Attempt
 
-BALLOT = Ballot(True, 7, Attempt(2**60 + 3, 12), Path("/a/step-5"), 4)
+VOTE = RankVote(True, 7, Attempt(2**60 + 3, 12), Path("/a/step-5"), 4)
 
 
-def _unanimous(*ballots):
-    columns = zip(*map(Ballot.encode, ballots), strict=True)
+def _unanimous(*votes):
+    columns = zip(*map(RankVote.encode, votes), strict=True)
     return is_unanimous([max(column) for column in columns])
 
 
 def test_votes_for_the_same_save_are_unanimous():
-    assert _unanimous(*[BALLOT] * 4)
+    assert _unanimous(*[VOTE] * 4)
 
 
 def test_one_no_is_enough():
-    assert not _unanimous(BALLOT, dataclasses.replace(BALLOT, ok=False), BALLOT)
+    assert not _unanimous(VOTE, dataclasses.replace(VOTE, ok=False), VOTE)
 
 
 @pytest.mark.parametrize(
@@ -48,19 +47,19 @@ def test_one_no_is_enough():
     ],
 )
 def test_votes_for_different_saves_do_not_agree(change):
-    for ballots in ([BALLOT, dataclasses.replace(BALLOT, **change)],) * 2:
-        assert not _unanimous(*ballots)
-        assert not _unanimous(*reversed(ballots))
+    for votes in ([VOTE, dataclasses.replace(VOTE, **change)],) * 2:
+        assert not _unanimous(*votes)
+        assert not _unanimous(*reversed(votes))
 
 
 def test_a_directory_may_be_mounted_elsewhere_on_another_machine():
-    assert _unanimous(BALLOT, dataclasses.replace(BALLOT, directory=Path("/mnt/b/step-5")))
+    assert _unanimous(VOTE, dataclasses.replace(VOTE, directory=Path("/mnt/b/step-5")))
 
 
 def test_a_directory_may_have_a_name_that_is_not_text():
-    odd = dataclasses.replace(BALLOT, directory=Path(os.fsdecode(b"/a/\xff")))
+    odd = dataclasses.replace(VOTE, directory=Path(os.fsdecode(b"/a/\xff")))
     assert _unanimous(odd, odd)
-    assert not _unanimous(odd, BALLOT)
+    assert not _unanimous(odd, VOTE)
 
 
 def test_a_reason_may_name_a_file_whose_name_is_not_text_and_is_cut():
