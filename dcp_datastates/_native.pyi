@@ -123,7 +123,7 @@ class Transfer:
         group: int = 0,
         device: int = -1,
     ) -> None:
-        """A box of ``sizes`` elements. Strides are bytes and at least 0 in the stream; element 0 is
+        """A strided region of ``sizes`` elements. Strides are bytes and at least 0 in the stream; element 0 is
         at stream ``offset`` and at ``address``. The stream side is row-major (strides do not grow from
         the outer to the inner dimension, as in a slice of a C-contiguous array). ``sizes`` may hold
         zeros (nothing is copied) and may be empty (one element)."""

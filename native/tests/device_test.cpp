@@ -125,7 +125,8 @@ void memory_used_before_a_copy_is_done_has_wrong_bytes() {
     check_goes_wrong({.lying = true});
 }
 
-/// A box whose runs lie in the first and the last segment: none for a device to copy in between.
+/// A strided region whose runs lie in the first and the last segment: none for a device to copy in
+/// between.
 void a_box_may_pass_over_segments() {
     const TemporaryDirectory directory;
     const FakeDriver driver;

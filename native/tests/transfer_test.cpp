@@ -14,8 +14,8 @@ namespace datastates::testing {
 namespace {
 
 /// A random slice of a random row-major array on the stream side; any layout in memory.
-struct RandomBox {
-    explicit RandomBox(Random& random) {
+struct RandomRegion {
+    explicit RandomRegion(Random& random) {
         constexpr std::array<std::uint64_t, 7> kItems{1, 2, 3, 4, 8, 16, 24};
         itemsize = kItems.at(random_below(random, kItems.size()));
         const std::size_t rank = random_below(random, 5);
@@ -71,20 +71,20 @@ struct RandomBox {
 void random_boxes_match_brute_force() {
     Random random(1);
     for (int round = 0; round < 4000; ++round) {
-        const RandomBox box(random);
-        Bytes memory = random_bytes(box.memory_bytes, random());
+        const RandomRegion region(random);
+        Bytes memory = random_bytes(region.memory_bytes, random());
         const std::uint64_t offset = random_below(random, 50);
-        const std::uint64_t size = offset + box.stream_bytes + random_below(random, 10);
+        const std::uint64_t size = offset + region.stream_bytes + random_below(random, 10);
         Bytes expected(size, std::byte{0});
         std::vector<bool> covered(size, false);
-        box.each_byte([&](std::uint64_t stream, std::uint64_t at) {
+        region.each_byte([&](std::uint64_t stream, std::uint64_t at) {
             expected[offset + stream] = memory[at];
             covered[offset + stream] = true;
         });
         const auto bytes = static_cast<std::uint64_t>(std::ranges::count(covered, true));
 
         Transfer transfer;
-        transfer.add_strided(offset, box.itemsize, box.axes, memory.data(), 7);
+        transfer.add_strided(offset, region.itemsize, region.axes, memory.data(), 7);
         const StreamContent content(transfer);
         check_equal(content.nbytes(), bytes);
 
@@ -112,9 +112,9 @@ void random_boxes_match_brute_force() {
         // Scattered back, in other pieces, into other memory.
         Bytes scattered(memory.size(), std::byte{0x55});
         Bytes wanted = scattered;
-        box.each_byte([&](std::uint64_t, std::uint64_t at) { wanted[at] = memory[at]; });
+        region.each_byte([&](std::uint64_t, std::uint64_t at) { wanted[at] = memory[at]; });
         Transfer back;
-        back.add_strided(offset, box.itemsize, box.axes, scattered.data(), 0);
+        back.add_strided(offset, region.itemsize, region.axes, scattered.data(), 0);
         const StreamContent scatter(back);
         for (std::uint64_t at = 0; at < size;) {
             const std::uint64_t length = std::min(size - at, 1 + random_below(random, 100));

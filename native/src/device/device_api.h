@@ -14,7 +14,7 @@
 #include <span>
 
 #include "base/fault.h"
-#include "memory/box.h"
+#include "memory/strided_region.h"
 
 namespace datastates {
 

@@ -24,14 +24,15 @@ std::string to_text(const Region& region) {
 }
 
 Range next_run(const Region& region, std::uint64_t position) {
-    if (!region.box) return {.begin = std::max(position, region.offset), .end = region.end};
+    if (!region.strided) return {.begin = std::max(position, region.offset), .end = region.end};
     const std::uint64_t skipped = position > region.offset ? position - region.offset : 0;
-    const Range run = region.box->next_run(skipped);
+    const Range run = region.strided->next_run(skipped);
     return {.begin = run.begin + region.offset, .end = run.end + region.offset};
 }
 
-/// Boxes may interlock without overlapping (two column ranges of one array): then only a walk over
-/// their runs, in the order of the stream, can tell. It costs about what copying them does.
+/// Strided regions may interlock without overlapping (two column ranges of one array): then only a
+/// walk over their runs, in the order of the stream, can tell. It costs about what copying them
+/// does.
 void check_interlocked(std::span<const Region> regions) {
     struct Next {
         Range run;
@@ -66,7 +67,7 @@ std::uint64_t Region::copy(Direction direction, Range part, std::byte* stream) c
     if (begin >= finish) return 0;
     std::byte* const at = stream + (begin - part.begin);
     const Range inside{.begin = begin - offset, .end = finish - offset};
-    if (box) return box->copy(direction, inside, at, address);
+    if (strided) return strided->copy(direction, inside, at, address);
     if (direction == Direction::kGather) {
         std::memcpy(at, address + inside.begin, inside.size());
     } else {
@@ -92,8 +93,8 @@ std::uint64_t Region::list(Direction direction, Range part, std::byte* stream,
         listed += nbytes;
     };
     const Range inside{.begin = begin - offset, .end = finish - offset};
-    if (box) {
-        box->each_run(inside, add);
+    if (strided) {
+        strided->each_run(inside, add);
     } else {
         add(inside.begin, static_cast<std::int64_t>(inside.begin), inside.size());
     }
@@ -102,7 +103,7 @@ std::uint64_t Region::list(Direction direction, Range part, std::byte* stream,
 
 bool Region::touches(Range part) const {
     if (part.begin >= end || part.end <= offset) return false;
-    return !box || next_run(*this, part.begin).begin < std::min(part.end, end);
+    return !strided || next_run(*this, part.begin).begin < std::min(part.end, end);
 }
 
 void Transfer::add(std::uint64_t offset, std::uint64_t nbytes, std::byte* address, Group group,
@@ -115,28 +116,28 @@ void Transfer::add(std::uint64_t offset, std::uint64_t nbytes, std::byte* addres
                 .end = offset + nbytes,
                 .address = address,
                 .group = group,
-                .box = nullptr,
+                .strided = nullptr,
                 .access = access,
                 .device = device});
 }
 
 void Transfer::add_strided(std::uint64_t offset, std::uint64_t itemsize, std::span<const Axis> axes,
                            std::byte* address, Group group, int device) {
-    auto box = std::make_shared<const Box>(itemsize, axes);
-    if (box->contiguous()) {
-        add(offset, box->nbytes(), address, group, Access::kReadWrite, device);
+    auto strided = std::make_shared<const StridedRegion>(itemsize, axes);
+    if (strided->contiguous()) {
+        add(offset, strided->nbytes(), address, group, Access::kReadWrite, device);
         return;
     }
-    if (offset > kMaxPosition || box->span() > kMaxPosition - offset) {
-        throw std::invalid_argument("box at offset " + std::to_string(offset) +
+    if (offset > kMaxPosition || strided->span() > kMaxPosition - offset) {
+        throw std::invalid_argument("strided region at offset " + std::to_string(offset) +
                                     " ends beyond 2^63");
     }
-    const std::uint64_t end = offset + box->span();
+    const std::uint64_t end = offset + strided->span();
     push(Region{.offset = offset,
                 .end = end,
                 .address = address,
                 .group = group,
-                .box = std::move(box),
+                .strided = std::move(strided),
                 .access = Access::kReadWrite,
                 .device = device});
 }
@@ -177,13 +178,13 @@ StreamContent::StreamContent(const Transfer& transfer)
 }
 
 void StreamContent::check_overlaps() const {
-    // Regions fall into clusters whose spans do not meet; only those of boxes may have several.
+    // Regions fall into clusters whose spans do not meet; only strided ones may have several.
     for (std::size_t first = 0; first < regions_.size();) {
         std::size_t last = first + 1;
-        bool has_box = regions_[first].box != nullptr;
+        bool has_strided = regions_[first].strided != nullptr;
         while (last < regions_.size() && regions_[last].offset < reach_[last - 1]) {
-            has_box = has_box || regions_[last].box != nullptr;
-            if (!has_box) refuse_overlap(regions_[last - 1], regions_[last]);
+            has_strided = has_strided || regions_[last].strided != nullptr;
+            if (!has_strided) refuse_overlap(regions_[last - 1], regions_[last]);
             ++last;
         }
         if (last - first > 1) check_interlocked(std::span(regions_).subspan(first, last - first));
@@ -215,8 +216,8 @@ StreamContent::Filled StreamContent::fill(Range part, std::byte* out) const {
     for (const Region& region : near(part)) {
         const std::uint64_t end = std::min(part.end, region.end);
         zero_until(region.offset);
-        if (region.box) {
-            zero_until(end);  // the box's own gaps
+        if (region.strided) {
+            zero_until(end);  // its own gaps
         } else {
             clean = std::max(clean, end);
         }
@@ -239,7 +240,7 @@ void StreamContent::list(Direction direction, Range part, std::byte* stream,
                          std::map<int, DeviceWork>& work) const {
     if (devices_.empty()) return;
     for (const Region& region : near(part)) {
-        if (region.device == kHost || !region.touches(part)) continue;  // a box may have gaps
+        if (region.device == kHost || !region.touches(part)) continue;  // it may have gaps
         DeviceWork& mine = work[region.device];
         count(mine.groups, region.group, region.list(direction, part, stream, mine.copies));
     }

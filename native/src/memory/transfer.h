@@ -12,7 +12,7 @@
 
 #include "base/sizes.h"
 #include "device/device_api.h"
-#include "memory/box.h"
+#include "memory/strided_region.h"
 
 namespace datastates {
 
@@ -37,17 +37,19 @@ inline constexpr int kHost = -1;
 /// Where a region may be copied to or from.
 enum class Access : std::uint8_t { kReadWrite, kReadOnly };
 
-/// One copy: stream bytes [offset, end), or those of them that `box` has, and memory.
+/// One copy: stream bytes [offset, end), or those of them that `strided` has, and memory.
 struct Region {
     std::uint64_t offset = 0;
     std::uint64_t end = 0;
     std::byte* address = nullptr;
     Group group = 0;
-    std::shared_ptr<const Box> box;  ///< null: all bytes, contiguous in memory
+    std::shared_ptr<const StridedRegion> strided;  ///< null: all bytes, contiguous in memory
     Access access = Access::kReadWrite;
     int device = kHost;
 
-    [[nodiscard]] std::uint64_t nbytes() const { return box ? box->nbytes() : end - offset; }
+    [[nodiscard]] std::uint64_t nbytes() const {
+        return strided ? strided->nbytes() : end - offset;
+    }
 
     /// Copies what lies in `part` of the stream, of which `stream` has the first byte. Host memory.
     std::uint64_t copy(Direction direction, Range part, std::byte* stream) const;

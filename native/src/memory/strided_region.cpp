@@ -1,4 +1,4 @@
-#include "memory/box.h"
+#include "memory/strided_region.h"
 
 #include <algorithm>
 #include <cstring>
@@ -14,7 +14,7 @@ constexpr std::uint64_t kMaxPosition = std::numeric_limits<std::int64_t>::max();
 std::uint64_t checked_multiply(std::uint64_t a, std::uint64_t b) {
     std::uint64_t product = 0;
     if (__builtin_mul_overflow(a, b, &product) || product > kMaxPosition) {
-        throw std::invalid_argument("the box is larger than 2^63 bytes");
+        throw std::invalid_argument("the region is larger than 2^63 bytes");
     }
     return product;
 }
@@ -90,7 +90,7 @@ void copy_runs(Direction direction, const Grid& grid, std::size_t run, std::byte
 
 }  // namespace
 
-Box::Box(std::uint64_t itemsize, std::span<const Axis> axes) : run_(itemsize) {
+StridedRegion::StridedRegion(std::uint64_t itemsize, std::span<const Axis> axes) : run_(itemsize) {
     if (itemsize == 0) throw std::invalid_argument("itemsize is 0");
     const bool empty = std::ranges::any_of(axes, [](const Axis& axis) { return axis.size == 0; });
     if (empty) return;
@@ -123,7 +123,8 @@ Box::Box(std::uint64_t itemsize, std::span<const Axis> axes) : run_(itemsize) {
         }
         nbytes_ = checked_multiply(nbytes_, axis.size);
         inner += checked_multiply(axis.stream_stride, axis.size - 1);
-        if (inner > kMaxPosition) throw std::invalid_argument("the box is larger than 2^63 bytes");
+        if (inner > kMaxPosition)
+            throw std::invalid_argument("the region is larger than 2^63 bytes");
     }
     span_ = inner;
     axes_.assign(joined.rbegin(), joined.rend());
@@ -131,20 +132,21 @@ Box::Box(std::uint64_t itemsize, std::span<const Axis> axes) : run_(itemsize) {
 }
 
 /// A place in the sequence of runs.
-class Box::Cursor {
+class StridedRegion::Cursor {
   public:
     /// At the first run that ends after `position`.
-    Cursor(const Box& box, std::uint64_t position) : box_(&box), index_(box.axes_.size(), 0) {
-        if (position >= box.span_) {
+    Cursor(const StridedRegion& region, std::uint64_t position)
+        : region_(&region), index_(region.axes_.size(), 0) {
+        if (position >= region.span_) {
             at_end_ = true;
             return;
         }
         for (std::size_t i = 0; i < index_.size(); ++i) {
-            const Axis& axis = box.axes_[i];
+            const Axis& axis = region.axes_[i];
             const std::uint64_t step = std::min(position / axis.stream_stride, axis.size - 1);
             move(i, step);
             position -= step * axis.stream_stride;
-            if (position >= box.extent_[i]) {  // in the gap behind this step
+            if (position >= region.extent_[i]) {  // in the gap behind this step
                 advance(i, 1);
                 return;
             }
@@ -159,13 +161,13 @@ class Box::Cursor {
     /// `steps` along `axis`, carrying into the axes outside it. All axes inside it are at 0.
     void advance(std::size_t axis, std::uint64_t steps) {
         move(axis, steps);
-        while (index_[axis] == box_->axes_[axis].size) {
+        while (index_[axis] == region_->axes_[axis].size) {
             if (axis == 0) {
                 at_end_ = true;
                 return;
             }
-            stream_ -= index_[axis] * box_->axes_[axis].stream_stride;
-            memory_ -= static_cast<std::int64_t>(index_[axis]) * box_->axes_[axis].memory_stride;
+            stream_ -= index_[axis] * region_->axes_[axis].stream_stride;
+            memory_ -= static_cast<std::int64_t>(index_[axis]) * region_->axes_[axis].memory_stride;
             index_[axis] = 0;
             --axis;
             move(axis, 1);
@@ -175,25 +177,25 @@ class Box::Cursor {
   private:
     void move(std::size_t axis, std::uint64_t steps) {
         index_[axis] += steps;
-        stream_ += steps * box_->axes_[axis].stream_stride;
-        memory_ += static_cast<std::int64_t>(steps) * box_->axes_[axis].memory_stride;
+        stream_ += steps * region_->axes_[axis].stream_stride;
+        memory_ += static_cast<std::int64_t>(steps) * region_->axes_[axis].memory_stride;
     }
 
-    const Box* box_;
+    const StridedRegion* region_;
     std::vector<std::uint64_t> index_;
     std::uint64_t stream_ = 0;
     std::int64_t memory_ = 0;
     bool at_end_ = false;
 };
 
-Range Box::next_run(std::uint64_t position) const {
+Range StridedRegion::next_run(std::uint64_t position) const {
     const Cursor cursor(*this, position);
     if (cursor.at_end()) return {.begin = span_, .end = span_};
     return {.begin = std::max(position, cursor.stream()), .end = cursor.stream() + run_};
 }
 
-std::uint64_t Box::copy(Direction direction, Range part, std::byte* stream,
-                        std::byte* memory) const {
+std::uint64_t StridedRegion::copy(Direction direction, Range part, std::byte* stream,
+                                  std::byte* memory) const {
     part.end = std::min(part.end, span_);
     if (part.begin >= part.end) return 0;
     std::uint64_t copied = 0;
@@ -245,7 +247,7 @@ std::uint64_t Box::copy(Direction direction, Range part, std::byte* stream,
     return copied;
 }
 
-void Box::each_run(
+void StridedRegion::each_run(
     Range part,
     const std::function<void(std::uint64_t, std::int64_t, std::uint64_t)>& visit) const {
     part.end = std::min(part.end, span_);
