@@ -1,5 +1,5 @@
-// That unpicklers make of it what was meant, tests/unit/format/test_metadata_pickle.py sees; here: bounds, and what is
-// refused, under sanitizers.
+// That unpicklers make of it what was meant, tests/unit/format/test_metadata_pickle.py sees; here:
+// bounds, and what is refused, under sanitizers.
 
 #include "metadata/metadata_pickle.h"
 
