@@ -3,7 +3,8 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
-TEST_WORKERS ?= auto
+# One more than there are cores: many tests wait for a rank that is late or lost.
+TEST_WORKERS ?= $(shell expr $(JOBS) + 1)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_SAVES ?= 1000
@@ -91,7 +92,7 @@ python-test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 python-thorough: $(VENV)/installed
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal -m thorough $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m thorough $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
 NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_metadata_pickle.py tests/unit/format/test_metadata_objects.py \
