@@ -228,12 +228,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         def begin() -> dict[Any, Any]:
             bind(save)
             taken = take_up(save)
-            alone = (
-                save.group.rank_set.world == 1
-            )  # DCP runs no collective after this writer's last call
-            self._here.next = Running(
-                save, taken.ahead, alone or threading.current_thread() is caller
-            )
+            # Alone, DCP runs no collective after this writer's last call.
+            alone = save.group.rank_set.world == 1
+            ends_here = alone or threading.current_thread() is caller
+            self._here.next = Running(save, taken.ahead, ends_here)
             return taken.state
 
         def abandon(error: BaseException) -> None:

@@ -22,10 +22,23 @@ def _stepped():
     return {"w": parameter.detach()}, optimizer
 
 
+def _interrupt(*_):
+    raise KeyboardInterrupt
+
+
+gate = step_gate.gate
+
+
+def _interrupt_behind_the_gate(reads):
+    gate(reads)
+    raise KeyboardInterrupt
+
+
 PLACES = {
-    "the state is staged": (deferred_reads, "portions"),
-    "the read window is armed": (step_gate, "arm_backward"),
-    "the save is in flight": (start, "enter"),
+    "the state is staged": (deferred_reads, "portions", _interrupt),
+    "the step is held back": (step_gate, "gate", _interrupt_behind_the_gate),
+    "the read window is armed": (step_gate, "arm_backward", _interrupt),
+    "the save is in flight": (start, "enter", _interrupt),
 }
 
 
@@ -48,11 +61,7 @@ def test_an_interrupt_in_the_call_holds_no_step_and_no_later_save(
     load({"w": torch.zeros(1 << 20)}, tmp_path / "before")
     before = Residue.now()
     with monkeypatch.context() as patch:
-
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
-        patch.setattr(*PLACES[place], interrupt)
+        patch.setattr(*PLACES[place])
         with contextlib.suppress(KeyboardInterrupt):
             call(state, tmp_path / "interrupted")
             raise AssertionError("it was not interrupted")
