@@ -110,7 +110,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     ) -> None:
         session = storage_meta.session if isinstance(storage_meta, SessionMeta) else None
         if session is not None:
-            session.taken_by = self
+            session.take(self)
         if session is not None and not is_unchanged(self):
             # A hook may change the state or the plan. If the hook was set after async_save was called, build the state
             # now.

@@ -37,8 +37,6 @@ class Session:
         staged: the staged state; None in a synchronous save, or if DCP has received the state itself.
         state: builds the staged state dict with all its tensors. After this call the cached plan is not used for the
             save.
-        taken_by: the planner that was set up with this session, and not with the empty dict that DCP has in place of
-            the state; None so far.
         fingerprint: the state's fingerprint at :meth:`look`; None if plans for it are not cached.
     """
 
@@ -47,9 +45,18 @@ class Session:
     world: int
     staged: StagedState | None
     state: Callable[[], dict[Any, Any]] | None
-    taken_by: object = None
     fingerprint: Fingerprint | None = None
     _owned: tuple[bool, ...] | None = None
+    _taken_by: object = None
+
+    def take(self, planner: object) -> None:
+        """Note that ``planner`` was set up with this session, and not with the empty dict that DCP has in its place."""
+        self._taken_by = planner
+
+    @property
+    def taken_by(self) -> object:
+        """The planner that was set up with this session; None so far."""
+        return self._taken_by
 
     def look(self) -> None:
         """Take the fingerprint of the state. The thread that staged the state calls this before it continues."""
