@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import load, load_everything, raises, save, writer
-from support.files import put_back
 from support.metadata import COLUMNS, rewritten
 from support.metadata_examples import (
     META,
@@ -21,7 +20,6 @@ from support.metadata_examples import (
     packed_example,
     sharded,
 )
-from support.states import filled
 from support.work import little_work
 from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -35,28 +33,8 @@ from dcp_datastates.format import metadata_check
 from dcp_datastates.format.metadata import MetadataTable, decode, encode
 from dcp_datastates.format.metadata_columns import table_of
 
-STATE = {
-    "w": filled((300, 20), torch.float32, 1),
-    "list": [filled((3,), torch.int64, 2), {"deep": filled((), torch.bfloat16, 3)}],
-    "object": {"text": "some text"},
-}
-
 PATH = Path("c/.metadata")
 HUGE = 1 << 62
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("saved")
-    save(STATE, path)
-    return path
-
-
-@pytest.fixture
-def checkpoint(saved):
-    """The same for all tests: what one does to its files is undone."""
-    with put_back(saved):
-        yield saved
 
 
 def _put(*path):

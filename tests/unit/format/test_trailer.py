@@ -8,41 +8,18 @@ import struct
 from pathlib import Path
 
 import pytest
-import torch
-from support.checkpoints import assert_same, load_everything, raises, save
-from support.files import put_back
+from support.checkpoints import assert_same, load_everything, raises
 from support.metadata import COLUMNS, ended, file_of, parts_of, rewritten, with_format
-from support.states import filled
 
 from dcp_datastates import CheckpointCorruptError, UnreadableMetadataError
 from dcp_datastates.format import trailer
 from dcp_datastates.format.metadata import decode
 
-STATE = {
-    "w": filled((300, 20), torch.float32, 1),
-    "list": [filled((3,), torch.int64, 2), {"deep": filled((), torch.bfloat16, 3)}],
-    "object": {"text": "some text"},
-}
-
 PATH = Path("c/.metadata")
 HUGE = 1 << 62
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = tmp_path_factory.mktemp("saved")
-    save(STATE, path)
-    return path
-
-
-@pytest.fixture
-def checkpoint(saved):
-    """The same for all tests: what one does to its files is undone."""
-    with put_back(saved):
-        yield saved
-
-
-def test_a_file_is_what_the_layout_says(checkpoint):
+def test_a_file_is_what_the_layout_says(checkpoint, state):
     """By other code than the package's."""
     data = (checkpoint / ".metadata").read_bytes()
     parts = parts_of(checkpoint)
@@ -58,7 +35,7 @@ def test_a_file_is_what_the_layout_says(checkpoint):
     assert parts.columns["chunk_lengths"][place] == 300 * 20 * 4
     assert file_of(parts)[: len(parts.pickled)] == data[: len(parts.pickled)]
     rewritten(checkpoint, lambda parts: None)
-    assert_same(load_everything(checkpoint), STATE)
+    assert_same(load_everything(checkpoint), state)
 
 
 @pytest.mark.parametrize(
