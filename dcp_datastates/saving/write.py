@@ -220,9 +220,10 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
             while not job.wait_read(-1, _POLL_SECONDS):
                 pass
         else:
-            reads.settle()
-            if reads.failure is not None:
-                raise reads.failure
+            try:
+                reads.settle()
+            finally:
+                reads.raise_failure()
         nbytes = sum(file.nbytes for file in content.sealed)
         if job.fault is not None:
             raise _error(job.fault, nbytes)

@@ -150,10 +150,6 @@ class DeferredReads:
         return self._ownership
 
     @property
-    def window(self) -> Window:
-        return self._window
-
-    @property
     def failure(self) -> BaseException | None:
         """The error for which this save cannot be committed; None if there is none so far."""
         return self._end.get(None)
@@ -365,7 +361,7 @@ class DeferredReads:
         self._pin()
         self._await_copies()
         self._readers = list(readers)
-        self._raise_failure()
+        self.raise_failure()
         return self._take(start(self._window))
 
     def foresee(self, start: Callable[[Window], SaveJob]) -> SaveJob | None:
@@ -396,11 +392,11 @@ class DeferredReads:
         if self._end:
             _stop(job)
         self._handed_over.set()
-        self._raise_failure()
+        self.raise_failure()
         _not_submitted.discard(self.order)
         return job
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
         if (failure := self.failure) is not None:
             raise failure
 
@@ -417,7 +413,7 @@ class DeferredReads:
     def adopt(self) -> SaveJob:
         """Keep the job of :meth:`foresee`: the ranks have agreed on its plan."""
         job = self._foreseen
-        self._raise_failure()
+        self.raise_failure()
         assert job is not None, "foresee() comes first"
         self._take(job)
         self._foreseen = None
@@ -432,7 +428,8 @@ class DeferredReads:
     def settle(self) -> None:
         """Wait until all data are read, and check that they are unchanged; then the state may change freely.
 
-        Raises :class:`SnapshotTornError`; does not raise for a failed job: the caller reads ``job.fault``.
+        Raises :class:`SnapshotTornError`, but :meth:`raise_failure` comes first: a gate that found a tear has let its
+        optimizer write. Does not raise for a failed job: the caller reads ``job.fault``.
         """
         job = self._job
         assert job is not None, "hand_over() comes first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from support.checkpoints import (
 from support.training import TrainingRun
 
 from dcp_datastates import SnapshotTornError
+from dcp_datastates.staging.change_detection import Portion
 
 deferring = pytest.mark.parametrize("defer", ["owned", "none"])
 
@@ -97,6 +99,29 @@ def test_a_torn_save_names_the_tensor_and_the_way_out(tmp_path):
     _add_to_one(run)
     run.optimizer.step()
     with raises(SnapshotTornError, "output.weight", 'defer="none"'):
+        future.result(60)
+
+
+def test_the_error_names_the_write_that_tore_the_save_not_those_behind_it(tmp_path, monkeypatch):
+    """The gate finds the write first and lets its optimizer pass, whose writes the save's own thread finds."""
+    run = TrainingRun()
+    run.step()
+    run.forward_backward()
+    both_check, stepped = threading.Barrier(2, timeout=60), threading.Event()
+    check = Portion.check
+
+    def in_this_order(portion):
+        both_check.wait()
+        if threading.current_thread() is not threading.main_thread():
+            assert stepped.wait(60)
+        check(portion)
+
+    future = async_save(run.state(), tmp_path, read_deadline=3600)
+    _add_to_one(run)
+    monkeypatch.setattr(Portion, "check", in_this_order)
+    run.optimizer.step()
+    stepped.set()
+    with raises(SnapshotTornError, "1 deferred tensor(s)", "output.weight"):
         future.result(60)
 
 
