@@ -43,6 +43,10 @@ inline constexpr Result kCaptureImplicit = 906;
 inline constexpr Result kCapturedEvent = 907;
 inline constexpr Result kUnknown = 999;
 
+/// An attribute of a device: the NUMA node of the host that is nearest, -1 for none. From
+/// CUDA 12.2.
+inline constexpr int kHostNumaId = 134;
+
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
 inline constexpr unsigned kHostRegisterPortable = 1;

@@ -118,6 +118,15 @@ Result cuDeviceGet(Device* device, int ordinal) {
     });
 }
 
+Result cuDeviceGetAttribute(int* value, int attribute, Device device) {
+    return call("cuDeviceGetAttribute", Needs::kInitialized, [&](Driver& driver, Caller&) {
+        if (device < 0 || device >= driver.devices) return kInvalidDevice;
+        if (attribute != kHostNumaId) return kInvalidValue;
+        *value = 0;
+        return kSuccess;
+    });
+}
+
 Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
     return call("cuDevicePrimaryCtxRetain", Needs::kInitialized, [&](Driver& driver, Caller&) {
         if (device < 0 || device >= driver.devices) return kInvalidDevice;
@@ -133,13 +142,16 @@ Result cuDevicePrimaryCtxRetain(Context* context, Device device) {
 }
 
 Result cuDevicePrimaryCtxRelease_v2(Device device) {
-    return call("cuDevicePrimaryCtxRelease_v2", Needs::kInitialized, [&](Driver& driver, Caller&) {
-        if (device < 0 || device >= driver.devices) return kInvalidDevice;
-        bool ended = false;
-        const Result result = driver.streams.release(device, ended);
-        if (ended) driver.memory.unregister_all(device);
-        return result;
-    });
+    return call("cuDevicePrimaryCtxRelease_v2", Needs::kInitialized,
+                [&](Driver& driver, Caller& caller) {
+                    if (device < 0 || device >= driver.devices) return kInvalidDevice;
+                    if (driver.streams.context(device).references == 1)
+                        driver.drain(caller, device);
+                    bool ended = false;
+                    const Result result = driver.streams.release(device, ended);
+                    if (ended) driver.memory.unregister_all(device);
+                    return result;
+                });
 }
 
 Result cuCtxPushCurrent_v2(Context context) {
@@ -191,20 +203,23 @@ Result cuStreamDestroy_v2(Stream stream) {
 
 Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags) {
     return call("cuStreamWaitEvent", Needs::kContext, [&](Driver& driver, Caller& caller) {
+        driver.await_room(caller, caller.device, 1);
         fake_cuda::Stream* const waits = driver.streams.stream(caller.device, stream);
         const fake_cuda::Event* const awaited = driver.streams.event(event);
         if (waits == nullptr || awaited == nullptr) return kInvalidHandle;
         if (waits->device != caller.device) return kInvalidContext;
         if (flags != 0) return kInvalidValue;
-        return driver.streams.wait(*waits, *awaited);
+        return driver.streams.wait(*waits, *awaited, true);
     });
 }
 
 Result cuThreadExchangeStreamCaptureMode(CaptureMode* mode) {
     return call("cuThreadExchangeStreamCaptureMode", Needs::kInitialized,
                 [&](Driver& driver, Caller&) {
+                    auto& thread = driver.this_thread();
+                    if (driver.hostility.context && thread.contexts.empty()) return kInvalidContext;
                     if (*mode < kCaptureGlobal || *mode > kCaptureRelaxed) return kInvalidValue;
-                    std::swap(*mode, driver.this_thread().capture_mode);
+                    std::swap(*mode, thread.capture_mode);
                     return kSuccess;
                 });
 }
@@ -224,12 +239,13 @@ Result cuEventDestroy_v2(Event event) {
 
 Result cuEventRecord(Event event, Stream stream) {
     return call("cuEventRecord", Needs::kContext, [&](Driver& driver, Caller& caller) {
+        driver.await_room(caller, caller.device, 1);
         fake_cuda::Event* const recorded = driver.streams.event(event);
         fake_cuda::Stream* const of = driver.streams.stream(caller.device, stream);
         if (recorded == nullptr || of == nullptr) return kInvalidHandle;
         if (of->device != caller.device) return kInvalidContext;
         if (recorded->device != of->device) return kInvalidHandle;
-        return driver.streams.record(*recorded, *of);
+        return driver.streams.record(*recorded, *of, true);
     });
 }
 
@@ -240,7 +256,11 @@ Result cuEventQuery(Event event) {
         const Result unsafe = driver.streams.check_unsafe(driver.this_thread().capture_mode);
         if (unsafe != kSuccess) return unsafe;
         if (asked->capture) return kCapturedEvent;
-        return asked->recorded == nullptr || asked->recorded->done ? kSuccess : kNotReady;
+        if (asked->recorded == nullptr) return kSuccess;
+        const bool told =
+            asked->recorded->done &&
+            fake_cuda::Clock::now() >= asked->recorded->done_at + driver.hostility.lie;
+        return told ? kSuccess : kNotReady;
     });
 }
 
@@ -248,18 +268,19 @@ Result cuMemHostRegister_v2(void* data, std::size_t nbytes, unsigned flags) {
     return call("cuMemHostRegister_v2", Needs::kContext, [&](Driver& driver, Caller& caller) {
         const Result unsafe = driver.streams.check_unsafe(driver.this_thread().capture_mode);
         if (unsafe != kSuccess) return unsafe;
-        return driver.memory.register_host(fake_cuda::addresses_of(data, nbytes), caller.device,
-                                           (flags & kHostRegisterPortable) != 0);
+        return driver.register_host(caller, fake_cuda::addresses_of(data, nbytes),
+                                    (flags & kHostRegisterPortable) != 0);
     });
 }
 
 Result cuMemHostUnregister(void* data) {
-    return call("cuMemHostUnregister", Needs::kContext, [&](Driver& driver, Caller&) {
+    return call("cuMemHostUnregister", Needs::kContext, [&](Driver& driver, Caller& caller) {
         const Result unsafe = driver.streams.check_unsafe(driver.this_thread().capture_mode);
         if (unsafe != kSuccess) return unsafe;
         const auto gone = driver.memory.unregister_host(fake_cuda::addresses_of(data, 0).begin);
         if (gone == nullptr) return kHostMemoryNotRegistered;
         if (gone->uses > 0) ++driver.counts.early_unregistrations;
+        driver.drain(caller, caller.device);
         return kSuccess;
     });
 }

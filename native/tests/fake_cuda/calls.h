@@ -18,6 +18,7 @@ Result cuGetErrorString(Result error, const char** words);
 Result cuDriverGetVersion(int* version);
 Result cuDeviceGetCount(int* count);
 Result cuDeviceGet(Device* device, int ordinal);
+Result cuDeviceGetAttribute(int* value, int attribute, Device device);
 
 Result cuDevicePrimaryCtxRetain(Context* context, Device device);
 Result cuDevicePrimaryCtxRelease_v2(Device device);

@@ -75,7 +75,7 @@ void* address_of(Signature* function) {
 }
 
 const auto& functions() {
-    static const std::array<Entry, 28> kFunctions{{
+    static const std::array<Entry, 29> kFunctions{{
         {"cuInit", 2000, address_of(cuInit)},
         {"cuGetErrorName", 6000, address_of(cuGetErrorName)},
         {"cuGetErrorString", 6000, address_of(cuGetErrorString)},
@@ -84,6 +84,7 @@ const auto& functions() {
         {"cuGetProcAddress", 12000, address_of(cuGetProcAddress_v2)},
         {"cuDeviceGetCount", 2000, address_of(cuDeviceGetCount)},
         {"cuDeviceGet", 2000, address_of(cuDeviceGet)},
+        {"cuDeviceGetAttribute", 2000, address_of(cuDeviceGetAttribute)},
         {"cuDevicePrimaryCtxRetain", 7000, address_of(cuDevicePrimaryCtxRetain)},
         {"cuDevicePrimaryCtxRelease", 11000, address_of(cuDevicePrimaryCtxRelease_v2)},
         {"cuCtxPushCurrent", 4000, address_of(cuCtxPushCurrent_v2)},

@@ -21,10 +21,12 @@ Driver& driver() {
     return Driver::instance();
 }
 
-/// Calls `body` with a stream of `device`, of the training process.
+/// Calls `body` with a stream of `device`, of the training process, which is given so many
+/// commands.
 template <typename Body>
-int with_stream(int device, Handle handle, const Body& body) {
+int with_stream(int device, Handle handle, std::uint64_t commands, const Body& body) {
     return driver().train(device, [&](Driver& all, Caller& caller) -> cuda::Result {
+        if (commands > 0) all.await_room(caller, device, commands);
         Stream* const stream = all.streams.stream(device, handle);
         if (stream == nullptr || stream->device != device) return cuda::kInvalidHandle;
         return body(all, caller, *stream);
@@ -108,7 +110,7 @@ int fake_cuda_destroy_stream(uintptr_t stream) {
 }
 
 int fake_cuda_launch(int device, uintptr_t stream, void (*kernel)(void*), void* argument) {
-    return with_stream(device, stream, [&](Driver& all, Caller&, Stream& of) {
+    return with_stream(device, stream, 1, [&](Driver& all, Caller&, Stream& of) {
         auto work = std::make_shared<Work>();
         work->kernel = [kernel, argument] { kernel(argument); };
         return all.streams.enqueue(of, work);
@@ -121,15 +123,16 @@ int fake_cuda_write(int device, uintptr_t stream, void* to, const void* from, ui
     if (nbytes > 0) std::memcpy(work->written.data(), from, nbytes);
     work->copies.push_back(
         {.to = static_cast<std::byte*>(to), .from = work->written.data(), .nbytes = nbytes});
-    return with_stream(device, stream, [&](Driver& all, Caller&, Stream& of) -> cuda::Result {
+    return with_stream(device, stream, 1, [&](Driver& all, Caller&, Stream& of) -> cuda::Result {
         if (!all.memory.is_of_device(device, addresses_of(to, nbytes))) return cuda::kInvalidValue;
         return all.streams.enqueue(of, work);
     });
 }
 
 int fake_cuda_synchronize(int device, uintptr_t stream, double timeout_s) {
-    return with_stream(device, stream, [&](Driver& all, Caller& caller, Stream& of) {
+    return with_stream(device, stream, 0, [&](Driver& all, Caller& caller, Stream& of) {
         const WorkPointer last = of.last;  // the stream may be destroyed while we wait
+        caller.passage = {};               // a real driver waits without its lock
         const bool done = all.scheduler.wait_until(caller.lock, last, after(timeout_s));
         return done ? all.poison : cuda::kNotReady;
     });
@@ -140,7 +143,7 @@ int fake_cuda_synchronize_all(double timeout_s) {
 }
 
 int fake_cuda_begin_capture(int device, uintptr_t stream, int mode) {
-    return with_stream(device, stream, [&](Driver& all, Caller&, Stream& of) -> cuda::Result {
+    return with_stream(device, stream, 0, [&](Driver& all, Caller&, Stream& of) -> cuda::Result {
         if (stream <= 1 || of.capture) return cuda::kCaptureUnsupported;
         if (mode < cuda::kCaptureGlobal || mode > cuda::kCaptureRelaxed) return cuda::kInvalidValue;
         all.streams.begin_capture(of, mode);
@@ -149,7 +152,7 @@ int fake_cuda_begin_capture(int device, uintptr_t stream, int mode) {
 }
 
 int fake_cuda_end_capture(int device, uintptr_t stream) {
-    return with_stream(device, stream, [&](Driver& all, Caller&, Stream& of) {
+    return with_stream(device, stream, 0, [&](Driver& all, Caller&, Stream& of) {
         return all.streams.end_capture(of);
     });
 }
@@ -180,6 +183,15 @@ void fake_cuda_stall(int on) {
     driver().arrange([&](Driver& all) { all.scheduler.stall(on != 0); });
 }
 
+int fake_cuda_be_hostile(const char* way, uint64_t value) {
+    return driver().arrange(
+        [&](Driver& all) { return all.be_hostile(way, value) ? cuda::kSuccess : cuda::kNotFound; });
+}
+
+void fake_cuda_watch_interpreter(int (*held)(void)) {
+    driver().watch_interpreter(held);
+}
+
 void fake_cuda_hide(const char* symbol) {
     driver().arrange([&](Driver& all) { all.hidden.emplace(symbol); });
 }
@@ -196,7 +208,15 @@ uint64_t fake_cuda_count(const char* what) {
     return driver().arrange([&](Driver& all) -> uint64_t {
         const std::string_view name = what;
         if (all.is_known(name)) return all.calls_of(name);
-        const std::array<std::pair<std::string_view, uint64_t>, 12> counts{{
+        const auto us = [](Clock::duration time) {
+            return static_cast<uint64_t>(
+                std::chrono::duration_cast<std::chrono::microseconds>(time).count());
+        };
+        uint64_t most_commands = 0;
+        for (int device = 0; device < all.devices; ++device) {
+            most_commands = std::max(most_commands, all.scheduler.queue(device).most_of_engine);
+        }
+        const std::array<std::pair<std::string_view, uint64_t>, 19> counts{{
             {"bytes_to_host", all.counts.bytes_to_host},
             {"bytes_to_device", all.counts.bytes_to_device},
             {"copies", all.counts.copies},
@@ -209,6 +229,13 @@ uint64_t fake_cuda_count(const char* what) {
             {"live_registrations", all.memory.registrations()},
             {"pending", all.scheduler.pending()},
             {"captured", all.streams.captured()},
+            {"training_wait_us", us(all.door.longest_wait())},
+            {"held_interpreter", all.held_interpreter},
+            {"pages_faulted_in", all.pinning.pages_faulted_in},
+            {"pinning_us", us(all.pinning.inside)},
+            {"between_pins_us", us(all.pinning.between)},
+            {"near_pins", all.pinning.near},
+            {"most_commands", most_commands},
         }};
         for (const auto& [known, count] : counts) {
             if (known == name) return count;

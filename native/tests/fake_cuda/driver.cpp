@@ -11,7 +11,7 @@ namespace datastates::fake_cuda {
 namespace {
 
 /// All that are exported and counted.
-constexpr std::array<std::string_view, 28> kSymbols{
+constexpr std::array<std::string_view, 29> kSymbols{
     "cuInit",
     "cuGetErrorName",
     "cuGetErrorString",
@@ -20,6 +20,7 @@ constexpr std::array<std::string_view, 28> kSymbols{
     "cuGetProcAddress_v2",
     "cuDeviceGetCount",
     "cuDeviceGet",
+    "cuDeviceGetAttribute",
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
     "cuCtxPushCurrent_v2",
@@ -56,6 +57,7 @@ struct AtExit {
 
 Driver::Driver() : process_(::getpid()) {
     for (const std::string_view symbol : kSymbols) calls_.emplace(symbol, 0);
+    if (hostile_by_environment()) be_hostile("all", 1);
 }
 
 Driver& Driver::instance() {
@@ -99,6 +101,73 @@ void Driver::fail_next(std::string_view symbol, cuda::Result code, int skip) {
     failures_[std::string(symbol)].push_back({.code = code, .skip = skip});
 }
 
+bool Driver::be_hostile(std::string_view way, std::uint64_t value) {
+    const bool all = way == "all";
+    const auto is = [&](std::string_view name) { return all || way == name; };
+    const auto like_a_real_one = [&](std::uint64_t real) {
+        return all && value > 0 ? real : value;
+    };
+    bool known = false;
+    const auto set = [&](std::string_view name, auto& what, auto to) {
+        if (!is(name)) return;
+        known = true;
+        what = to;
+    };
+    bool lock = false;
+    set("lock", lock, value > 0);
+    if (known) door.close(lock);
+    set("queue", hostility.queue, like_a_real_one(1024));
+    set("drain", hostility.drain, value > 0);
+    // A real one clears and pins some GB/s where pages are small.
+    set("pin_ns", hostility.pin_page, std::chrono::nanoseconds(like_a_real_one(1000)));
+    set("lie_us", hostility.lie, std::chrono::microseconds(like_a_real_one(300)));
+    set("context", hostility.context, value > 0);
+    return known;
+}
+
+void Driver::await_room(Caller& caller, int device, std::uint64_t commands) {
+    const std::uint64_t bound = hostility.queue;
+    if (bound == 0) return;
+    const auto has_room = [&](const Scheduler::Queue& queue) {
+        const std::uint64_t waiting = queue.training + queue.engine;
+        return waiting == 0 || waiting + commands <= bound;
+    };
+    const Scheduler::Queue& queue = scheduler.queue(device);
+    if (has_room(queue)) return;
+    // A training process that fills the queue by itself waits for itself.
+    const bool by_engine = queue.training + (caller.engines ? 0 : commands) <= bound;
+    caller.passage.blame_engine(by_engine);
+    const auto began = Clock::now();
+    scheduler.wait_for_queue(caller.lock, device, has_room);
+    if (by_engine && !caller.engines) door.waited(Clock::now() - began);
+}
+
+void Driver::drain(Caller& caller, int device) {
+    if (!hostility.drain || poison != cuda::kSuccess) return;
+    scheduler.wait_for_queue(caller.lock, device, [](const Scheduler::Queue& queue) {
+        return queue.training + queue.engine == 0;
+    });
+}
+
+cuda::Result Driver::register_host(Caller& caller, const Addresses& pinned, bool portable) {
+    const auto began = Clock::now();
+    const std::uint64_t pages = pages_not_faulted_in(pinned);
+    pinning.pages_faulted_in += pages;
+    if (prefers_a_node()) ++pinning.near;
+    if (pinning.last != Clock::time_point()) pinning.between += began - pinning.last;
+    const std::uint64_t all = (pinned.end - pinned.begin) / 4096;
+    if (const auto takes = hostility.pin_page * pages + hostility.pin_page * all / 10;
+        takes.count() > 0) {
+        caller.lock.unlock();
+        std::this_thread::sleep_for(takes);
+        caller.lock.lock();
+    }
+    const cuda::Result result = memory.register_host(pinned, caller.device, portable);
+    pinning.last = Clock::now();
+    pinning.inside += pinning.last - began;
+    return result;
+}
+
 void Driver::reset() {
     std::unique_lock lock(mutex_);
     scheduler.stop(lock);
@@ -106,6 +175,10 @@ void Driver::reset() {
     streams.reset();
     memory = {};
     counts = {};
+    pinning = {};
+    held_interpreter = 0;
+    door.forget();
+    be_hostile("all", hostile_by_environment() ? 1 : 0);
     hidden.clear();
     failures_.clear();
     for (auto& [symbol, count] : calls_) count = 0;
@@ -137,10 +210,12 @@ cuda::Result Driver::check_copy(int device, const DeviceCopy& copy,
 
 cuda::Result Driver::enqueue_copies(Caller& caller, Handle handle,
                                     std::span<const DeviceCopy> copies, std::size_t& failed) {
+    await_room(caller, caller.device, copies.size());
     Stream* const stream = streams.stream(caller.device, handle);
     if (stream == nullptr) return cuda::kInvalidHandle;
     if (stream->device != caller.device) return cuda::kInvalidContext;
     auto work = std::make_shared<Work>();
+    work->engines = caller.engines;
     std::vector<std::shared_ptr<Registration>> used;
     Counts counted = counts;
     bool pageable = false;

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "device/cuda_abi.h"
+#include "hostility.h"
 #include "memory.h"
 #include "scheduler.h"
 #include "streams.h"
@@ -26,8 +27,10 @@ enum class Needs : std::uint8_t { kNothing, kInitialized, kContext };
 
 /// A thread that is in a call.
 struct Caller {
+    Door::Passage passage;  ///< outlives `lock`
     std::unique_lock<std::mutex> lock;
-    int device = -1;  ///< of its context
+    bool engines = true;  ///< not the training process's
+    int device = -1;      ///< of its context
 };
 
 /// A thread, as far as the driver remembers it.
@@ -62,7 +65,10 @@ class Driver {
     template <typename Body>
     cuda::Result call(const char* symbol, Needs needs, const Body& body) {
         if (!is_of_this_process()) return cuda::kNotInitialized;  // a fork, with no threads
-        Caller caller{.lock = std::unique_lock(mutex_)};
+        if (const auto held = interpreter_held_.load(); held != nullptr && held() != 0) {
+            ++held_interpreter;
+        }
+        Caller caller{.passage = door.enter(true), .lock = std::unique_lock(mutex_)};
         if (const cuda::Result refused = admit(symbol, needs, caller)) return refused;
         return body(*this, caller);
     }
@@ -71,7 +77,10 @@ class Driver {
     template <typename Body>
     cuda::Result train(int device, const Body& body) {
         if (!is_of_this_process()) return cuda::kNotInitialized;
-        Caller caller{.lock = std::unique_lock(mutex_), .device = device};
+        Caller caller{.passage = door.enter(false),
+                      .lock = std::unique_lock(mutex_),
+                      .engines = false,
+                      .device = device};
         if (device < 0 || device >= devices) return cuda::kInvalidDevice;
         if (poison != cuda::kSuccess) return poison;
         initialized = true;
@@ -90,6 +99,9 @@ class Driver {
 
     cuda::Result synchronize_all(Clock::time_point deadline);
 
+    /// False if there is no such way.
+    bool be_hostile(std::string_view way, std::uint64_t value);
+
     /// As at the end of a process: no threads, and no call succeeds.
     void end();
 
@@ -98,12 +110,23 @@ class Driver {
         return calls_.find(symbol)->second;
     }
     void fail_next(std::string_view symbol, cuda::Result code, int skip);
+    void watch_interpreter(int (*held)()) { interpreter_held_ = held; }
 
     [[nodiscard]] ThreadState& this_thread() const;
+    /// Before a call gives a device so many commands: waits for room in its queue.
+    void await_room(Caller& caller, int device, std::uint64_t commands);
+    /// As calls do that drain the device.
+    void drain(Caller& caller, int device);
+    cuda::Result register_host(Caller& caller, const Addresses& pinned, bool portable);
     cuda::Result enqueue_copies(Caller& caller, Handle handle, std::span<const DeviceCopy> copies,
                                 std::size_t& failed);
 
+    Door door;
+    std::atomic<std::uint64_t> held_interpreter = 0;
+
     // With the mutex.
+    Hostility hostility;
+    Pinning pinning;
     int devices = kDevices;
     bool initialized = false;
     cuda::Result poison = cuda::kSuccess;
@@ -127,7 +150,8 @@ class Driver {
     cuda::Result check_copy(int device, const DeviceCopy& copy,
                             std::shared_ptr<Registration>& pinned) const;
 
-    std::mutex mutex_;  // guards all
+    std::mutex mutex_;  // guards all; taken after the door's
+    std::atomic<int (*)()> interpreter_held_ = nullptr;
     const pid_t process_;
     std::uint64_t epoch_ = 1;  // of handles, contexts and threads: a reset begins another
     std::map<std::string, std::uint64_t, std::less<>> calls_;

@@ -89,6 +89,28 @@ void fake_cuda_poison(int code);
 /* 1: nothing begins to run, and copies stop between two pieces; 0: all goes on. */
 void fake_cuda_stall(int on);
 
+/* --- hostility: what real drivers do to a training process --- */
+
+/* Makes the driver as bad as a real one in one way, from now on; 0: no longer. A driver that is
+ * loaded while the environment variable FAKE_CUDA_HOSTILE is "1" is hostile in all ways, and so it
+ * is after a reset. 500 if there is no such way.
+ *
+ * - lock: one lock is held through every call, those of the training process too, however long it
+ * takes
+ * - queue: a device's streams together hold this many commands (each copy of a batch is one); a
+ * call that has more waits for room, with the lock
+ * - drain: cuMemHostUnregister, and the end of a context, wait for all work of the device
+ * - pin_ns: pinning takes this long for each page of 4 KiB that is not faulted in, and a tenth of
+ * it for each page
+ * - lie_us: event queries still say "not ready" for this long after the event
+ * - context: cuThreadExchangeStreamCaptureMode wants a context
+ * - all: 1: all of these, with values like a real driver's */
+int fake_cuda_be_hostile(const char* way, uint64_t value);
+
+/* `held` tells whether the calling thread holds the lock of an interpreter (PyGILState_Check);
+ * NULL: not asked. */
+void fake_cuda_watch_interpreter(int (*held)(void));
+
 /* cuGetProcAddress does not know `symbol` (without suffix: "cuMemcpyBatchAsync"). */
 void fake_cuda_hide(const char* symbol);
 
@@ -108,7 +130,14 @@ void fake_cuda_show_accesses(int on);
  * - early_unregistrations: of memory that a copy was to use
  * - live_streams, live_events, live_registrations
  * - pending: work enqueued and not done
- * - captured: work captured */
+ * - captured: work captured
+ * - training_wait_us: the longest time that a call of the training process waited behind one of the
+ * engine's
+ * - held_interpreter: the engine's calls in a thread that held the lock of an interpreter
+ * - pages_faulted_in: by pinning
+ * - pinning_us, between_pins_us: in all
+ * - near_pins: by threads that prefer memory of one NUMA node
+ * - most_commands: of the engine, in the queue of a device at a time */
 uint64_t fake_cuda_count(const char* what);
 
 /* References to the primary context of `device`; 0: it does not exist. */

@@ -47,6 +47,9 @@ void Scheduler::submit(const WorkPointer& work, std::span<const WorkPointer> lea
         ++work->blockers;
     }
     pending_.emplace(work->number, work);
+    Queue& queue = queues_[work->device];
+    (work->engines ? queue.engine : queue.training) += work->commands();
+    queue.most_of_engine = std::max(queue.most_of_engine, queue.engine);
     if (work->blockers > 0) return;
     ready_.push_back(work);
     may_run_.notify_all();
@@ -62,6 +65,12 @@ bool Scheduler::wait_until(std::unique_lock<std::mutex>& lock, const WorkPointer
 
 bool Scheduler::wait_all_until(std::unique_lock<std::mutex>& lock, Clock::time_point deadline) {
     return finished_.wait_until(lock, deadline, [&] { return pending_.empty(); });
+}
+
+void Scheduler::wait_for_queue(std::unique_lock<std::mutex>& lock, int device,
+                               const std::function<bool(const Queue&)>& so) {
+    const std::uint64_t stops = stops_;
+    finished_.wait(lock, [&] { return so(queues_[device]) || stops_ != stops; });
 }
 
 void Scheduler::stall(bool on) {
@@ -87,6 +96,7 @@ void Scheduler::stop(std::unique_lock<std::mutex>& lock) {
     ready_.clear();
     for (auto& [number, work] : pending_) work->followers.clear();  // or they end recursively
     pending_.clear();
+    queues_.clear();
     finished_.notify_all();
 }
 
@@ -148,6 +158,9 @@ void Scheduler::copy(std::unique_lock<std::mutex>& lock, const Work& work, const
 void Scheduler::finish(Work& work) {
     if (stopping_) return;  // neither done nor ever to be
     work.done = true;
+    work.done_at = Clock::now();
+    Queue& queue = queues_[work.device];
+    (work.engines ? queue.engine : queue.training) -= work.commands();
     if (work.when_finished) work.when_finished();
     work.kernel = nullptr;  // streams and events may keep this
     work.copies = {};

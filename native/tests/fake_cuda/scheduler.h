@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <condition_variable>
@@ -33,12 +34,20 @@ struct Work {
     std::vector<Piecewise> copies;        ///< made in any order
     std::vector<std::byte> written;       ///< what a copy may read from
     std::function<void()> when_finished;  ///< called with the mutex held, also if it was dropped
+    int device = 0;
+    bool engines = false;  ///< of the engine, not of the training process
 
     // The scheduler's.
     std::uint64_t number = 0;
     std::size_t blockers = 0;  ///< what it must follow and is not done
     std::vector<std::shared_ptr<Work>> followers;
     bool done = false;
+    Clock::time_point done_at;
+
+    /// In the queue of its device.
+    [[nodiscard]] std::uint64_t commands() const {
+        return std::max<std::uint64_t>(copies.size(), 1);
+    }
 };
 using WorkPointer = std::shared_ptr<Work>;
 
@@ -74,6 +83,19 @@ class Scheduler {
 
     [[nodiscard]] std::size_t pending() const { return pending_.size(); }
 
+    /// Commands of a device that are not done.
+    struct Queue {
+        std::uint64_t training = 0;
+        std::uint64_t engine = 0;
+        std::uint64_t most_of_engine = 0;
+    };
+    [[nodiscard]] Queue& queue(int device) { return queues_[device]; }
+
+    /// Waits until `so` is true of the queue, or never will be. Lets go of the mutex while it
+    /// waits.
+    void wait_for_queue(std::unique_lock<std::mutex>& lock, int device,
+                        const std::function<bool(const Queue&)>& so);
+
   private:
     void start();
     void run();
@@ -92,6 +114,7 @@ class Scheduler {
     std::mt19937_64 random_;
     std::map<std::uint64_t, WorkPointer> pending_;  // not done, by number
     std::vector<WorkPointer> ready_;                // of those, what may be begun
+    std::map<int, Queue> queues_;                   // by device
     std::uint64_t submitted_ = 0;
     std::uint64_t dropped_up_to_ = 0;  // by number
     std::uint64_t stops_ = 0;

@@ -106,6 +106,7 @@ cuda::Result Streams::enqueue(Stream& stream, const WorkPointer& work, const Wor
         ++captured_;
         return cuda::kSuccess;
     }
+    work->device = stream.device;
     std::vector<WorkPointer> leaders{stream.last, leader};
     if (is_legacy(stream)) {
         if (const auto captures = captures_beside_legacy(stream.device); !captures.empty()) {
@@ -124,8 +125,9 @@ cuda::Result Streams::enqueue(Stream& stream, const WorkPointer& work, const Wor
     return cuda::kSuccess;
 }
 
-cuda::Result Streams::record(Event& event, Stream& stream) {
+cuda::Result Streams::record(Event& event, Stream& stream, bool engines) {
     auto work = std::make_shared<Work>();
+    work->engines = engines;
     if (const cuda::Result result = enqueue(stream, work)) return result;
     event.capture = stream.capture;
     event.captured_in = stream.handle;
@@ -133,11 +135,13 @@ cuda::Result Streams::record(Event& event, Stream& stream) {
     return cuda::kSuccess;
 }
 
-cuda::Result Streams::wait(Stream& stream, const Event& event) {
+cuda::Result Streams::wait(Stream& stream, const Event& event, bool engines) {
     if (!event.capture) {
         if (!event.recorded) return cuda::kSuccess;
         if (stream.capture) return invalidate(*stream.capture, cuda::kCaptureIsolation);
-        return enqueue(stream, std::make_shared<Work>(), event.recorded);
+        auto work = std::make_shared<Work>();
+        work->engines = engines;
+        return enqueue(stream, work, event.recorded);
     }
     if (std::ranges::find(captures_, event.capture) == captures_.end()) return cuda::kCapturedEvent;
     Capture& capture = *event.capture;

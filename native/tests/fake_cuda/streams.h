@@ -82,8 +82,8 @@ class Streams {
     /// Work of a stream that is being captured is dropped at once; its number stays 0.
     cuda::Result enqueue(Stream& stream, const WorkPointer& work,
                          const WorkPointer& leader = nullptr);
-    cuda::Result record(Event& event, Stream& stream);
-    cuda::Result wait(Stream& stream, const Event& event);
+    cuda::Result record(Event& event, Stream& stream, bool engines);
+    cuda::Result wait(Stream& stream, const Event& event, bool engines);
 
     // Captures.
     void begin_capture(Stream& stream, cuda::CaptureMode mode);
