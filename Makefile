@@ -91,8 +91,10 @@ test-thorough: native-tsan native-asan python-thorough newest-test
 python-test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
+# Then the tests of devices once more, on a fake driver that is as bad as a real one.
 python-thorough: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m thorough $(PYTEST_ARGS)
+	FAKE_CUDA_HOSTILE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/device $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
 NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_metadata_pickle.py tests/unit/format/test_metadata_objects.py \
@@ -151,6 +153,7 @@ native-test: native-plain native-tsan native-asan
 native-plain: SANITIZE :=
 native-tsan: SANITIZE := thread
 native-tsan: CTEST_ARGS := --label-exclude one_thread
+native-tsan native-asan: export FAKE_CUDA_HOSTILE := 1
 native-asan: SANITIZE := address,undefined
 
 native-plain native-tsan native-asan: native-%: $(VENV)/tools

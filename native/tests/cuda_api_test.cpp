@@ -394,6 +394,7 @@ void a_relaxed_thread_breaks_no_capture() {
     const StreamHandle captured = training_stream(0);
     check_equal(fake_cuda_begin_capture(0, captured, 0), 0);
     in_another_thread([&] {
+        const Entered entered(*driver.api, 0);
         CaptureMode mode = kRelaxedCapture;
         check_ok(driver.api->exchange_capture(mode));
         check_equal(mode, 0);

@@ -147,9 +147,9 @@ void open_devices(const Engine& engine, int devices) {
 }
 
 void wait_until_prepared(const Engine& engine) {
-    wait_until("devices are never prepared", [&] { return engine.devices().prepared(); });
-    check_ok(engine.devices().pin_fault());
-    check_equal(engine.devices().pinned_bytes(),
+    wait_until("devices are never prepared", [&] { return engine.devices().pinner().idle(); });
+    check_ok(engine.devices().pinner().fault());
+    check_equal(engine.devices().pinner().pinned_bytes(),
                 engine.cache().stats().total_segments * kSegmentBytes);
 }
 

@@ -32,6 +32,7 @@ class HookedDeviceApi final : public DeviceApi {
     MaybeFault device_count(int& count) override { return driver_->device_count(count); }
     MaybeFault retain(int device) override { return driver_->retain(device); }
     void release(int device) override { driver_->release(device); }
+    int near_node(int device) override { return driver_->near_node(device); }
     MaybeFault enter(int device) override { return driver_->enter(device); }
     void leave() override { driver_->leave(); }
     MaybeFault exchange_capture(CaptureMode& mode) override {

@@ -192,7 +192,12 @@ void restores_that_a_shutdown_cuts_off_do_not_succeed() {
         return instead;
     });
     Engine engine(kCache, {}, ops);
-    check_equal(restore_share(engine.cache().stats().total_segments), 1U);
+    const std::uint64_t segments = engine.cache().stats().total_segments;
+    check_equal(restore_share(segments), 1U);
+    std::vector<Lease> taken;  // so that there is none to borrow
+    while (taken.size() + 1 < segments) {
+        taken.push_back(engine.cache().acquire(Share::kSave, 0, engine.cache().epoch()));
+    }
     std::vector<std::shared_ptr<RestoreHandle>> older;  // it takes a while to fail them all
     for (int i = 0; i < 5'000; ++i) older.push_back(engine.restore({}));
     watched = &engine;

@@ -54,6 +54,7 @@ class CudaApi final : public DeviceApi {
     MaybeFault device_count(int& count) override;
     MaybeFault retain(int device) override;
     void release(int device) override;
+    int near_node(int device) override;
     MaybeFault enter(int device) override;
     void leave() override;
     MaybeFault exchange_capture(CaptureMode& mode) override;
@@ -148,6 +149,19 @@ void CudaApi::release(int device) {
     if (found == retained_.end() || --found->second.references > 0) return;
     static_cast<void>(table_.context_release.function(found->second.device));
     retained_.erase(found);
+}
+
+int CudaApi::near_node(int device) {
+    cuda::Device of = 0;
+    {
+        const std::scoped_lock lock(mutex_);
+        const auto found = retained_.find(device);
+        if (found == retained_.end()) return -1;
+        of = found->second.device;
+    }
+    int node = -1;
+    const cuda::Result result = table_.device_attribute.function(&node, cuda::kHostNumaId, of);
+    return result == cuda::kSuccess ? node : -1;  // drivers before 12.2 do not know
 }
 
 MaybeFault CudaApi::enter(int device) {

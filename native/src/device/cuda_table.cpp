@@ -81,6 +81,7 @@ MaybeFault load(const std::string& library, Table& table) {
     finder.find(table.driver_version);
     finder.find(table.device_count);
     finder.find(table.device_get);
+    finder.find(table.device_attribute);
     finder.find(table.context_retain);
     finder.find(table.context_release);
     finder.find(table.context_push);

@@ -29,6 +29,7 @@ struct Table {
 
     Call<int*> device_count{"cuDeviceGetCount", 2000};
     Call<Device*, int> device_get{"cuDeviceGet", 2000};
+    Call<int*, int, Device> device_attribute{"cuDeviceGetAttribute", 2000};
     Call<Context*, Device> context_retain{"cuDevicePrimaryCtxRetain", 7000};
     Call<Device> context_release{"cuDevicePrimaryCtxRelease_v2", 11000};
     Call<Context> context_push{"cuCtxPushCurrent_v2", 4000};

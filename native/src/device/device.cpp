@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <new>
 #include <thread>
 #include <utility>
@@ -46,6 +47,34 @@ std::vector<DeviceCopy> cut(Direction direction, std::span<const DeviceCopy> cop
 
 }  // namespace
 
+Fences JobFences::take(int device) {
+    Fences taken;
+    const std::scoped_lock lock(mutex_);
+    const auto others = std::partition(fences_.begin(), fences_.end(), [device](const auto& each) {
+        return each->device()->number() != device;
+    });
+    taken.assign(std::make_move_iterator(others), std::make_move_iterator(fences_.end()));
+    fences_.erase(others, fences_.end());
+    return taken;
+}
+
+Fences JobFences::take_all() {
+    const std::scoped_lock lock(mutex_);
+    return std::move(fences_);
+}
+
+DeviceScope::DeviceScope(DeviceApi& api, int device) : api_(api), fault_(api.enter(device)) {
+    if (fault_) return;
+    fault_ = api_.exchange_capture(mode_);  // wants a context
+    if (fault_) api_.leave();
+}
+
+DeviceScope::~DeviceScope() {
+    if (fault_) return;
+    static_cast<void>(api_.exchange_capture(mode_));
+    api_.leave();
+}
+
 Device::Device(std::shared_ptr<DeviceApi> api, int number)
     : api_(std::move(api)), number_(number) {}
 
@@ -60,8 +89,6 @@ MaybeFault Device::open(std::shared_ptr<DeviceApi> api, int number,
                      .detail = "there are " + std::to_string(count) + " devices"};
     }
     std::shared_ptr<Device> opened(new Device(std::move(api), number));
-    const RelaxedCapture relaxed(*opened->api_);
-    if (relaxed.fault()) return relaxed.fault();
     if (auto fault = opened->api_->retain(number)) return fault;
     opened->retained_ = true;
     const DeviceScope scope(*opened->api_, number);
@@ -74,7 +101,6 @@ MaybeFault Device::open(std::shared_ptr<DeviceApi> api, int number,
 
 Device::~Device() {
     if (!retained_) return;
-    const RelaxedCapture relaxed(*api_);
     {
         const DeviceScope scope(*api_, number_);
         for (const StreamHandle stream : {save_stream_, restore_stream_}) {
@@ -82,6 +108,22 @@ Device::~Device() {
         }
     }
     api_->release(number_);
+}
+
+int Device::near_node() const {
+    return api_->near_node(number_);
+}
+
+MaybeFault Device::dead() const {
+    if (!is_dead_) return std::nullopt;
+    const std::scoped_lock lock(mutex_);
+    return death_;
+}
+
+void Device::die(const Fault& fault) {
+    const std::scoped_lock lock(mutex_);
+    if (!death_) death_ = fault;
+    is_dead_ = true;
 }
 
 MaybeFault Device::record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event) {
@@ -104,6 +146,7 @@ MaybeFault Device::create_event(std::shared_ptr<DeviceEvent>& event) {
 MaybeFault Device::copy(Direction direction, std::span<const DeviceCopy> copies,
                         StreamHandle stream, const Fences& fences,
                         std::shared_ptr<DeviceEvent>& done) {
+    if (auto death = dead()) return death;
     const DeviceScope scope(*api_, number_);
     if (scope.fault()) return scope.fault();
     for (const auto& fence : fences) {
@@ -165,17 +208,20 @@ MaybeFault DeviceEvent::wait(const std::function<bool()>& give_up, bool& done) c
 
 MaybeFault DeviceEvent::wait_idle(const std::function<bool()>& give_up, bool& idle) const {
     // The copies may be under way whatever the driver would not say just now, and their memory must
-    // not be anybody else's then. An error that stays is another thing: with it, nothing runs any
-    // more.
+    // not be used for anything else then. An error that stays is another thing: with it, nothing
+    // runs any more.
     constexpr int kStays = 8;
     auto pause = std::chrono::milliseconds(1);
     const auto fault = wait(give_up, idle);
     auto again = fault;
-    for (int asked = 1; again && asked < kStays; ++asked, pause *= 2) {
+    for (int asked = 1; again && asked < kStays && !device_->dead(); ++asked, pause *= 2) {
         std::this_thread::sleep_for(pause);
         again = wait(give_up, idle);
     }
-    if (again) idle = true;
+    if (again) {
+        if (again->kind == FaultKind::kDevice) device_->die(*again);
+        idle = true;
+    }
     return fault;
 }
 

@@ -2,9 +2,11 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <utility>
 #include <vector>
@@ -19,19 +21,34 @@ class DeviceEvent;
 /// Events that copies come after.
 using Fences = std::vector<std::shared_ptr<DeviceEvent>>;
 
-/// As long as it lives, calls of this thread break no graph that is being captured, by whichever
-/// thread. (Queries of events do, for one; and so does whatever may allocate.)
-class RelaxedCapture {
+/// The fences of one job. A stream waits for them once: what it is given later comes after them
+/// too. Any thread.
+class JobFences {
   public:
-    explicit RelaxedCapture(DeviceApi& api) : api_(api), fault_(api.exchange_capture(mode_)) {}
-    RelaxedCapture(const RelaxedCapture&) = delete;
-    RelaxedCapture& operator=(const RelaxedCapture&) = delete;
-    RelaxedCapture(RelaxedCapture&&) = delete;
-    RelaxedCapture& operator=(RelaxedCapture&&) = delete;
-    ~RelaxedCapture() {
-        if (!fault_) static_cast<void>(api_.exchange_capture(mode_));
-    }
+    explicit JobFences(Fences fences) : fences_(std::move(fences)) {}
 
+    /// Those of `device` in the first call, none later.
+    Fences take(int device);
+    Fences take_all();
+
+  private:
+    std::mutex mutex_;  // guards what follows
+    Fences fences_;
+};
+
+/// Binds the calling thread to a device's context, as long as it lives. Its calls break no graph
+/// that is being captured, by whichever thread. (Queries of events do, for one; and so does
+/// whatever may allocate.)
+class DeviceScope {
+  public:
+    DeviceScope(DeviceApi& api, int device);
+    DeviceScope(const DeviceScope&) = delete;
+    DeviceScope& operator=(const DeviceScope&) = delete;
+    DeviceScope(DeviceScope&&) = delete;
+    DeviceScope& operator=(DeviceScope&&) = delete;
+    ~DeviceScope();
+
+    /// Why the thread is not bound, if it is not.
     [[nodiscard]] const MaybeFault& fault() const { return fault_; }
 
   private:
@@ -40,34 +57,10 @@ class RelaxedCapture {
     MaybeFault fault_;
 };
 
-/// Binds the calling thread to a device's context, as long as it lives; and relaxes its captures.
-class DeviceScope {
-  public:
-    DeviceScope(DeviceApi& api, int device)
-        : api_(api),
-          relaxed_(api),
-          fault_(relaxed_.fault() ? relaxed_.fault() : api.enter(device)) {}
-    DeviceScope(const DeviceScope&) = delete;
-    DeviceScope& operator=(const DeviceScope&) = delete;
-    DeviceScope(DeviceScope&&) = delete;
-    DeviceScope& operator=(DeviceScope&&) = delete;
-    ~DeviceScope() {
-        if (!fault_) api_.leave();
-    }
-
-    /// Why the thread is not bound, if it is not.
-    [[nodiscard]] const MaybeFault& fault() const { return fault_; }
-
-  private:
-    DeviceApi& api_;
-    RelaxedCapture relaxed_;  // until after `leave`
-    MaybeFault fault_;
-};
-
 /// Host memory is pinned in pieces that end at multiples of this, and no copy crosses one: drivers
-/// refuse copies of memory that is pinned in part, or in two calls. (One call for all would hold
-/// the driver's lock, and with it all launches of kernels, for as long as the pages take.)
-inline constexpr std::uint64_t kPinBytes = std::uint64_t{64} << 20U;
+/// refuse copies of memory that is pinned in part, or in two calls. The driver's lock, and with it
+/// each launch of a kernel, waits while a piece is pinned.
+inline constexpr std::uint64_t kPinBytes = std::uint64_t{16} << 20U;
 
 /// Any thread may call anything; nothing waits for the device.
 class Device : public std::enable_shared_from_this<Device> {
@@ -83,6 +76,15 @@ class Device : public std::enable_shared_from_this<Device> {
 
     [[nodiscard]] int number() const { return number_; }
     [[nodiscard]] DeviceApi& api() const { return *api_; }
+
+    /// The NUMA node of the host that is nearest; -1 if the driver does not say.
+    [[nodiscard]] int near_node() const;
+
+    /// Why the device runs nothing any more: an error that stays, as after an illegal access. None
+    /// while it is well, as far as known.
+    [[nodiscard]] MaybeFault dead() const;
+    /// Only the first call counts.
+    void die(const Fault& fault);
 
     /// The streams that saves copy on, and restores.
     [[nodiscard]] StreamHandle save_stream() const { return save_stream_; }
@@ -110,6 +112,9 @@ class Device : public std::enable_shared_from_this<Device> {
     bool retained_ = false;
     StreamHandle save_stream_ = 0;  // these two are set by `open`
     StreamHandle restore_stream_ = 0;
+    std::atomic<bool> is_dead_ = false;  // set after `death_`
+    mutable std::mutex mutex_;           // guards what follows
+    MaybeFault death_;
 };
 
 class DeviceEvent {
@@ -132,7 +137,8 @@ class DeviceEvent {
     MaybeFault wait(const std::function<bool()>& give_up, bool& done) const;
 
     /// Polls until the device has nothing to do any more with what came before the event (then
-    /// `idle`), or `give_up` is true: a fault alone does not say so. Returns the first fault.
+    /// `idle`), or `give_up` is true: a fault alone does not say so. Returns the first fault. A
+    /// fault that stays is the device's end.
     MaybeFault wait_idle(const std::function<bool()>& give_up, bool& idle) const;
 
   private:

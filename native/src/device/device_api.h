@@ -1,8 +1,8 @@
 // What the engine asks of an accelerator's driver: a table of calls, as an interface. CudaApi is
 // one implementation; another driver is another one. Nothing here knows files, segments or jobs.
 //
-// Every call but `device_count`, `retain`, `release` and `exchange_capture` is made by a thread
-// that `enter` has bound to the device's context. A call that fails returns a fault of kind
+// Every call but `device_count`, `retain`, `release` and `near_node` is made by a thread that
+// `enter` has bound to the device's context. A call that fails returns a fault of kind
 // kDevice, whose `error` is the driver's code, `operation` the driver's name for the call, and
 // `detail` the driver's name and words for the code. No call waits for the device, but for copies
 // from or to memory that is not registered.
@@ -57,12 +57,15 @@ class DeviceApi {
     virtual MaybeFault retain(int device) = 0;
     virtual void release(int device) = 0;
 
+    /// The NUMA node of the host that is nearest to a retained `device`; -1 if unknown.
+    virtual int near_node(int device) = 0;
+
     /// Binds the calling thread to the context of a retained `device`; `leave` restores what was
     /// bound before. Pairs nest.
     virtual MaybeFault enter(int device) = 0;
     virtual void leave() = 0;
 
-    /// Gives the calling thread another mode, and `mode` the one that it had. Needs no context.
+    /// Gives the calling thread another mode, and `mode` the one that it had.
     virtual MaybeFault exchange_capture(CaptureMode& mode) = 0;
 
     /// A stream that does not wait for the legacy default stream, of the lowest priority.

@@ -1,48 +1,105 @@
 #include "device/device_lane.h"
 
+#include <algorithm>
 #include <new>
-#include <string>
 #include <utility>
 
+#include "base/sizes.h"
 #include "base/threads.h"
 
 namespace datastates {
+namespace {
 
-void DeviceLane::read(std::span<const DeviceCopy> copies, const Fences& fences,
-                      const Queued& queued, Done done) {
-    std::list<Reading> made;  // before anything is enqueued: there is no way back from that
-    Reading& reading = made.emplace_back();
+/// Copies that are enqueued together, so that some are under way while others are seen to be done.
+constexpr std::size_t kPart = DeviceLane::kMostOutstanding / 2;
+
+}  // namespace
+
+DeviceLane::DeviceLane(std::shared_ptr<Device> device, Direction direction,
+                       const Patience& patience)
+    : device_(std::move(device)),
+      direction_(direction),
+      stream_(direction == Direction::kGather ? device_->save_stream() : device_->restore_stream()),
+      name_((direction == Direction::kGather ? "ds-from-" : "ds-to-") +
+            std::to_string(device_->number())),
+      patience_(patience) {}
+
+void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, const Queued& queued,
+                      Done done) {
+    // Before anything is enqueued: there is no way back from that.
+    std::list<Part> parts(std::max<std::size_t>(divide_up(copies.size(), kPart), 1));
+    Fences first;  // destroyed without the lock: that calls the driver
+    MaybeFault fault;
     {
         const std::scoped_lock order(order_);
+        std::shared_ptr<DeviceEvent> last;
         if (start()) {
-            reading.fault = device_->copy(Direction::kGather, copies, device_->save_stream(),
-                                          fences, reading.event);
+            first = fences.take(device_->number());
+            fault = enqueue(copies, first, parts, last);
             try {
-                queued(reading.event);
+                queued(last);
             } catch (const std::bad_alloc&) {
-                if (!reading.fault) reading.fault = out_of_memory("copy");
+                if (!fault) fault = out_of_memory("copy");
             }
         } else {
-            reading.fault = shut_down();
+            fault = shut_down();
         }
-        reading.done = std::move(done);
-        if (reading.event) {
-            const std::scoped_lock lock(mutex_);
-            readings_.splice(readings_.end(), made);
-            changed_.notify_one();
+        if (last) {
+            Part& end = parts.front();
+            if (!end.event) end.event = std::move(last);
+            end.fault = std::move(fault);
+            end.done = std::move(done);
+            hand_over(parts);
             return;
         }
     }
-    reading.done({.fault = std::move(reading.fault), .finished = true});
+    done({.fault = std::move(fault), .finished = true});
+}
+
+/// `last` is what comes after all that may be under way. Leaves the last part to the caller. With
+/// order_ held.
+MaybeFault DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
+                               std::list<Part>& parts, std::shared_ptr<DeviceEvent>& last) {
+    static const Fences kNone;
+    while (true) {
+        const auto now = copies.first(std::min(copies.size(), kPart));
+        {
+            std::unique_lock lock(mutex_);
+            room_.wait(lock, [&] { return outstanding_ + now.size() <= kMostOutstanding; });
+        }
+        std::shared_ptr<DeviceEvent> event;
+        MaybeFault fault;
+        try {
+            fault = device_->copy(direction_, now, stream_, last ? kNone : fences, event);
+        } catch (const std::bad_alloc&) {
+            fault = out_of_memory("copy");
+        }
+        if (event) {
+            last = event;
+            Part& part = parts.front();
+            part.event = std::move(event);
+            part.copies = now.size();
+            part.since = Clock::now();
+            const std::scoped_lock lock(mutex_);
+            outstanding_ += now.size();
+        }
+        copies = copies.subspan(now.size());
+        if (fault || copies.empty()) return fault;
+        hand_over(parts);
+    }
+}
+
+/// Gives the first of `parts` to the thread.
+void DeviceLane::hand_over(std::list<Part>& parts) {
+    const std::scoped_lock lock(mutex_);
+    parts_.splice(parts_.end(), parts, parts.begin());
+    changed_.notify_one();
 }
 
 bool DeviceLane::start() {
     const std::scoped_lock lock(mutex_);
     if (stopping_) return false;
-    if (!thread_.joinable()) {
-        thread_ =
-            start_thread("ds-device-" + std::to_string(device_->number()), [this] { loop(); });
-    }
+    if (!thread_.joinable()) thread_ = start_thread(name_, [this] { loop(); });
     return true;
 }
 
@@ -55,22 +112,31 @@ void DeviceLane::shutdown() {
 }
 
 void DeviceLane::loop() {
+    MaybeFault failed;     // of the call that the parts are of
+    bool finished = true;  // of the device, with all that it was given
     while (true) {
-        Reading reading;
+        Part part;
         {
             std::unique_lock lock(mutex_);
-            changed_.wait(lock, [&] { return stopping_ || !readings_.empty(); });
-            if (readings_.empty()) return;
-            reading = std::move(readings_.front());
-            readings_.pop_front();
+            changed_.wait(lock, [&] { return stopping_ || !parts_.empty(); });
+            if (parts_.empty()) return;
+            part = std::move(parts_.front());
+            parts_.pop_front();
         }
-        bool finished = false;
-        auto fault =
-            reading.event->wait_idle([&] { return patience_.is_over(reading.since); }, finished);
-        if (reading.fault) fault = std::move(reading.fault);
-        if (!finished && !fault) fault = shut_down();
-        reading.event.reset();
-        reading.done({.fault = std::move(fault), .finished = finished});
+        bool idle = false;
+        auto fault = part.event->wait_idle([&] { return patience_.is_over(part.since); }, idle);
+        if (!idle && !fault) fault = shut_down();
+        if (fault && !failed) failed = std::move(fault);
+        finished = idle;
+        part.event.reset();
+        {
+            const std::scoped_lock lock(mutex_);
+            outstanding_ -= part.copies;
+            room_.notify_one();
+        }
+        if (!part.done) continue;
+        if (part.fault) failed = std::move(part.fault);
+        part.done({.fault = std::exchange(failed, std::nullopt), .finished = finished});
     }
 }
 

@@ -1,13 +1,16 @@
-// Copies from one device, in the order of one stream, and the thread that sees when they are done.
+// Copies from or to one device, in the order of one stream, and the thread that sees when they are
+// done.
 
 #pragma once
 
 #include <condition_variable>
+#include <cstddef>
 #include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <thread>
 
 #include "device/device.h"
@@ -17,7 +20,11 @@ namespace datastates {
 
 class DeviceLane {
   public:
-    /// How a read ended. Not `finished`: the device still may write where it was told to.
+    /// Copies that were enqueued and are not known to be done. More would fill the device's launch
+    /// queue, in which training's own launches then wait.
+    static constexpr std::size_t kMostOutstanding = 128;
+
+    /// How copies ended. Not `finished`: the device still may use the memory.
     struct Outcome {
         MaybeFault fault;
         bool finished = true;
@@ -25,9 +32,9 @@ class DeviceLane {
     using Queued = std::function<void(const std::shared_ptr<DeviceEvent>&)>;
     using Done = std::function<void(Outcome)>;
 
-    /// Waits for what is under way, as long as `patience` lasts.
-    DeviceLane(std::shared_ptr<Device> device, const Patience& patience)
-        : device_(std::move(device)), patience_(patience) {}
+    /// Copies on the device's stream for `direction`. Waits for what is under way, as long as
+    /// `patience` lasts.
+    DeviceLane(std::shared_ptr<Device> device, Direction direction, const Patience& patience);
     DeviceLane(const DeviceLane&) = delete;
     DeviceLane& operator=(const DeviceLane&) = delete;
     DeviceLane(DeviceLane&&) = delete;
@@ -36,34 +43,45 @@ class DeviceLane {
 
     [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
 
-    /// Enqueues `copies` after `fences`. `queued` is told the event after them (null after a fault
-    /// that left none), in the calling thread, in the order of the stream; `done` is called once,
-    /// in the lane's thread or, if nothing could be enqueued, in this one. Throws std::bad_alloc or
-    /// std::system_error, and then has enqueued nothing and calls neither.
-    void read(std::span<const DeviceCopy> copies, const Fences& fences, const Queued& queued,
+    /// Enqueues `copies` after the job's `fences`; waits while too many are outstanding. `queued`
+    /// is told the event after them (null after a fault that left none), in the calling thread, in
+    /// the order of the stream; `done` is called once, in the lane's thread or, if nothing could be
+    /// enqueued, in this one. Throws std::bad_alloc or std::system_error, and then has enqueued
+    /// nothing and calls neither.
+    void copy(std::span<const DeviceCopy> copies, JobFences& fences, const Queued& queued,
               Done done);
 
     /// Waits for what is under way, until patience is over: a device may hang. Joins the thread.
     void shutdown();
 
   private:
-    struct Reading {
+    /// Some of the copies of a call; its last one has the rest.
+    struct Part {
         std::shared_ptr<DeviceEvent> event;
+        std::size_t copies = 0;
         MaybeFault fault;
-        Done done;
+        Done done;                               ///< null if it is not the last
         Clock::time_point since = Clock::now();  ///< what hangs is waited for from here on
     };
 
     bool start();  // false when stopping
+    MaybeFault enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
+                       std::list<Part>& parts, std::shared_ptr<DeviceEvent>& last);
+    void hand_over(std::list<Part>& parts);
     void loop();
 
     const std::shared_ptr<Device> device_;
+    const Direction direction_;
+    const StreamHandle stream_;
+    const std::string name_;
     const Patience& patience_;
-    std::mutex order_;  // held while a read is enqueued and told of: `queued` comes in stream order
+    std::mutex order_;  // held while a call is enqueued and told of: `queued` comes in stream order
 
     std::mutex mutex_;                 // guards what follows; taken after order_
-    std::condition_variable changed_;  // readings_, stopping_
-    std::list<Reading> readings_;      // a list, to which a node is added without fail
+    std::condition_variable changed_;  // parts_, stopping_
+    std::condition_variable room_;     // outstanding_
+    std::list<Part> parts_;            // a list, to which a node is added without fail
+    std::size_t outstanding_ = 0;      // copies
     bool stopping_ = false;            // set with order_ held, too
     std::jthread thread_;  // ends when stopping_ and nothing is left; joined by `shutdown`
 };

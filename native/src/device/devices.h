@@ -2,17 +2,19 @@
 
 #pragma once
 
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <thread>
+#include <span>
+#include <vector>
 
 #include "device/device.h"
 #include "device/device_lane.h"
+#include "device/pinner.h"
 #include "memory/host_cache.h"
+#include "memory/transfer.h"
 #include "pipeline/patience.h"
 
 namespace datastates {
@@ -22,7 +24,7 @@ class Devices {
     /// Without an `api`, CUDA's is opened when the first device is.
     Devices(std::shared_ptr<HostCache> cache, std::shared_ptr<DeviceApi> api,
             Clock::duration patience)
-        : cache_(std::move(cache)), patience_(patience), api_(std::move(api)) {}
+        : patience_(patience), pinner_(std::move(cache), patience_), api_(std::move(api)) {}
     Devices(const Devices&) = delete;
     Devices& operator=(const Devices&) = delete;
     Devices(Devices&&) = delete;
@@ -33,53 +35,47 @@ class Devices {
     MaybeFault open(int device);
 
     /// Null if it was not opened.
-    [[nodiscard]] DeviceLane* lane(int device) const;
     [[nodiscard]] std::shared_ptr<Device> find(int device) const;
 
-    /// Grows the cache, and has the new memory pinned if a device is open. Throws what that throws.
-    void grow(std::uint64_t nbytes);
-
-    /// False while what `open` and `grow` have begun goes on.
-    [[nodiscard]] bool prepared() const;
-
-    /// Bytes of the cache that are pinned. Copies to and from others are slower, and not
-    /// overlapped.
-    [[nodiscard]] std::uint64_t pinned_bytes() const { return pinned_bytes_; }
-    [[nodiscard]] MaybeFault pin_fault() const;
+    [[nodiscard]] Pinner& pinner() { return pinner_; }
 
     /// Who waits for a device of these gives up when this is over.
     [[nodiscard]] const Patience& patience() const { return patience_; }
     void begin_shutdown() { patience_.begin(); }
     void limit_patience() { patience_.limit(); }
 
-    /// Waits until this memory is pinned, if it is the cache's and is going to be. Copies of memory
-    /// that is not pinned wait for the device in the driver, with no way out. A fault: patience is
-    /// over, and the memory is not to be copied to or from.
-    MaybeFault await_pinned(const std::byte* data, std::uint64_t nbytes) const;
+    using Queued = std::function<void(int device, const std::vector<GroupBytes>& groups,
+                                      const std::shared_ptr<DeviceEvent>& event)>;
+    /// Has devices make the copies of `work`, from or to one segment of the cache: what is not
+    /// pinned yet is waited for. `queued` is called in this thread, once for each device, as
+    /// DeviceLane::copy does; `done` once, by the last that is done. `work` must live until then.
+    /// Throws std::bad_alloc, and has then done nothing.
+    void copy(Direction direction, std::span<const std::byte> segment,
+              const std::map<int, DeviceWork>& work, JobFences& fences, const Queued& queued,
+              DeviceLane::Done done);
 
     /// Waits for copies under way, for a while. What is pinned stays so, until the cache goes.
     void shutdown();
 
   private:
-    [[nodiscard]] bool is_pinned(const std::byte* data, std::uint64_t nbytes) const;
-    void pin_loop();
-    bool pin_arena(const std::shared_ptr<Device>& device, const HostCache::Memory& arena);
+    struct Opened {
+        Opened(const std::shared_ptr<Device>& device, const Patience& patience)
+            : from(device, Direction::kGather, patience),
+              to(device, Direction::kScatter, patience) {}
 
-    const std::shared_ptr<HostCache> cache_;
+        DeviceLane from;
+        DeviceLane to;
+    };
+
+    [[nodiscard]] Opened* find_opened(int device) const;
+
     Patience patience_;
+    Pinner pinner_;
 
-    mutable std::mutex mutex_;  // guards what follows; taken before the cache's
+    mutable std::mutex mutex_;  // guards what follows; taken before the pinner's
     std::shared_ptr<DeviceApi> api_;
-    std::map<int, std::unique_ptr<DeviceLane>> lanes_;  // only ever added to
-    std::condition_variable pin_wanted_;                // pin_, stopping_
-    mutable std::condition_variable pin_changed_;  // pinned_, pin_fault_, preparing_, stopping_
-    std::map<const std::byte*, std::uint64_t> pinned_;  // pieces, by where they begin
-    bool pin_ = false;
-    bool preparing_ = false;
+    std::map<int, std::unique_ptr<Opened>> opened_;  // only ever added to
     bool stopping_ = false;
-    MaybeFault pin_fault_;
-    std::jthread pin_thread_;  // ends when stopping_; joined by `shutdown`
-    std::atomic<std::uint64_t> pinned_bytes_ = 0;
 };
 
 }  // namespace datastates

@@ -1,7 +1,10 @@
 #include "memory/arena.h"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
+#include <limits>
 #include <new>
 #include <utility>
 
@@ -39,6 +42,19 @@ Arena::Arena(Arena&& other) noexcept
 
 Arena::~Arena() {
     if (data_ != nullptr) ::munmap(data_, nbytes_);
+}
+
+void fault_in(std::span<std::byte> memory) {
+    constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE; older headers lack it
+    static_cast<void>(::madvise(memory.data(), memory.size(), kPopulateWrite));
+}
+
+void prefer_node(int node) {
+    constexpr int kPreferred = 1;  // MPOL_PREFERRED
+    constexpr int kBits = std::numeric_limits<unsigned long>::digits;
+    if (node < 0 || node >= kBits) return;
+    const unsigned long nodes = 1UL << static_cast<unsigned>(node);
+    static_cast<void>(::syscall(SYS_set_mempolicy, kPreferred, &nodes, kBits));
 }
 
 }  // namespace datastates

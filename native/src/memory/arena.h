@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 namespace datastates {
 
@@ -26,5 +27,12 @@ class Arena {
     std::byte* data_ = nullptr;
     std::uint64_t nbytes_ = 0;
 };
+
+/// Faults pages in, as pinning would. Does nothing where the kernel cannot (before Linux 5.14).
+void fault_in(std::span<std::byte> memory);
+
+/// Pages that the calling thread faults in come from this NUMA node of the host, if it has room.
+/// Does nothing for -1, or where it is forbidden.
+void prefer_node(int node);
 
 }  // namespace datastates

@@ -43,14 +43,21 @@ void Lease::release() {
 void Lease::abandon() {
     if (data_ == nullptr) return;
     data_ = nullptr;
-    HostCache& cache = *cache_;
-    cache.abandon(first_, std::move(cache_));
+    std::exchange(cache_, nullptr)->abandon(first_);
 }
 
-void HostCache::abandon(std::uint32_t first, std::shared_ptr<HostCache> self) {
+void HostCache::keep() {
     static std::mutex mutex;           // guards kept
     static HostCache* kept = nullptr;  // all of them: reached from here, they are no leak
     const std::scoped_lock both(mutex, mutex_);
+    if (self_) return;
+    self_ = shared_from_this();
+    next_kept_ = std::exchange(kept, this);
+}
+
+void HostCache::abandon(std::uint32_t first) {
+    keep();
+    const std::scoped_lock lock(mutex_);
     const std::uint32_t count = slots_[first].count;
     if (slots_[first].use == Use::kSlab) slab_segments_ -= count;
     for (std::uint32_t i = first; i < first + count; ++i) slots_[i].use = Use::kLost;
@@ -58,9 +65,6 @@ void HostCache::abandon(std::uint32_t first, std::shared_ptr<HostCache> self) {
     // Who waits may do so in vain now.
     ++epoch_;
     for (Request* request : queue_) request->wake.notify_one();
-    if (self_) return;
-    self_ = std::move(self);
-    next_kept_ = std::exchange(kept, this);
 }
 
 HostCache::HostCache(std::uint64_t nbytes) {
@@ -146,8 +150,9 @@ void HostCache::interrupt() {
 
 bool HostCache::is_lost(Share share) const {
     const std::scoped_lock lock(mutex_);
-    return share == Share::kSave ? lost_for_saves_ == save_segments_
-                                 : lost_for_restores_ == slots_.size() - save_segments_;
+    const bool saves_have_none = lost_for_saves_ == save_segments_;
+    if (share == Share::kSave) return saves_have_none;
+    return saves_have_none && lost_for_restores_ == slots_.size() - save_segments_;
 }
 
 Lease HostCache::acquire(Share share, std::uint64_t order, std::uint64_t epoch) {
@@ -220,11 +225,19 @@ void HostCache::serve() {
     }
 }
 
+bool HostCache::saves_wait() const {
+    return std::ranges::any_of(queue_,
+                               [](const auto* each) { return each->share == Share::kSave; });
+}
+
 HostCache::Verdict HostCache::try_grant(Request& request) {
     if (request.use == Use::kStream) {
-        auto& free = free_list(request.share);
-        if (free.empty()) return Verdict::kWaits;
-        request.granted = free.back();
+        const auto* free = &free_list(request.share);
+        if (free->empty() && request.share == Share::kRestore && !saves_wait()) {
+            free = &free_for_saves_;
+        }
+        if (free->empty()) return Verdict::kWaits;
+        request.granted = free->back();
     } else {
         if (slab_segments_ + request.count + kStreamReserve > save_segments_ - lost_for_saves_) {
             return Verdict::kLetsOthersPass;

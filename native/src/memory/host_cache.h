@@ -1,12 +1,14 @@
 // The host cache: all memory that saves and restores pass through, in segments of equal size.
 //
 // Who gets a segment, and why nothing deadlocks:
-//   - Restores have a share of their own (`restore_share`), and a restore holds one segment at a
-//     time; saves use the rest.
+//   - Restores have a share of their own (`restore_share`), so they go on whatever saves hold.
+//   Saves
+//     use the rest, of which restores borrow what is free while no save waits.
 //   - Waiting requests of saves are served in the order of their saves, then of their arrival.
 //   - A segment of a stream is always given back without the help of another one: what holds it is
-//     being read, checksummed or written, or waits until it is known where its save goes (which
-//     needs no segments of that save or a newer one: save_pipeline.h).
+//     being read, checksummed, written or copied, or waits until it is known where its save goes
+//     (which needs no segments of that save or a newer one: save_pipeline.h). That holds for what a
+//     restore borrows, too.
 //   - A slab may be held for long (until its save's reads are done, which take segments), so slabs
 //     in total leave `kStreamReserve` segments to the streams; and a slab that waits for other
 //     slabs lets newer requests pass, while one that waits only for streams to drain does not.
@@ -84,7 +86,7 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     /// does a lease that is abandoned.
     void interrupt();
 
-    /// Whether all segments of a share were abandoned: `acquire` would wait for ever.
+    /// Whether all segments that a share may use were abandoned: `acquire` would wait for ever.
     [[nodiscard]] bool is_lost(Share share) const;
 
     /// One segment; waits for its turn. Empty if interrupted.
@@ -94,6 +96,10 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     void close();
 
     [[nodiscard]] CacheStats stats() const;
+
+    /// The memory is never unmapped nor unpinned from now on: the process ends, and unpinning would
+    /// wait for a device that hangs. Cannot fail.
+    void keep();
 
     /// The largest slab that an idle cache could give.
     [[nodiscard]] std::uint64_t max_slab_bytes() const;
@@ -153,13 +159,14 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     void dequeue(Request& request);
     void serve();
     Verdict try_grant(Request& request);
+    bool saves_wait() const;
     std::optional<std::uint32_t> find_run(std::uint32_t count, bool (*fits)(Use)) const;
     bool can_ever_fit(std::uint32_t count) const;
     void mark(std::uint32_t first, std::uint32_t count, Use use);
     std::vector<std::uint32_t>& free_list(Share share);
 
     void release(std::uint32_t first);
-    void abandon(std::uint32_t first, std::shared_ptr<HostCache> self);
+    void abandon(std::uint32_t first);
 
     mutable std::mutex mutex_;   // guards all that follows
     std::vector<Arena> arenas_;  // unmapped with the cache, which leases keep alive
@@ -177,7 +184,7 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     std::uint64_t arrivals_ = 0;
     std::uint64_t epoch_ = 0;
     bool closed_ = false;
-    std::shared_ptr<HostCache> self_;  // once a lease was abandoned
+    std::shared_ptr<HostCache> self_;  // once kept
     HostCache* next_kept_ = nullptr;   // of the caches that have such
 };
 

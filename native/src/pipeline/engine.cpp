@@ -66,15 +66,15 @@ Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared
       cache_(make_cache(host_cache_bytes, threads)),
       devices_(std::make_shared<Devices>(cache_, std::move(api), patience)),
       saves_(std::make_shared<SavePipeline>(cache_, devices_, ops_, threads.copy, threads.flush)),
-      restores_(std::make_shared<RestorePipeline>(cache_, ops_, threads.restore)) {}
+      restores_(std::make_shared<RestorePipeline>(cache_, devices_, ops_, threads.restore)) {}
 
 void Engine::grow(std::uint64_t nbytes) {
-    devices_->grow(nbytes);
+    devices_->pinner().grow(nbytes);
 }
 
 void Engine::require_open(const StreamContent& content) const {
     for (const int device : content.devices()) {
-        if (devices_->lane(device) == nullptr) {
+        if (devices_->find(device) == nullptr) {
             throw std::invalid_argument("device " + std::to_string(device) + " was not opened");
         }
     }
@@ -92,7 +92,7 @@ MaybeFault Engine::copy_to_host(const StreamContent& content, std::byte* out, in
     if (listed != content.nbytes() || work.size() != 1 || !work.contains(device)) {
         throw std::invalid_argument("not all regions are on device " + std::to_string(device));
     }
-    if (auto fault = devices_->await_pinned(out, content.end())) return fault;
+    if (auto fault = devices_->pinner().wait(out, content.end())) return fault;
     return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream, {}, done);
 }
 
@@ -129,7 +129,7 @@ std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) 
 std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& files,
                                                Fences fences) {
     for (const RestoreFile& file : files) require_open(*file.content);
-    const auto job = std::make_shared<RestoreJob>(files, ops_, devices_, std::move(fences));
+    const auto job = std::make_shared<RestoreJob>(files, ops_, std::move(fences));
     auto handle = std::make_shared<RestoreHandle>(restores_, job);  // before any thread has the job
     if (!restores_->submit(job)) throw std::runtime_error("the engine is shut down");
     return handle;
@@ -159,7 +159,7 @@ void Engine::shutdown() {
     devices_->begin_shutdown();
     saves_->shutdown();
     restores_->shutdown();
-    devices_->shutdown();  // last: what it still hears of goes to the saves
+    devices_->shutdown();  // last: what it still hears of goes to the pipelines
 }
 
 }  // namespace datastates

@@ -41,8 +41,8 @@ RestoreFile::RestoreFile(std::string file_path, std::uint64_t size, std::uint64_
 }
 
 RestoreJob::RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
-                       std::shared_ptr<Devices> devices, Fences fences)
-    : devices_(std::move(devices)), fences_(std::move(fences)) {
+                       Fences fences)
+    : fences_(std::move(fences)) {
     for (const RestoreFile& file : files) files_.push_back(std::make_unique<File>(file, ops));
 }
 
@@ -87,11 +87,12 @@ std::vector<RestoreStep> RestoreJob::first_steps() const {
     return steps;
 }
 
-MaybeFault RestoreJob::run(const RestoreStep& step, Lease& memory, std::vector<RestoreStep>& more) {
+MaybeFault RestoreJob::run(const RestoreStep& step, std::byte* memory,
+                           std::vector<RestoreStep>& more, std::map<int, DeviceWork>& work) {
     File& file = *files_[step.file];
-    if (!step.open) return scatter(file, step.blocks, memory);
+    if (!step.open) return scatter(file, step.blocks, memory, work);
     auto fault = file.input.open(file.spec.nbytes);
-    if (!fault) fault = read_table(file, memory.data());
+    if (!fault) fault = read_table(file, memory);
     if (!fault) plan_reads(step.file, file, more);
     return fault;
 }
@@ -140,53 +141,22 @@ void RestoreJob::plan_reads(std::size_t index, const File& file, std::vector<Res
     end_run();
 }
 
-MaybeFault RestoreJob::scatter(File& file, Range blocks, Lease& memory) {
-    if (auto fault = file.input.read({memory.data(), kSegmentBytes}, blocks.begin, blocks.size())) {
+MaybeFault RestoreJob::scatter(File& file, Range blocks, std::byte* memory,
+                               std::map<int, DeviceWork>& work) {
+    if (auto fault = file.input.read({memory, kSegmentBytes}, blocks.begin, blocks.size())) {
         return fault;
     }
     bytes_read_ += blocks.size();
-    std::map<int, DeviceWork> work;
     for (std::uint64_t at = blocks.begin; at < blocks.end; at += kBlockBytes) {
         const Range block{.begin = at, .end = std::min(at + kBlockBytes, blocks.end)};
-        std::byte* const bytes = memory.data() + (at - blocks.begin);
+        std::byte* const bytes = memory + (at - blocks.begin);
         if (crc32c({bytes, block.size()}) != file.checksums[at / kBlockBytes]) {
             return corrupt(file.spec, at, "the block does not match its checksum");
         }
         file.spec.content->copy(Direction::kScatter, block, bytes);
         file.spec.content->list(Direction::kScatter, block, bytes, work);
     }
-    return scatter_to_devices(work, memory);
-}
-
-MaybeFault RestoreJob::scatter_to_devices(const std::map<int, DeviceWork>& work, Lease& memory) {
-    if (work.empty()) return std::nullopt;
-    auto fault = devices_->await_pinned(memory.data(), kSegmentBytes);
-    if (fault) return fault;
-    Fences copied;
-    copied.reserve(work.size());
-    for (const auto& [number, each] : work) {
-        const auto device = devices_->find(number);
-        std::shared_ptr<DeviceEvent> done;
-        try {
-            fault = device->copy(Direction::kScatter, each.copies, device->restore_stream(),
-                                 fences_, done);
-        } catch (const std::bad_alloc&) {
-            fault = out_of_memory("copy");
-        }
-        if (done) copied.push_back(std::move(done));
-        if (fault) break;
-    }
-    // Until then the segment is not free, and the tensors are not the caller's. Others overlap it:
-    // as many segments as there are threads are read, verified and copied at a time.
-    for (const auto& event : copied) {
-        bool idle = false;
-        auto failed = event->wait_idle(
-            [&, since = Clock::now()] { return devices_->patience().is_over(since); }, idle);
-        if (!idle) memory.abandon();
-        if (failed && !fault) fault = std::move(failed);
-        if (!idle && !fault) fault = shut_down();
-    }
-    return fault;
+    return std::nullopt;
 }
 
 void RestoreJob::pin() {

@@ -46,7 +46,7 @@ class RestoreJob {
   public:
     /// Copies to devices come after `fences`.
     RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
-               std::shared_ptr<Devices> devices, Fences fences);
+               Fences fences);
 
     // --- for the handle -------------------------------------------------------------------
 
@@ -61,9 +61,13 @@ class RestoreJob {
     /// The steps to begin with: one per file.
     [[nodiscard]] std::vector<RestoreStep> first_steps() const;
 
-    /// Takes a step, with a segment of `memory`, which it abandons if a device hangs. Steps that
-    /// follow from it go to `more`.
-    MaybeFault run(const RestoreStep& step, Lease& memory, std::vector<RestoreStep>& more);
+    /// Takes a step, with the segment at `memory`. Steps that follow from it go to `more`; what
+    /// devices have to copy from the segment, to `work`.
+    MaybeFault run(const RestoreStep& step, std::byte* memory, std::vector<RestoreStep>& more,
+                   std::map<int, DeviceWork>& work);
+
+    /// What copies to devices come after.
+    [[nodiscard]] JobFences& fences() { return fences_; }
 
     [[nodiscard]] bool failed() const { return failed_; }
 
@@ -94,14 +98,13 @@ class RestoreJob {
     };
 
     MaybeFault read_table(File& file, std::byte* memory);
-    MaybeFault scatter(File& file, Range blocks, Lease& memory);
-    MaybeFault scatter_to_devices(const std::map<int, DeviceWork>& work, Lease& memory);
+    MaybeFault scatter(File& file, Range blocks, std::byte* memory,
+                       std::map<int, DeviceWork>& work);
     static void plan_reads(std::size_t index, const File& file, std::vector<RestoreStep>& steps);
     void pin();
     void unpin();
 
-    const std::shared_ptr<Devices> devices_;
-    const Fences fences_;
+    JobFences fences_;
     std::vector<std::unique_ptr<File>> files_;  // until the last pin goes
     std::atomic<bool> failed_ = false;
     std::atomic<std::uint64_t> bytes_read_ = 0;

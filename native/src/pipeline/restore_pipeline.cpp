@@ -7,9 +7,12 @@
 
 namespace datastates {
 
-RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache,
+RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                                  std::shared_ptr<AbandonableFileOps> ops, std::size_t threads)
-    : cache_(std::move(cache)), thread_count_(threads), threads_(std::move(ops)) {}
+    : cache_(std::move(cache)),
+      devices_(std::move(devices)),
+      thread_count_(threads),
+      threads_(std::move(ops)) {}
 
 bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
     const RestoreJob::Pin until_queued(job);  // a plan of no files is done when this goes
@@ -93,11 +96,13 @@ std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
 void RestorePipeline::run(const Task& task) {
     Lease memory;
     std::vector<RestoreStep> more;
+    std::map<int, DeviceWork> work;
     // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
     auto fault = acquire_segment(*task.job.job(), memory);
     if (task.job->failed()) return;
-    if (!fault) fault = task.job->run(task.step, memory, more);
+    if (!fault) fault = task.job->run(task.step, memory.data(), more, work);
     if (fault) fail(task.job.job(), std::move(*fault));
+    if (!fault && !work.empty()) copy_to_devices(task.job, std::move(memory), std::move(work));
     if (more.empty()) return;
     {
         const std::scoped_lock lock(mutex_);
@@ -108,6 +113,27 @@ void RestorePipeline::run(const Task& task) {
         }
     }
     changed_.notify_all();
+}
+
+/// The segment, and the job, are kept until the devices are done with it.
+void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
+                                      std::map<int, DeviceWork> work) {
+    struct Copying {
+        RestoreJob::Pin job;
+        Lease memory;
+        std::map<int, DeviceWork> work;
+    };
+    const auto copying = std::make_shared<Copying>();
+    copying->job = RestoreJob::Pin(job.job());
+    copying->memory = std::move(memory);
+    copying->work = std::move(work);
+    devices_->copy(
+        Direction::kScatter, {copying->memory.data(), kSegmentBytes}, copying->work, job->fences(),
+        [](int, const auto&, const auto&) {},
+        [self = shared_from_this(), copying](DeviceLane::Outcome outcome) {
+            if (outcome.fault) self->fail(copying->job.job(), std::move(*outcome.fault));
+            if (!outcome.finished) copying->memory.abandon();
+        });
 }
 
 MaybeFault RestorePipeline::acquire_segment(const RestoreJob& job, Lease& memory) {

@@ -1,14 +1,18 @@
 // The threads that restore. Each takes a step, gets a segment, reads, verifies, scatters.
+//
+// Devices copy their part from the segment while the thread goes on with another one.
 
 #pragma once
 
 #include <condition_variable>
 #include <cstddef>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 
+#include "device/devices.h"
 #include "files/abandonable_file_ops.h"
 #include "memory/host_cache.h"
 #include "pipeline/crew.h"
@@ -19,8 +23,8 @@ namespace datastates {
 
 class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
   public:
-    RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<AbandonableFileOps> ops,
-                    std::size_t threads);
+    RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
+                    std::shared_ptr<AbandonableFileOps> ops, std::size_t threads);
     RestorePipeline(const RestorePipeline&) = delete;
     RestorePipeline& operator=(const RestorePipeline&) = delete;
     RestorePipeline(RestorePipeline&&) = delete;
@@ -54,8 +58,10 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
     std::optional<Task> next_task();
     void run(const Task& task);
     MaybeFault acquire_segment(const RestoreJob& job, Lease& memory);
+    void copy_to_devices(const RestoreJob::Pin& job, Lease memory, std::map<int, DeviceWork> work);
 
     const std::shared_ptr<HostCache> cache_;
+    const std::shared_ptr<Devices> devices_;
     const std::size_t thread_count_;
 
     JobsInFlight<RestoreJob> jobs_;

@@ -262,7 +262,7 @@ void SaveJob::count_read(const std::vector<GroupBytes>& groups, Passed& passed) 
     read_at_ = Clock::now();
     // No stream has to wait any more. (None is enqueued, either: what is enqueued is not read yet.)
     passed.events.swap(events_);
-    passed.fences.swap(fences_);
+    passed.fences = fences_.take_all();
 }
 
 std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {

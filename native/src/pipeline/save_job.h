@@ -132,7 +132,7 @@ class SaveJob {
     Gathered read(const Unit& unit, Lease memory);
 
     /// What copies by devices come after. The caller has a unit that is not queued yet.
-    [[nodiscard]] const Fences& fences() const { return fences_; }
+    [[nodiscard]] JobFences& fences() { return fences_; }
     /// Reports that a device will have read these when `event` comes (null: it will not).
     void queued(int device, const std::vector<GroupBytes>& groups,
                 const std::shared_ptr<DeviceEvent>& event);
@@ -210,7 +210,7 @@ class SaveJob {
     const std::uint64_t order_;
     const std::shared_ptr<Window> window_;
     const std::shared_ptr<FileOps> ops_;
-    Fences fences_;                         // until all is read
+    JobFences fences_;
     std::vector<std::string> directories_;  // like all paths: once placed, never changed
     std::vector<std::unique_ptr<File>> files_;
     const Clock::time_point submitted_;

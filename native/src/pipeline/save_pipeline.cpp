@@ -4,22 +4,9 @@
 #include <exception>
 #include <new>
 #include <string>
-#include <system_error>
 #include <utility>
 
 namespace datastates {
-namespace {
-
-Fault no_thread(const std::system_error& error) {
-    return {.kind = FaultKind::kIo,
-            .error = error.code().value(),
-            .path = {},
-            .operation = "starting a thread",
-            .detail = {}};
-}
-
-}  // namespace
-
 SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                            std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
                            std::size_t flush_threads)
@@ -219,73 +206,41 @@ void SavePipeline::write_later(const SaveJob::Pin& job, std::optional<ReadUnit> 
     enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)});
 }
 
-/// A unit that devices read. The last of them to be done ends the reading.
-struct SavePipeline::DevicesReading {
-    SaveJob::Pin job;
-    DeviceRead unread;
-    std::mutex mutex;  // guards what follows
-    std::size_t left = 0;
-    bool failed = false;
-    bool finished = true;
-};
-
 void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
-    if (auto fault = devices_->await_pinned(read.read.memory.data(), kSegmentBytes)) {
-        fail(job.job(), std::move(*fault));
-        job->end_read(std::move(read), true);
-        return;
-    }
-    std::shared_ptr<DevicesReading> reading;
+    struct Unread {
+        SaveJob::Pin job;
+        DeviceRead read;
+    };
+    std::shared_ptr<Unread> reading;
     try {
-        reading = std::make_shared<DevicesReading>();
-        reading->job = SaveJob::Pin(job.job());
-    } catch (...) {
+        reading = std::make_shared<Unread>();
+    } catch (const std::bad_alloc&) {
         job->end_read(std::move(read), true);
         throw;
     }
-    reading->unread = std::move(read);
-    reading->left =
-        reading->unread.work.size() + 1;  // one of them this thread, which reads the list
-    for (const auto& [device, work] : reading->unread.work) {
+    reading->job = SaveJob::Pin(job.job());
+    reading->read = std::move(read);
+    const auto done = [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
+        const bool failed = outcome.fault.has_value();
+        if (failed) self->fail(reading->job.job(), std::move(*outcome.fault));
+        if (!outcome.finished) reading->read.read.memory.abandon();
+        const SaveJob::Pin of = std::move(reading->job);
         try {
-            read_on_device(reading, device, work);
-        } catch (const std::system_error& error) {  // the lane's thread; nothing was enqueued
-            device_done(reading, {.fault = no_thread(error), .finished = true});
+            self->write_later(of, of->end_read(std::move(reading->read), failed));
         } catch (const std::exception&) {
-            device_done(reading, {.fault = out_of_memory("copy"), .finished = true});
+            self->fail(of.job(), out_of_memory("copy"));
         }
-    }
-    device_done(reading, {});
-}
-
-void SavePipeline::read_on_device(const std::shared_ptr<DevicesReading>& reading, int device,
-                                  const DeviceWork& work) {
-    SaveJob& job = *reading->job.job();
-    devices_->lane(device)->read(
-        work.copies, job.fences(),
-        [&](const auto& event) { job.queued(device, work.groups, event); },
-        [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
-            self->device_done(reading, std::move(outcome));
-        });
-}
-
-void SavePipeline::device_done(const std::shared_ptr<DevicesReading>& reading,
-                               DeviceLane::Outcome outcome) {
-    bool failed = outcome.fault.has_value();
-    if (failed) fail(reading->job.job(), std::move(*outcome.fault));
-    {
-        const std::scoped_lock lock(reading->mutex);
-        reading->failed = reading->failed || failed;
-        reading->finished = reading->finished && outcome.finished;
-        if (--reading->left > 0) return;
-        failed = reading->failed;
-    }
-    if (!reading->finished) reading->unread.read.memory.abandon();
-    const SaveJob::Pin job = std::move(reading->job);
+    };
     try {
-        write_later(job, job->end_read(std::move(reading->unread), failed));
-    } catch (const std::exception&) {
-        fail(job.job(), out_of_memory("copy"));
+        devices_->copy(
+            Direction::kGather, {reading->read.read.memory.data(), kSegmentBytes},
+            reading->read.work, job->fences(),
+            [&](int device, const auto& groups, const auto& event) {
+                job->queued(device, groups, event);
+            },
+            done);
+    } catch (const std::bad_alloc&) {
+        done({.fault = out_of_memory("copy"), .finished = true});
     }
 }
 

@@ -102,11 +102,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     std::optional<Reading> take_unit();
     void proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered);
     void write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read);
-    struct DevicesReading;
     void read_on_devices(const SaveJob::Pin& job, DeviceRead read);
-    void read_on_device(const std::shared_ptr<DevicesReading>& reading, int device,
-                        const DeviceWork& work);
-    void device_done(const std::shared_ptr<DevicesReading>& reading, DeviceLane::Outcome outcome);
 
     void flush_loop(Thread& self);
     std::optional<Task> next_task();

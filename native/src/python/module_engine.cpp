@@ -240,18 +240,23 @@ void bind_engine(const py::module_& module) {
         .def("record_event", &record_event, py::arg("device"), py::arg("stream"))
         .def("copy_to_host", &copy_to_host, py::arg("content"), py::arg("address"),
              py::arg("nbytes"), py::arg("device"), py::arg("stream"))
-        .def_property_readonly("devices_prepared",
-                               [](const PyEngine& self) {
-                                   return required(self.engine, "engine")->devices().prepared();
-                               })
-        .def_property_readonly("pinned_bytes",
-                               [](const PyEngine& self) {
-                                   return required(self.engine, "engine")->devices().pinned_bytes();
-                               })
-        .def_property_readonly("pin_fault",
-                               [](const PyEngine& self) {
-                                   return required(self.engine, "engine")->devices().pin_fault();
-                               })
+        .def_property_readonly(
+            "devices_prepared",
+            [](const PyEngine& self) {
+                return required(self.engine, "engine")->devices().pinner().idle();
+            })
+        .def_property_readonly(
+            "pinned_bytes",
+            [](const PyEngine& self) {
+                return required(self.engine, "engine")->devices().pinner().pinned_bytes();
+            })
+        .def_property_readonly(
+            "pin_fault",
+            [](const PyEngine& self) {
+                return required(self.engine, "engine")->devices().pinner().fault();
+            })
+        .def("keep_memory",
+             [](const PyEngine& self) { required(self.engine, "engine")->cache().keep(); })
         .def("shutdown",
              [](const PyEngine& self) {
                  const auto engine = required(self.engine, "engine");
