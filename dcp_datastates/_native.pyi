@@ -455,6 +455,10 @@ class Engine:
     @property
     def pin_fault(self) -> Fault | None:
         """Why not all of it could be pinned. Copies to what is not are slower."""
+    def keep_memory(self) -> None:
+        """The process is about to end: the host cache is never unpinned nor unmapped. Unpinning would wait for a
+        device that hangs.
+        """
     def shutdown(self) -> None:
         """Fail what is in flight with a ``shutdown`` fault, join all threads. Idempotent.
 

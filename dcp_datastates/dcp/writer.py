@@ -41,7 +41,7 @@ from dcp_datastates.dcp.compat import (
 )
 from dcp_datastates.dcp.planner import is_unchanged
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.io.devices import capturing
+from dcp_datastates.io.devices import capturing, open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.exchange import SessionMeta
 from dcp_datastates.planning.plan_cache import PlannedMetadata
@@ -155,7 +155,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._here = ThisThread()
         self._saves = Saves()
         self._last: SaveStats | None = None
-        engine(self._config.host_cache_bytes)
+        open_used(engine(self._config.host_cache_bytes))
         self._made_for = commit_group(self.rank_set)
         if self._made_for.detector is not None:
             # From then on the other ranks see at once if this process dies. The failure detector's thread does it,

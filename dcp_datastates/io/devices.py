@@ -24,6 +24,7 @@ __all__ = [
     "follow",
     "mark",
     "numbers",
+    "open_used",
     "place",
     "record",
     "report",
@@ -48,6 +49,9 @@ class Accelerator(Protocol):
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         """For each tensor: :data:`HOST`, the driver's number of its device, or :data:`THROUGH_TORCH`."""
 
+    def used(self) -> list[int]:
+        """The driver's numbers of the devices that this process uses already. Creates no context."""
+
     def stream(self, device: int) -> int:
         """Handle of the calling thread's current stream on ``device``."""
 
@@ -58,7 +62,9 @@ class Accelerator(Protocol):
         """
 
     def mark(self, devices: Iterable[int]) -> list[Any]:
-        """Record the present point on the calling thread's current streams of ``devices`` and of the current device."""
+        """Record the present point on the calling thread's current streams of ``devices``, and of the current device if
+        the process uses it.
+        """
 
     def follow(self, moment: list[Any]) -> None:
         """Make the calling thread's current streams wait for ``moment``."""
@@ -84,6 +90,11 @@ class Cuda:
             return device.index
         return THROUGH_TORCH
 
+    def used(self) -> list[int]:
+        if torch.version.hip is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return []
+        return list(filter(_has_context, range(torch.cuda.device_count())))
+
     def stream(self, device: int) -> int:
         return int(torch.cuda.current_stream(device).cuda_stream)
 
@@ -93,7 +104,7 @@ class Cuda:
     def mark(self, devices: Iterable[int]) -> list[Any]:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
-        used = {torch.cuda.current_device(), *devices}
+        used = {*filter(_has_context, (torch.cuda.current_device(),)), *devices}
         streams = [torch.cuda.current_stream(device) for device in used]
         return [(each, each.record_event()) for each in streams]
 
@@ -104,7 +115,19 @@ class Cuda:
                 now.wait_event(event)
 
     def capturing(self) -> bool:
-        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+        return (
+            torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            and _has_context(torch.cuda.current_device())
+            and torch.cuda.is_current_stream_capturing()
+        )
+
+
+def _has_context(device: int) -> bool:
+    """Whether the process has a context on a CUDA device. Where it has none, nearly every call to the runtime would
+    create one, which takes hundreds of MiB: on device 0, for each rank that uses another one.
+    """
+    known = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return known is None or bool(known(device))
 
 
 accelerator: Accelerator = Cuda()
@@ -145,6 +168,12 @@ def _opened(engine: Engine, device: int) -> bool:
             )
         return False
     return True
+
+
+def open_used(engine: Engine) -> None:
+    """Open the devices that this process uses already, so that the host cache is pinned before the first save."""
+    for device in accelerator.used():
+        _opened(engine, device)
 
 
 def report(engine: Engine) -> None:

@@ -111,6 +111,13 @@ def _shut_down() -> None:
         _engine = None
 
 
+def _at_exit() -> None:
+    with _lock:
+        if _engine is not None:
+            _engine.keep_memory()
+    _shut_down()
+
+
 @after_fork
 def _forget_in_child() -> None:
     # The parent's threads do not exist here: start anew, without touching the parent's engine.
@@ -118,6 +125,6 @@ def _forget_in_child() -> None:
     _engine = None
 
 
-atexit.register(_shut_down)
+atexit.register(_at_exit)
 at_end(_limit_patience)
 at_end(_limit_file_patience, Phase.GIVE_UP)

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates._native import DeviceEvent, Engine, Transfer
+from dcp_datastates._native import DeviceEvent, Engine
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.errors import DeviceError
 from dcp_datastates.format.chunk_table import Ints
@@ -29,21 +29,19 @@ from dcp_datastates.io.device_copies import DeviceCopies
 from dcp_datastates.io.devices import (
     HOST,
     THROUGH_TORCH,
-    dense,
     fences,
     mark,
     numbers,
     report,
-    stream,
 )
 from dcp_datastates.io.shards import any_hold_shards, take_shards_of
 from dcp_datastates.io.tensor_memory import (
     PLAIN_DTYPES,
-    add_region,
     copy_unusual,
     is_unusual,
     tensor_over,
 )
+from dcp_datastates.staging.eager_copies import EagerCopies
 from dcp_datastates.staging.fingerprint import Fingerprint, fingerprint
 from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership, known_optimizers
 from dcp_datastates.staging.traverse import Columns, Traversal, traverse
@@ -221,12 +219,11 @@ def stage_state(
     if offsets:
         on_devices = set(compress(eager_devices or (), sizes)) - {HOST}
         made.buffer = allocate(max(nbytes, 1), bool(on_devices))
-        engine.gather(
-            _regions(eager, offsets, sizes, eager_devices, HOST)[0], made.buffer.data_ptr(), nbytes
-        )
+        copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, made.buffer, nbytes)
+        copies.gather(engine)
         try:
             for device in on_devices:
-                _copy_from(engine, device, made, sizes, eager_devices)
+                copies.enqueue(engine, device, made.copying)
         except BaseException:
             with contextlib.suppress(DeviceError):
                 made.copying.wait()  # the buffer is about to be freed
@@ -236,26 +233,6 @@ def stage_state(
         report(engine)
     made.moment = mark(set(devices or ()))
     return made
-
-
-def _copy_from(
-    engine: Engine, device: int, staged: StagedState, sizes: list[int], devices: list[int] | None
-) -> None:
-    """Enqueue the copies of the eager tensors of ``device`` on its current stream, in order with the stream's other
-    work. So the training thread need not wait.
-    """
-    assert staged.buffer is not None
-    content, _dense = _regions(staged.eager, staged.offsets, sizes, devices, device)
-    try:
-        event, fault = engine.copy_to_host(
-            content, staged.buffer.data_ptr(), staged.eager_bytes, device, stream(device)
-        )
-    except RuntimeError as error:
-        raise DeviceError(str(error)) from error
-    if event is not None:
-        staged.copying.add(event)
-    if fault is not None:
-        raise DeviceError(fault.message)
 
 
 def look(state_dict: Mapping[str, Any]) -> StagedState:
@@ -382,29 +359,3 @@ def _late_on_devices(
             late, owners, sizes, devices, dense, strict=True
         )
     ]
-
-
-def _regions(
-    eager: Columns, offsets: list[int], sizes: list[int], devices: list[int] | None, device: int
-) -> tuple[Transfer, list[torch.Tensor]]:
-    """The regions of the eager tensors of one device, or of the host; and the tensors with these regions, some of them
-    made here. The caller must keep the tensors until the device's copies are enqueued.
-    """
-    content = Transfer()
-    locals_ = eager.locals
-    if devices is not None and set(devices) != {device}:
-        mine = [number == device for number in devices]
-        locals_ = list(compress(locals_, mine))
-        offsets = list(compress(offsets, mine))
-        sizes = list(compress(sizes, mine))
-    if device != HOST:
-        locals_ = list(map(dense, locals_))
-    if all(map(torch.Tensor.is_contiguous, locals_)) and all(sizes):
-        addresses = list(map(torch.Tensor.data_ptr, locals_))
-        numbers_ = None if device == HOST else [device] * len(sizes)
-        content.add_many(offsets, sizes, addresses, [STABLE] * len(sizes), numbers_)
-    else:
-        for local, offset, nbytes in zip(locals_, offsets, sizes, strict=True):
-            if nbytes:
-                add_region(content, offset, local, nbytes, STABLE, device)
-    return content, locals_

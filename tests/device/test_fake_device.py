@@ -191,7 +191,7 @@ def test_thousands_of_small_tensors_are_few_calls(cuda: FakeCuda, tmp_path: Path
     future.result()
     assert differing(tmp_path / "a", expected) == []
     calls = cuda.count("cuMemcpyBatchAsync") + cuda.count("cuMemcpyDtoHAsync_v2") - calls
-    assert calls <= 4
+    assert calls <= 3000 // 32
 
 
 def test_a_buffer_larger_than_what_is_pinned_in_one_call(cuda: FakeCuda, tmp_path: Path) -> None:

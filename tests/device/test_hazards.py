@@ -29,9 +29,10 @@ from dcp_datastates.commit.beats import Beat
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.io import engine
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.staging import stage as capture
+from dcp_datastates.staging import eager_copies
 from dcp_datastates.staging import traverse as walk
 from dcp_datastates.staging.deferred_reads import DeferredReads
+from dcp_datastates.staging.eager_copies import EagerCopies
 
 SECONDS = 30.0
 
@@ -272,11 +273,48 @@ def test_dense_copies_live_until_the_device_was_told_to_read_them(
             alive.extend(reference() is not None for reference in made)
             return native.copy_to_host(*args)
 
-    copy_from = capture._copy_from
-    monkeypatch.setattr(capture, "dense", dense)
-    monkeypatch.setattr(capture, "_copy_from", lambda _, *args: copy_from(Watched(), *args))  # type: ignore[arg-type]
+    enqueue = EagerCopies.enqueue
+    monkeypatch.setattr(eager_copies, "dense", dense)
+    monkeypatch.setattr(
+        EagerCopies, "enqueue", lambda self, _, *args: enqueue(self, Watched(), *args)
+    )  # type: ignore[arg-type]
     save(tmp_path / "a", {"strided": strided}).result()
     assert alive == [True]
+
+
+def test_tensors_that_are_not_contiguous_are_made_dense_some_at_a_time(
+    cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {f"strided{index}": cuda.adopt(torch.randn(64, 100)).t() for index in range(10)}
+    state["contiguous"] = cuda.adopt(torch.randn(100))
+    expected = {name: tensor.clone() for name, tensor in state.items()}
+    monkeypatch.setattr(eager_copies, "DENSE_BYTES", 3 * 64 * 100 * 4)
+    made: list[int] = []  # copies that the driver had been given when each was made dense
+    dense = cuda.dense
+
+    def counted(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_contiguous():
+            made.append(cuda.count("copies"))
+        return dense(tensor)
+
+    monkeypatch.setattr(cuda, "dense", counted)
+    save(tmp_path / "a", state).result()
+    assert differing(tmp_path / "a", expected) == []
+    assert len(made) == 10
+    assert max(map(made.count, made)) == 3
+
+
+def test_a_writer_opens_the_devices_that_the_process_uses_and_no_other(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    """So the cache is pinned before the first save."""
+    cuda.adopt(torch.zeros(8), 1)
+    DataStatesWriter(tmp_path / "a", host_cache_size=CACHE)
+    native = engine.engine(CACHE)
+    await_that(lambda: native.devices_prepared)
+    assert native.pinned_bytes == native.host_cache_bytes
+    assert cuda.contexts(1) == 1
+    assert cuda.contexts(0) == 0
 
 
 # ---- DCP's thread has other current streams than the caller -----------------------------------------

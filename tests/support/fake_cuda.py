@@ -79,6 +79,9 @@ class FakeCuda:
             for tensor in tensors
         ]
 
+    def used(self) -> list[int]:
+        return sorted({device for device, _ in self._adopted.values()})
+
     def stream(self, device: int) -> int:
         return int(getattr(self._here, "streams", {}).get(device, 0)) or self.main_stream(device)
 
@@ -175,6 +178,13 @@ class FakeCuda:
     def fail_next(self, symbol: str, code: int, skip: int = 0) -> None:
         self.lib.fake_cuda_fail_next(symbol.encode(), code, skip)
 
+    def be_hostile(self, way: str = "all", value: int = 1) -> None:
+        _check(self.lib.fake_cuda_be_hostile(way.encode(), ctypes.c_uint64(value)))
+
+    def watch_interpreter(self) -> None:
+        """From now on the driver counts calls in threads that hold the GIL ("held_interpreter")."""
+        self.lib.fake_cuda_watch_interpreter(ctypes.pythonapi.PyGILState_Check)
+
     def contexts(self, device: int) -> int:
         return int(self.lib.fake_cuda_contexts_created(device))
 
@@ -210,6 +220,7 @@ def installed() -> Iterator[FakeCuda]:
     fake = FakeCuda(library)
     engine._shut_down()
     fake.reset()
+    fake.watch_interpreter()
     before: dict[str, Any] = {
         "accelerator": devices.accelerator,
         "library": os.environ.get("DCP_DATASTATES_CUDA_LIBRARY"),

@@ -55,9 +55,12 @@ void bind_devices(const py::module_& module) {
             "hold",
             [](const PyDeviceEvent& self, StreamHandle stream) {
                 const auto event = required(self.event, "event");
-                if (const auto fault = event->device()->hold(stream, *event)) {
-                    throw std::runtime_error(describe(*fault));
+                MaybeFault fault;
+                {
+                    const GilRelease release;
+                    fault = event->device()->hold(stream, *event);
                 }
+                if (fault) throw std::runtime_error(describe(*fault));
             },
             py::arg("stream"))
         .def("wait", &wait_idle, py::arg("timeout"));

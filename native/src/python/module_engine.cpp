@@ -148,8 +148,12 @@ void raise(const MaybeFault& fault) {
 
 void open_device(const PyEngine& self, int device) {
     const auto engine = usable(self);
-    const GilRelease release;
-    raise(engine->devices().open(device));
+    MaybeFault fault;
+    {
+        const GilRelease release;
+        fault = engine->devices().open(device);
+    }
+    raise(fault);
 }
 
 std::shared_ptr<Device> device_of(const Engine& engine, int device) {
@@ -159,8 +163,14 @@ std::shared_ptr<Device> device_of(const Engine& engine, int device) {
 }
 
 std::unique_ptr<PyDeviceEvent> record_event(const PyEngine& self, int device, StreamHandle stream) {
+    const auto of = device_of(*usable(self), device);
     std::shared_ptr<DeviceEvent> event;
-    raise(device_of(*usable(self), device)->record(stream, event));
+    MaybeFault fault;
+    {
+        const GilRelease release;
+        fault = of->record(stream, event);
+    }
+    raise(fault);
     return std::make_unique<PyDeviceEvent>(std::move(event));
 }
 

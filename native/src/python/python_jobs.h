@@ -36,6 +36,15 @@ struct PySlab {
 struct PyDeviceEvent {
     explicit PyDeviceEvent(std::shared_ptr<DeviceEvent> recorded)
         : device(recorded->device()->number()), event(std::move(recorded)) {}
+    PyDeviceEvent(const PyDeviceEvent&) = delete;
+    PyDeviceEvent& operator=(const PyDeviceEvent&) = delete;
+    PyDeviceEvent(PyDeviceEvent&&) = delete;
+    PyDeviceEvent& operator=(PyDeviceEvent&&) = delete;
+    ~PyDeviceEvent() {  // NOLINT(bugprone-exception-escape): as of PyJob
+        auto dropped = event.take();
+        const GilRelease release;  // the driver may keep it waiting
+        dropped.reset();
+    }
 
     int device;
     ProcessBound<DeviceEvent> event;

@@ -1,0 +1,102 @@
+"""Eager copies: the tensors that a call copies into one buffer, by the host or by their devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from dcp_datastates._native import Engine, Transfer
+from dcp_datastates.errors import DeviceError
+from dcp_datastates.io.device_copies import DeviceCopies
+from dcp_datastates.io.devices import HOST, dense, stream
+from dcp_datastates.io.tensor_memory import add_region
+from dcp_datastates.staging.ownership import STABLE
+
+__all__ = ["EagerCopies"]
+
+DENSE_BYTES: Final = 256 << 20
+"""Tensors on a device that are not contiguous are made dense there up to this size at a time, if each is smaller."""
+
+
+@dataclass(frozen=True)
+class EagerCopies:
+    """Tensors (local ones), and where each goes in ``buffer``: offsets and sizes in bytes."""
+
+    tensors: Sequence[torch.Tensor]
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    devices: Sequence[int] | None
+    """Each tensor's device number; None if all are on the host."""
+    buffer: torch.Tensor
+    nbytes: int
+    """Of the buffer, all copies together."""
+
+    def gather(self, engine: Engine) -> None:
+        """Copy the tensors on the host."""
+        places = self._places(HOST)
+        content = self._content(places, [self.tensors[place] for place in places], HOST)
+        engine.gather(content, self.buffer.data_ptr(), self.nbytes)
+
+    def enqueue(self, engine: Engine, device: int, copying: DeviceCopies) -> None:
+        """Enqueue the copies of the tensors of ``device`` on its current stream, in order with the stream's other work.
+        So the training thread need not wait. What is under way is added to ``copying``.
+
+        Raises :class:`DeviceError` if the driver refuses; some copies may be under way then, too.
+        """
+        for places in self._batches(self._places(device)):
+            # Kept until their copies are enqueued: then torch may reuse what was made dense, in the stream's order.
+            tensors = [dense(self.tensors[place]) for place in places]
+            content = self._content(places, tensors, device)
+            try:
+                event, fault = engine.copy_to_host(
+                    content, self.buffer.data_ptr(), self.nbytes, device, stream(device)
+                )
+            except RuntimeError as error:
+                raise DeviceError(str(error)) from error
+            if event is not None:
+                copying.add(event)
+            if fault is not None:
+                raise DeviceError(fault.message)
+
+    def _places(self, device: int) -> list[int]:
+        if self.devices is None:
+            return [place for place, nbytes in enumerate(self.sizes) if nbytes]
+        return [
+            place
+            for place, (number, nbytes) in enumerate(zip(self.devices, self.sizes, strict=True))
+            if number == device and nbytes
+        ]
+
+    def _batches(self, places: list[int]) -> Iterator[list[int]]:
+        """Those that are contiguous together; the others so that their dense copies take bounded memory."""
+        is_dense = [self.tensors[place].is_contiguous() for place in places]
+        even = [place for place, is_so in zip(places, is_dense, strict=True) if is_so]
+        odd = [place for place, is_so in zip(places, is_dense, strict=True) if not is_so]
+        if even:
+            yield even
+        batch: list[int] = []
+        nbytes = 0
+        for place in odd:
+            if batch and nbytes + self.sizes[place] > DENSE_BYTES:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(place)
+            nbytes += self.sizes[place]
+        if batch:
+            yield batch
+
+    def _content(self, places: list[int], tensors: list[torch.Tensor], device: int) -> Transfer:
+        content = Transfer()
+        offsets = [self.offsets[place] for place in places]
+        sizes = [self.sizes[place] for place in places]
+        if all(map(torch.Tensor.is_contiguous, tensors)):
+            addresses = list(map(torch.Tensor.data_ptr, tensors))
+            devices = None if device == HOST else [device] * len(sizes)
+            content.add_many(offsets, sizes, addresses, [STABLE] * len(sizes), devices)
+        else:
+            for tensor, offset, nbytes in zip(tensors, offsets, sizes, strict=True):
+                add_region(content, offset, tensor, nbytes, STABLE, device)
+        return content
