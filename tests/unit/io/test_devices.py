@@ -12,7 +12,7 @@ from dcp_datastates.io.devices import Cuda
 
 @pytest.fixture
 def only_device_1(monkeypatch):
-    """A process that uses device 1 while device 0 is its current one. Nearly every call would create a context there."""
+    """A process that uses device 1. Device 0 is its current one, where nearly every call would create a context."""
 
     def stream(device):
         assert device == 1, "this creates a context on device 0"
