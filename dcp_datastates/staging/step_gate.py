@@ -16,6 +16,7 @@ import weakref
 from typing import Any, Final, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -78,6 +79,8 @@ def open_windows() -> None:
         reads.open_window()
 
 
+# torch.compile would trace the gate of every new save. The first optimizer of a process has imported dynamo already.
+@_disable_dynamo
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     captured = capturing()
     if captured:

@@ -13,6 +13,7 @@ from support.checkpoints import assert_same, async_save, committed, load, raises
 from support.ranks import ranks
 from support.scripts import run_script
 from support.waiting import await_that
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -219,12 +220,33 @@ def test_the_window_still_opens_with_the_backward_pass_of_a_newer_optimizer(tmp_
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_step_waits_for_each_save_and_compiles_once(tmp_path: Path, whole: bool) -> None:
+    """``whole``: the step itself is compiled; else a function that calls it."""
+    torch.compiler.reset()
+    parameter = torch.nn.Parameter(torch.full((1_000_000,), 9.0))
+    optimizer = torch.optim.SGD([parameter], lr=torch.tensor(1.0))
+    parameter.grad = torch.ones_like(parameter)
+    compiles = CompileCounter()
+    step = torch.compile(optimizer.step if whole else lambda: optimizer.step(), backend=compiles)
+    step()
+    assert compiles.frame_count == 1
+    for number in range(3):
+        before = parameter.detach().clone()
+        future = async_save({"w": parameter}, tmp_path / str(number), read_deadline=3600)
+        assert not future.done()
+        step()
+        future.result(SECONDS)
+        assert torch.equal(parameter.detach(), before - 1)
+        found = load({"w": torch.zeros(1_000_000)}, tmp_path / str(number))
+        assert torch.equal(found["w"], before)
+    assert compiles.frame_count == 1
+
+
 def _offloaded(local: torch.Tensor) -> torch.nn.Parameter:
     """As FSDP2's CPUOffloadPolicy leaves a parameter: a mesh of GPUs, and the shard on the host."""
     mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
-    spec = DTensorSpec(
-        mesh, (Shard(0),), TensorMeta(local.shape, local.stride(), local.dtype)
-    )
+    spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(local.shape, local.stride(), local.dtype))
     return torch.nn.Parameter(DTensor(local, spec, requires_grad=False))
 
 
