@@ -23,7 +23,7 @@ from dcp_datastates.errors import (
     DataStatesError,
     IncompatibleStateError,
 )
-from dcp_datastates.format.stored_names import as_keys, chosen
+from dcp_datastates.format.stored_names import as_keys, chosen, wrappers
 
 __all__ = ["load"]
 
@@ -107,7 +107,8 @@ class _Reader(DataStatesReader):
     ) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         names = metadata.state_dict_metadata
-        self.names = frozenset(names if self._keys is None else chosen(names, self._keys))
+        found = list(names) if self._keys is None else chosen(names, self._keys)
+        self.names = frozenset(found).union(wrappers(found))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         plan.items = [item for item in plan.items if item.storage_index.fqn in self.names]

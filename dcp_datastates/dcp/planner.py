@@ -30,6 +30,7 @@ from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
 from dcp_datastates.io.tensor_memory import check_storable, local_tensor
+from dcp_datastates.io.wrappers import opened
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.exchange import Answer, Offer, Session, SessionMeta
@@ -125,7 +126,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             self._flat = True
             return
-        self._given = state_dict
+        # A staged state has parts in place of wrappers already.
+        self._given = opened(state_dict) if session.state is None else state_dict
         # Without flattening, a nested dict is one object, which contains its tensors.
         if self._caches and self.flatten_state_dict:
             self._found = self._memory.find(session)

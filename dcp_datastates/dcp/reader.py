@@ -10,17 +10,19 @@ import logging
 import os
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.publish import warn_if_replaced
 from dcp_datastates.config import parse_host_cache_size
+from dcp_datastates.dcp.wrapper_loading import load_wrappers
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -33,7 +35,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.metadata import Note
 from dcp_datastates.format.metadata_objects import metadata_of, note_of
-from dcp_datastates.format.stored_names import as_keys, is_under, unread
+from dcp_datastates.format.stored_names import Box, as_keys, is_under, unread, wrappers
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import restore
@@ -97,6 +99,8 @@ class DataStatesReader(StorageReader):
         self._metadata: Metadata | None = None
         self._note: Note | None = None
         self._failure: DataStatesError | None = None
+        self._wrappers: dict[str, dict[str, Box | None]] = {}
+        """The wrapper subclasses of which the checkpoint has the parts."""
         self._asked: set[str] | None = None
         """The names in this rank's plan, when it loads alone."""
 
@@ -149,13 +153,14 @@ class DataStatesReader(StorageReader):
         self._metadata = metadata
         self._asked = None
         self._note = note_of(metadata)
+        self._wrappers = wrappers(metadata.state_dict_metadata)
         warn_if_replaced(Path(os.path.realpath(self._directory())))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse objects unless ``allow_objects``; note the attempt that this rank is about to read."""
         if not self._allow_objects:
             for item in plan.items:
-                if item.type == LoadItemType.BYTE_IO:
+                if item.type == LoadItemType.BYTE_IO and not self._is_wrapper(item):
                     raise UnsafeObjectError(
                         f"{item.dest_index.fqn!r} is a pickled Python object and allow_objects=False; "
                         f"load tensors only, or trust the checkpoint with allow_objects=True"
@@ -191,21 +196,29 @@ class DataStatesReader(StorageReader):
             # its plan.
             held = getattr(planner, "state_dict", None)
             self._check_unread(self._asked.union(held if isinstance(held, dict) else ()))
+        native = engine(self._host_cache_bytes)
+
+        def read(plan: LoadPlan, planner: LoadPlanner) -> None:
+            restore(plan, planner, metadata, note, directory, native, self._allow_cast)
+
+        wrapped = {item.dest_index.fqn for item in plan.items if self._is_wrapper(item)}
         try:
-            restore(
-                plan,
-                planner,
-                metadata,
-                note,
-                directory,
-                engine(self._host_cache_bytes),
-                self._allow_cast,
-            )
+            if wrapped:
+                state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
+                plan = replace(plan, items=[i for i in plan.items if not self._is_wrapper(i)])
+                load_wrappers(
+                    {name: state[name] for name in wrapped}, self._wrappers, metadata, read
+                )
+            read(plan, planner)
         except CheckpointNotFoundError as error:
             raise self._explain_missing(directory, note, error) from error
         future: TorchFuture[None] = TorchFuture()
         future.set_result(None)
         return future
+
+    def _is_wrapper(self, item: ReadItem) -> bool:
+        """Whether the item is a wrapper subclass: DCP plans it as an object, for want of metadata of its own."""
+        return item.storage_index.fqn in self._wrappers
 
     def _leaves(self, name: str) -> bool:
         """Whether the value with this name is left unread on purpose."""
@@ -214,10 +227,12 @@ class DataStatesReader(StorageReader):
     def _check_unread(self, asked: set[str]) -> None:
         assert self._metadata is not None
         stored = self._metadata.state_dict_metadata
+        wrapped = frozenset(asked.intersection(self._wrappers))
         names = [
             name
             for name in unread(stored, asked)
             if not self._leaves(name)
+            and not is_under(name, wrapped)
             and (self._allow_objects or isinstance(stored[name], TensorStorageMetadata))
         ]
         if not names:

@@ -7,8 +7,9 @@ from a file are made when they are looked up. When its mappings are copied, pick
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator, MutableMapping
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -28,6 +29,7 @@ from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.metadata_table import Further, MetadataTable, Note
 from dcp_datastates.format.ragged import starts_of
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
+from dcp_datastates.format.stored_names import wrappers
 
 __all__ = ["catalog_metadata", "metadata_of", "note_of"]
 
@@ -143,7 +145,11 @@ class _Columns:
 
 
 class _Entries(_Lazy[str, STORAGE_TYPES]):
-    """``Metadata.state_dict_metadata``. Caches entries: DCP looks the same entry up repeatedly."""
+    """``Metadata.state_dict_metadata``. Caches entries: DCP looks the same entry up repeatedly.
+
+    A lookup finds a wrapper subclass, too, of which only the parts are stored: DCP plans an object for it, and the
+    reader reads its parts instead.
+    """
 
     def __init__(self, columns: _Columns) -> None:
         super().__init__()
@@ -159,8 +165,19 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
     def _made(self, key: str) -> STORAGE_TYPES:
         entry = self._kept.get(key)
         if entry is None:
-            entry = self._kept[key] = self._make(self._columns.number[key])
+            number = self._columns.number.get(key)
+            if number is not None:
+                entry = self._make(number)
+            elif key in self._wrappers:
+                entry = BytesStorageMetadata()
+            else:
+                raise KeyError(key)
+            self._kept[key] = entry
         return entry
+
+    @functools.cached_property
+    def _wrappers(self) -> Container[str]:
+        return wrappers(self._columns.catalog.names)
 
     def _make(self, number: int) -> STORAGE_TYPES:
         columns = self._columns

@@ -7,6 +7,7 @@ that ends before a dot.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final
@@ -15,8 +16,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 
-__all__ = ["as_keys", "chosen", "is_under", "unread"]
+__all__ = ["WRAPPER", "Box", "as_keys", "chosen", "is_under", "shard_name", "unread", "wrappers"]
 
+Box = tuple[tuple[int, int], ...]
+"""The begin and end of a shard in each dimension."""
+
+WRAPPER: Final = "__wrapper__"
+"""The last part of the name under which the class of a wrapper subclass is stored, beside its inner tensors."""
+
+_SHARD: Final = re.compile(r"\.\[((?:\d+:\d+,?)*)\]$")
 _SHOWN: Final = 5
 
 
@@ -29,6 +37,30 @@ def as_keys(option: str, keys: str | Iterable[str]) -> frozenset[str]:
         if all(isinstance(key, str) for key in found):
             return frozenset(found)
     raise ConfigurationError(f"{option}={keys!r} must be a name, or names, such as 'model'")
+
+
+def shard_name(box: Box) -> str:
+    """The name, below that of a DTensor around a wrapper subclass, of the shard at ``box``."""
+    return f"[{','.join(f'{begin}:{end}' for begin, end in box)}]"
+
+
+def wrappers(names: Iterable[str]) -> dict[str, dict[str, Box | None]]:
+    """The names of the wrapper subclasses whose parts are among ``names``; for each, the prefix of the parts of each
+    stored shard, and the shard's place: None if the wrapper was no DTensor.
+    """
+    found: dict[str, dict[str, Box | None]] = {}
+    ending = f".{WRAPPER}"
+    for name in names:
+        if name.endswith(ending):
+            prefix = name.removesuffix(ending)
+            shard = _SHARD.search(prefix)
+            if shard is None:
+                found.setdefault(prefix, {})[prefix] = None
+            else:
+                ends = [edge.split(":") for edge in shard[1].split(",") if edge]
+                place = tuple((int(begin), int(end)) for begin, end in ends)
+                found.setdefault(prefix[: shard.start()], {})[prefix] = place
+    return found
 
 
 def is_under(name: str, keys: frozenset[str]) -> bool:

@@ -31,7 +31,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata import FileRecord, Note
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, place
-from dcp_datastates.io.tensor_memory import local_tensor
+from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor
 
 __all__ = ["restore"]
 
@@ -123,6 +123,7 @@ def _request(
     if (
         device != THROUGH_TORCH
         and memory.layout is torch.strided
+        and not is_wrapper(memory)
         and memory.dtype == dtype
         and not (memory.is_conj() or memory.is_neg())
         and not any(

@@ -23,6 +23,7 @@ __all__ = [
     "copy_sharded",
     "copy_unusual",
     "is_unusual",
+    "is_wrapper",
     "local_tensor",
     "tensor_over",
 ]
@@ -37,8 +38,17 @@ PLAIN_DTYPES: Final = frozenset(
 """Dtypes whose memory always holds the plain values: not complex (may be lazily conjugated), not quantized."""
 
 
-def _is_wrapper(tensor: Any) -> bool:
-    return not isinstance(tensor, DTensor) and is_traceable_wrapper_subclass(tensor)
+def is_wrapper(value: Any) -> bool:
+    """Whether ``value`` is a tensor that consists of other tensors, or a DTensor around one."""
+    if isinstance(value, DTensor):
+        value = value._local_tensor
+    return (
+        isinstance(value, torch.Tensor)
+        and type(value) is not torch.Tensor
+        and value.layout is torch.strided
+        and not isinstance(value, AsyncCollectiveTensor)
+        and is_traceable_wrapper_subclass(value)
+    )
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,9 +68,11 @@ def check_storable(tensor: torch.Tensor, name: str) -> None:
         reason, way_out = f"of layout {tensor.layout}", "convert it to_dense(), or save its parts"
     elif tensor.device.type == "meta":
         reason, way_out = "on the meta device and has no data", "materialize it before saving"
-    elif _is_wrapper(tensor):
+    elif is_wrapper(tensor):
         reason = f"a {type(tensor).__name__}, which wraps other tensors"
-        way_out = "save the tensors inside it"
+        way_out = (
+            "pass planner=DataStatesSavePlanner(), which stores them, or save it with async_save"
+        )
     else:
         return
     raise UnsupportedTensorError(f"tensor {name!r} cannot be stored: it is {reason}; {way_out}")

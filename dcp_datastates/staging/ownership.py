@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.io.tensor_memory import local_tensor
+from dcp_datastates.io.wrappers import inner_tensors
 from dcp_datastates.process.forks import ProcessLock
 
 __all__ = [
@@ -107,9 +107,10 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         return tensors
     return [
-        tensor if type(tensor) in _PLAIN_TYPES else local_tensor(tensor)
+        inner
         for tensor in tensors
         if isinstance(tensor, torch.Tensor)
+        for inner in ([tensor] if type(tensor) in _PLAIN_TYPES else inner_tensors(tensor))
     ]
 
 

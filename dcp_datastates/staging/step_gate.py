@@ -16,6 +16,8 @@ import weakref
 from typing import Any, Final, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -77,6 +79,8 @@ def open_windows() -> None:
         reads.open_window()
 
 
+# torch.compile would trace the gate of every new save. The first optimizer of a process has imported dynamo already.
+@_disable_dynamo
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     captured = capturing()
     if captured:
@@ -158,12 +162,27 @@ def _spread(optimizer: Optimizer) -> list[torch.nn.Parameter]:
             if (
                 parameter.requires_grad
                 and parameter.is_leaf
+                and not _offloaded(parameter)
                 and not any(parameter is other for other in chosen)
             ):
                 chosen.append(parameter)
             if len(chosen) == _WATCHED_PER_OPTIMIZER:
                 return chosen
     return chosen
+
+
+def _offloaded(parameter: torch.Tensor) -> bool:
+    """Whether FSDP2 keeps this parameter on the host (``CPUOffloadPolicy``).
+
+    If such a parameter has a hook, FSDP2 waits for the copy of its gradient to the host. Without a hook the copy runs
+    behind the backward pass. FSDP2 runs no other hook of the parameter, so ``read_deadline`` or the gate opens the
+    window. On a CPU mesh there is no copy.
+    """
+    return (
+        isinstance(parameter, DTensor)
+        and parameter.is_cpu
+        and parameter.device_mesh.device_type != "cpu"
+    )
 
 
 @after_fork

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.io.shards import take_shards_of
 from dcp_datastates.io.tensor_memory import copy_sharded, local_tensor
+from dcp_datastates.io.wrappers import opened
 
 __all__ = ["Columns", "Traversal", "check_mapping", "traverse"]
 
@@ -79,12 +80,13 @@ class Traversal:
 def traverse(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Traversal]:
     """The staged copy of ``state_dict``, which contains the original tensors, and columns over them.
 
-    Containers that DCP flattens are copied; other objects are deep-copied. Raises :class:`UnsupportedStateError` if the
+    Containers that DCP flattens are copied; other objects are deep-copied; a dict of its parts replaces each wrapper
+    (:mod:`dcp_datastates.io.wrappers`). Raises :class:`UnsupportedStateError` if the
     state is not a mapping, or, naming it, for an object that cannot be stored.
     """
     check_mapping(state_dict)
     found = Traversal()
-    return _mapping(state_dict, "", found), found
+    return _mapping(opened(state_dict), "", found), found
 
 
 def check_mapping(state: object) -> None:

@@ -36,8 +36,8 @@ def derived(
 ) -> DataStatesCheckpointManager.Config:
     """A config of this package's manager with the fields of ``config``, overridden by ``options``.
 
-    ``async_mode="disabled"``, torchtitan's default, becomes ``"async_with_pinned_mem"``. To make every save wait for
-    its commit, pass ``async_mode="disabled"`` in ``options``.
+    ``async_mode="disabled"``, torchtitan's default, becomes ``"async"``. To make every save wait for its commit, pass
+    ``async_mode="disabled"`` in ``options``.
 
     Raises as :func:`with_datastates`.
     """
@@ -57,5 +57,5 @@ def derived(
         )
     chosen = dict(options)
     if base is not type(config) and config.async_mode == AsyncMode.DISABLED.value:
-        chosen.setdefault("async_mode", AsyncMode.ASYNC_WITH_PINNED_MEM.value)
+        chosen.setdefault("async_mode", AsyncMode.ASYNC.value)
     return derive(config, base, **chosen)  # type: ignore[no-any-return]

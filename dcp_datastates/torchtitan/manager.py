@@ -48,10 +48,10 @@ logger = logging.getLogger(__name__)
 class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     """A ``CheckpointManager`` whose saves do not stop training.
 
-    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's manager. In the mode
-    ``async_with_pinned_mem`` the trainer waits before ``optimizers.step()`` until the newest save is captured; in
-    ``async`` only the step gate waits. If a save has failed, the next save or :meth:`close` raises its error, on all
-    ranks.
+    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's manager. In the mode ``async``, the
+    default, only the step gate waits: on a GPU it makes the stream wait, and not the host. In ``async_with_pinned_mem``
+    the trainer waits on the host, before ``optimizers.step()``, until all is copied. If a save has failed, the next
+    save or :meth:`close` raises its error, on all ranks.
 
     Threads: only the trainer's thread may use it, as with torchtitan's manager. The first rank deletes old checkpoints
     in a separate thread.
@@ -64,7 +64,7 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         Raises :class:`ConfigurationError` for a value that cannot work.
         """
 
-        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async_with_pinned_mem"
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
         """``disabled``: every save returns when it is committed. In the other modes, saves return at once."""
 
         host_cache_size: str = "auto"

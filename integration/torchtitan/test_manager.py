@@ -150,7 +150,7 @@ def test_async_mode_gets_a_plain_future_and_pinned_mode_captured(job: Callable[.
     from torchtitan.components.checkpointer import AsyncMode
 
     one = job()
-    assert one.manager.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
+    assert one.manager.async_mode is AsyncMode.ASYNC
     one.step()
     one.manager.save(1)
     response = one.manager.dcp_save(
@@ -162,6 +162,23 @@ def test_async_mode_gets_a_plain_future_and_pinned_mode_captured(job: Callable[.
     future = one.manager.dcp_save({"x": torch.ones(4)}, str(one.folder / "y"), AsyncMode.ASYNC)
     assert not isinstance(future, AsyncSaveResponse)
     assert future.result() is None
+
+
+@pytest.mark.parametrize("options", [{}, {"async_mode": "async_with_pinned_mem"}])
+def test_only_in_pinned_mode_the_trainer_waits_before_its_step(
+    job: Callable[..., Job], options: dict[str, Any]
+) -> None:
+    """By default the step gate waits, which on a GPU does not stop the host."""
+    one = job(read_deadline=600.0, **options)
+    one.step()
+    one.manager.save(1)
+    one.manager.maybe_wait_for_staging()
+    assert one.manager._behind.captured.done() == bool(options)
+    expected = one.expected()
+    one.step()
+    one.manager.maybe_wait_for_saving()
+    found = tensors_of(DataStatesReader(one.folder / "step-1"))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_the_last_save_may_be_the_first(job: Callable[..., Job]) -> None:
@@ -405,10 +422,10 @@ def test_the_override_keeps_torchtitans_fields() -> None:
     chosen = datastates(stock, host_cache_size="16GiB")
     assert isinstance(chosen, DataStatesCheckpointManager.Config)
     assert (chosen.interval, chosen.folder, chosen.host_cache_size) == (3, "there", "16GiB")
-    assert chosen.async_mode == "async_with_pinned_mem"
+    assert chosen.async_mode == "async"
     assert datastates(stock, async_mode="disabled").async_mode == "disabled"
-    stock.async_mode = "async"
-    assert datastates(stock).async_mode == "async"
+    stock.async_mode = "async_with_pinned_mem"
+    assert datastates(stock).async_mode == "async_with_pinned_mem"
     with pytest.raises(ConfigurationError, match="host_cash=1 is no option"):
         datastates(stock, host_cash=1)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.wrapped import Blocks, blocks
 from torch.optim import Optimizer
 
 from dcp_datastates.staging.ownership import Ownership, never_defer, track
@@ -65,3 +66,12 @@ def test_what_several_own_is_in_a_group_of_its_own(parameter: torch.Tensor) -> N
     shared, alone = owned_by(first, second)
     assert shared != alone
     assert None not in (shared, alone)
+
+
+def test_the_tensors_within_an_owned_wrapper_are_deferred(parameter: torch.Tensor) -> None:
+    moment, other = blocks(seed=1), blocks(seed=1)
+    owner = optimizer(parameter)
+    owner.state[parameter]["moment"] = Blocks(moment, torch.zeros(4))
+    found = Ownership([owner]).groups([moment.codes, moment.scales, other.codes, parameter])
+    assert found[:2] == [found[3]] * 2
+    assert found[2] is None

@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.checkpoints import assert_same, async_save, committed, load, raises, writer, zeros
+from support.ranks import ranks
 from support.scripts import run_script
 from support.waiting import await_that
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dcp_datastates import SaveStalledError, track
 
@@ -212,3 +218,68 @@ def test_the_window_still_opens_with_the_backward_pass_of_a_newer_optimizer(tmp_
         model(torch.ones(1, 512)).sum().backward()
         await_that(future.done, SECONDS)
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_compiled_step_waits_for_each_save_and_compiles_once(tmp_path: Path, whole: bool) -> None:
+    """``whole``: the step itself is compiled; else a function that calls it."""
+    torch.compiler.reset()
+    parameter = torch.nn.Parameter(torch.full((1_000_000,), 9.0))
+    optimizer = torch.optim.SGD([parameter], lr=torch.tensor(1.0))
+    parameter.grad = torch.ones_like(parameter)
+    compiles = CompileCounter()
+    step = torch.compile(optimizer.step if whole else lambda: optimizer.step(), backend=compiles)
+    step()
+    assert compiles.frame_count == 1
+    for number in range(3):
+        before = parameter.detach().clone()
+        future = async_save({"w": parameter}, tmp_path / str(number), read_deadline=3600)
+        assert not future.done()
+        step()
+        future.result(SECONDS)
+        assert torch.equal(parameter.detach(), before - 1)
+        found = load({"w": torch.zeros(1_000_000)}, tmp_path / str(number))
+        assert torch.equal(found["w"], before)
+    assert compiles.frame_count == 1
+
+
+def _offloaded(local: torch.Tensor) -> torch.nn.Parameter:
+    """As FSDP2's CPUOffloadPolicy leaves a parameter: a mesh of GPUs, and the shard on the host."""
+    mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+    spec = DTensorSpec(mesh, (Shard(0),), TensorMeta(local.shape, local.stride(), local.dtype))
+    return torch.nn.Parameter(DTensor(local, spec, requires_grad=False))
+
+
+def test_offloaded_parameters_get_no_hook_and_are_saved_before_they_change(tmp_path: Path) -> None:
+    """With a hook, FSDP2 would wait for the copy of each gradient to the host."""
+    parameter = _offloaded(torch.full((1_000_000,), 2.0))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    track(optimizer)
+    parameter.grad = torch.ones_like(parameter)
+    future = async_save({"w": parameter}, tmp_path, read_deadline=3600)
+    assert not parameter._post_accumulate_grad_hooks
+    optimizer.step()  # opens the window
+    future.result(SECONDS)
+    assert parameter._local_tensor.unique().tolist() == [1.0]
+    assert load({"w": torch.zeros(1_000_000)}, tmp_path)["w"].unique().tolist() == [2.0]
+
+
+def test_parameters_beside_offloaded_ones_open_the_window(tmp_path: Path) -> None:
+    plain = torch.nn.Parameter(torch.ones(1_000_000))
+    optimizer = torch.optim.SGD([plain, _offloaded(torch.ones(8))], lr=1.0, foreach=False)
+    track(optimizer)
+    future = async_save({"w": plain}, tmp_path, read_deadline=3600)
+    plain.sum().backward()
+    await_that(future.done, SECONDS)
+
+
+@ranks(1)
+def test_on_a_cpu_mesh_the_backward_pass_of_fsdp_opens_the_window(shared_dir: Path) -> None:
+    """There, FSDP2 has no copy to wait for."""
+    model = torch.nn.Linear(512, 512)
+    fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    track(optimizer)
+    future = async_save(model.state_dict(), shared_dir, read_deadline=3600)
+    model(torch.ones(1, 512)).sum().backward()
+    await_that(future.done, SECONDS)

@@ -1,0 +1,197 @@
+"""Loads wrapper subclasses from the parts that are stored of them (:mod:`dcp_datastates.io.wrappers`).
+
+If the same shard is stored, its parts are read into the inner tensors of the destination. If other shards are stored,
+each is built anew, sliced, and copied with ``copy_``, as DCP does: the class decides where its tensors can be cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
+from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor
+from dcp_datastates.io.wrappers import box, kind, parts
+
+__all__ = ["load_wrappers"]
+
+Shards = Mapping[str, Box | None]
+"""The stored shards of a wrapper: where each is, by the prefix of its parts' names; None if it is the whole."""
+
+
+def load_wrappers(
+    wanted: Mapping[str, Any],
+    stored: Mapping[str, Shards],
+    metadata: Metadata,
+    read: Callable[[LoadPlan, LoadPlanner], None],
+) -> None:
+    """Fill the wrappers ``wanted``, by name, in place. Checks all of them before it changes the first.
+
+    Args:
+        wanted: the values of the state under names that are in ``stored``.
+        stored: the shards of all wrappers in the checkpoint.
+        metadata: the checkpoint's metadata.
+        read: reads a plan.
+
+    Raises :class:`IncompatibleStateError` for a value that is no wrapper, or one of another class or context than the
+    stored one, or for shards that cannot be cut as this state needs them; and what ``read`` raises.
+    """
+    parts_in = _Parts(metadata, read)
+    sources = {name: _sources(name, value, stored[name]) for name, value in wanted.items()}
+    texts = parts_in.new(f"{prefix}.{WRAPPER}" for each in sources.values() for prefix in each)
+    parts_in.fill(texts)
+    direct: dict[str, torch.Tensor] = {}
+    for name, value in wanted.items():
+        for prefix, place in sources[name].items():
+            _check_kind(name, value, bytes(texts[f"{prefix}.{WRAPPER}"].numpy()).decode())
+            if place == box(value):
+                direct.update(parts_in.matching(name, prefix, value))
+    parts_in.fill(direct)
+    for name, value in wanted.items():
+        if box(value) not in sources[name].values():
+            _reshard(name, value, sources[name], parts_in)
+
+
+def _sources(name: str, value: Any, shards: Shards) -> dict[str, Box]:
+    """The stored shards that this rank needs, by prefix: the one at the place of its own, or all that overlap with it.
+
+    Of a value that is no wrapper, for which :func:`_check_kind` raises, any shard.
+    """
+    if not is_wrapper(value):
+        return {next(iter(shards)): ()}
+    whole = tuple((0, size) for size in value.shape)
+    mine = box(value)  # DCP plans nothing for a rank outside the mesh
+    places = {prefix: place or whole for prefix, place in shards.items()}
+    ends = zip(*([end for _, end in place] for place in places.values()), strict=False)
+    saved = tuple(map(max, ends))
+    if saved != value.shape:
+        raise IncompatibleStateError(
+            f"{name!r} has the shape {tuple(value.shape)} in the state, and was saved with {saved}; {_way_out(name)}"
+        )
+    for prefix, there in places.items():
+        if there == mine:
+            return {prefix: there}
+    return {
+        prefix: there
+        for prefix, there in places.items()
+        if all(begin < end for begin, end in _both(there, mine))
+    }
+
+
+def _both(one: Box, other: Box) -> Box:
+    """What two boxes have in common; dimensions may end before they begin."""
+    return tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts in a checkpoint, as tensors of their own."""
+
+    metadata: Metadata
+    read: Callable[[LoadPlan, LoadPlanner], None]
+
+    def fill(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Read ``tensors``, by their full names."""
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(tensors), self.metadata, False)
+        self.read(planner.create_local_plan(), planner)
+
+    def new(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """New tensors on the host, for parts of these names."""
+        made = {}
+        for name in names:
+            entry = self.metadata.state_dict_metadata.get(name)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise IncompatibleStateError(f"the checkpoint has no tensor {name!r}")
+            made[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        return made
+
+    def matching(self, name: str, prefix: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The inner tensors of ``value``, by the names of the stored parts that fit them."""
+        found = {}
+        for inner, tensor in _flat(f"{prefix}.", parts(local_tensor(value))):
+            entry = self.metadata.state_dict_metadata.get(inner)
+            size = entry.size if isinstance(entry, TensorStorageMetadata) else None
+            if inner.endswith(f".{WRAPPER}"):
+                continue
+            if size != tensor.shape:
+                raise IncompatibleStateError(
+                    f"{name!r}: its part {inner!r} has the shape {tuple(tensor.shape)} in the state, and "
+                    f"{'is not stored' if size is None else f'was saved with {tuple(size)}'}; {_way_out(name)}"
+                )
+            found[inner] = tensor
+        return found
+
+
+def _flat(prefix: str, nested: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in nested.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _check_kind(name: str, value: Any, saved: str) -> None:
+    mine = kind(local_tensor(value)) if is_wrapper(value) else type(value).__name__
+    if mine != saved:
+        raise IncompatibleStateError(
+            f"{name!r} was saved as a {saved}, and the state has a {mine}; {_way_out(name)}"
+        )
+
+
+def _way_out(name: str) -> str:
+    return (
+        f"load into a tensor of the saved class and form, or load its parts as plain tensors with "
+        f"dcp_datastates.load(path, keys={name!r})"
+    )
+
+
+@torch.no_grad()
+def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_in: _Parts) -> None:
+    """Copy the stored shards into the local shard of ``value``."""
+    place, local = box(value), local_tensor(value)
+    names, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+    left = _volume(place)
+    for prefix, there in sources.items():
+        both = _both(place, there)
+        try:
+            inner = parts_in.new(f"{prefix}.{each}" for each in names)
+            parts_in.fill(inner)
+            sizes = torch.Size(end - begin for begin, end in there)
+            strides = torch.empty(sizes, device="meta").stride()
+            saved = type(local).__tensor_unflatten__(  # type: ignore[attr-defined]
+                dict(zip(names, inner.values(), strict=True)), context, sizes, strides
+            )
+            if saved.shape != sizes:
+                raise ValueError(f"it has the shape {tuple(saved.shape)}")
+            _cut(local, place, both).copy_(_cut(saved, there, both))
+        except Exception as error:
+            raise IncompatibleStateError(
+                f"{name!r}: this rank needs {shard_name(both)} of the stored shard {shard_name(there)}, and "
+                f"{type(local).__name__} cannot be cut so ({error}); load it with the shards that were saved"
+            ) from error
+        left -= _volume(both)
+    if left:
+        raise IncompatibleStateError(
+            f"of {name!r}, {left} elements that this rank needs are not stored (a rank saved its shard alone?)"
+        )
+
+
+def _volume(place: Box) -> int:
+    return math.prod(end - begin for begin, end in place)
+
+
+def _cut(tensor: torch.Tensor, place: Box, part: Box) -> torch.Tensor:
+    """The ``part`` of a tensor that lies at ``place``."""
+    for dimension, ((origin, stop), (begin, end)) in enumerate(zip(place, part, strict=True)):
+        if (begin, end) != (origin, stop):
+            tensor = tensor.narrow(dimension, begin - origin, end - begin)
+    return tensor
