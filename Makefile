@@ -12,6 +12,7 @@ SEEDS ?= 100000
 GPU_PYTHON ?= python3
 GPU_TEST_SECONDS ?= 540
 GPU_BENCH_ARGS ?=
+GPU_FIRST_ARGS ?=
 GPU_RESULTS ?= benchmarks/results
 SANITIZER ?=
 
@@ -56,7 +57,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help install demo test test-thorough python-test python-thorough newest-test native-test native-plain native-tsan native-asan simulate soak bench lint format clean \
     dist wheel \
-    gpu-check gpu-install gpu-test gpu-bench
+    gpu-check gpu-install gpu-test gpu-bench gpu-first gpu-measure gpu-smoke
 
 help:
 	@echo "make demo             train, checkpoint every iteration, kill, resume on fewer ranks"
@@ -70,6 +71,8 @@ help:
 	@echo "make simulate         $(SEEDS) schedules of the commit protocol (SEEDS=...)"
 	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
 	@echo "make bench            the stall benchmark (BENCH_ARGS=... are passed on)"
+	@echo "make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
+	@echo "make gpu-smoke        the same on a machine without one, at a tiny size (make gpu-first SMOKE=1)"
 	@echo "make gpu-test         the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
 	@echo "make gpu-bench        the GPU benchmark, in GPU_PYTHON (GPU_BENCH_ARGS=... are passed on)"
 	@echo "make lint             formatting, static analysis, types"
@@ -119,7 +122,7 @@ bench: $(VENV)/installed
 
 # --- on a machine with a GPU: with the Python and the torch that it has, and without a network -----
 
-gpu-check gpu-install gpu-test gpu-bench: export PATH := $(MACHINE_PATH)
+gpu-check gpu-install gpu-test gpu-bench gpu-measure: export PATH := $(MACHINE_PATH)
 
 gpu-check:
 	@test -x "$(GPU_PYTHON)" || { echo "GPU_PYTHON is no program: say which Python has torch" >&2; exit 1; }
@@ -145,6 +148,17 @@ gpu-bench: gpu-install
 	env -u OMP_NUM_THREADS $(GPU_PYTHON) benchmarks/gpu_training.py \
 	    --json $(GPU_RESULTS)/gpu-training-$$(date +%F).json \
 	    --png $(GPU_RESULTS)/gpu-training-$$(date +%F).png $(GPU_BENCH_ARGS)
+
+# From beside its package, so that dcp_datastates is what is installed.
+gpu-measure: gpu-install
+	cd benchmarks && env -u OMP_NUM_THREADS $(GPU_PYTHON) -m gpu_first \
+	    --results $(abspath $(GPU_RESULTS)) $(GPU_FIRST_ARGS)
+
+# Without a GPU: each step up to its refusal, and on the host. Its results are no measurements: they go to build/.
+gpu-smoke: $(VENV)/installed
+	cd benchmarks && $(abspath $(BIN))/python -m gpu_first --smoke $(GPU_FIRST_ARGS)
+
+gpu-first: $(if $(SMOKE),gpu-smoke,gpu-measure)
 
 # --- native tests: executables without Python, each build in a directory of its own ----------------
 

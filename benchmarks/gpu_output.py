@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["drawable", "gpu", "print_table", "write_json"]
+__all__ = ["drawable", "gpu", "print_table", "replace_json", "table", "write_json"]
 
 
 def gpu() -> dict[str, Any]:
@@ -20,13 +20,19 @@ def gpu() -> dict[str, Any]:
     return {"device": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
 
-def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    lines = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(f"\n{title}")
-    for first, *others in lines:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each; the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = []
+    for first, *others in (header, *rows):
         cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
-        print("  ".join([first.ljust(widths[0]), *cells]))
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return lines
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    print(f"\n{title}")
+    print(*table(header, rows), sep="\n")
     print(flush=True)
 
 
@@ -42,8 +48,13 @@ def drawable(path: Path | None) -> Path | None:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
+    replace_json(path, document)
+    print(f"written: {path}", flush=True)
+
+
+def replace_json(path: Path, document: dict[str, Any]) -> None:
+    """All of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_name(f"{path.name}.{os.getpid()}")
     written.write_text(json.dumps(document, indent=1) + "\n")
     written.replace(path)
-    print(f"written: {path}", flush=True)
