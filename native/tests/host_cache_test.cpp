@@ -92,6 +92,41 @@ void restores_and_saves_do_not_take_from_each_other() {
     cache->interrupt();
 }
 
+void restores_borrow_what_saves_leave_free() {
+    const auto cache = cache_of(8);
+    check_equal(restore_share(8), 2U);
+    std::vector<Lease> held;
+    for (int i = 0; i < 8; ++i) {
+        held.push_back(cache->acquire(Share::kRestore, 0, cache->epoch()));
+        check(static_cast<bool>(held.back()));
+    }
+    held.clear();
+    check_equal(cache->stats().free_segments, 8U);
+    for (int i = 0; i < 6; ++i) held.push_back(take(*cache));  // they are the saves' again
+    check_equal(cache->stats().free_segments, 2U);
+}
+
+void restores_borrow_nothing_while_a_save_waits() {
+    const auto cache = cache_of(4);  // three for saves
+    std::vector<Lease> held;
+    for (int i = 0; i < 3; ++i) held.push_back(take(*cache));
+    const Lease own = cache->acquire(Share::kRestore, 0, cache->epoch());
+    const std::uint64_t epoch = cache->epoch();
+    Lease restored;
+    Lease saved;
+    std::jthread restore([&] { restored = cache->acquire(Share::kRestore, 0, epoch); });
+    wait_for_waiters(*cache, 1);
+    std::jthread save([&] { saved = cache->acquire(Share::kSave, 9, epoch); });
+    wait_for_waiters(*cache, 2);
+    held.pop_back();
+    save.join();
+    check(static_cast<bool>(saved));
+    check_equal(cache->stats().waiting, 1U);  // the restore, which came first
+    held.pop_back();
+    restore.join();
+    check(static_cast<bool>(restored));
+}
+
 void an_interrupt_ends_waits_and_old_epochs() {
     const auto cache = cache_of(4);
     std::vector<Lease> held;
@@ -220,6 +255,8 @@ int main() {
          {"older_saves_go_first_then_arrival", older_saves_go_first_then_arrival},
          {"restores_and_saves_do_not_take_from_each_other",
           restores_and_saves_do_not_take_from_each_other},
+         {"restores_borrow_what_saves_leave_free", restores_borrow_what_saves_leave_free},
+         {"restores_borrow_nothing_while_a_save_waits", restores_borrow_nothing_while_a_save_waits},
          {"an_interrupt_ends_waits_and_old_epochs", an_interrupt_ends_waits_and_old_epochs},
          {"slabs_leave_two_segments", slabs_leave_two_segments},
          {"a_slab_waits_behind_older_saves_and_before_newer_ones",

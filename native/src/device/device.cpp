@@ -114,18 +114,6 @@ int Device::near_node() const {
     return api_->near_node(number_);
 }
 
-MaybeFault Device::dead() const {
-    if (!is_dead_) return std::nullopt;
-    const std::scoped_lock lock(mutex_);
-    return death_;
-}
-
-void Device::die(const Fault& fault) {
-    const std::scoped_lock lock(mutex_);
-    if (!death_) death_ = fault;
-    is_dead_ = true;
-}
-
 MaybeFault Device::record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event) {
     const DeviceScope scope(*api_, number_);
     if (scope.fault()) return scope.fault();
@@ -146,7 +134,6 @@ MaybeFault Device::create_event(std::shared_ptr<DeviceEvent>& event) {
 MaybeFault Device::copy(Direction direction, std::span<const DeviceCopy> copies,
                         StreamHandle stream, const Fences& fences,
                         std::shared_ptr<DeviceEvent>& done) {
-    if (auto death = dead()) return death;
     const DeviceScope scope(*api_, number_);
     if (scope.fault()) return scope.fault();
     for (const auto& fence : fences) {
@@ -219,7 +206,7 @@ MaybeFault DeviceEvent::wait_idle(const std::function<bool()>& give_up, bool& id
         again = wait(give_up, idle);
     }
     if (again) {
-        if (again->kind == FaultKind::kDevice) device_->die(*again);
+        if (again->kind == FaultKind::kDevice) device_->die();
         idle = true;
     }
     return fault;

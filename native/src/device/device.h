@@ -80,11 +80,9 @@ class Device : public std::enable_shared_from_this<Device> {
     /// The NUMA node of the host that is nearest; -1 if the driver does not say.
     [[nodiscard]] int near_node() const;
 
-    /// Why the device runs nothing any more: an error that stays, as after an illegal access. None
-    /// while it is well, as far as known.
-    [[nodiscard]] MaybeFault dead() const;
-    /// Only the first call counts.
-    void die(const Fault& fault);
+    /// Whether it runs nothing any more, after an error that stays, as one for an illegal access.
+    [[nodiscard]] bool dead() const { return dead_; }
+    void die() { dead_ = true; }
 
     /// The streams that saves copy on, and restores.
     [[nodiscard]] StreamHandle save_stream() const { return save_stream_; }
@@ -112,9 +110,7 @@ class Device : public std::enable_shared_from_this<Device> {
     bool retained_ = false;
     StreamHandle save_stream_ = 0;  // these two are set by `open`
     StreamHandle restore_stream_ = 0;
-    std::atomic<bool> is_dead_ = false;  // set after `death_`
-    mutable std::mutex mutex_;           // guards what follows
-    MaybeFault death_;
+    std::atomic<bool> dead_ = false;
 };
 
 class DeviceEvent {
