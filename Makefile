@@ -95,9 +95,10 @@ python-test: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # Then the tests of devices once more, on a fake driver that is as bad as a real one.
+python-thorough: export FAKE_CUDA_HOSTILE := 1
 python-thorough: $(VENV)/installed
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m thorough $(PYTEST_ARGS)
-	FAKE_CUDA_HOSTILE=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/device $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/device $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
 NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_metadata_pickle.py tests/unit/format/test_metadata_objects.py \

@@ -41,6 +41,7 @@ std::uint64_t run_seed() {
 }
 
 struct Tally {
+    std::uint64_t longest_wait_us = 0;  // of a call of training
     std::atomic<std::uint64_t> begun = 0;
     std::atomic<std::uint64_t> saved = 0;
     std::atomic<std::uint64_t> restored = 0;
@@ -262,6 +263,7 @@ void one_engine(std::uint64_t seed, double duration, bool shut_down, Tally& tall
         });
         check_all_free(engine.cache());
         check_equal(fake_cuda_synchronize_all(60), 0);
+        tally.longest_wait_us = fake_cuda_count("training_wait_us");
     }
     check_nothing_left();
 }
@@ -275,6 +277,8 @@ void callers_at_random() {
                 static_cast<unsigned long long>(tally.restored),
                 static_cast<unsigned long long>(tally.cancelled),
                 static_cast<unsigned long long>(tally.failed));
+    std::printf("      a call of training waited at most %llu us behind one of the engine's\n",
+                static_cast<unsigned long long>(tally.longest_wait_us));
     check(tally.is_full(), "much has happened");
 }
 
