@@ -1,7 +1,10 @@
 // A driver as bad as real ones are: what training loses to a save, and how a save ends.
 
 #include <atomic>
+#include <fstream>
 #include <memory>
+#include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -108,11 +111,8 @@ void between_pieces_the_lock_is_free_as_long_as_it_was_held() {
     check_equal(fake_cuda_be_hostile("pin_ns", 20'000), 0);  // 8 ms for each piece
     Engine engine(kCache, {}, posix_file_ops(), driver.api);
     open_devices(engine, 1);
-    const auto inside = fake_cuda_count("pinning_us");
-    const auto pieces = fake_cuda_count("live_registrations");
-    check(pieces >= 8, "there are several pieces");
-    // Between n of them there are n - 1 pauses.
-    check(fake_cuda_count("between_pins_us") >= inside / pieces * (pieces - 1) * 9 / 10);
+    check(fake_cuda_count("live_registrations") >= 8, "there are several pieces");
+    check_equal(fake_cuda_count("hasty_pins"), 0U);
 }
 
 void what_is_waited_for_is_pinned_first() {
@@ -190,15 +190,116 @@ void after_a_sticky_error_each_event_is_asked_once() {
                     ++ended;
                 });
         }
-        asked = fake_cuda_count("cuCtxPushCurrent_v2");
+        asked = fake_cuda_count("cuEventQuery");
         fake_cuda_poison(700);
     }
     wait_until("they end", [&] { return ended == kCalls; });
     check_equal(failed.load(), kCalls);
-    asked = fake_cuda_count("cuCtxPushCurrent_v2") - asked;
-    // Each call of the driver fails, the first of each question too; and an event is destroyed.
-    check(asked < 4 * kCalls, "asked " + std::to_string(asked) + " times");
+    asked = fake_cuda_count("cuEventQuery") - asked;
+    check(asked < kCalls + 32, "asked " + std::to_string(asked) + " times");
     lane.shutdown();
+}
+
+void an_error_that_passes_is_not_the_end_of_a_device() {
+    const HostileDriver driver;
+    std::atomic<int> failing = 8;  // so often it is asked before the error counts as one that stays
+    const auto api = std::make_shared<HookedDeviceApi>(driver.api, [&](std::string_view call) {
+        if (call != "is_done" || failing-- <= 0) return MaybeFault();
+        return MaybeFault(Fault{
+            .kind = FaultKind::kDevice, .error = 2, .path = {}, .operation = {}, .detail = {}});
+    });
+    std::shared_ptr<Device> device;
+    check_ok(Device::open(api, 0, device));
+    std::shared_ptr<DeviceEvent> event;
+    check_ok(device->record(device->save_stream(), event));
+    bool idle = false;
+    const auto never = [] { return false; };
+    check(event->wait_idle(never, idle).has_value() && device->dead());
+    check_ok(event->wait_idle(never, idle));
+    check(!device->dead());
+}
+
+void a_hanging_device_is_given_no_more_copies() {
+    const TemporaryDirectory directory;
+    const HostileDriver driver;
+    const Pieces pieces(4096);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api, std::chrono::milliseconds(300));
+    open_devices(engine, 1);
+    const Stall stall;
+    const SaveFile file(directory.file("f"), pieces.nbytes, pieces.transfer);
+    const auto save = engine.save({file}, {}, 0, open_window());
+    wait_until("there are copies",
+               [&] { return fake_cuda_count("copies") >= DeviceLane::kMostOutstanding; });
+    engine.shutdown();
+    check((*save)->wait(Clock::now()));
+    check((*save)->fault()->kind == FaultKind::kShutdown);
+    check_equal(fake_cuda_count("copies"), DeviceLane::kMostOutstanding);
+}
+
+void fences_are_waited_for_although_the_first_wait_fails() {
+    const HostileDriver driver;
+    const Pieces pieces(2);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, 1);
+    const auto device = engine.devices().find(0);
+    const Lease host = engine.cache().acquire(Share::kSave, 0, engine.cache().epoch());
+    const auto copies = copies_of(pieces, host.data());
+    std::shared_ptr<DeviceEvent> fence;
+    check_ok(device->record(training_stream(0), fence));
+    JobFences fences({fence});
+    const Patience patience(std::chrono::seconds(10));
+    DeviceLane lane(device, Direction::kGather, patience);
+    fake_cuda_fail_next("cuStreamWaitEvent", 2, 0);
+    std::atomic<int> failed = 0;
+    std::atomic<int> ended = 0;
+    for (const DeviceCopy& each : copies) {
+        lane.copy(
+            {&each, 1}, fences, [](const auto&) {},
+            [&](const DeviceLane::Outcome& outcome) {
+                failed += outcome.fault ? 1 : 0;
+                ++ended;
+            });
+    }
+    wait_until("they end", [&] { return ended == 2; });
+    check_equal(failed.load(), 1);
+    check_equal(fake_cuda_count("cuStreamWaitEvent"), 2U);
+    lane.shutdown();
+}
+
+/// A thread of a device's could not be given up in a `close` that never returns.
+void files_are_closed_by_threads_that_can_be_given_up() {
+    const TemporaryDirectory directory;
+    const HostileDriver driver;
+    std::mutex mutex;
+    std::set<std::string> closers;  // threads' names, without their numbers
+    const auto ops = std::make_shared<HookedFileOps>([&](const HookedFileOps::Event& event) {
+        if (event.call == HookedFileOps::Call::kClose) {
+            std::string name;
+            std::ifstream("/proc/thread-self/comm") >> name;
+            const std::scoped_lock lock(mutex);
+            closers.insert(name.substr(0, name.rfind('-')));
+        }
+        return HookedFileOps::Instead();
+    });
+    const Layout layout(kSegmentBytes, 1, kMiB, 1);
+    const Tensors tensors(layout);
+    Engine engine(kCache, {}, ops, driver.api);
+    open_devices(engine, 1);
+    const std::string path = directory.file("f");
+    check_durable(*engine.save({tensors.save_file(path)}, {}, 0, open_window()));
+    check_restored(*engine.restore({tensors.restore_file(path)}));
+    std::shared_ptr<SaveHandle> cancelled;
+    const auto before = fake_cuda_count("copies");
+    {
+        const Stall stall;
+        cancelled = engine.save({tensors.save_file(directory.file("g"))}, {}, 0, open_window());
+        wait_until("there are copies", [&] { return fake_cuda_count("copies") > before; });
+        cancelled->cancel();
+    }
+    check((*cancelled)->wait(in(60)));
+    engine.shutdown();
+    const std::scoped_lock lock(mutex);
+    check(closers == std::set<std::string>{"ds-flush", "ds-restore"});
 }
 
 void at_the_end_of_the_process_nothing_waits_for_a_hanging_device() {
@@ -262,6 +363,13 @@ int main() {
          a_stream_waits_once_for_the_fences_of_a_job},
         {"after_a_sticky_error_each_event_is_asked_once",
          after_a_sticky_error_each_event_is_asked_once},
+        {"an_error_that_passes_is_not_the_end_of_a_device",
+         an_error_that_passes_is_not_the_end_of_a_device},
+        {"a_hanging_device_is_given_no_more_copies", a_hanging_device_is_given_no_more_copies},
+        {"fences_are_waited_for_although_the_first_wait_fails",
+         fences_are_waited_for_although_the_first_wait_fails},
+        {"files_are_closed_by_threads_that_can_be_given_up",
+         files_are_closed_by_threads_that_can_be_given_up},
         {"at_the_end_of_the_process_nothing_waits_for_a_hanging_device",
          at_the_end_of_the_process_nothing_waits_for_a_hanging_device},
         {"training_waits_for_no_copy", training_waits_for_no_copy},

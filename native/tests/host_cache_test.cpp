@@ -1,5 +1,7 @@
 #include "memory/host_cache.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <mutex>
@@ -96,7 +98,7 @@ void restores_borrow_what_saves_leave_free() {
     const auto cache = cache_of(8);
     check_equal(restore_share(8), 2U);
     std::vector<Lease> held;
-    for (int i = 0; i < 8; ++i) {
+    for (int i = 0; i < 6; ++i) {  // all but two
         held.push_back(cache->acquire(Share::kRestore, 0, cache->epoch()));
         check(static_cast<bool>(held.back()));
     }
@@ -107,9 +109,9 @@ void restores_borrow_what_saves_leave_free() {
 }
 
 void restores_borrow_nothing_while_a_save_waits() {
-    const auto cache = cache_of(4);  // three for saves
+    const auto cache = cache_of(7);  // six for saves
     std::vector<Lease> held;
-    for (int i = 0; i < 3; ++i) held.push_back(take(*cache));
+    for (int i = 0; i < 6; ++i) held.push_back(take(*cache));
     const Lease own = cache->acquire(Share::kRestore, 0, cache->epoch());
     const std::uint64_t epoch = cache->epoch();
     Lease restored;
@@ -123,8 +125,24 @@ void restores_borrow_nothing_while_a_save_waits() {
     check(static_cast<bool>(saved));
     check_equal(cache->stats().waiting, 1U);  // the restore, which came first
     held.pop_back();
+    held.pop_back();
+    check_equal(cache->stats().waiting, 1U);  // two are left to saves
+    held.pop_back();
     restore.join();
     check(static_cast<bool>(restored));
+}
+
+void pages_are_touched_and_keep_their_bytes() {
+    const Arena arena(kSegmentBytes);
+    std::byte* const data = arena.data();
+    data[0] = data[4096] = std::byte{7};
+    touch_pages({data, kSegmentBytes});
+    std::vector<unsigned char> resident(kSegmentBytes / 4096);
+    check_equal(mincore(data, kSegmentBytes, resident.data()), 0);
+    check(std::ranges::all_of(resident, [](unsigned char each) { return (each & 1U) != 0; }));
+    for (std::uint64_t at = 0; at < kSegmentBytes; at += 4096) {
+        check(data[at] == (at <= 4096 ? std::byte{7} : std::byte{0}));
+    }
 }
 
 void an_interrupt_ends_waits_and_old_epochs() {
@@ -257,6 +275,7 @@ int main() {
           restores_and_saves_do_not_take_from_each_other},
          {"restores_borrow_what_saves_leave_free", restores_borrow_what_saves_leave_free},
          {"restores_borrow_nothing_while_a_save_waits", restores_borrow_nothing_while_a_save_waits},
+         {"pages_are_touched_and_keep_their_bytes", pages_are_touched_and_keep_their_bytes},
          {"an_interrupt_ends_waits_and_old_epochs", an_interrupt_ends_waits_and_old_epochs},
          {"slabs_leave_two_segments", slabs_leave_two_segments},
          {"a_slab_waits_behind_older_saves_and_before_newer_ones",

@@ -50,12 +50,17 @@ std::vector<DeviceCopy> cut(Direction direction, std::span<const DeviceCopy> cop
 Fences JobFences::take(int device) {
     Fences taken;
     const std::scoped_lock lock(mutex_);
-    const auto others = std::partition(fences_.begin(), fences_.end(), [device](const auto& each) {
-        return each->device()->number() != device;
-    });
-    taken.assign(std::make_move_iterator(others), std::make_move_iterator(fences_.end()));
-    fences_.erase(others, fences_.end());
+    const auto mine = std::ranges::partition(
+        fences_, [device](const auto& each) { return each->device()->number() != device; });
+    taken.assign(std::make_move_iterator(mine.begin()), std::make_move_iterator(mine.end()));
+    fences_.erase(mine.begin(), mine.end());
     return taken;
+}
+
+void JobFences::give_back(Fences& fences) {
+    const std::scoped_lock lock(mutex_);
+    std::ranges::move(fences, std::back_inserter(fences_));  // there is still room
+    fences.clear();
 }
 
 Fences JobFences::take_all() {
@@ -183,14 +188,17 @@ MaybeFault DeviceEvent::wait(const std::function<bool()>& give_up, bool& done) c
     // A copy of a segment takes 150 us or more on today's links.
     constexpr std::chrono::microseconds kFirst(20);
     constexpr std::chrono::microseconds kLast(500);
-    DeviceApi& api = device_->api();
-    const DeviceScope scope(api, device_->number());
-    if (scope.fault()) return scope.fault();
-    for (auto pause = kFirst;; pause = std::min(2 * pause, kLast)) {
-        if (auto fault = caught([&] { return api.is_done(handle_, done); })) return fault;
-        if (done || give_up()) return std::nullopt;
-        std::this_thread::sleep_for(pause);
-    }
+    return caught([&]() -> MaybeFault {
+        DeviceApi& api = device_->api();
+        const DeviceScope scope(api, device_->number());
+        if (scope.fault()) return scope.fault();
+        for (auto pause = kFirst;; pause = std::min(2 * pause, kLast)) {
+            if (auto fault = api.is_done(handle_, done)) return fault;
+            device_->set_dead(false);
+            if (done || give_up()) return std::nullopt;
+            std::this_thread::sleep_for(pause);
+        }
+    });
 }
 
 MaybeFault DeviceEvent::wait_idle(const std::function<bool()>& give_up, bool& idle) const {
@@ -206,7 +214,7 @@ MaybeFault DeviceEvent::wait_idle(const std::function<bool()>& give_up, bool& id
         again = wait(give_up, idle);
     }
     if (again) {
-        if (again->kind == FaultKind::kDevice) device_->die();
+        if (again->kind == FaultKind::kDevice) device_->set_dead(true);
         idle = true;
     }
     return fault;

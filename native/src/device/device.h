@@ -29,6 +29,8 @@ class JobFences {
 
     /// Those of `device` in the first call, none later.
     Fences take(int device);
+    /// What was taken, and no stream waits for. Cannot fail.
+    void give_back(Fences& fences);
     Fences take_all();
 
   private:
@@ -82,7 +84,7 @@ class Device : public std::enable_shared_from_this<Device> {
 
     /// Whether it runs nothing any more, after an error that stays, as one for an illegal access.
     [[nodiscard]] bool dead() const { return dead_; }
-    void die() { dead_ = true; }
+    void set_dead(bool dead) { dead_ = dead; }
 
     /// The streams that saves copy on, and restores.
     [[nodiscard]] StreamHandle save_stream() const { return save_stream_; }

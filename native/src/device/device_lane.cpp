@@ -36,6 +36,7 @@ void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, con
         if (start()) {
             first = fences.take(device_->number());
             fault = enqueue(copies, first, parts, last);
+            if (!last) fences.give_back(first);  // no wait for them may be under way
             try {
                 queued(last);
             } catch (const std::bad_alloc&) {
@@ -66,6 +67,7 @@ MaybeFault DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences&
         {
             std::unique_lock lock(mutex_);
             room_.wait(lock, [&] { return outstanding_ + now.size() <= kMostOutstanding; });
+            if (hangs_) return shut_down();
         }
         std::shared_ptr<DeviceEvent> event;
         MaybeFault fault;
@@ -132,6 +134,7 @@ void DeviceLane::loop() {
         {
             const std::scoped_lock lock(mutex_);
             outstanding_ -= part.copies;
+            hangs_ = !idle;
             room_.notify_one();
         }
         if (!part.done) continue;

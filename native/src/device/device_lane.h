@@ -82,6 +82,7 @@ class DeviceLane {
     std::condition_variable room_;     // outstanding_
     std::list<Part> parts_;            // a list, to which a node is added without fail
     std::size_t outstanding_ = 0;      // copies
+    bool hangs_ = false;               // patience was over before what was waited for last was done
     bool stopping_ = false;            // set with order_ held, too
     std::jthread thread_;  // ends when stopping_ and nothing is left; joined by `shutdown`
 };

@@ -43,16 +43,18 @@ class Copying {
 }  // namespace
 
 MaybeFault Devices::open(int device) {
-    const std::scoped_lock lock(mutex_);
-    if (stopping_) return shut_down();
-    if (opened_.contains(device)) return std::nullopt;
+    const std::scoped_lock opening(opening_);
+    if (find_opened(device) != nullptr) return std::nullopt;
     if (!api_) {
         if (auto fault = open_cuda(cuda_library(), api_)) return fault;
     }
     std::shared_ptr<Device> opened;
     if (auto fault = Device::open(api_, device, opened)) return fault;
+    auto lanes = std::make_unique<Opened>(opened, patience_);
+    const std::scoped_lock lock(mutex_);
+    if (stopping_) return shut_down();
     pinner_.start(opened);
-    opened_.emplace(device, std::make_unique<Opened>(opened, patience_));
+    opened_.emplace(device, std::move(lanes));
     return std::nullopt;
 }
 

@@ -72,8 +72,9 @@ class Devices {
     Patience patience_;
     Pinner pinner_;
 
-    mutable std::mutex mutex_;  // guards what follows; taken before the pinner's
+    std::mutex opening_;  // held while the driver is called; guards api_; taken before mutex_
     std::shared_ptr<DeviceApi> api_;
+    mutable std::mutex mutex_;  // guards what follows; taken before the pinner's
     std::map<int, std::unique_ptr<Opened>> opened_;  // only ever added to
     bool stopping_ = false;
 };

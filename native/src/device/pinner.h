@@ -47,7 +47,7 @@ class Pinner {
     [[nodiscard]] MaybeFault fault() const;
 
     /// Waits until this memory is pinned, if it is the cache's and is going to be. A fault:
-    /// patience is over.
+    /// patience is over, or `shutdown` came first.
     MaybeFault wait(const std::byte* data, std::uint64_t nbytes);
 
     /// Joins the thread. What is pinned stays so, until the cache goes.

@@ -4,6 +4,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <limits>
 #include <new>
 #include <utility>
@@ -46,7 +47,15 @@ Arena::~Arena() {
 
 void fault_in(std::span<std::byte> memory) {
     constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE; older headers lack it
-    static_cast<void>(::madvise(memory.data(), memory.size(), kPopulateWrite));
+    if (::madvise(memory.data(), memory.size(), kPopulateWrite) != 0) touch_pages(memory);
+}
+
+void touch_pages(std::span<std::byte> memory) {
+    constexpr std::uint64_t kPage = 4096;
+    for (std::uint64_t at = 0; at < memory.size(); at += kPage) {
+        auto& byte = reinterpret_cast<unsigned char&>(memory[at]);
+        std::atomic_ref(byte).fetch_or(0, std::memory_order_relaxed);
+    }
 }
 
 void prefer_node(int node) {

@@ -28,8 +28,10 @@ class Arena {
     std::uint64_t nbytes_ = 0;
 };
 
-/// Faults pages in, as pinning would. Does nothing where the kernel cannot (before Linux 5.14).
+/// Faults pages in, as pinning would. Leaves the bytes alone, which other threads may use.
 void fault_in(std::span<std::byte> memory);
+/// The same for kernels before Linux 5.14, page by page.
+void touch_pages(std::span<std::byte> memory);
 
 /// Pages that the calling thread faults in come from this NUMA node of the host, if it has room.
 /// Does nothing for -1, or where it is forbidden.

@@ -7,7 +7,8 @@
 namespace datastates {
 namespace {
 
-/// Segments that slabs leave to the streams: one to read into while another is written.
+/// Segments that slabs, and restores, leave to the streams of saves: one to read into while another
+/// is written.
 constexpr std::uint64_t kStreamReserve = 2;
 
 }  // namespace
@@ -150,9 +151,9 @@ void HostCache::interrupt() {
 
 bool HostCache::is_lost(Share share) const {
     const std::scoped_lock lock(mutex_);
-    const bool saves_have_none = lost_for_saves_ == save_segments_;
-    if (share == Share::kSave) return saves_have_none;
-    return saves_have_none && lost_for_restores_ == slots_.size() - save_segments_;
+    const std::uint64_t left_for_saves = save_segments_ - lost_for_saves_;
+    if (share == Share::kSave) return left_for_saves == 0;
+    return left_for_saves <= kStreamReserve && lost_for_restores_ == slots_.size() - save_segments_;
 }
 
 Lease HostCache::acquire(Share share, std::uint64_t order, std::uint64_t epoch) {
@@ -233,7 +234,8 @@ bool HostCache::saves_wait() const {
 HostCache::Verdict HostCache::try_grant(Request& request) {
     if (request.use == Use::kStream) {
         const auto* free = &free_list(request.share);
-        if (free->empty() && request.share == Share::kRestore && !saves_wait()) {
+        if (free->empty() && request.share == Share::kRestore && !saves_wait() &&
+            free_for_saves_.size() > kStreamReserve) {
             free = &free_for_saves_;
         }
         if (free->empty()) return Verdict::kWaits;

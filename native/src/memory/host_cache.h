@@ -3,7 +3,8 @@
 // Who gets a segment, and why nothing deadlocks:
 //   - Restores have a share of their own (`restore_share`), so they go on whatever saves hold.
 //   Saves
-//     use the rest, of which restores borrow what is free while no save waits.
+//     use the rest, of which restores borrow what is free while no save waits, but for
+//     `kStreamReserve` segments: what a restore holds may be slow to come back.
 //   - Waiting requests of saves are served in the order of their saves, then of their arrival.
 //   - A segment of a stream is always given back without the help of another one: what holds it is
 //     being read, checksummed, written or copied, or waits until it is known where its save goes

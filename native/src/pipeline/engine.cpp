@@ -157,9 +157,11 @@ void Engine::shutdown() {
     cache_->close();
     ops_->begin_shutdown();
     devices_->begin_shutdown();
-    saves_->shutdown();
-    restores_->shutdown();
-    devices_->shutdown();  // last: what it still hears of goes to the pipelines
+    saves_->stop();
+    restores_->stop();
+    devices_->shutdown();  // before the threads end, to which goes what devices are done with
+    saves_->join();
+    restores_->join();
 }
 
 }  // namespace datastates

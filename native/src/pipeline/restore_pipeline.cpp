@@ -52,13 +52,15 @@ void RestorePipeline::give_up_stuck() {
     {
         const std::scoped_lock lock(mutex_);
         stopping_ = true;
+        all_failed_ = true;
+        ended_ = true;
         changed_.notify_all();
     }
     jobs_.give_up(std::move(losses),
                   [this](const auto& job, Fault fault) { fail(job, std::move(fault)); });
 }
 
-void RestorePipeline::shutdown() {
+void RestorePipeline::stop() {
     {
         const std::scoped_lock lock(mutex_);
         stopping_ = true;
@@ -66,7 +68,17 @@ void RestorePipeline::shutdown() {
     }
     jobs_.for_all([this](const auto& job) { fail(job, shut_down()); });
     cache_->interrupt();
+}
+
+void RestorePipeline::join() {
+    {
+        const std::scoped_lock lock(mutex_);
+        all_failed_ = true;
+        changed_.notify_all();
+    }
     threads_.join([this] { give_up_stuck(); });
+    const std::scoped_lock lock(mutex_);
+    ended_ = true;
 }
 
 void RestorePipeline::loop(Thread& self) {
@@ -86,21 +98,22 @@ void RestorePipeline::loop(Thread& self) {
 
 std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return stopping_ || !tasks_.empty(); });
-    if (stopping_) return std::nullopt;
+    changed_.wait(lock, [&] { return all_failed_ || !tasks_.empty(); });
+    if (tasks_.empty()) return std::nullopt;
     Task task = std::move(tasks_.front());
     tasks_.pop_front();
     return task;
 }
 
 void RestorePipeline::run(const Task& task) {
+    if (!task.step) return;
     Lease memory;
     std::vector<RestoreStep> more;
     std::map<int, DeviceWork> work;
     // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
     auto fault = acquire_segment(*task.job.job(), memory);
     if (task.job->failed()) return;
-    if (!fault) fault = task.job->run(task.step, memory.data(), more, work);
+    if (!fault) fault = task.job->run(*task.step, memory.data(), more, work);
     if (fault) fail(task.job.job(), std::move(*fault));
     if (!fault && !work.empty()) copy_to_devices(task.job, std::move(memory), std::move(work));
     if (more.empty()) return;
@@ -119,21 +132,35 @@ void RestorePipeline::run(const Task& task) {
 void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
                                       std::map<int, DeviceWork> work) {
     struct Copying {
-        RestoreJob::Pin job;
+        std::list<Task> last;  // one, which keeps the job
         Lease memory;
         std::map<int, DeviceWork> work;
     };
     const auto copying = std::make_shared<Copying>();
-    copying->job = RestoreJob::Pin(job.job());
+    copying->last.push_back({.job = RestoreJob::Pin(job.job()), .step = std::nullopt});
     copying->memory = std::move(memory);
     copying->work = std::move(work);
     devices_->copy(
         Direction::kScatter, {copying->memory.data(), kSegmentBytes}, copying->work, job->fences(),
         [](int, const auto&, const auto&) {},
         [self = shared_from_this(), copying](DeviceLane::Outcome outcome) {
-            if (outcome.fault) self->fail(copying->job.job(), std::move(*outcome.fault));
+            const auto& of = copying->last.front().job.job();
+            if (outcome.fault) self->fail(of, std::move(*outcome.fault));
             if (!outcome.finished) copying->memory.abandon();
+            copying->memory.release();
+            self->let_go(copying->last);
         });
+}
+
+/// Not in a thread of a device's: the last to let go of a job closes its files, which may take for
+/// ever.
+void RestorePipeline::let_go(std::list<Task>& last) {
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!ended_) tasks_.splice(tasks_.begin(), last);
+    }
+    changed_.notify_one();
+    last.clear();
 }
 
 MaybeFault RestorePipeline::acquire_segment(const RestoreJob& job, Lease& memory) {

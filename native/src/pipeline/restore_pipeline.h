@@ -42,14 +42,16 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
     /// One call of this or `shutdown` at a time.
     void give_up_stuck();
 
-    /// Fails all jobs with a shutdown fault and joins the threads, but for those that it gives up.
-    /// One call at a time.
-    void shutdown();
+    /// Fails all jobs with a shutdown fault, and takes no more.
+    void stop();
+    /// Then, when devices are done with what they were given: joins the threads, but for those that
+    /// it gives up. One call at a time.
+    void join();
 
   private:
     struct Task {
         RestoreJob::Pin job;
-        RestoreStep step;
+        std::optional<RestoreStep> step;  ///< none: let go of the job
     };
 
     using Thread = Crew<RestoreJob>::Member;
@@ -59,6 +61,7 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
     void run(const Task& task);
     MaybeFault acquire_segment(const RestoreJob& job, Lease& memory);
     void copy_to_devices(const RestoreJob::Pin& job, Lease memory, std::map<int, DeviceWork> work);
+    void let_go(std::list<Task>& last);
 
     const std::shared_ptr<HostCache> cache_;
     const std::shared_ptr<Devices> devices_;
@@ -69,7 +72,9 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
     std::mutex mutex_;                 // guards what follows; taken before a job's
     std::condition_variable changed_;  // tasks_, stopping_
     std::list<Task> tasks_;     // bounded by what the plans read; a list, which is cut without fail
-    bool stopping_ = false;     // takes no jobs; threads end
+    bool stopping_ = false;     // takes no jobs
+    bool all_failed_ = false;   // threads end when no tasks are left
+    bool ended_ = false;        // no thread takes tasks any more
     Crew<RestoreJob> threads_;  // joined by `shutdown`; has its own lock, taken after mutex_
 };
 

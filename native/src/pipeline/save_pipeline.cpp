@@ -138,7 +138,7 @@ void SavePipeline::drop_tasks() {
     left.swap(tasks_);
 }
 
-void SavePipeline::shutdown() {
+void SavePipeline::stop() {
     {
         const std::scoped_lock lock(mutex_);
         stopping_ = true;
@@ -146,6 +146,9 @@ void SavePipeline::shutdown() {
     }
     jobs_.for_all([this](const auto& job) { fail(job, shut_down()); });
     cache_->interrupt();
+}
+
+void SavePipeline::join() {
     {
         const std::scoped_lock lock(mutex_);
         all_failed_ = true;
@@ -208,28 +211,32 @@ void SavePipeline::write_later(const SaveJob::Pin& job, std::optional<ReadUnit> 
 
 void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
     struct Unread {
-        SaveJob::Pin job;
+        std::list<Task> last;  // one, which keeps the job
         DeviceRead read;
     };
     std::shared_ptr<Unread> reading;
     try {
         reading = std::make_shared<Unread>();
+        reading->last.push_back({.job = SaveJob::Pin(job.job()),
+                                 .open = std::nullopt,
+                                 .write = std::nullopt,
+                                 .let_go = true});
     } catch (const std::bad_alloc&) {
         job->end_read(std::move(read), true);
         throw;
     }
-    reading->job = SaveJob::Pin(job.job());
     reading->read = std::move(read);
     const auto done = [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
         const bool failed = outcome.fault.has_value();
-        if (failed) self->fail(reading->job.job(), std::move(*outcome.fault));
+        const SaveJob::Pin& of = reading->last.front().job;
+        if (failed) self->fail(of.job(), std::move(*outcome.fault));
         if (!outcome.finished) reading->read.read.memory.abandon();
-        const SaveJob::Pin of = std::move(reading->job);
         try {
             self->write_later(of, of->end_read(std::move(reading->read), failed));
         } catch (const std::exception&) {
             self->fail(of.job(), out_of_memory("copy"));
         }
+        self->let_go(reading->last);
     };
     try {
         devices_->copy(
@@ -242,6 +249,17 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
     } catch (const std::bad_alloc&) {
         done({.fault = out_of_memory("copy"), .finished = true});
     }
+}
+
+/// Not in a thread of a device's: the last to let go of a failed job closes its files, which may
+/// take for ever.
+void SavePipeline::let_go(std::list<Task>& last) {
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!ended_) tasks_.splice(tasks_.begin(), last);
+    }
+    tasks_changed_.notify_one();
+    last.clear();
 }
 
 bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
@@ -315,7 +333,7 @@ void SavePipeline::enqueue(Task task) {
 }
 
 void SavePipeline::run(Task& task) {
-    if (task.job->failed()) return;
+    if (task.let_go || task.job->failed()) return;
     if (task.open) {
         if (auto fault = task.job->open_file(*task.open)) fail(task.job.job(), std::move(*fault));
     } else if (task.write) {

@@ -68,19 +68,22 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     /// One call of this or `shutdown` at a time.
     void give_up_stuck();
 
-    /// Fails all jobs with a shutdown fault and joins the threads, but for those that it gives up.
-    /// One call at a time.
-    void shutdown();
+    /// Fails all jobs with a shutdown fault, and takes no more.
+    void stop();
+    /// Then, when devices are done with what they were given: joins the threads, but for those that
+    /// it gives up. One call at a time.
+    void join();
 
     void window_opened() override { wake_copy_threads(); }
 
   private:
-    /// What a flush thread does next: open a file, write a unit, or (neither) sync the directories
-    /// of a job that has no files, or let a failed job end.
+    /// What a flush thread does next: open a file, write a unit, let go of the job, or (neither)
+    /// sync the directories of a job that has no files, or let a failed job end.
     struct Task {
         SaveJob::Pin job;
         std::optional<std::size_t> open;
         std::optional<ReadUnit> write;
+        bool let_go = false;
     };
 
     struct Reading {
@@ -103,6 +106,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     void proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered);
     void write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read);
     void read_on_devices(const SaveJob::Pin& job, DeviceRead read);
+    void let_go(std::list<Task>& last);
 
     void flush_loop(Thread& self);
     std::optional<Task> next_task();

@@ -137,8 +137,13 @@ std::unique_ptr<PySaveJob> save_unplaced(const PyEngine& self, const std::vector
 
 std::unique_ptr<PyRestoreJob> restore(const PyEngine& self, const RestorePlan& plan,
                                       py::object keepalive, const PyFences& fences) {
-    return std::make_unique<PyRestoreJob>(usable(self)->restore(plan.files, to_fences(fences)),
-                                          std::move(keepalive));
+    const auto engine = usable(self);
+    auto events = to_fences(fences);
+    auto handle = [&] {
+        const GilRelease release;
+        return engine->restore(plan.files, std::move(events));
+    }();
+    return std::make_unique<PyRestoreJob>(std::move(handle), std::move(keepalive));
 }
 
 /// RuntimeError in the driver's words.

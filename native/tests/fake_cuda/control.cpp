@@ -188,7 +188,7 @@ int fake_cuda_be_hostile(const char* way, uint64_t value) {
         [&](Driver& all) { return all.be_hostile(way, value) ? cuda::kSuccess : cuda::kNotFound; });
 }
 
-void fake_cuda_watch_interpreter(int (*held)(void)) {
+void fake_cuda_watch_interpreter(int (*held)()) {
     driver().watch_interpreter(held);
 }
 
@@ -216,7 +216,7 @@ uint64_t fake_cuda_count(const char* what) {
         for (int device = 0; device < all.devices; ++device) {
             most_commands = std::max(most_commands, all.scheduler.queue(device).most_of_engine);
         }
-        const std::array<std::pair<std::string_view, uint64_t>, 19> counts{{
+        const std::array<std::pair<std::string_view, uint64_t>, 18> counts{{
             {"bytes_to_host", all.counts.bytes_to_host},
             {"bytes_to_device", all.counts.bytes_to_device},
             {"copies", all.counts.copies},
@@ -232,8 +232,7 @@ uint64_t fake_cuda_count(const char* what) {
             {"training_wait_us", us(all.door.longest_wait())},
             {"held_interpreter", all.held_interpreter},
             {"pages_faulted_in", all.pinning.pages_faulted_in},
-            {"pinning_us", us(all.pinning.inside)},
-            {"between_pins_us", us(all.pinning.between)},
+            {"hasty_pins", all.pinning.hasty},
             {"near_pins", all.pinning.near},
             {"most_commands", most_commands},
         }};

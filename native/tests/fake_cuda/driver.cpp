@@ -43,6 +43,12 @@ constexpr std::array<std::string_view, 29> kSymbols{
     "cuMemcpyBatchAsync_v2",
 };
 
+/// What concerns the calling thread alone succeeds after a sticky error, too.
+bool is_of_threads(std::string_view symbol) {
+    return symbol == "cuCtxPushCurrent_v2" || symbol == "cuCtxPopCurrent_v2" ||
+           symbol == "cuThreadExchangeStreamCaptureMode";
+}
+
 /// Runs when the process ends, or the library is unloaded.
 struct AtExit {
     AtExit() = default;
@@ -89,7 +95,9 @@ cuda::Result Driver::admit(const char* symbol, Needs needs, Caller& caller) {
         }
     }
     if (needs == Needs::kNothing) return cuda::kSuccess;
-    if (poison != cuda::kSuccess) return poison;
+    if (poison != cuda::kSuccess && !(is_of_threads(symbol) && poison != cuda::kDeinitialized)) {
+        return poison;
+    }
     if (!initialized) return cuda::kNotInitialized;
     if (needs == Needs::kInitialized) return cuda::kSuccess;
     const auto& contexts = this_thread().contexts;
@@ -154,7 +162,7 @@ cuda::Result Driver::register_host(Caller& caller, const Addresses& pinned, bool
     const std::uint64_t pages = pages_not_faulted_in(pinned);
     pinning.pages_faulted_in += pages;
     if (prefers_a_node()) ++pinning.near;
-    if (pinning.last != Clock::time_point()) pinning.between += began - pinning.last;
+    if (began - pinning.last < pinning.took) ++pinning.hasty;
     const std::uint64_t all = (pinned.end - pinned.begin) / 4096;
     if (const auto takes = hostility.pin_page * pages + hostility.pin_page * all / 10;
         takes.count() > 0) {
@@ -164,7 +172,7 @@ cuda::Result Driver::register_host(Caller& caller, const Addresses& pinned, bool
     }
     const cuda::Result result = memory.register_host(pinned, caller.device, portable);
     pinning.last = Clock::now();
-    pinning.inside += pinning.last - began;
+    pinning.took = pinning.last - began;
     return result;
 }
 

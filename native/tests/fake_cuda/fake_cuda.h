@@ -82,8 +82,8 @@ int fake_cuda_capture_invalidated(int device, uintptr_t stream);
  * symbol. */
 int fake_cuda_fail_next(const char* symbol, int code, int skip);
 
-/* A sticky error: work is dropped, and every call returns `code` until told 0. With 4
- * (deinitialized) the driver is as gone as at the end of a process. */
+/* A sticky error: work is dropped, and every call that concerns a device returns `code` until told
+ * 0. With 4 (deinitialized) the driver is as gone as at the end of a process. */
 void fake_cuda_poison(int code);
 
 /* 1: nothing begins to run, and copies stop between two pieces; 0: all goes on. */
@@ -109,7 +109,7 @@ int fake_cuda_be_hostile(const char* way, uint64_t value);
 
 /* `held` tells whether the calling thread holds the lock of an interpreter (PyGILState_Check);
  * NULL: not asked. */
-void fake_cuda_watch_interpreter(int (*held)(void));
+void fake_cuda_watch_interpreter(int (*held)());
 
 /* cuGetProcAddress does not know `symbol` (without suffix: "cuMemcpyBatchAsync"). */
 void fake_cuda_hide(const char* symbol);
@@ -135,7 +135,7 @@ void fake_cuda_show_accesses(int on);
  * engine's
  * - held_interpreter: the engine's calls in a thread that held the lock of an interpreter
  * - pages_faulted_in: by pinning
- * - pinning_us, between_pins_us: in all
+ * - hasty_pins: that began sooner after the one before than that had taken
  * - near_pins: by threads that prefer memory of one NUMA node
  * - most_commands: of the engine, in the queue of a device at a time */
 uint64_t fake_cuda_count(const char* what);

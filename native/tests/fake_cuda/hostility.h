@@ -67,10 +67,10 @@ class Door {
 /// What pinning has cost. Guarded by the driver's mutex.
 struct Pinning {
     std::uint64_t pages_faulted_in = 0;
-    Clock::duration inside{0};
-    Clock::duration between{0};
-    Clock::time_point last;  ///< when the last one ended
-    std::uint64_t near = 0;  ///< by threads that prefer memory of one node
+    std::uint64_t hasty = 0;  ///< sooner after the one before than that had taken
+    Clock::duration took{0};  ///< the last one
+    Clock::time_point last;   ///< when it ended
+    std::uint64_t near = 0;   ///< by threads that prefer memory of one node
 };
 
 /// Pages of 4 KiB that are not faulted in.
