@@ -162,9 +162,9 @@ def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_i
     left = _volume(place)
     for prefix, there in sources.items():
         both = _both(place, there)
+        inner = parts_in.new(f"{prefix}.{each}" for each in names)
+        parts_in.fill(inner)
         try:
-            inner = parts_in.new(f"{prefix}.{each}" for each in names)
-            parts_in.fill(inner)
             sizes = torch.Size(end - begin for begin, end in there)
             strides = torch.empty(sizes, device="meta").stride()
             saved = type(local).__tensor_unflatten__(  # type: ignore[attr-defined]
