@@ -54,6 +54,14 @@ def test_a_wrapper_within_a_wrapper(tmp_path):
     assert torch.equal(found.scales, saved.scales)
 
 
+def test_another_class_within_a_wrapper_is_refused(tmp_path):
+    async_save({"w": Blocks(blocks(seed=1), torch.zeros(4))}, tmp_path).result(60)
+    found = Blocks(blocks(kind=Other), torch.zeros(4))
+    with raises(IncompatibleStateError, "'w'", "codes: support.wrapped.Other"):
+        load({"w": found}, tmp_path)
+    assert _same(found.codes, blocks())
+
+
 def test_the_parts_are_tensors_of_their_own(tmp_path):
     saved = blocks(seed=1, label=7)
     async_save({"w": saved}, tmp_path).result(60)
