@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.checkpoints import async_save, committed, load, raises, save
-from support.wrapped import Blocks, Other, blocks
+from support.wrapped import Blocks, Other, Sometimes, blocks
 
 import dcp_datastates
 from dcp_datastates import (
@@ -52,6 +52,20 @@ def test_a_wrapper_within_a_wrapper(tmp_path):
     load({"w": found}, tmp_path, strict=True)
     assert _same(found.codes, saved.codes)
     assert torch.equal(found.scales, saved.scales)
+
+
+def test_a_part_that_the_wrapper_lacks_is_told_of(tmp_path, caplog):
+    """Float8 weights of torchao have a scale at some times only; other classes a zero point."""
+    saved, found = blocks(seed=1, kind=Sometimes), blocks(kind=Sometimes)
+    saved.zero = torch.ones(3)
+    async_save({"w": saved}, tmp_path).result(60)
+    with raises(IncompatibleStateError, "'w.zero'", "1 of the 4"):
+        load({"w": found}, tmp_path, strict=True)
+    assert _same(found, blocks())
+    load({"w": found}, tmp_path, strict=True, leave="w.zero")
+    assert _same(found, saved)
+    load({"w": found}, tmp_path)
+    assert "'w.zero'" in caplog.text
 
 
 def test_another_class_within_a_wrapper_is_refused(tmp_path):
