@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.checkpoints import async_save, committed, load, raises, save
 from support.wrapped import Blocks, Other, Sometimes, blocks
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import (
@@ -135,6 +136,16 @@ def test_a_plain_checkpoint_is_copied_into_a_wrapper_as_the_class_does_it(tmp_pa
 def test_other_planners_are_refused_by_dcp_save_with_a_way_out(tmp_path):
     with raises(UnsupportedTensorError, "'w'", "Blocks", "DataStatesSavePlanner()"):
         save({"w": blocks(seed=1)}, tmp_path)
+    assert not committed(tmp_path)
+
+
+@pytest.mark.parametrize("way", [save, async_save])
+@pytest.mark.parametrize("kind", [DefaultSavePlanner, DataStatesSavePlanner])
+def test_planners_that_do_not_flatten_are_refused(kind, way, tmp_path):
+    """They would store the parts as one object, which no load puts into the wrapper."""
+    with raises(UnsupportedTensorError, "'w'", "wraps"):
+        future = way({"w": blocks(2048, 64)}, tmp_path, planner=kind(flatten_state_dict=False))
+        future.result(60)
     assert not committed(tmp_path)
 
 
