@@ -20,7 +20,6 @@ class Step:
     """Seconds, after which it is killed."""
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
-    needs_gpu: bool = True
 
 
 def _allocator(name: str, configuration: str) -> Step:
@@ -29,7 +28,7 @@ def _allocator(name: str, configuration: str) -> Step:
 
 
 STEPS = (
-    Step("facts", "facts", 15, needs_gpu=False),
+    Step("facts", "facts", 15),
     Step("copies", "copies", 35),
     Step("tests", "device_tests", 110, ("--seconds", "100")),
     Step("launches", "launches", 45),

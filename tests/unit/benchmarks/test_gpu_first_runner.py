@@ -100,6 +100,14 @@ def test_without_a_gpu_it_refuses_before_anything_is_written(tmp_path: Path) -> 
     assert not (tmp_path / "results").exists()
 
 
+def test_a_step_refuses_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(entry for entry in sys.path if entry))
+    record = runner.run(Step("copies", "copies", 30))
+    assert record.exit_code == REFUSED
+    assert record.last_lines[-1].startswith(NO_GPU)
+
+
 def test_a_smoke_never_writes_where_results_are(tmp_path: Path) -> None:
     ended = gpu_first("--smoke", "--results", str(tmp_path))
     assert ended.returncode == 2
@@ -110,7 +118,6 @@ def test_a_smoke_never_writes_where_results_are(tmp_path: Path) -> None:
     "step", sampled([step.name for step in STEPS], keep=["facts", "copies", "launches"])
 )
 def test_smoke(step: str) -> None:
-    """A step refuses without a GPU, and runs to its end on the host."""
     ended = gpu_first("--smoke", "--only", step)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "all steps passed" in ended.stdout
