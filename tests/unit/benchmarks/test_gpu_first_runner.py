@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,21 @@ def test_a_step_that_hangs_is_killed_at_its_limit_and_the_next_runs(made: Path) 
     assert well.passed
     assert (well.found, well.last_lines) == ({"at": "end"}, ["done"])
     assert sorted(path.name for path in made.iterdir()) == ["gpu_first"], "nothing is left"
+
+
+def test_a_step_that_cannot_be_killed_does_not_stop_the_others(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a call of a driver that hangs."""
+    monkeypatch.setattr(runner, "_DYING_SECONDS", 0.3)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.os, "killpg", lambda *_: None)
+        hung = runner.run(Step("hanging", "hanging", 1.0), directory=made)
+    try:
+        assert hung.killed
+        assert hung.exit_code is None
+    finally:
+        os.killpg(os.getpgid(hung.found["child"]), signal.SIGKILL)
 
 
 def test_a_step_that_fails_is_recorded(made: Path) -> None:
