@@ -14,7 +14,7 @@ _LAUNCHES = (
     *("baseline", "bare_pinning", "pinning", "bare_copying", "copying", "writing"),
     *("deep", "deep_copying"),
 )
-_CONTENDERS = ("none", "ours", "stock_pinned", "stock")
+_CONTENDERS = ("none", "ours", "stock_pinned", "stock", "none_again")
 _WIDTH = 110
 _MOST_ERRORS = 6
 
@@ -265,7 +265,8 @@ def _of(nbytes: int | None, seconds: float | None, bare: float | None) -> str:
 
 
 def _ratio(value: float | None, of: float | None) -> str:
-    return f"{value / of:.2f}" if value is not None and of else _NOTHING
+    """Nothing where ``of`` is lost in the noise."""
+    return f"{value / of:.2f}" if value is not None and of is not None and of > 0 else _NOTHING
 
 
 def _number(value: float | None, how: str) -> str:
