@@ -114,7 +114,7 @@ def test_a_wrapper_that_is_left_unread_is_told_of(tmp_path):
         (blocks(columns=4), "(8, 4)"),
         (blocks(rows=10), "(10, 3)"),
         (Blocks(torch.zeros(8, 3, dtype=torch.int16), torch.zeros(4)), "torch.int16"),
-        (Blocks(torch.zeros(8, dtype=torch.int8), torch.zeros(4)), "8"),
+        (Blocks(torch.zeros(8, dtype=torch.int8), torch.zeros(4)), "(8,)"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_before_a_tensor_changes(value, said, tmp_path):
