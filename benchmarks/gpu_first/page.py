@@ -222,13 +222,17 @@ def _training(found: Found) -> list[str]:
 
 
 def _rest(found: Found) -> list[str]:
-    rounds = [found("fsdp", f"round_{index}", "equal") for index in range(3)]
-    lines = [f"FSDP2 with {_text(found('fsdp', 'backend'))}: {rounds.count(True)} of 3 loads equal"]
+    """Of the steps that were run."""
+    lines = []
+    if found("fsdp") is not None:
+        equal = [found("fsdp", f"round_{index}", "equal") for index in range(3)].count(True)
+        lines.append(f"FSDP2 with {_text(found('fsdp', 'backend'))}: {equal} of 3 loads equal")
     lines += [
         f"{name}: {found(name, 'rounds_equal') or 0} of 4 loads equal"
         for name in ("expandable_segments", "malloc_async")
+        if found(name) is not None
     ]
-    for name in ("nothing", "save"):
+    for name in ("nothing", "save") if found("dying") is not None else ():
         one = found("dying", name) or {}
         seconds = one.get("seconds")
         killed = one.get("killed_after")
