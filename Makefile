@@ -72,7 +72,7 @@ help:
 	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
 	@echo "make bench            the stall benchmark (BENCH_ARGS=... are passed on)"
 	@echo "make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
-	@echo "make gpu-smoke        the same on a machine without one, at a tiny size (make gpu-first SMOKE=1)"
+	@echo "                      (SMOKE=1: on a machine without one, at a tiny size)"
 	@echo "make gpu-test         the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
 	@echo "make gpu-bench        the GPU benchmark, in GPU_PYTHON (GPU_BENCH_ARGS=... are passed on)"
 	@echo "make lint             formatting, static analysis, types"
@@ -155,7 +155,7 @@ gpu-measure: gpu-install
 	cd benchmarks && env -u OMP_NUM_THREADS $(GPU_PYTHON) -m gpu_first \
 	    --results $(abspath $(GPU_RESULTS)) $(GPU_FIRST_ARGS)
 
-# Without a GPU: each step up to its refusal, and on the host. Its results are no measurements: they go to build/.
+# Without a GPU: each step on the host. Its results are no measurements: they go to build/.
 gpu-smoke: $(VENV)/installed
 	cd benchmarks && $(abspath $(BIN))/python -m gpu_first --smoke $(GPU_FIRST_ARGS)
 

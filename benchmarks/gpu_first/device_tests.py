@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import re
 import signal
@@ -36,11 +35,7 @@ _OUTCOME = re.compile(r"::(\S+(?: \S+)*?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPA
 
 def in_order(source: str) -> list[str]:
     """The tests in a file's ``source``, those of :data:`FIRST` first."""
-    names = [
-        node.name
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
+    names = re.findall(r"^def (test_\w+)", source, re.MULTILINE)
     return [*(name for name in FIRST if name in names), *(n for n in names if n not in FIRST)]
 
 

@@ -20,7 +20,10 @@ _MOST_SECONDS = 20.0
 def measure(options: Options, findings: Findings) -> None:
     for name in ("nothing", "save"):
         with findings.part(name):
-            findings.note(name, one_death(options, name))
+            found = one_death(options, name)
+            findings.note(name, found)
+            if "killed_after" in found:
+                findings.failed.append(name)
 
 
 def one_death(options: Options, name: str) -> dict[str, Any]:

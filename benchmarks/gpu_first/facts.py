@@ -86,11 +86,11 @@ def _driver() -> dict[str, Any]:
 
 
 def _pci(smi: dict[str, str] | None) -> dict[str, str | None]:
-    """The link of the GPU, and its NUMA node, as the kernel sees them."""
+    """The NUMA node of the GPU."""
     if smi is None:
         return {}
     device = Path("/sys/bus/pci/devices") / smi["pci.bus_id"].lower()[-12:]
-    names = ("numa_node", "local_cpulist", "current_link_speed", "current_link_width")
+    names = ("numa_node", "local_cpulist")
     return {name: _line(device / name) for name in names}
 
 
@@ -101,7 +101,6 @@ def _memory() -> dict[str, Any]:
     return {
         "limit_bytes": limit.nbytes,
         "limit_source": limit.source,
-        "cgroup_memory_max": _line(Path("/sys/fs/cgroup/memory.max")),
         "locked_limit": "unlimited" if locked == resource.RLIM_INFINITY else locked,
         "huge_pages": {name: _line(huge / name) for name in ("enabled", "defrag")},
         "numa_nodes": _line(Path("/sys/devices/system/node/online")),

@@ -51,8 +51,8 @@ class Loop:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while (not over() or len(found) < least) and time.monotonic() < deadline:
             found += self.launch(50)
-            if len(found) % _SHORT_QUEUE == 0:
-                synchronize(self.device)
+            if len(found) % _SHORT_QUEUE == 0 and self.device == "cuda":
+                torch.cuda.current_stream().synchronize()  # and not the copies beside it
         synchronize(self.device)
         return found
 

@@ -14,7 +14,7 @@ _LAUNCHES = (
     *("baseline", "bare_pinning", "pinning", "bare_copying", "copying", "writing"),
     *("deep", "deep_copying"),
 )
-_CONTENDERS = ("none", "ours", "stock_pinned", "stock")
+_CONTENDERS = ("none", "ours", "stock_pinned", "stock", "none_again")
 _WIDTH = 110
 _MOST_ERRORS = 6
 
@@ -222,13 +222,17 @@ def _training(found: Found) -> list[str]:
 
 
 def _rest(found: Found) -> list[str]:
-    rounds = [found("fsdp", f"round_{index}", "equal") for index in range(3)]
-    lines = [f"FSDP2 with {_text(found('fsdp', 'backend'))}: {rounds.count(True)} of 3 loads equal"]
+    """Of the steps that were run."""
+    lines = []
+    if found("fsdp") is not None:
+        equal = [found("fsdp", f"round_{index}", "equal") for index in range(3)].count(True)
+        lines.append(f"FSDP2 with {_text(found('fsdp', 'backend'))}: {equal} of 3 loads equal")
     lines += [
         f"{name}: {found(name, 'rounds_equal') or 0} of 4 loads equal"
         for name in ("expandable_segments", "malloc_async")
+        if found(name) is not None
     ]
-    for name in ("nothing", "save"):
+    for name in ("nothing", "save") if found("dying") is not None else ():
         one = found("dying", name) or {}
         seconds = one.get("seconds")
         killed = one.get("killed_after")
@@ -265,7 +269,8 @@ def _of(nbytes: int | None, seconds: float | None, bare: float | None) -> str:
 
 
 def _ratio(value: float | None, of: float | None) -> str:
-    return f"{value / of:.2f}" if value is not None and of else _NOTHING
+    """Nothing where ``of`` is lost in the noise."""
+    return f"{value / of:.2f}" if value is not None and of is not None and of > 0 else _NOTHING
 
 
 def _number(value: float | None, how: str) -> str:

@@ -25,6 +25,8 @@ _LAST_LINES = 400
 """Tests that failed say why."""
 _STACKS_SECONDS = 1.0
 """For a step that is about to be killed to say where it is."""
+_DYING_SECONDS = 10.0
+"""For a step that is killed to end: one in a call of a driver that hangs never does."""
 
 
 @dataclass
@@ -92,11 +94,15 @@ def run(
 
 @contextlib.contextmanager
 def _group(command: list[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that leads a group, all of which is killed in the end, however that comes."""
+    """A process that leads a group, all of which is killed in the end, however that comes.
+
+    It may be running still, if the kernel cannot end it.
+    """
     process = subprocess.Popen(command, start_new_session=True, **options)
     try:
         yield process
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_DYING_SECONDS)

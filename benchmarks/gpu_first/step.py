@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +25,6 @@ __all__ = [
     "Findings",
     "NeedsGpuError",
     "Options",
-    "await_true",
     "free_bytes",
     "main",
     "spread",
@@ -132,16 +130,6 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     if not ordered:
         return {"count": 0}
     return {"count": len(ordered), "p50": at(0.5), "p99": at(0.99), "max": at(1.0)}
-
-
-def await_true(holds: Callable[[], bool], seconds: float) -> bool:
-    """Whether ``holds`` came true in time."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def free_bytes(directory: Path) -> int:

@@ -64,6 +64,7 @@ def measure(options: Options, findings: Findings) -> None:
         ("ours", lambda: Ours(cache)),
         ("stock_pinned", lambda: StockPinned(on_gpu)),
         ("stock", Stock),
+        ("none_again", Contender),  # how far the machine has drifted meanwhile
     ]
     for name, make in contenders:
         with findings.part(name):

@@ -126,9 +126,10 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             self._flat = True
             return
+        # Without flattening, a nested dict is one object, which contains its tensors. So wrappers are refused then.
         # A staged state has parts in place of wrappers already.
-        self._given = opened(state_dict) if session.state is None else state_dict
-        # Without flattening, a nested dict is one object, which contains its tensors.
+        opens = session.state is None and self.flatten_state_dict
+        self._given = opened(state_dict) if opens else state_dict
         if self._caches and self.flatten_state_dict:
             self._found = self._memory.find(session)
         if self._found is None:

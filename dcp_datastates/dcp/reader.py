@@ -206,9 +206,8 @@ class DataStatesReader(StorageReader):
             if wrapped:
                 state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
                 plan = replace(plan, items=[i for i in plan.items if not self._is_wrapper(i)])
-                load_wrappers(
-                    {name: state[name] for name in wrapped}, self._wrappers, metadata, read
-                )
+                values = {name: state[name] for name in wrapped}
+                load_wrappers(values, self._wrappers, metadata, read, self._say_unread)
             read(plan, planner)
         except CheckpointNotFoundError as error:
             raise self._explain_missing(directory, note, error) from error
@@ -228,13 +227,19 @@ class DataStatesReader(StorageReader):
         assert self._metadata is not None
         stored = self._metadata.state_dict_metadata
         wrapped = frozenset(asked.intersection(self._wrappers))
-        names = [
-            name
-            for name in unread(stored, asked)
-            if not self._leaves(name)
-            and not is_under(name, wrapped)
-            and (self._allow_objects or isinstance(stored[name], TensorStorageMetadata))
-        ]
+        self._say_unread(
+            [
+                name
+                for name in unread(stored, asked)
+                if not is_under(name, wrapped)
+                and (self._allow_objects or isinstance(stored[name], TensorStorageMetadata))
+            ]
+        )
+
+    def _say_unread(self, left: list[str]) -> None:
+        assert self._metadata is not None
+        stored = self._metadata.state_dict_metadata
+        names = [name for name in left if not self._leaves(name)]
         if not names:
             return
         said = (

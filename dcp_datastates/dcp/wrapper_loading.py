@@ -6,6 +6,7 @@ each is built anew, sliced, and copied with ``copy_``, as DCP does: the class de
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ def load_wrappers(
     stored: Mapping[str, Shards],
     metadata: Metadata,
     read: Callable[[LoadPlan, LoadPlanner], None],
+    check_unread: Callable[[list[str]], None],
 ) -> None:
     """Fill the wrappers ``wanted``, by name, in place. Checks all of them before it changes the first.
 
@@ -40,20 +42,25 @@ def load_wrappers(
         stored: the shards of all wrappers in the checkpoint.
         metadata: the checkpoint's metadata.
         read: reads a plan.
+        check_unread: is told which stored parts the wrappers lack: some classes leave out a part that is None.
 
     Raises :class:`IncompatibleStateError` for a value that is no wrapper, or one of another class or context than the
-    stored one, or for shards that cannot be cut as this state needs them; and what ``read`` raises.
+    stored one, or for shards that cannot be cut as this state needs them; and what ``read`` and ``check_unread``
+    raise.
     """
     parts_in = _Parts(metadata, read)
     sources = {name: _sources(name, value, stored[name]) for name, value in wanted.items()}
     texts = parts_in.new(f"{prefix}.{WRAPPER}" for each in sources.values() for prefix in each)
     parts_in.fill(texts)
     direct: dict[str, torch.Tensor] = {}
+    left: list[str] = []
     for name, value in wanted.items():
         for prefix, place in sources[name].items():
             _check_kind(name, value, bytes(texts[f"{prefix}.{WRAPPER}"].numpy()).decode())
+            left += parts_in.lacking(prefix, value)
             if place == box(value):
                 direct.update(parts_in.matching(name, prefix, value))
+    check_unread(left)
     parts_in.fill(direct)
     for name, value in wanted.items():
         if box(value) not in sources[name].values():
@@ -114,6 +121,22 @@ class _Parts:
             made[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
         return made
 
+    @functools.cached_property
+    def _beside(self) -> dict[str, list[str]]:
+        """The stored names, by all that comes before their last dots."""
+        found: dict[str, list[str]] = {}
+        for name in self.metadata.state_dict_metadata:
+            found.setdefault(name.rpartition(".")[0], []).append(name)
+        return found
+
+    def lacking(self, prefix: str, value: torch.Tensor) -> list[str]:
+        """The stored parts that ``value`` lacks."""
+        mine = {name for name, _ in _flat(f"{prefix}.", parts(local_tensor(value)))}
+        places = {name.rpartition(".")[0] for name in mine}
+        return [
+            name for place in places for name in self._beside.get(place, ()) if name not in mine
+        ]
+
     def matching(self, name: str, prefix: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
         """The inner tensors of ``value``, by the names of the stored parts that fit them."""
         found = {}
@@ -162,9 +185,9 @@ def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_i
     left = _volume(place)
     for prefix, there in sources.items():
         both = _both(place, there)
+        inner = parts_in.new(f"{prefix}.{each}" for each in names)
+        parts_in.fill(inner)
         try:
-            inner = parts_in.new(f"{prefix}.{each}" for each in names)
-            parts_in.fill(inner)
             sizes = torch.Size(end - begin for begin, end in there)
             strides = torch.empty(sizes, device="meta").stride()
             saved = type(local).__tensor_unflatten__(  # type: ignore[attr-defined]

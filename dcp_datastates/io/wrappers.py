@@ -63,10 +63,16 @@ def parts(wrapper: torch.Tensor) -> dict[str, Any]:
 
 
 def kind(wrapper: torch.Tensor) -> str:
-    """The class and the context of a wrapper."""
-    _names, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    """The class and the context of a wrapper, and of the wrappers within it."""
+    names, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
     of = type(wrapper)
-    return f"{of.__module__}.{of.__qualname__} {_VARIES.sub('', repr(context))}"
+    said = f"{of.__module__}.{of.__qualname__} {_VARIES.sub('', repr(context))}"
+    within = {name: getattr(wrapper, name) for name in names}
+    return said + "".join(
+        f"; {name}: {kind(local_tensor(inner))}"
+        for name, inner in within.items()
+        if is_wrapper(inner)
+    )
 
 
 def box(tensor: torch.Tensor) -> Box:

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from dcp_datastates._native import DeviceEvent, Engine
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
-from dcp_datastates.errors import DeviceError
+from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.fields import further_values, with_further
+from dcp_datastates.format.stored_names import WRAPPER
 from dcp_datastates.io.device_copies import DeviceCopies
 from dcp_datastates.io.devices import (
     HOST,
@@ -125,10 +126,14 @@ class StagedState:
         return fingerprint(self.traversal.structure, columns.tensors, columns.locals, self.further)
 
     def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
-        """The items of a plan for this state, with the further properties of its tensors at the call."""
+        """The items of a plan for this state, with the further properties of its tensors at the call.
+
+        Raises :class:`UnsupportedTensorError` if the plan stores the parts of a wrapper as an object.
+        """
+        columns = self.traversal.columns
+        _check_parts_planned(columns, items)
         if not self.further or not items:
             return items
-        columns = self.traversal.columns
         position = {columns.name(number): number for number in range(len(columns.keys))}
         changed = []
         for item in items:
@@ -247,6 +252,21 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
     made.ownership = Ownership(known_optimizers())
     made.further = further_values(locals_)
     return made
+
+
+def _check_parts_planned(columns: Columns, items: list[WriteItem]) -> None:
+    """A planner that does not flatten plans an object for each nested dict, and so for the parts of a wrapper. No load
+    would put them into the wrapper.
+    """
+    if WRAPPER not in columns.keys or not items:
+        return
+    planned = {item.index.fqn for item in items}
+    for position, (key, prefix) in enumerate(zip(columns.keys, columns.prefixes, strict=True)):
+        if key == WRAPPER and columns.name(position) not in planned:
+            raise UnsupportedTensorError(
+                f"tensor {prefix[:-1]!r} cannot be stored: it wraps other tensors, and the planner does not plan them; "
+                f"pass a planner with flatten_state_dict=True"
+            )
 
 
 def _is_peculiar(kind: type) -> bool:

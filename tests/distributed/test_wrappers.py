@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from support.checkpoints import async_save, load, raises, save, writer
+from support.files import data_files, flip_bit
 from support.ranks import ranks
 from support.wrapped import Blocks, blocks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import dcp_datastates
-from dcp_datastates import DataStatesSavePlanner, IncompatibleStateError
+from dcp_datastates import CheckpointCorruptError, DataStatesSavePlanner, IncompatibleStateError
 
 ROWS, COLUMNS = 16, 3
 
@@ -143,3 +144,16 @@ def test_a_rank_outside_the_mesh_saves_and_loads_nothing(shared_dir):
     if dist.get_rank() == 0:
         everything = dcp_datastates.load(shared_dir)
         assert everything["w"].keys() == {"[0:8,0:3]"}
+
+
+@ranks(2)
+def test_a_corrupt_shard_is_called_corrupt_when_other_shards_are_cut_from_it(shared_dir):
+    mesh = init_device_mesh("cpu", (2,))
+    mine = DTensor.from_local(blocks(1024, 4096, seed=1), mesh, [Shard(0)], run_check=False)
+    async_save({"w": mine}, shared_dir).result(60)
+    if dist.get_rank() == 0:
+        for file in data_files(shared_dir):
+            flip_bit(file, file.stat().st_size // 2)  # of the codes
+    dist.barrier()
+    with raises(CheckpointCorruptError, "'w.[", "codes'"):
+        load({"w": blocks(2048, 4096)}, shared_dir)

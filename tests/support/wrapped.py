@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Blocks", "Other", "blocks"]
+__all__ = ["Blocks", "Other", "Sometimes", "blocks"]
 
 BLOCK = 2
 
@@ -69,6 +69,16 @@ class Blocks(torch.Tensor):
 
 class Other(Blocks):
     """The same parts, another class."""
+
+
+class Sometimes(Blocks):
+    """One with a third part, which may be None."""
+
+    zero: torch.Tensor | None = None
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, label = super().__tensor_flatten__()
+        return names + ["zero"] * (self.zero is not None), label
 
 
 def blocks(

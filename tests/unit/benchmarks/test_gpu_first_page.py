@@ -127,5 +127,13 @@ def test_an_interrupted_run_has_a_page_of_what_it_has():
         assert ("bare copies" in page(cut)) == (steps >= 2)
 
 
+def test_a_step_that_was_not_run_has_no_line():
+    cut = document(FOUND)
+    cut["steps"] = [step for step in cut["steps"] if step["name"] in ("tests", "dying")]
+    text = page(cut)
+    assert "a device assert" in text
+    assert "loads equal" not in text
+
+
 def test_a_smoke_says_first_that_it_is_one():
     assert page({**document(FOUND), "smoke": True}).startswith("SMOKE")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_a_step_that_hangs_is_killed_at_its_limit_and_the_next_runs(made: Path) 
     assert sorted(path.name for path in made.iterdir()) == ["gpu_first"], "nothing is left"
 
 
+def test_a_step_that_cannot_be_killed_does_not_stop_the_others(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a call of a driver that hangs."""
+    monkeypatch.setattr(runner, "_DYING_SECONDS", 0.3)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner.os, "killpg", lambda *_: None)
+        hung = runner.run(Step("hanging", "hanging", 1.0), directory=made)
+    try:
+        assert hung.killed
+        assert hung.exit_code is None
+    finally:
+        os.killpg(os.getpgid(hung.found["child"]), signal.SIGKILL)
+
+
 def test_a_step_that_fails_is_recorded(made: Path) -> None:
     record = runner.run(Step("none", "no_such_module", 20))
     assert record.exit_code == 1
@@ -100,6 +116,14 @@ def test_without_a_gpu_it_refuses_before_anything_is_written(tmp_path: Path) -> 
     assert not (tmp_path / "results").exists()
 
 
+def test_a_step_refuses_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(entry for entry in sys.path if entry))
+    record = runner.run(Step("copies", "copies", 30))
+    assert record.exit_code == REFUSED
+    assert record.last_lines[-1].startswith(NO_GPU)
+
+
 def test_a_smoke_never_writes_where_results_are(tmp_path: Path) -> None:
     ended = gpu_first("--smoke", "--results", str(tmp_path))
     assert ended.returncode == 2
@@ -110,7 +134,6 @@ def test_a_smoke_never_writes_where_results_are(tmp_path: Path) -> None:
     "step", sampled([step.name for step in STEPS], keep=["facts", "copies", "launches"])
 )
 def test_smoke(step: str) -> None:
-    """A step refuses without a GPU, and runs to its end on the host."""
     ended = gpu_first("--smoke", "--only", step)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "all steps passed" in ended.stdout

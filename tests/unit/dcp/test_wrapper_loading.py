@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.checkpoints import async_save, committed, load, raises, save
-from support.wrapped import Blocks, Other, blocks
+from support.wrapped import Blocks, Other, Sometimes, blocks
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import (
@@ -54,6 +55,28 @@ def test_a_wrapper_within_a_wrapper(tmp_path):
     assert torch.equal(found.scales, saved.scales)
 
 
+def test_a_part_that_the_wrapper_lacks_is_told_of(tmp_path, caplog):
+    """Float8 weights of torchao have a scale at some times only; other classes a zero point."""
+    saved, found = blocks(seed=1, kind=Sometimes), blocks(kind=Sometimes)
+    saved.zero = torch.ones(3)
+    async_save({"w": saved}, tmp_path).result(60)
+    with raises(IncompatibleStateError, "'w.zero'", "1 of the 4"):
+        load({"w": found}, tmp_path, strict=True)
+    assert _same(found, blocks())
+    load({"w": found}, tmp_path, strict=True, leave="w.zero")
+    assert _same(found, saved)
+    load({"w": found}, tmp_path)
+    assert "'w.zero'" in caplog.text
+
+
+def test_another_class_within_a_wrapper_is_refused(tmp_path):
+    async_save({"w": Blocks(blocks(seed=1), torch.zeros(4))}, tmp_path).result(60)
+    found = Blocks(blocks(kind=Other), torch.zeros(4))
+    with raises(IncompatibleStateError, "'w'", "codes: support.wrapped.Other"):
+        load({"w": found}, tmp_path)
+    assert _same(found.codes, blocks())
+
+
 def test_the_parts_are_tensors_of_their_own(tmp_path):
     saved = blocks(seed=1, label=7)
     async_save({"w": saved}, tmp_path).result(60)
@@ -91,7 +114,7 @@ def test_a_wrapper_that_is_left_unread_is_told_of(tmp_path):
         (blocks(columns=4), "(8, 4)"),
         (blocks(rows=10), "(10, 3)"),
         (Blocks(torch.zeros(8, 3, dtype=torch.int16), torch.zeros(4)), "torch.int16"),
-        (Blocks(torch.zeros(8, dtype=torch.int8), torch.zeros(4)), "8"),
+        (Blocks(torch.zeros(8, dtype=torch.int8), torch.zeros(4)), "(8,)"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_before_a_tensor_changes(value, said, tmp_path):
@@ -113,6 +136,16 @@ def test_a_plain_checkpoint_is_copied_into_a_wrapper_as_the_class_does_it(tmp_pa
 def test_other_planners_are_refused_by_dcp_save_with_a_way_out(tmp_path):
     with raises(UnsupportedTensorError, "'w'", "Blocks", "DataStatesSavePlanner()"):
         save({"w": blocks(seed=1)}, tmp_path)
+    assert not committed(tmp_path)
+
+
+@pytest.mark.parametrize("way", [save, async_save])
+@pytest.mark.parametrize("kind", [DefaultSavePlanner, DataStatesSavePlanner])
+def test_planners_that_do_not_flatten_are_refused(kind, way, tmp_path):
+    """They would store the parts as one object, which no load puts into the wrapper."""
+    with raises(UnsupportedTensorError, "'w'", "wraps"):
+        future = way({"w": blocks(2048, 64)}, tmp_path, planner=kind(flatten_state_dict=False))
+        future.result(60)
     assert not committed(tmp_path)
 
 
