@@ -39,6 +39,9 @@ HOST: Final = -1
 THROUGH_TORCH: Final = -2
 """The number that stands for all devices whose driver the native engine does not know."""
 
+_KNOWS_CONTEXTS: Final = hasattr(torch._C, "_cuda_hasPrimaryContext")
+"""Torch builds without CUDA cannot say which devices have a context."""
+
 _DEVICE: Final = operator.attrgetter("device")
 _IS_CPU: Final = operator.attrgetter("is_cpu")
 
@@ -93,6 +96,8 @@ class Cuda:
     def used(self) -> list[int]:
         if torch.version.hip is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
+        if not _KNOWS_CONTEXTS:
+            return []  # they are opened when the first tensor on them is saved
         return list(filter(_has_context, range(torch.cuda.device_count())))
 
     def stream(self, device: int) -> int:
@@ -126,8 +131,7 @@ def _has_context(device: int) -> bool:
     """Whether the process has a context on a CUDA device. Where it has none, nearly every call to the runtime would
     create one, which takes hundreds of MiB: on device 0, for each rank that uses another one.
     """
-    known = getattr(torch._C, "_cuda_hasPrimaryContext", None)
-    return known is None or bool(known(device))
+    return not _KNOWS_CONTEXTS or bool(torch._C._cuda_hasPrimaryContext(device))  # type: ignore[attr-defined]
 
 
 accelerator: Accelerator = Cuda()

@@ -16,12 +16,12 @@ import weakref
 from typing import Any, Final, Protocol
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dcp_datastates.io.devices import capturing
+from dcp_datastates.io.untraced import untraced
 from dcp_datastates.process.ending import at_end
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.staging.ownership import known_optimizers, never_defer, stepped
@@ -80,7 +80,7 @@ def open_windows() -> None:
 
 
 # torch.compile would trace the gate of every new save. The first optimizer of a process has imported dynamo already.
-@_disable_dynamo
+@untraced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     captured = capturing()
     if captured:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
@@ -302,6 +303,18 @@ def test_tensors_that_are_not_contiguous_are_made_dense_some_at_a_time(
     assert differing(tmp_path / "a", expected) == []
     assert len(made) == 10
     assert max(map(made.count, made)) == 3
+
+
+def test_at_the_end_of_the_process_nothing_is_unpinned(cuda: FakeCuda) -> None:
+    """A device that hangs would be waited for."""
+    cuda.await_pinned(CACHE)
+    engine._at_exit()
+    gc.collect()
+    assert cuda.count("cuMemHostUnregister") == 0
+    cuda.await_pinned(CACHE)
+    engine._shut_down()
+    gc.collect()
+    assert cuda.count("cuMemHostUnregister") > 0, "else it is"
 
 
 def test_a_writer_opens_the_devices_that_the_process_uses_and_no_other(

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dcp_datastates.io import devices
 from dcp_datastates.io.devices import Cuda
 
 
@@ -26,6 +27,7 @@ def only_device_1(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", capturing)
+    monkeypatch.setattr(devices, "_KNOWS_CONTEXTS", True)
     monkeypatch.setattr(
         torch._C, "_cuda_hasPrimaryContext", lambda device: device == 1, raising=False
     )
@@ -36,6 +38,11 @@ def test_no_context_is_created_by_accident(only_device_1):
     assert cuda.used() == [1]
     assert [event for _, event in cuda.mark([1])] == ["event"]
     assert not cuda.capturing()
+
+
+def test_where_torch_does_not_know_contexts_no_device_is_opened(only_device_1, monkeypatch):
+    monkeypatch.setattr(devices, "_KNOWS_CONTEXTS", False)
+    assert Cuda().used() == []
 
 
 def test_a_process_without_cuda_uses_no_device():
