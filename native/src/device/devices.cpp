@@ -74,7 +74,7 @@ void Devices::copy(Direction direction, std::span<const std::byte> segment,
                    DeviceLane::Done done) {
     // One more, this thread: it reads the list.
     const auto copying = std::make_shared<Copying>(work.size() + 1, std::move(done));
-    MaybeFault fault = pinner_.wait(segment.data(), segment.size());
+    const MaybeFault fault = pinner_.wait(segment.data(), segment.size());
     for (const auto& [number, each] : work) {
         MaybeFault failed = fault;
         try {

@@ -95,9 +95,8 @@ cuda::Result Driver::admit(const char* symbol, Needs needs, Caller& caller) {
         }
     }
     if (needs == Needs::kNothing) return cuda::kSuccess;
-    if (poison != cuda::kSuccess && !(is_of_threads(symbol) && poison != cuda::kDeinitialized)) {
-        return poison;
-    }
+    const bool ends_here = poison == cuda::kDeinitialized || !is_of_threads(symbol);
+    if (poison != cuda::kSuccess && ends_here) return poison;
     if (!initialized) return cuda::kNotInitialized;
     if (needs == Needs::kInitialized) return cuda::kSuccess;
     const auto& contexts = this_thread().contexts;
