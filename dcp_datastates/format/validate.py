@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dcp_datastates.format.chunk_table import Catalog, Ints
 from dcp_datastates.format.ragged import positions, starts_of, volumes
+from dcp_datastates.format.stored_names import wrappers
 
 __all__ = ["Undecided", "validate"]
 
@@ -77,9 +78,20 @@ def _unfilled(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
     ends = np.cumsum(catalog.counts)
     stored = sums[ends] - sums[ends - catalog.counts]
     wrong = (stored != volume) & (catalog.ndims > 0)
+    if not wrong.any():
+        return
+    split = wrappers(catalog.names)
     for tensor in np.flatnonzero(wrong).tolist():
+        name = catalog.names[tensor]
         figures = f"tensor-volume: {volume[tensor]} chunks-volume: {stored[tensor]}"
-        yield tensor, f"key:{catalog.names[tensor]} invalid fill {figures}"
+        cause = (
+            ": its shards are wrapper subclasses on some ranks and plain tensors on others, which cannot be stored; "
+            "torchao leaves small and empty shards plain, so shard this tensor evenly, or keep it out of the optimizer "
+            "with low-bit states"
+            if name in split
+            else ""
+        )
+        yield tensor, f"key:{name} invalid fill {figures}{cause}"
 
 
 def _overlaps(catalog: Catalog, chunks: _Chunks, thorough: bool) -> Iterator[tuple[int, str]]:

@@ -157,3 +157,17 @@ def test_a_corrupt_shard_is_called_corrupt_when_other_shards_are_cut_from_it(sha
     dist.barrier()
     with raises(CheckpointCorruptError, "'w.[", "codes'"):
         load({"w": blocks(2048, 4096)}, shared_dir)
+
+
+@ranks(2)
+def test_a_tensor_that_is_a_wrapper_on_some_ranks_only_is_refused_by_name(shared_dir):
+    """As torchao's optimizers make it of a shard that is empty."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = blocks(ROWS, COLUMNS)
+    local = whole if dist.get_rank() == 0 else torch.empty(0, COLUMNS)
+    shape = (torch.Size((ROWS, COLUMNS)), (COLUMNS, 1))
+    w = DTensor.from_local(
+        local, mesh, (Shard(0),), run_check=False, shape=shape[0], stride=shape[1]
+    )
+    with raises(Exception, "key:w", "wrapper subclasses on some ranks", "shard this tensor evenly"):
+        dcp_datastates.async_save({"w": w}, shared_dir / "a").result(60)
