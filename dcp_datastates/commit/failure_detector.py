@@ -146,6 +146,8 @@ class FailureDetector:
         The silence of ranks that have never beaten counts from here: they may have had no save before.
         """
         with self._lock:
+            if not self._active:
+                self._expect_silent()
             self._active += 1
             self._expect_unheard()
             if self._rank_set.rank != 0:  # a lost rank may have come back
@@ -167,6 +169,13 @@ class FailureDetector:
         for watched in self._watched.values():
             if not watched.heard:
                 watched.silent = 0.0
+
+    def _expect_silent(self) -> None:
+        """Give a silent rank three beats' time: it was stopped, say, and comes back with this save."""
+        grace = 3 * seconds_between_beats(self._rank_set.world)
+        for watched in self._watched.values():
+            watched.silent = min(watched.silent, self._patience(watched) - grace)
+        self._silent = []
 
     def slow(self) -> None:
         """Note that a save is over."""
@@ -229,8 +238,10 @@ class FailureDetector:
         if not watched.heard and self._round is None:
             # Outside a round, a rank may not have reached its first save yet.
             return watched.silent >= _UNSEEN_SECONDS
-        patience = 1 if watched.pulses or not watched.heard else _PULSELESS
-        return watched.silent >= patience * SILENCE_SECONDS
+        return watched.silent >= self._patience(watched)
+
+    def _patience(self, watched: _Watched) -> float:
+        return SILENCE_SECONDS * (1 if watched.pulses or not watched.heard else _PULSELESS)
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:
         """The ranks that beat and have not voted in the round (or are publishing), but have made no progress for

@@ -111,6 +111,19 @@ def test_a_silent_rank_is_lost_and_named_and_is_not_when_it_beats_again(detector
     await_that(lambda: not first.losses())
 
 
+def test_a_save_that_begins_gives_a_silent_rank_time_to_be_heard_again(detectors, monkeypatch):
+    """It was stopped, say, and comes back with this save."""
+    _elsewhere(monkeypatch)
+    first, second = detectors(0), detectors(1)
+    await_that(lambda: first.ended(0) == [1])
+    second.close()
+    await_that(first.losses)
+    first.slow()  # the save that failed for it
+    first.quicken()
+    assert first.losses() == []
+    await_that(first.losses)
+
+
 def test_the_others_hear_from_the_coordinator_who_is_lost(detectors, monkeypatch):
     _elsewhere(monkeypatch)
     first, second, third = (detectors(rank, world=3) for rank in range(3))
