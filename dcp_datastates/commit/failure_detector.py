@@ -188,8 +188,10 @@ class FailureDetector:
             self._round = round_number
             self._said = None
             self._expect_unheard()  # a rank may reach its first save late
+            # Before the round there was no progress to make. The next look counts from the last one on.
+            uncounted = time.monotonic() - self._looked_at
             for watched in self._watched.values():
-                watched.still = 0.0  # before the round there was no progress to make
+                watched.still = -uncounted
         self._wake.set()
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -122,6 +123,19 @@ def test_a_save_that_begins_gives_a_silent_rank_time_to_be_heard_again(detectors
     first.quicken()
     assert first.losses() == []
     await_that(first.losses)
+
+
+def test_time_before_a_round_is_no_time_without_progress(detectors):
+    """The detector looked long ago when the round begins: there was no save."""
+    first = detectors(0)
+    detectors(1)
+    await_that(lambda: first.ended(0) == [1])
+    first.close()  # the test looks in its place
+    first._interval = 60.0
+    first._looked_at -= 60
+    first.follow(1)
+    first._look(SimpleNamespace(counts=dict))
+    assert first.stalled(1, 30) == []
 
 
 def test_the_others_hear_from_the_coordinator_who_is_lost(detectors, monkeypatch):
