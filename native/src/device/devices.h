@@ -39,8 +39,7 @@ class Devices {
 
     [[nodiscard]] Pinner& pinner() { return pinner_; }
 
-    /// Who waits for a device of these gives up when this is over.
-    [[nodiscard]] const Patience& patience() const { return patience_; }
+    /// Those who wait for a device give up when patience is over.
     void begin_shutdown() { patience_.begin(); }
     void limit_patience() { patience_.limit(); }
 
