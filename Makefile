@@ -43,6 +43,9 @@ EXTRAS := test
 LINTERS :=
 endif
 
+# Each is a folder of integration/ with its tests, a package, and an extra.
+INTEGRATIONS := deepspeed lightning huggingface
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS) $(PIP_ARGS)
@@ -55,7 +58,7 @@ export OMP_NUM_THREADS ?= 1
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test test-thorough python-test python-thorough newest-test native-test native-plain native-tsan native-asan simulate soak bench lint format clean \
+.PHONY: help install demo test test-thorough python-test python-thorough integration-test newest-test native-test native-plain native-tsan native-asan simulate soak bench lint format clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-bench gpu-first gpu-measure gpu-smoke
 
@@ -65,6 +68,7 @@ help:
 	@echo "make test-thorough    the same questions in numbers; C++ under sanitizers; torch $(NEWEST_TORCH)"
 	@echo "make python-test      the Python tests of make test only (PYTEST_ARGS=... are passed on)"
 	@echo "make python-thorough  those of make test-thorough only, with the pinned torch"
+	@echo "make integration-test the tests with the real $(INTEGRATIONS) (a part of python-thorough)"
 	@echo "make newest-test      the core of make python-test with torch $(NEWEST_TORCH)"
 	@echo "                      (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
 	@echo "make native-test      the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
@@ -96,9 +100,13 @@ python-test: $(VENV)/installed
 
 # Then the tests of devices once more, on a fake driver that is as bad as a real one.
 python-thorough: export FAKE_CUDA_HOSTILE := 1
-python-thorough: $(VENV)/installed
+python-thorough: $(VENV)/installed integration-test
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m thorough $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/device $(PYTEST_ARGS)
+
+# With the real libraries, which `make test` does not install.
+integration-test: $(VENV)/integrations
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(INTEGRATIONS:%=integration/%) $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
 NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_metadata_pickle.py tests/unit/format/test_metadata_objects.py \
@@ -244,6 +252,11 @@ $(VENV)/tools: $(VENV)/torch pyproject.toml
 # its sources change.
 $(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
 	$(INSTALL) --no-build-isolation --editable '.[$(EXTRAS)]'
+	@touch $@
+
+# DeepSpeed is built from its sources, without its CUDA operators.
+$(VENV)/integrations: $(VENV)/installed
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers
 	@touch $@
 
 clean:

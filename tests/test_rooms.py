@@ -13,7 +13,12 @@ import dcp_datastates
 ROOT = Path(dcp_datastates.__file__).parent
 
 BELOW = {
-    "torchtitan": ("dcp", "checkpoints"),
+    "torchtitan": ("manager",),
+    "deepspeed": ("manager", "convert"),
+    "lightning": ("manager",),
+    "huggingface": ("manager",),
+    "manager": ("dcp", "checkpoints"),
+    "convert": ("dcp", "checkpoints"),
     "dcp": ("saving", "commit", "planning", "staging"),
     "saving": ("commit", "planning", "staging"),
     "planning": ("staging",),

@@ -1,0 +1,1 @@
+"""Converts checkpoints between this format and those of others."""

@@ -1,0 +1,1 @@
+"""Integration with DeepSpeed, whose configuration and source stay as they are."""

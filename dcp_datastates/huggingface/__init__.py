@@ -1,0 +1,1 @@
+"""Integration with Accelerate and the Trainer of transformers."""

@@ -1,0 +1,1 @@
+"""Integration with Lightning, whose trainer saves and resumes as before."""
