@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.describe import describe as inspect
 from dcp_datastates.checkpoints.find import latest
+from dcp_datastates.checkpoints.keep import Keep
+from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.checkpoints.retention import retain
 from dcp_datastates.checkpoints.verify import Damage, Report, verify
 from dcp_datastates.config import parse_size
@@ -63,6 +65,7 @@ __all__ = [
     "DataStatesWriter",
     "ForeignCheckpointError",
     "IncompatibleStateError",
+    "Keep",
     "NoAnswerError",
     "RankLostError",
     "ReplicasDifferError",
@@ -84,10 +87,12 @@ __all__ = [
     "latest",
     "load",
     "parse_size",
+    "pin",
     "prime",
     "retain",
     "save",
     "track",
+    "unpin",
     "verify",
 ]
 
