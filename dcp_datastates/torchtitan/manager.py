@@ -37,7 +37,7 @@ from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.staging.step_gate import open_windows
 from dcp_datastates.storage import local
-from dcp_datastates.torchtitan.purge import Purge
+from dcp_datastates.checkpoints.purge import Purge
 from dcp_datastates.torchtitan.steps import Format, format_of, newest_step
 
 __all__ = ["DataStatesCheckpointManager"]
