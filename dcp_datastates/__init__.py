@@ -46,12 +46,15 @@ from dcp_datastates.errors import (
     UnsupportedStateError,
     UnsupportedTensorError,
 )
+from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveStats
 
 __all__ = [
+    "AutoInterval",
     "CheckpointCorruptError",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
     "CheckpointSkipped",
@@ -67,9 +70,11 @@ __all__ = [
     "IncompatibleStateError",
     "Keep",
     "NoAnswerError",
+    "PerRank",
     "RankLostError",
     "ReplicasDifferError",
     "Report",
+    "RngState",
     "SaveAbandonedError",
     "SaveFailedError",
     "SaveHandle",

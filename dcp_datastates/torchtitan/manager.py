@@ -30,6 +30,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import Verification, check_verification
+from dcp_datastates.checkpoints.purge import Purge
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.reader import DataStatesReader
@@ -37,8 +38,7 @@ from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.staging.step_gate import open_windows
 from dcp_datastates.storage import local
-from dcp_datastates.checkpoints.purge import Purge
-from dcp_datastates.torchtitan.steps import Format, format_of, newest_step
+from dcp_datastates.torchtitan.steps import Format, delete_old, format_of, newest_step
 
 __all__ = ["DataStatesCheckpointManager"]
 
@@ -284,7 +284,8 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """
         if self._should_purge():
             if self._purge is None:
-                self._purge = Purge(local.local_path(self.folder), self.keep_latest_k, self._verify)
+                folder = local.local_path(self.folder)
+                self._purge = Purge(lambda: delete_old(folder, self.keep_latest_k, self._verify))
             self._purge.request()
 
     # ---- ending --------------------------------------------------------------------------------
