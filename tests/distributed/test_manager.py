@@ -84,6 +84,10 @@ def save_a_sharded_loop(shared_dir):
         for step in range(1, 4):
             advance(loop)
             checkpoints.save(step, loop)
+            if step == 2:
+                weights = loop["model"].weight.full_tensor()
+    if dist.get_rank() == 0:
+        torch.save(weights, shared_dir / "weights")
     (shared_dir / f"random-{dist.get_rank()}").write_text(str(random.random()))
 
 
@@ -117,23 +121,13 @@ def restore_on_fewer_ranks(shared_dir):
         assert checkpoints.restore_latest(loop) == 2
     assert random.getstate() == before
     assert any("3 ranks, and there are 2 now" in line for line in said)
-    weights = loop["model"].weight.full_tensor()
     assert loop["optimizer"].state_dict()["state"][0]["step"] == 2
-    whole = torch.load(shared_dir / "weights")
-    assert torch.equal(weights, whole)
+    assert torch.equal(loop["model"].weight.full_tensor(), torch.load(shared_dir / "weights"))
 
 
 def test_a_loop_goes_on_at_the_same_and_at_another_number_of_ranks(shared_dir):
     run_on_ranks(3, save_a_sharded_loop, shared_dir=shared_dir)
     run_on_ranks(3, restore_on_as_many_ranks, shared_dir=shared_dir)
-    torch.manual_seed(0)
-    plain = torch.nn.Linear(16, 64)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for _ in range(2):
-        plain(torch.ones(2, 16)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.save(plain.weight.detach(), shared_dir / "weights")
     run_on_ranks(2, restore_on_fewer_ranks, shared_dir=shared_dir)
 
 
