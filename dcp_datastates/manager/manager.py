@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -119,7 +120,8 @@ class CheckpointManager:
         self._signals = Signals(on_signal)
         agreement: Agreement | None = None
         if self._signals.watched or not isinstance(rule, int):
-            agreement = Agreement(self._rank_set, self.root.name)
+            name = hashlib.sha1(str(self.root).encode()).hexdigest()[:16]
+            agreement = Agreement(self._rank_set, name)
         self._schedule = Schedule(rule, agreement)
         self._open: list[tuple[int, SaveHandle]] = []
         """The saves whose outcome is not known to the loop."""
@@ -198,10 +200,12 @@ class CheckpointManager:
             handle = async_save(
                 parts.to_save(), self.path(step), writer=self._writer, metrics=metrics
             )
-        except (OSError, SaveStalledError) as error:  # with one rank, async_save itself raises it
-            self._note(error)
-            if self._strict:
+        except BaseException as error:
+            self._schedule.ended(False)
+            # With one rank, async_save itself raises what else fails the save on all ranks.
+            if self._strict or not isinstance(error, (OSError, SaveStalledError)):
                 raise
+            self._note(error)
             logger.error("step %d is not saved: %s", step, error)
             return None
         self._schedule.saved(step, began, time.monotonic() - began)
@@ -276,7 +280,13 @@ class CheckpointManager:
                 damaged.append(self.path(newest).name)
 
     def restore(self, step: int, state: Mapping[str, Any], **options: Any) -> int:
-        """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``."""
+        """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
+
+        The loop may go back to an earlier step: what it saves from then on is the newest. Waits for saves in flight.
+        """
+        for _, handle in self._open:
+            handle.wait()  # its reads may be of the tensors that are about to be filled
+        self._newest_save = None
         path = self.path(step)
         parts = TrainingState(state, self._rank_set)
         loaded = parts.to_load(open_committed(path).table.catalog.names)

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 class Signals:
     """Notes whether one of ``numbers`` has come, until :meth:`close`. The main thread makes and closes it.
 
-    A handler that the program had set before is called, too. The default action, which would end the process, is not.
+    A handler that the program had set before is called, too. The default action, which would end the process, is not;
+    but a second Ctrl-C raises KeyboardInterrupt.
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
@@ -62,7 +63,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         # No log and no lock here: the handler interrupts any code, also code that holds them.
-        self._came = True
+        again, self._came = self._came, True
         before = self._before.get(number)
-        if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)
+        if callable(before) and (again or before is not signal.default_int_handler):
+            before(number, frame)  # a second Ctrl-C interrupts

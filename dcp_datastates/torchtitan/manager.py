@@ -149,13 +149,10 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self,
         config: Config,
         *,
-        dataloader: Any,
-        model_parts: list[torch.nn.Module],
-        optimizers: Any,
-        lr_schedulers: Any,
         states: dict[str, Any],
         sd_adapter: Any,
         base_folder: str = "",
+        **parts: Any,
     ) -> None:
         self.enable = config.enable
         if not self.enable:
@@ -168,10 +165,10 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.folder = str(local.local_path(os.path.join(base_folder, config.folder)))
         self.states = states
         self.states |= {
-            MODEL: ModelWrapper(model_parts),
-            OPTIMIZER: optimizers,
-            DATALOADER: dataloader,
-            LR_SCHEDULER: lr_schedulers,
+            MODEL: ModelWrapper(parts["model_parts"]),
+            OPTIMIZER: parts["optimizers"],
+            DATALOADER: parts["dataloader"],
+            LR_SCHEDULER: parts["lr_schedulers"],
         }
         self._sd_adapter = sd_adapter
         self._options = config.writer_options()

@@ -150,6 +150,27 @@ def test_a_chosen_step_is_restored(tmp_path):
     assert state == {"step": 1}
 
 
+def test_a_loop_may_go_back_and_what_it_saves_then_is_the_newest(tmp_path):
+    weights = torch.nn.Parameter(torch.zeros(100_000))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    ds.track(optimizer)
+    with manager(tmp_path, read_deadline=600.0) as checkpoints:
+        for step in range(1, 5):
+            with torch.no_grad():
+                weights.fill_(step)
+            handle = checkpoints.save(step, {"w": weights})
+            handle.captured.result() if step < 4 else None
+        state = {"w": weights}
+        assert checkpoints.restore(2, state) == 2  # while step 4 is in flight
+        assert handle.committed.done()
+        assert weights.eq(2).all()
+        checkpoints.save(3, {"w": weights})
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest(state) == 3
+    assert weights.eq(2).all()
+    assert ds.load(tmp_path / "step-4")["w"].eq(4).all()
+
+
 # --- failures ------------------------------------------------------------------------------------------
 
 
@@ -173,6 +194,17 @@ def test_a_save_that_fails_at_the_call_is_counted_too(tmp_path, caplog):
         assert checkpoints.save(2, {"w": torch.ones(10)}) is not None
     assert checkpoints.failures == 1
     assert "step 1" in caplog.text
+
+
+def test_after_a_save_that_failed_at_the_call_the_automatic_interval_goes_on(tmp_path):
+    saved = []
+    with manager(tmp_path, every="auto") as checkpoints, armed("stage.before@1=error:EIO"):
+        for step in range(1, 200):
+            if checkpoints.save(step, {"w": torch.ones(10)}):
+                saved.append(step)
+                break
+    assert checkpoints.failures == 1
+    assert saved
 
 
 def test_saves_that_are_left_out_are_no_failures(tmp_path):
@@ -374,6 +406,13 @@ def test_a_handler_that_was_there_is_called_and_put_back(tmp_path):
         assert signal.getsignal(signal.SIGUSR1) is mine
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_second_interrupt_is_one(tmp_path):
+    with manager(tmp_path, on_signal=(signal.SIGINT,)):
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_signals_need_the_main_thread(tmp_path):
