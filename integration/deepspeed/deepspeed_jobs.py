@@ -39,16 +39,19 @@ def started(
                 log = files.enter_context(_file(function, root, rank, "log").open("wb"))
                 mine = {
                     **os.environ,
-                    **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
-                    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-                    **{"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1"},
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "DS_ACCELERATOR": "cpu",
+                    "DS_BUILD_OPS": "0",
+                    "OMP_NUM_THREADS": "1",
                     **(environment or {} if rank == 0 else {}),
                 }
                 result = _file(function, root, rank, "json")
                 command = [sys.executable, "deepspeed_worker.py", function, str(root), str(result)]
-                ranks.append(
-                    subprocess.Popen(command, cwd=HERE, env=mine, stdout=log, stderr=log)
-                )
+                ranks.append(subprocess.Popen(command, cwd=HERE, env=mine, stdout=log, stderr=log))
             yield ranks
         finally:
             for process in ranks:

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 
 import dcp_datastates.deepspeed.engine as integration
-import deepspeed
 from dcp_datastates.storage import attempts
 from deepspeed_training import (
-    BATCH,
     RANK,
     SAVED_AFTER,
     STAGES,
@@ -53,13 +52,16 @@ def trains(root: Path) -> Any:
             for step in range(STEPS):
                 losses.append(train(training, step))
                 if step == SAVED_AFTER - 1:
-                    training.save_checkpoint(root / name / str(stage), client_state=client_state(step))
+                    training.save_checkpoint(
+                        root / name / str(stage), client_state=client_state(step)
+                    )
             results[stage][name] = losses
             if datastates:
                 saved = training.checkpoint_engine.ckpt_engine.last_save
                 results[stage]["deferred"] = saved.deferred_bytes
                 results[stage]["eager"] = saved.eager_bytes
                 results[stage]["gate"] = saved.gate_seconds
+            results[stage][f"{name} buffer"] = float(training.module.norm.running_mean.sum())
             training.destroy()
     return results
 
@@ -72,7 +74,12 @@ def resumes(root: Path) -> Any:
         path, state = training.load_checkpoint(root / name / str(stage))
         assert path is not None
         losses = [train(training, step) for step in range(SAVED_AFTER, STEPS)]
-        results[f"{name} {stage}"] = {"state": repr(state["mine"]), "losses": losses}
+        buffer = float(training.module.norm.running_mean.sum())
+        results[f"{name} {stage}"] = {
+            "state": repr(state["mine"]),
+            "losses": losses,
+            "buffer": buffer,
+        }
         training.destroy()
     return results
 
