@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class CheckpointEngine:
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
         self._options = writer_options(deepspeed_config.datastates_config.config)
         self._rank = rank
+        self._thread = threading.get_ident()
         self._collecting = False
         self._files: dict[Path, dict[str, Any]] = {}
         self._failure: BaseException | None = None
@@ -87,7 +89,12 @@ class CheckpointEngine:
     def wait(self, persist: bool = False) -> None:
         """Wait until all tensors of the saves in flight have been read; with ``persist``, until every save is
         committed, or has failed, and ``latest`` is written. Returns at once if no save is in flight.
+
+        Returns at once in any thread but the training thread, too: a garbage collection may destroy an engine in a
+        thread that the saves need.
         """
+        if threading.get_ident() != self._thread:
+            return
         wait_for_all(captured_only=not persist)
 
     # ---- hooks.py calls these ----------------------------------------------------------------------
@@ -112,6 +119,7 @@ class CheckpointEngine:
         Never waits for storage or another rank, unless too many saves are in flight (``max_in_flight``). A save that
         cannot be started on this rank fails on all ranks, and is logged and counted; this does not raise.
         """
+        self._thread = threading.get_ident()
         files, self._files = self._files, {}
         root = local.local_path(save_dir)
         directory = root / tag

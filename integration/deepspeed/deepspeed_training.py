@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import deepspeed
 import deepspeed.ops
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import PipelineModule
 from deepspeed.utils import logger
 
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -53,7 +56,29 @@ class Model(torch.nn.Module):
 def engine(stage: int, datastates: object = None, **more: Any) -> Any:
     """A new engine; with ``datastates``, the value of ``datastates_ckpt``, for this package."""
     torch.manual_seed(0)
-    model = Model()
+    return _initialized(Model(), stage, datastates, **more)
+
+
+def pipeline(datastates: object = None) -> Any:
+    """A new engine with a pipeline stage on each rank, and ZeRO-1."""
+    torch.manual_seed(0)
+    sizes = (64, 512, 256, 512, 2)
+    layers = [torch.nn.Linear(*each) for each in itertools.pairwise(sizes)]
+    model = PipelineModule(layers, WORLD, loss_fn=F.mse_loss, partition_method="uniform")
+    return _initialized(model, 1, datastates, gradient_accumulation_steps=2)
+
+
+def micro_batches(step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The data of one step of a pipeline."""
+    data = torch.Generator().manual_seed(step)
+    while True:
+        yield (
+            torch.randn(BATCH // WORLD, 64, generator=data),
+            torch.randn(BATCH // WORLD, 2, generator=data),
+        )
+
+
+def _initialized(model: torch.nn.Module, stage: int, datastates: object, **more: Any) -> Any:
     configuration: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": BATCH // WORLD,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_datastates.deepspeed.engine as integration
-from dcp_datastates.storage import attempts
+from dcp_datastates.storage import attempts, failpoints
 from deepspeed_training import (
     RANK,
     SAVED_AFTER,
@@ -24,6 +25,8 @@ from deepspeed_training import (
     client_state,
     engine,
     latest,
+    micro_batches,
+    pipeline,
     train,
 )
 
@@ -38,6 +41,12 @@ def read_late() -> None:
         return stock(*args, **{**options, "read_window": "backward", "read_deadline": 3600})
 
     integration.async_save = late
+
+
+def fail_publication(action: str) -> None:
+    """Let the writing of a checkpoint's metadata fail; not, if ``action`` is empty."""
+    os.environ[failpoints.VARIABLE] = f"publish.write.before={action}" if action else ""
+    failpoints.reload()
 
 
 def trains(root: Path) -> Any:
@@ -84,6 +93,27 @@ def resumes(root: Path) -> Any:
     return results
 
 
+def pipelines(root: Path) -> Any:
+    """Two pipeline stages: the losses without and with this package, and those behind a load."""
+    read_late()
+    results: dict[str, Any] = {}
+    for name, datastates in (("stock", None), ("ours", CACHE)):
+        training = pipeline(datastates)
+        results[name] = []
+        for step in range(STEPS):
+            results[name].append(float(training.train_batch(micro_batches(step))))
+            if step == SAVED_AFTER - 1:
+                training.save_checkpoint(root / name)
+        if datastates:
+            results["deferred"] = training.checkpoint_engine.ckpt_engine.last_save.deferred_bytes
+        training.destroy()
+    training = pipeline(CACHE)
+    training.load_checkpoint(root / "ours")
+    rest = range(SAVED_AFTER, STEPS)
+    results["resumed"] = [float(training.train_batch(micro_batches(step))) for step in rest]
+    return results
+
+
 def killed(root: Path) -> Any:
     """Saves twice. A failpoint kills rank 0 at the second save's commit, or behind it."""
     training = engine(1, CACHE)
@@ -95,14 +125,17 @@ def killed(root: Path) -> Any:
 
 
 def goes_on(root: Path) -> Any:
-    """After a kill: the step that the newest checkpoint has; and the next save."""
-    training = engine(1, CACHE)
-    named = latest(root)
-    _, state = training.load_checkpoint(root)
-    train(training, 1)
-    training.save_checkpoint(root, tag="tag-1")
-    training.destroy()
-    return {"named": named, "step": state["step"], "then": latest(root)}
+    """In the directory of each killed job: the step that the newest checkpoint has; and the next save."""
+    results = {}
+    for each in (root / "uncommitted", root / "unnamed"):
+        training = engine(1, CACHE)
+        named = latest(each)
+        _, state = training.load_checkpoint(each)
+        train(training, 1)
+        training.save_checkpoint(each, tag="tag-1")
+        training.destroy()
+        results[each.name] = {"named": named, "step": state["step"]}
+    return results
 
 
 def orders(root: Path) -> Any:
@@ -148,6 +181,11 @@ def orders(root: Path) -> Any:
     training.save_checkpoint(root, tag="not-picklable", client_state={"function": lambda: None})
     ours.wait(persist=True)
     results["failed"].append(ours.failed_saves)
+    fail_publication("error:ENOSPC")
+    training.save_checkpoint(root, tag="full")
+    ours.wait(persist=True)
+    results["failed"].append(ours.failed_saves)
+    fail_publication("")
     note()
 
     train(training, 3)

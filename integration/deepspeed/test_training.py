@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,10 @@ def test_all_but_small_tensors_and_buffers_are_read_behind_the_step(
 def test_a_checkpoint_of_deepspeeds_own_is_loaded(trained: Trained, resumed: list[Any]) -> None:
     rest = [losses[SAVED_AFTER:] for losses in trained.of(1, "stock")]
     assert [rank["stock 1"]["losses"] for rank in resumed] == rest
+
+
+def test_pipeline_stages_are_saved_and_resumed(tmp_path: Path) -> None:
+    for rank in run("pipelines", tmp_path):
+        assert rank["ours"] == rank["stock"]
+        assert rank["resumed"] == rank["stock"][SAVED_AFTER:]
+        assert rank["deferred"] > 0
