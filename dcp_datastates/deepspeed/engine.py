@@ -101,13 +101,10 @@ class CheckpointEngine:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """In this context, :meth:`save` collects files for :meth:`commit`. An error drops them."""
+        """In this context, :meth:`save` collects files for :meth:`commit`. Forgets those of a call that failed."""
         self._collecting, self._files, self._failure = True, {}, None
         try:
             yield
-        except BaseException:
-            self._files = {}
-            raise
         finally:
             self._collecting = False
 

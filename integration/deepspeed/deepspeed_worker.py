@@ -52,7 +52,7 @@ def fail_publication(action: str) -> None:
 def trains(root: Path) -> Any:
     """Per stage: the losses without and with this package, and the sizes of its save."""
     read_late()
-    results: dict[int, Any] = {}
+    results: dict[Any, Any] = {}
     for stage in STAGES:
         results[stage] = {}
         for name, datastates in (("stock", None), ("ours", CACHE)):
@@ -72,6 +72,7 @@ def trains(root: Path) -> Any:
                 results[stage]["gate"] = saved.gate_seconds
             results[stage][f"{name} buffer"] = float(training.module.norm.running_mean.sum())
             training.destroy()
+    results["pipeline"] = pipelines(root / "pipeline")
     return results
 
 
@@ -95,7 +96,6 @@ def resumes(root: Path) -> Any:
 
 def pipelines(root: Path) -> Any:
     """Two pipeline stages: the losses without and with this package, and those behind a load."""
-    read_late()
     results: dict[str, Any] = {}
     for name, datastates in (("stock", None), ("ours", CACHE)):
         training = pipeline(datastates)

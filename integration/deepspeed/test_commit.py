@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 import types
 from pathlib import Path
@@ -156,6 +158,30 @@ def test_an_error_within_save_checkpoint_drops_its_files(
     alone.commit(tmp_path, "tag", True, "owned")
     alone.wait(persist=True)
     assert not path.exists()
+
+
+def test_the_end_of_the_process_waits_for_latest(tmp_path: Path) -> None:
+    """Also if no thread had begun to write it when the last save was over."""
+    code = """
+import sys, threading, types
+from pathlib import Path
+from dcp_datastates.deepspeed import CheckpointEngine, commit
+from dcp_datastates.process.ending import Phase, at_end
+ending = threading.Event()
+at_end(ending.set, Phase.GIVE_UP)  # before what is registered already
+thread = commit._thread
+commit._thread = lambda: (ending.wait(), thread())[1]
+given = types.SimpleNamespace(config={"host_cache_size": 0.125})
+engine = CheckpointEngine(types.SimpleNamespace(datastates_config=given), 0)
+root = Path(sys.argv[1])
+with engine.collecting():
+    engine.save({}, root / "tag" / "mp_rank_00_model_states.pt")
+engine.commit(root, "tag", True, "owned")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "latest").read_text() == "tag"
 
 
 def test_a_collection_in_another_thread_does_not_wait(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,9 +45,9 @@ def test_all_but_small_tensors_and_buffers_are_read_behind_the_step(
     trained: Trained, stage: int
 ) -> None:
     deferred, eager = trained.of(stage, "deferred"), trained.of(stage, "eager")
-    assert deferred[0] > 40 * eager[0] > 0
+    assert deferred[0] > 4 * eager[0] > 0
     if stage:  # without ZeRO, rank 0 saves everything
-        assert deferred[1] > 40 * eager[1] > 0
+        assert deferred[1] > 4 * eager[1] > 0
 
 
 def test_a_checkpoint_of_deepspeeds_own_is_loaded(trained: Trained, resumed: list[Any]) -> None:
@@ -56,8 +55,9 @@ def test_a_checkpoint_of_deepspeeds_own_is_loaded(trained: Trained, resumed: lis
     assert [rank["stock 1"]["losses"] for rank in resumed] == rest
 
 
-def test_pipeline_stages_are_saved_and_resumed(tmp_path: Path) -> None:
-    for rank in run("pipelines", tmp_path):
-        assert rank["ours"] == rank["stock"]
-        assert rank["resumed"] == rank["stock"][SAVED_AFTER:]
-        assert rank["deferred"] > 0
+def test_pipeline_stages_are_saved_and_resumed(trained: Trained) -> None:
+    for rank in trained.ranks:
+        each = rank["pipeline"]
+        assert each["ours"] == each["stock"]
+        assert each["resumed"] == each["stock"][SAVED_AFTER:]
+        assert each["deferred"] > 0
