@@ -13,11 +13,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from dcp_datastates.commit.worker import Worker
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.deepspeed.export import LATEST, names_in
 from dcp_datastates.deepspeed.placeholders import replace_durably, write_placeholders
@@ -51,7 +52,7 @@ _lock = ProcessLock()  # guards what follows
 _saves: dict[Save, None] = {}
 """The saves that are not finished, the oldest first."""
 _failed = 0
-_writer: ThreadPoolExecutor | None = None
+_writer = Worker("dcp_datastates-deepspeed")
 
 
 def failed_saves() -> int:
@@ -96,20 +97,9 @@ def _told(save: Save, outcome: Future[None]) -> None:
         note_failure(save.save_dir, save.tag, error)
     if error is not None or not save.writes:
         _finish(save)
-    else:
-        try:
-            _thread().submit(_write, save)
-        except RuntimeError as failure:  # the interpreter is ending, or no thread can be started
-            note_failure(save.save_dir, save.tag, failure)
-            _finish(save)
-
-
-def _thread() -> ThreadPoolExecutor:
-    global _writer
-    with _lock:
-        if _writer is None:
-            _writer = ThreadPoolExecutor(1, thread_name_prefix="dcp_datastates-deepspeed")
-        return _writer
+    elif not _writer.post(lambda: _write(save)):
+        note_failure(save.save_dir, save.tag, RuntimeError("no thread can be started"))
+        _finish(save)
 
 
 def _write(save: Save) -> None:
@@ -143,7 +133,7 @@ def _finish_at_end() -> None:
 def _forget_in_child() -> None:
     global _writer
     _saves.clear()
-    _writer = None
+    _writer = Worker("dcp_datastates-deepspeed")
 
 
 at_end(_finish_at_end, Phase.GIVE_UP)

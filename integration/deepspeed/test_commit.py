@@ -161,22 +161,23 @@ def test_an_error_within_save_checkpoint_drops_its_files(
 
 
 def test_the_end_of_the_process_waits_for_latest(tmp_path: Path) -> None:
-    """Also if no thread had begun to write it when the last save was over."""
+    """It is written only when the end of the process waits for it."""
     code = """
 import sys, threading, types
 from pathlib import Path
 from dcp_datastates.deepspeed import CheckpointEngine, commit
-from dcp_datastates.process.ending import Phase, at_end
-ending = threading.Event()
-at_end(ending.set, Phase.GIVE_UP)  # before what is registered already
-thread = commit._thread
-commit._thread = lambda: (ending.wait(), thread())[1]
+waiting = threading.Event()
+post = commit._writer.post
+commit._writer.post = lambda work: (waiting.wait(), post(work))[1]
 given = types.SimpleNamespace(config={"host_cache_size": 0.125})
 engine = CheckpointEngine(types.SimpleNamespace(datastates_config=given), 0)
 root = Path(sys.argv[1])
 with engine.collecting():
     engine.save({}, root / "tag" / "mp_rank_00_model_states.pt")
 engine.commit(root, "tag", True, "owned")
+(save,) = commit._saves
+wait = save.finished.wait
+save.finished.wait = lambda seconds=None: (waiting.set(), wait(seconds))[1]
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
