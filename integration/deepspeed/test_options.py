@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
+from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 import dcp_datastates.deepspeed
 from dcp_datastates import ConfigurationError
@@ -56,15 +56,36 @@ def test_a_value_that_cannot_work_is_named(given: object, named: str) -> None:
         CheckpointEngine(config, 0)
 
 
-def test_the_module_of_the_small_distribution() -> None:
-    found = importlib.util.spec_from_file_location(
-        "datastates_of_the_distribution", Path(__file__).parent / "datastates.py"
+def adapter(given: object = None) -> DataStatesCheckpointEngine:
+    """What DeepSpeed makes if its configuration has ``datastates_ckpt``."""
+    config = types.SimpleNamespace(datastates_config=types.SimpleNamespace(config=given or {}))
+    return DataStatesCheckpointEngine(config, 0)
+
+
+def test_deepspeed_imports_the_module_of_the_small_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = Path(__file__).parent
+    monkeypatch.delitem(sys.modules, "datastates")
+    monkeypatch.syspath_prepend(folder)
+    made = adapter()
+    assert sys.modules["datastates"].__file__ == str(folder / "datastates.py")
+    assert type(made.ckpt_engine) is CheckpointEngine
+    for _ in range(2):  # destroy(), and the garbage collection after it
+        made.cleanup()
+
+
+def test_deepspeed_passes_on_what_is_wrong_with_a_value() -> None:
+    with pytest.raises(RuntimeError, match=r"datastates_ckpt\.host_cache is not an option"):
+        adapter({"host_cache": 16})
+
+
+def test_state_offloaded_to_nvme_is_refused() -> None:
+    engine = types.SimpleNamespace(
+        checkpoint_engine=adapter(), zero_nvme_offload_optimizer=lambda: True
     )
-    assert found is not None
-    assert found.loader is not None
-    module: Any = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    assert module.CheckpointEngine is CheckpointEngine
+    with pytest.raises(ConfigurationError, match="NVMe"):
+        DeepSpeedEngine.save_checkpoint(engine, "anywhere")
 
 
 def test_an_import_registers_the_module() -> None:
