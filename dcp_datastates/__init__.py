@@ -12,6 +12,8 @@ from dcp_datastates.checkpoints.find import latest
 from dcp_datastates.checkpoints.retention import retain
 from dcp_datastates.checkpoints.verify import Damage, Report, verify
 from dcp_datastates.config import parse_size
+from dcp_datastates.convert.compare import Comparison, Difference, diff
+from dcp_datastates.convert.convert import Conversion, convert
 from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.loading import load
@@ -55,12 +57,15 @@ __all__ = [
     "CheckpointSkipped",
     "CheckpointSupersededError",
     "CommitOutcomeUnknown",
+    "Comparison",
     "ConfigurationError",
+    "Conversion",
     "Damage",
     "DataStatesError",
     "DataStatesReader",
     "DataStatesSavePlanner",
     "DataStatesWriter",
+    "Difference",
     "ForeignCheckpointError",
     "IncompatibleStateError",
     "NoAnswerError",
@@ -79,7 +84,9 @@ __all__ = [
     "UnsupportedStateError",
     "UnsupportedTensorError",
     "async_save",
+    "convert",
     "delete",
+    "diff",
     "inspect",
     "latest",
     "load",

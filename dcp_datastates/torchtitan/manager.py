@@ -30,6 +30,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import Verification, check_verification
+from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.reader import DataStatesReader
@@ -38,7 +39,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.staging.step_gate import open_windows
 from dcp_datastates.storage import local
 from dcp_datastates.torchtitan.purge import Purge
-from dcp_datastates.torchtitan.steps import Format, format_of, newest_step
+from dcp_datastates.torchtitan.steps import newest_step
 
 __all__ = ["DataStatesCheckpointManager"]
 

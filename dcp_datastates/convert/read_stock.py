@@ -1,0 +1,215 @@
+"""Reads checkpoints of stock DCP (``FileSystemWriter``), without running code from them.
+
+The metadata of such a checkpoint are a pickle. It is read with the few classes that stock DCP writes; a pickle that
+needs others is refused, unless the user trusts it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dcp_datastates.convert.files import Array, Files
+from dcp_datastates.convert.read_torch import array_of, load_fake
+from dcp_datastates.convert.source import Source, TensorInfo, Want, check_covered, parts, unsafe
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    IncompatibleStateError,
+    StorageError,
+)
+from dcp_datastates.storage import local
+
+__all__ = ["StockSource"]
+
+_OTHERS: Final = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"),
+}
+"""What stock metadata name beside DCP's own classes and torch's dtypes."""
+
+
+class StockSource(Source):
+    """A checkpoint of stock DCP."""
+
+    format = "stock DCP"
+
+    def __init__(self, path: Path, allow_objects: bool) -> None:
+        self.path = path
+        self._metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
+        self._files = Files()
+        self._lock = threading.Lock()  # guards _arrays
+        self._arrays: dict[MetadataIndex, Array] = {}
+        self._chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+        tensors, objects = {}, []
+        for name, entry in self._metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                objects.append(name)
+                continue
+            tensors[name] = TensorInfo(entry.properties.dtype, tuple(entry.size))
+            self._chunks[name] = [(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks]
+        self.tensors = tensors
+        self.objects = tuple(objects)
+        known = self._metadata.planner_data
+        self.paths = (
+            {
+                name: path
+                for name, path in known.items()
+                if type(path) is tuple and path and all(type(key) in (str, int) for key in path)
+            }
+            if isinstance(known, dict)
+            else {}
+        )
+
+    def fill(self, wants: Sequence[Want]) -> None:
+        """See :class:`Source`."""
+        for want in wants:
+            chunks = self._chunks[want.name]
+            check_covered(want.name, self.tensors[want.name].shape, [sizes for _, sizes in chunks])
+            left = want.end - want.begin
+            for part in parts(self.tensors[want.name].shape, chunks, want):
+                array = self._array(want.name, part.chunk)
+                array.read(self._files, part.offsets, part.sizes, part.into)
+                left -= part.into.numel()
+            if left:
+                raise CheckpointCorruptError(
+                    f"{self.path}: the chunks of {want.name!r} do not cover it, or overlap"
+                )
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        info = self._info(MetadataIndex(name))
+        data = bytearray(info.length)
+        self._files.read(self._file(info), info.offset, memoryview(data))
+        return bytes(data)
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._files.close()
+
+    def _array(self, name: str, number: int) -> Array:
+        """Where a chunk's elements lie: its archive says so."""
+        offsets, sizes = self._chunks[name][number]
+        index = MetadataIndex(name, offsets)
+        with self._lock:
+            if index not in self._arrays:
+                info = self._info(index)
+                file = self._file(info)
+                with file.open("rb") as stream:
+                    archive = _Slice(stream, info.offset, info.length)
+                    found = load_fake(archive, f"{file} at byte {info.offset}", False)  # type: ignore[arg-type]
+                if not isinstance(found, torch.Tensor):
+                    raise CheckpointCorruptError(f"{file}: the chunk of {name!r} is no tensor")
+                array = array_of(found, file, info.offset, name)
+                if array.shape != sizes or array.dtype != self.tensors[name].dtype:
+                    raise CheckpointCorruptError(
+                        f"{file}: a chunk of {name!r} is {array.dtype} {array.shape}, and the metadata say "
+                        f"{self.tensors[name].dtype} {sizes}"
+                    )
+                self._arrays[index] = array
+            return self._arrays[index]
+
+    def _info(self, index: MetadataIndex) -> _StorageInfo:
+        info = (self._metadata.storage_data or {}).get(index)
+        if not isinstance(info, _StorageInfo):
+            raise CheckpointCorruptError(
+                f"{self.path}: the metadata do not say where {index.fqn!r} is stored"
+            )
+        extensions = getattr(info, "transform_descriptors", None)
+        if extensions:
+            raise IncompatibleStateError(
+                f"{self.path}: {index.fqn!r} was written with the extensions {list(extensions)}; load it with DCP, and "
+                f"save it without them"
+            )
+        return info
+
+    def _file(self, info: _StorageInfo) -> Path:
+        relative = Path(str(info.relative_path))
+        if relative.is_absolute() or ".." in relative.parts:
+            raise CheckpointCorruptError(
+                f"{self.path}: the metadata name the file {str(relative)!r}, which is outside of the checkpoint"
+            )
+        return self.path / relative
+
+
+class _Slice(io.RawIOBase):
+    """``length`` bytes of a file from ``offset``, as a file."""
+
+    def __init__(self, stream: Any, offset: int, length: int) -> None:
+        super().__init__()
+        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length - self._at))
+        self._stream.seek(self._offset + self._at)
+        read: int = self._stream.readinto(view[:count])
+        self._at += read
+        return read
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles what stock DCP writes, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.distributed.checkpoint.metadata" and "." not in name:
+            found = getattr(dcp_metadata, name, None)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        elif (module, name) in _OTHERS:
+            return OrderedDict if name == "OrderedDict" else super().find_class(module, name)
+        elif module == "torch" and isinstance(
+            getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)
+        ):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"Unsupported global: {module}.{name}")
+
+
+def _read_metadata(path: Path, allow_objects: bool) -> Metadata:
+    kind = pickle.Unpickler if allow_objects else _Unpickler
+    try:
+        with path.open("rb") as file:
+            metadata = kind(file).load()
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"reading {path} failed: {error.strerror}", str(path)
+        ) from error
+    except pickle.UnpicklingError as error:
+        if "Unsupported global" in str(error):
+            raise unsafe(str(path), error) from error
+        raise CheckpointCorruptError(f"{path}: {error}") from error
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{path}: not the metadata of DCP: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointCorruptError(f"{path}: not the metadata of DCP")
+    return metadata
