@@ -98,10 +98,10 @@ class Comparison:
         verdict = "the same" if self.same else f"{count(len(self.differences), 'name')} differ"
         if len(self.differences) == 1:
             verdict = "1 name differs"
+        extent = f"{count(self.tensors, 'tensor')} and {count(self.objects, 'object')}"
         lines = [
             f"{self.a} and {self.b}: {verdict}",
-            f"  compared {count(self.tensors, 'tensor')} and {count(self.objects, 'object')}, "
-            f"{size(self.nbytes)} in {self.seconds:.1f} s",
+            f"  compared {extent}, {size(self.nbytes)} in {self.seconds:.1f} s",
             *(f"  {each}" for each in self.differences[:_SHOWN]),
         ]
         more = len(self.differences) - _SHOWN
@@ -122,7 +122,7 @@ def diff(
 
     Tensors are equal if their dtypes, shapes and bytes are: how they are sharded does not matter. NaNs in the same
     places are no difference of values, but count as differing if their bytes differ; so do 0.0 and -0.0. Objects are
-    equal if their bytes are, or if they are equal as Python values. The tensors are streamed: a thread takes some 20 MiB.
+    equal if their bytes are, or if they are equal as Python values. Tensors are streamed: a thread takes some 20 MiB.
 
     Args:
         a: A checkpoint: a file or directory.
