@@ -97,9 +97,8 @@ class _Selected(Source):
         }
         self.objects = tuple(name for name in old_of if name not in self.tensors)
         self.paths = {
-            name: _renamed_path(source.paths[old], old, name)
+            name: _renamed_path(source.paths.get(old, (old,)), old, name)
             for name, old in old_of.items()
-            if old in source.paths
         }
         casts = {
             (source.tensors[old_of[name]].dtype, info.dtype) for name, info in self.tensors.items()
@@ -164,7 +163,7 @@ def _renamed_path(path: KeyPath, old: str, new: str) -> KeyPath:
     """The path, with the longest end of it that is still the end of the name."""
     if old == new:
         return path
-    for place in range(1, len(path)):
+    for place in range(len(path)):
         tail = ".".join(map(str, path[place:]))
         if new == tail:
             head: KeyPath = ()
@@ -172,7 +171,8 @@ def _renamed_path(path: KeyPath, old: str, new: str) -> KeyPath:
             head = (new.removesuffix(f".{tail}"),)
         else:
             continue
-        return (*head, *path[place:]) if head or isinstance(path[place], str) else (new,)
+        if head or isinstance(path[place], str):  # a state is no list
+            return (*head, *path[place:])
     return (new,)
 
 
