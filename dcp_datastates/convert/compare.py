@@ -15,6 +15,7 @@ import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
 from dcp_datastates.convert.convert import thread_count
+from dcp_datastates.convert.memory import passing_tensor
 from dcp_datastates.convert.open import open_source
 from dcp_datastates.convert.selection import Rename, Selection, select
 from dcp_datastates.convert.source import Source, Want, value_of
@@ -286,9 +287,7 @@ class _Pair:
             read = []
             for source in (self._one, self._other):
                 wants = [
-                    Want(
-                        name, begin, end, torch.empty(end - begin, dtype=source.tensors[name].dtype)
-                    )
+                    Want(name, begin, end, passing_tensor(end - begin, source.tensors[name].dtype))
                     for name, begin, end in ranges
                 ]
                 source.fill(wants)

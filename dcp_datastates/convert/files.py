@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dcp_datastates.convert.memory import passing_tensor
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -101,7 +102,7 @@ class Array:
         if span == into.numel() and into.is_contiguous() and self._is_row_major(sizes):
             files.read(self.path, place, as_bytes(into))
             return
-        data = torch.empty(span, dtype=self.dtype)
+        data = passing_tensor(span, self.dtype)
         files.read(self.path, place, as_bytes(data))
         into.copy_(data.as_strided(tuple(sizes), self.strides))
 

@@ -40,8 +40,9 @@ class TorchSource(Source):
         with path.open("rb") as file:
             state = load_fake(file, str(path), allow_objects)
         if not isinstance(state, Mapping):
+            kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
             raise IncompatibleStateError(
-                f"{path} holds a {type(state).__name__}; only a dict with strings as keys can be converted"
+                f"{path} holds a {kind}; only a dict with strings as keys can be converted"
             )
         self._files = Files()
         self._arrays: dict[str, Array] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dcp_datastates.convert.memory import passing_tensor
 from dcp_datastates.convert.source import KeyPath, Source, TensorInfo, Want
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.stored_names import as_keys, chosen
@@ -115,7 +116,7 @@ class _Selected(Source):
             stored = self._source.tensors[old].dtype
             into = want.into
             if stored != into.dtype:
-                into = torch.empty(want.end - want.begin, dtype=stored)
+                into = passing_tensor(want.end - want.begin, stored)
                 casts.append((want.into, into))
             inner.append(dataclasses.replace(want, name=old, into=into))
         self._source.fill(inner)

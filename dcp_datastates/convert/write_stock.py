@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.convert.job import Job, Limits
+from dcp_datastates.convert.memory import passing_tensor
 from dcp_datastates.convert.source import Source, Want
 from dcp_datastates.convert.work import Done, Unit
 from dcp_datastates.saving.document import DCP_VERSION
@@ -87,8 +88,9 @@ class _Writing:
                     stream.write(self._source.object_bytes(name))
                     self._put(MetadataIndex(name), file, begin, stream.tell())
                 for name, (offsets, sizes, before) in share:
-                    tensor = torch.empty(sizes, dtype=self._source.tensors[name].dtype)
-                    want = Want(name, before, before + tensor.numel(), tensor.view(-1))
+                    count = math.prod(sizes)
+                    tensor = passing_tensor(count, self._source.tensors[name].dtype).view(sizes)
+                    want = Want(name, before, before + count, tensor.view(-1))
                     self._source.fill([want])
                     begin = stream.tell()
                     torch.save(tensor, stream)
