@@ -111,10 +111,10 @@ class StockSource(Source):
                 file = self._file(info)
                 with file.open("rb") as stream:
                     archive = _Slice(stream, info.offset, info.length)
-                    found = load_fake(archive, f"{file} at byte {info.offset}", False)  # type: ignore[arg-type]
+                    found, records = load_fake(archive, f"{file} at byte {info.offset}", False)  # type: ignore[arg-type]
                 if not isinstance(found, torch.Tensor):
                     raise CheckpointCorruptError(f"{file}: the chunk of {name!r} is no tensor")
-                array = array_of(found, file, info.offset, name)
+                array = array_of(found, records, file, info.offset, name)
                 if array.shape != sizes or array.dtype != self.tensors[name].dtype:
                     raise CheckpointCorruptError(
                         f"{file}: a chunk of {name!r} is {array.dtype} {array.shape}, and the metadata say "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -38,7 +39,7 @@ class TorchSource(Source):
     def __init__(self, path: Path, allow_objects: bool) -> None:
         self.path = path
         with path.open("rb") as file:
-            state = load_fake(file, str(path), allow_objects)
+            state, records = load_fake(file, str(path), allow_objects)
         if not isinstance(state, Mapping):
             kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
             raise IncompatibleStateError(
@@ -56,7 +57,7 @@ class TorchSource(Source):
                 )
             paths[name] = key_path
             if isinstance(value, torch.Tensor):
-                self._arrays[name] = array_of(value, path, 0, name)
+                self._arrays[name] = array_of(value, records, path, 0, name)
             else:
                 self._values[name] = value
         self.paths = paths
@@ -104,15 +105,20 @@ def is_legacy_pickle(path: Path) -> bool:
     return len(first) == 2 and first[0] == 0x80 and 2 <= first[1] <= pickle.HIGHEST_PROTOCOL
 
 
-def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> Any:
-    """The value in a file of ``torch.save``, with fake tensors that :func:`array_of` locates.
+Records = Mapping[int, int]
+"""The storages in an archive: the size in bytes of each, by its offset."""
+
+
+def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Records]:
+    """The value in a file of ``torch.save``, with fake tensors, and what :func:`array_of` needs to locate them.
 
     Raises :class:`UnsafeObjectError`, :class:`CheckpointCorruptError` (``said`` names the file) or
     :class:`StorageError`.
     """
     try:
         with FakeTensorMode():
-            return torch.load(file, map_location="cpu", weights_only=not allow_objects)
+            value = torch.load(file, map_location="cpu", weights_only=not allow_objects)
+        return value, _records(file)
     except pickle.UnpicklingError as error:
         if allow_objects:
             raise CheckpointCorruptError(f"{said}: not a readable pickle: {error}") from error
@@ -127,10 +133,28 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> Any:
         ) from error
 
 
-def array_of(tensor: torch.Tensor, path: Path, base: int, name: str) -> Array:
+def _records(file: BinaryIO) -> Records:
+    """The storages that are not compressed."""
+    found = {}
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if "/data/" in entry.filename and entry.compress_type == zipfile.ZIP_STORED:
+                file.seek(entry.header_offset + 26)
+                lengths = file.read(4)  # of the name and of the extra field, which follow
+                name, extra = (
+                    int.from_bytes(each, "little") for each in (lengths[:2], lengths[2:])
+                )
+                found[entry.header_offset + 30 + name + extra] = entry.file_size
+    return found
+
+
+def array_of(tensor: torch.Tensor, records: Records, path: Path, base: int, name: str) -> Array:
     """Where the bytes of a fake tensor lie, in an archive that begins at byte ``base`` of ``path``.
 
-    Raises :class:`UnsupportedTensorError` for a tensor without dense bytes of its own.
+    torch may compute a place from how it writes archives. So the archive must say the same.
+
+    Raises :class:`UnsupportedTensorError` for a tensor without dense bytes of its own, and
+    :class:`CheckpointCorruptError` for one that lies elsewhere.
     """
     plain = tensor.detach()
     if type(plain) is not FakeTensor or plain.layout is not torch.strided or plain.is_quantized:
@@ -141,6 +165,11 @@ def array_of(tensor: torch.Tensor, path: Path, base: int, name: str) -> Array:
     at = getattr(plain.untyped_storage(), "_checkpoint_offset", None)
     if at is None or plain.is_conj() or plain.is_neg():
         raise UnsupportedTensorError(f"{path}: torch does not say where the bytes of {name!r} are")
+    if plain.numel() and plain.untyped_storage().nbytes() != records.get(int(at)):
+        raise CheckpointCorruptError(
+            f"{path}: the archive does not have the bytes of {name!r} where torch writes them; if another program has "
+            f"packed it, load it with torch.load, and save it again"
+        )
     itemsize = plain.dtype.itemsize
     place = base + int(at) + int(plain.storage_offset()) * itemsize
     return Array(path, place, plain.dtype, tuple(plain.shape), tuple(plain.stride()))

@@ -47,10 +47,10 @@ def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool)
     name_of = {id(fake): name for name, fake in fakes.items()}
     names = [name_of[id(fake)] for fake in _tensors(state)]
     with target.open("rb") as file:
-        written = list(_tensors(load_fake(file, str(target), allow_objects)))
+        loaded, records = load_fake(file, str(target), allow_objects)
     placed = [
-        Placed(name, array_of(fake, target, 0, name).offset)
-        for name, fake in zip(names, written, strict=True)
+        Placed(name, array_of(fake, records, target, 0, name).offset)
+        for name, fake in zip(names, _tensors(loaded), strict=True)
     ]
     image = Image(target, os.stat(target).st_size, (), placed)
     writer = ImageWriter([image], source, limits.piece_bytes)

@@ -6,6 +6,7 @@ import argparse
 import json
 import pickle
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -130,6 +131,20 @@ def test_stock_metadata_with_another_dtype_than_the_file(tmp_path):
 
     source = _stock_with(change, tmp_path)
     _refused(source, CheckpointCorruptError, "float32", tmp_path)
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_torch_file_that_another_program_has_packed(packing, tmp_path):
+    """Its tensors do not lie where torch computes that they do."""
+    torch.save({"a": torch.arange(100.0), "b": torch.ones(9)}, tmp_path / "first")
+    with (
+        zipfile.ZipFile(tmp_path / "first") as old,
+        zipfile.ZipFile(tmp_path / "in", "w", packing) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert_same(torch.load(tmp_path / "in")["a"], torch.arange(100.0))
+    _refused(tmp_path / "in", CheckpointCorruptError, "another program has packed it", tmp_path)
 
 
 # --- code in files ----------------------------------------------------------------------------------
