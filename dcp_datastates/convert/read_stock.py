@@ -7,13 +7,15 @@ needs others is refused, unless the user trusts it.
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -27,9 +29,14 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
     StorageError,
 )
+from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.validate import validate
 from dcp_datastates.storage import local
 
 __all__ = ["StockSource"]
+
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
 
 _OTHERS: Final = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -54,41 +61,42 @@ class StockSource(Source):
         self._files = Files()
         self._lock = threading.Lock()  # guards _arrays
         self._arrays: dict[MetadataIndex, Array] = {}
-        self._chunks: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
-        tensors, objects = {}, []
-        for name, entry in self._metadata.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                objects.append(name)
-                continue
-            tensors[name] = TensorInfo(entry.properties.dtype, tuple(entry.size))
-            self._chunks[name] = [(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks]
-        self.tensors = tensors
-        self.objects = tuple(objects)
-        known = self._metadata.planner_data
-        self.paths = (
-            {
-                name: path
-                for name, path in known.items()
-                if type(path) is tuple and path and all(type(key) in (str, int) for key in path)
+        try:
+            entries = self._metadata.state_dict_metadata
+            tensors = {
+                name: entry
+                for name, entry in entries.items()
+                if isinstance(entry, TensorStorageMetadata)
             }
-            if isinstance(known, dict)
-            else {}
-        )
+            self.tensors = {
+                name: TensorInfo(entry.properties.dtype, tuple(entry.size))
+                for name, entry in tensors.items()
+            }
+            self._chunks: dict[str, list[Chunk]] = {
+                name: [(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks]
+                for name, entry in tensors.items()
+            }
+            wrong = _overlaps(self.tensors, self._chunks)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
+        if wrong:
+            raise CheckpointCorruptError(f"{path}: {wrong[0]}")
+        self.objects = tuple(name for name in entries if name not in tensors)
+        known = self._metadata.planner_data
+        self.paths = {
+            name: key_path
+            for name, key_path in (known.items() if isinstance(known, dict) else ())
+            if type(key_path) is tuple and key_path and set(map(type, key_path)) <= {str, int}
+        }
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
         for want in wants:
             chunks = self._chunks[want.name]
             check_covered(want.name, self.tensors[want.name].shape, [sizes for _, sizes in chunks])
-            left = want.end - want.begin
             for part in parts(self.tensors[want.name].shape, chunks, want):
                 array = self._array(want.name, part.chunk)
                 array.read(self._files, part.offsets, part.sizes, part.into)
-                left -= part.into.numel()
-            if left:
-                raise CheckpointCorruptError(
-                    f"{self.path}: the chunks of {want.name!r} do not cover it, or overlap"
-                )
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
@@ -144,6 +152,33 @@ class StockSource(Source):
                 f"{self.path}: the metadata name the file {str(relative)!r}, which is outside of the checkpoint"
             )
         return self.path / relative
+
+
+def _overlaps(
+    tensors: Mapping[str, TensorInfo], chunks: Mapping[str, Sequence[Chunk]]
+) -> list[str]:
+    """What is wrong with chunks that overlap, or are not in their tensors."""
+    shapes = [info.shape for info in tensors.values()]
+    for shape, mine in zip(shapes, chunks.values(), strict=True):
+        if any(len(each) != len(shape) for chunk in mine for each in chunk):
+            raise ValueError("a chunk has another number of dimensions than its tensor")
+    of_all = [chunk for mine in chunks.values() for chunk in mine]
+
+    def column(values: Iterable[int]) -> Ints:
+        return np.array(list(values), np.int64)
+
+    catalog = Catalog(
+        names=tuple(tensors),
+        table=(),
+        properties=column([0] * len(tensors)),
+        ndims=column(map(len, shapes)),
+        shapes=column(itertools.chain.from_iterable(shapes)),
+        counts=column(map(len, chunks.values())),
+        offsets=column(itertools.chain.from_iterable(offsets for offsets, _ in of_all)),
+        sizes=column(itertools.chain.from_iterable(sizes for _, sizes in of_all)),
+        mappings=None,
+    )
+    return validate(catalog, filled=False, thorough=False)
 
 
 class _Slice(io.RawIOBase):

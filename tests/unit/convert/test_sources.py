@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pickle
 import shutil
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import assert_same, save
 from support.files import data_files, flip_bit, read_file
 from support.states import Opinion, filled
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import dcp_datastates
 from dcp_datastates import (
@@ -89,7 +91,8 @@ def test_a_file_that_is_cut_short(kind, tmp_path):
 
 
 def _stock_with(change, tmp_path):
-    save_stock({"a": torch.ones(3, 3), "b": torch.ones(4)}, tmp_path / "in")
+    state = {"a": torch.ones(3, 3), "b": torch.ones(4), "one": torch.ones(1)}
+    save_stock(state, tmp_path / "in")
     path = tmp_path / "in" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
@@ -106,14 +109,37 @@ def test_stock_metadata_that_leave_a_part_out(tmp_path):
 
 
 def test_stock_metadata_with_overlapping_chunks(tmp_path):
+    """They have as many elements as the tensor, and one element is in none of them."""
+
     def change(metadata):
+        places = metadata.storage_data
+        chunks = [
+            ChunkStorageMetadata(torch.Size([0]), torch.Size([4])),
+            ChunkStorageMetadata(torch.Size([3]), torch.Size([1])),
+        ]
         entry = metadata.state_dict_metadata["b"]
-        chunk = entry.chunks[0]
-        chunk.sizes = torch.Size([2])
-        entry.chunks = [chunk, chunk]
+        metadata.state_dict_metadata["c"] = dataclasses.replace(
+            entry, size=torch.Size([5]), chunks=chunks
+        )
+        places[MetadataIndex("c", [0])] = places[MetadataIndex("b", [0])]
+        places[MetadataIndex("c", [3])] = places[MetadataIndex("one", [0])]
 
     source = _stock_with(change, tmp_path)
-    _refused(source, CheckpointCorruptError, "'b'", tmp_path)
+    _refused(source, CheckpointCorruptError, "'?c'?.* overlap", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: vars(entry).update(size=None),
+        lambda entry: vars(entry).pop("properties"),
+        lambda entry: vars(entry.chunks[0]).update(sizes=torch.Size([3])),
+        lambda entry: vars(entry.chunks[0]).update(offsets=("x", 0)),
+    ],
+)
+def test_stock_metadata_that_are_malformed(change, tmp_path):
+    source = _stock_with(lambda metadata: change(metadata.state_dict_metadata["a"]), tmp_path)
+    _refused(source, CheckpointCorruptError, "malformed", tmp_path)
 
 
 def test_stock_metadata_that_name_another_file(tmp_path):
