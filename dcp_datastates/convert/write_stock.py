@@ -41,6 +41,9 @@ __all__ = ["stock_job"]
 Chunk = tuple[tuple[int, ...], tuple[int, ...], int]
 """Offsets, sizes, and the number of elements before it, in row-major order."""
 
+Item = tuple[str, Chunk]
+"""A chunk, with its tensor's name."""
+
 
 def stock_job(source: Source, folder: Path, limits: Limits) -> Job:
     """A checkpoint of stock DCP, with a file for each thread."""
@@ -54,6 +57,7 @@ class _Writing:
     def __init__(self, source: Source, folder: Path, chunk_bytes: int) -> None:
         self._source = source
         self._folder = folder
+        self._chunk_bytes = chunk_bytes
         self._chunks: dict[str, list[Chunk]] = {
             name: list(_cut(info.shape, max(1, chunk_bytes // info.dtype.itemsize)))
             for name, info in source.tensors.items()
@@ -64,13 +68,13 @@ class _Writing:
 
     def units(self, count: int) -> Iterator[Unit]:
         """One unit for each of ``count`` files. Chunks go to the file with the fewest bytes."""
-        shares: list[list[tuple[str, Chunk]]] = [[] for _ in range(count)]
+        shares: list[list[Item]] = [[] for _ in range(count)]
         sizes = [0] * count
         for name, chunks in self._chunks.items():
             for chunk in chunks:
                 least = sizes.index(min(sizes))
                 shares[least].append((name, chunk))
-                sizes[least] += math.prod(chunk[1]) * self._source.tensors[name].dtype.itemsize + 1
+                sizes[least] += self._nbytes((name, chunk)) + 1
         used = [share for number, share in enumerate(shares) if share or not number]
         self.files = tuple(self._folder / f"__{number}_0.distcp" for number in range(len(used)))
         return iter(
@@ -80,26 +84,52 @@ class _Writing:
             ]
         )
 
-    def _unit(self, file: Path, share: Sequence[tuple[str, Chunk]], objects: Sequence[str]) -> Unit:
+    def _unit(self, file: Path, share: Sequence[Item], objects: Sequence[str]) -> Unit:
         def write(done: Done) -> None:
             with local.explained("writing", file), file.open("xb") as stream:
                 for name in objects:
                     begin = stream.tell()
                     stream.write(self._source.object_bytes(name))
                     self._put(MetadataIndex(name), file, begin, stream.tell())
-                for name, (offsets, sizes, before) in share:
-                    count = math.prod(sizes)
-                    tensor = passing_tensor(count, self._source.tensors[name].dtype).view(sizes)
-                    want = Want(name, before, before + count, tensor.view(-1))
-                    self._source.fill([want])
-                    begin = stream.tell()
-                    torch.save(tensor, stream)
-                    self._put(MetadataIndex(name, offsets), file, begin, stream.tell())
-                    done(tensor.nbytes)
+                for batch in self._batches(share):
+                    tensors = self._read(batch)
+                    for (name, (offsets, _, _)), tensor in zip(batch, tensors, strict=True):
+                        begin = stream.tell()
+                        torch.save(tensor, stream)
+                        self._put(MetadataIndex(name, offsets), file, begin, stream.tell())
+                        done(tensor.nbytes)
+                    del tensor, tensors
                 stream.flush()
                 os.fsync(stream.fileno())
 
         return write
+
+    def _batches(self, share: Sequence[Item]) -> Iterator[list[Item]]:
+        """Small chunks are read together."""
+        batch: list[Item] = []
+        room = self._chunk_bytes
+        for item in share:
+            nbytes = self._nbytes(item)
+            if batch and nbytes > room:
+                yield batch
+                batch, room = [], self._chunk_bytes
+            batch.append(item)
+            room -= nbytes
+        if batch:
+            yield batch
+
+    def _nbytes(self, item: Item) -> int:
+        name, (_, sizes, _) = item
+        return math.prod(sizes) * self._source.tensors[name].dtype.itemsize
+
+    def _read(self, batch: Sequence[Item]) -> list[torch.Tensor]:
+        wants = []
+        for name, (_, sizes, before) in batch:
+            count = math.prod(sizes)
+            memory = passing_tensor(count, self._source.tensors[name].dtype)
+            wants.append(Want(name, before, before + count, memory))
+        self._source.fill(wants)
+        return [want.into.view(item[1][1]) for want, item in zip(wants, batch, strict=True)]
 
     def _put(self, index: MetadataIndex, file: Path, begin: int, end: int) -> None:
         with self._lock:
