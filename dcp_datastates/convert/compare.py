@@ -148,9 +148,10 @@ def diff(
     selection = Selection.checked(rename=rename)
     wanted = None if keys is None else as_keys("keys", keys)
     with (
-        select(open_source(path_a, allow_objects), selection) as one,
+        open_source(path_a, allow_objects) as opened,
         open_source(path_b, allow_objects) as other,
     ):
+        one = select(opened, selection)
         pair = _Pair(one, other)
         names = list(dict.fromkeys([*pair.names(one), *pair.names(other)]))
         if wanted is not None:

@@ -160,7 +160,7 @@ def convert(
         skipped = _without_objects(selected, chosen_format, checked.strict)
         total = sum(info.nbytes for info in selected.tensors.values())
         limits = _limits(opened, selected, checked)
-        with appearing(there) as path:
+        with appearing(there, checked.overwrite) as path:
             job = _job(selected, path, there, chosen_format, limits, checked)
             try:
                 work(job.units, total, limits.threads, progress)

@@ -33,7 +33,7 @@ def check_destination(source: Path, target: Path, is_directory: bool, overwrite:
             f"{str(target)!r} is a symbolic link; name the path that it points to: {str(real)!r}"
         )
     local.check_writable(target.parent)
-    if not target.exists() or (is_directory and target.is_dir() and not os.listdir(target)):
+    if not _is_taken(target):
         return
     if is_directory != target.is_dir():
         there, made = ("directory", "file") if target.is_dir() else ("file", "directory")
@@ -41,20 +41,30 @@ def check_destination(source: Path, target: Path, is_directory: bool, overwrite:
             f"{str(target)!r} is a {there}, and this conversion writes a {made}; choose another path"
         )
     if not overwrite:
-        raise CheckpointExistsError(
-            f"{str(target)!r} exists; choose another path, or pass overwrite=True (--overwrite) to replace it"
-        )
+        raise _exists(target)
     if is_directory and not (is_committed(target) or any(target.glob("*.safetensors"))):
         raise ConfigurationError(
             f"{str(target)!r} is not empty and holds no checkpoint; it is not replaced: choose another path"
         )
 
 
+def _is_taken(target: Path) -> bool:
+    """Whether there is anything but an empty directory."""
+    return target.exists() and not (target.is_dir() and not os.listdir(target))
+
+
+def _exists(target: Path) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{str(target)!r} exists; choose another path, or pass overwrite=True (--overwrite) to replace it"
+    )
+
+
 @contextlib.contextmanager
-def appearing(target: Path) -> Iterator[Path]:
+def appearing(target: Path, overwrite: bool) -> Iterator[Path]:
     """A path to write to, whose file or directory appears at ``target`` when the block ends.
 
     All files below must have been synced; the directories are synced here. If the block raises, all is removed.
+    Raises :class:`CheckpointExistsError` if something has come to be at ``target`` meanwhile, unless ``overwrite``.
     """
     local.make_directories(target.parent, "convert")
     work = target.parent / f".{target.name}.converting-{secrets.token_hex(4)}"
@@ -63,7 +73,7 @@ def appearing(target: Path) -> Iterator[Path]:
     try:
         yield work / "new"
         with local.explained("publishing", target):
-            _publish(work, target)
+            _publish(work, target, overwrite)
         for directory in local.sync_directories(target.parent):
             with local.explained("syncing", directory):
                 operations.sync_directory(directory, "convert")
@@ -71,12 +81,14 @@ def appearing(target: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _publish(work: Path, target: Path) -> None:
+def _publish(work: Path, target: Path, overwrite: bool) -> None:
     new, old = work / "new", work / "old"
+    if not overwrite and _is_taken(target):
+        raise _exists(target)
     if new.is_dir():
         for folder, _, _ in os.walk(new, topdown=False):
             operations.sync_directory(Path(folder), "convert")
-        if target.is_dir() and os.listdir(target):
+        if _is_taken(target):
             # A directory that is not empty cannot be replaced in one step.
             operations.rename(target, old, "convert")
     try:

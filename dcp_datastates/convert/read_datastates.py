@@ -12,6 +12,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_datastates.convert.source import Source, TensorInfo, Want, check_covered, parts
+from dcp_datastates.dcp.reader import explain_missing
+from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
@@ -81,15 +83,18 @@ class DataStatesSource(Source):
         return planner.data
 
     def _restore(self, items: list[ReadItem], planner: _Planner) -> None:
-        restore(
-            LoadPlan(items),
-            planner,  # type: ignore[arg-type]
-            self._metadata,
-            self._note,
-            self.path,
-            self._engine,
-            allow_cast=False,
-        )
+        try:
+            restore(
+                LoadPlan(items),
+                planner,  # type: ignore[arg-type]
+                self._metadata,
+                self._note,
+                self.path,
+                self._engine,
+                allow_cast=False,
+            )
+        except CheckpointNotFoundError as error:
+            raise explain_missing(self.path, self._note, error) from error
 
 
 class _Planner:

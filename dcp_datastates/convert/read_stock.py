@@ -117,8 +117,11 @@ class StockSource(Source):
             if index not in self._arrays:
                 info = self._info(index)
                 file = self._file(info)
-                with file.open("rb") as stream:
-                    archive = _Slice(stream, info.offset, info.length)
+                if self._files.nbytes(file) < info.offset + info.length:
+                    raise CheckpointCorruptError(
+                        f"{file} is cut short: it lacks the end of {name!r}"
+                    )
+                with _Slice(self._files, file, info) as archive:
                     found, records = load_fake(archive, f"{file} at byte {info.offset}", False)  # type: ignore[arg-type]
                 if not isinstance(found, torch.Tensor):
                     raise CheckpointCorruptError(f"{file}: the chunk of {name!r} is no tensor")
@@ -182,11 +185,12 @@ def _overlaps(
 
 
 class _Slice(io.RawIOBase):
-    """``length`` bytes of a file from ``offset``, as a file."""
+    """A part of a file, as a file."""
 
-    def __init__(self, stream: Any, offset: int, length: int) -> None:
+    def __init__(self, files: Files, path: Path, info: _StorageInfo) -> None:
         super().__init__()
-        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+        self._files, self._path = files, path
+        self._offset, self._length, self._at = info.offset, info.length, 0
 
     def readable(self) -> bool:
         return True
@@ -205,10 +209,9 @@ class _Slice(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         count = max(0, min(len(view), self._length - self._at))
-        self._stream.seek(self._offset + self._at)
-        read: int = self._stream.readinto(view[:count])
-        self._at += read
-        return read
+        self._files.read(self._path, self._offset + self._at, view[:count])
+        self._at += count
+        return count
 
 
 class _Unpickler(pickle.Unpickler):

@@ -71,6 +71,20 @@ def test_the_old_one_is_put_back_if_the_new_one_cannot_be_placed(source, tmp_pat
     assert _names(tmp_path) == ["out", "source"]
 
 
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_what_comes_to_be_there_meanwhile_is_not_replaced(to, source, tmp_path):
+    out = tmp_path / "out"
+
+    def progress(done, total):
+        if not out.exists():
+            save({"other": torch.ones(1)}, out) if to == "hf" else out.write_text("x")
+
+    with pytest.raises(CheckpointExistsError):
+        convert(source, out, to, progress=progress, **SMALL)
+    assert out.read_text() == "x" if to == "torch" else "other" in dcp_datastates.load(out)
+    assert _names(tmp_path) == ["out", "source"]
+
+
 def test_a_failing_progress_call_ends_it(source, tmp_path):
     def progress(done, total):
         raise KeyboardInterrupt

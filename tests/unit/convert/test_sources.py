@@ -70,6 +70,19 @@ def test_every_byte_of_ours_is_verified(tmp_path):
     assert_same(load_file(tmp_path / "out"), {"a": state["a"]})
 
 
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_a_data_file_of_ours_that_is_missing(to, tmp_path):
+    save({"a": torch.ones(3)}, tmp_path / "in")
+    data_files(tmp_path / "in")[0].unlink()
+    _refused(tmp_path / "in", CheckpointCorruptError, "lacks a data file", tmp_path, to)
+
+
+def test_a_data_file_of_stock_dcp_that_is_missing(tmp_path):
+    save_stock({"a": torch.ones(3)}, tmp_path / "in")
+    (tmp_path / "in" / "__0_0.distcp").unlink()
+    _refused(tmp_path / "in", CheckpointNotFoundError, "__0_0", tmp_path, "dcp")
+
+
 def test_damaged_metadata_of_ours(tmp_path):
     save({"a": torch.ones(3)}, tmp_path / "in")
     flip_bit(tmp_path / "in" / ".metadata", 700)
