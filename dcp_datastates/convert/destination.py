@@ -78,7 +78,8 @@ def appearing(target: Path, overwrite: bool) -> Iterator[Path]:
             with local.explained("syncing", directory):
                 operations.sync_directory(directory, "convert")
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if target.exists() or not (work / "old").exists():
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _publish(work: Path, target: Path, overwrite: bool) -> None:
@@ -93,7 +94,7 @@ def _publish(work: Path, target: Path, overwrite: bool) -> None:
             operations.rename(target, old, "convert")
     try:
         operations.rename(new, target, "convert")
-    except OSError:
-        if old.exists():
-            os.rename(old, target)
+    except BaseException:  # an interrupt, too
+        if old.exists() and not target.exists():
+            operations.rename(old, target, "convert")
         raise

@@ -71,6 +71,15 @@ def test_the_old_one_is_put_back_if_the_new_one_cannot_be_placed(source, tmp_pat
     assert _names(tmp_path) == ["out", "source"]
 
 
+def test_the_old_one_is_kept_beside_if_it_cannot_be_put_back(source, tmp_path):
+    convert(source, tmp_path / "out", "hf", keys="a", **SMALL)
+    twice = "convert.rename.before@2=error:EIO;convert.rename.before@3=error:EIO"
+    with armed(twice), pytest.raises(StorageError):
+        convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
+    (left,) = tmp_path.glob(".out.converting-*")
+    assert dcp_datastates.diff(source, left / "old", keys="a").same
+
+
 @pytest.mark.parametrize("to", ["hf", "torch"])
 def test_what_comes_to_be_there_meanwhile_is_not_replaced(to, source, tmp_path):
     out = tmp_path / "out"
