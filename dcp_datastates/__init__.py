@@ -14,6 +14,8 @@ from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.checkpoints.retention import retain
 from dcp_datastates.checkpoints.verify import Damage, Report, verify
 from dcp_datastates.config import parse_size
+from dcp_datastates.convert.compare import Comparison, Difference, diff
+from dcp_datastates.convert.convert import Conversion, convert
 from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.loading import load
@@ -60,12 +62,15 @@ __all__ = [
     "CheckpointSkipped",
     "CheckpointSupersededError",
     "CommitOutcomeUnknown",
+    "Comparison",
     "ConfigurationError",
+    "Conversion",
     "Damage",
     "DataStatesError",
     "DataStatesReader",
     "DataStatesSavePlanner",
     "DataStatesWriter",
+    "Difference",
     "ForeignCheckpointError",
     "IncompatibleStateError",
     "Keep",
@@ -87,7 +92,9 @@ __all__ = [
     "UnsupportedStateError",
     "UnsupportedTensorError",
     "async_save",
+    "convert",
     "delete",
+    "diff",
     "inspect",
     "latest",
     "load",

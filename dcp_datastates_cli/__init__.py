@@ -7,9 +7,10 @@ errors answer at once.
 Results go to the standard output; errors, warnings, questions and the progress bar to the standard error. Exit status:
 
 ====  =====================================================================================================
-0     verify: every byte is as it was written. inspect: described. latest: found. retain, rm: done
-1     verify: damaged. inspect: the metadata are damaged. latest: there is none. rm: the answer was not yes
-2     wrong usage, no checkpoint of this package at the path, or the system refused to read or to delete
+0     verify: every byte is as it was written. inspect: described. diff: the same. latest: found. Others: done
+1     verify, convert: damaged. inspect: the metadata are damaged. diff: different. latest: there is none.
+      rm: the answer was not yes
+2     wrong usage, no checkpoint at the path, or the system refused. diff: also one that is damaged
 130   interrupted
 ====  =====================================================================================================
 
@@ -44,6 +45,11 @@ known is null. Fields may be added, and keep their names.
     checkpoints: [{name, step, format, committed, attempt, nbytes, ranks, committed_at, problem}]
 
 The others (of paths: absolute)::
+
+    convert --json   path, source_format, target_format, files, tensors, objects, nbytes, skipped: [name], seconds
+    diff --json      a, b, same, tensors, objects, nbytes, seconds        tensors, objects: how many were compared
+                     differences: [{name, problem, a, b, elements, differing, largest, relative, nans}]
+                     largest, relative: a number, null or "inf"
 
     latest --json    root, latest, step                                   latest: a path, or null
     retain --json    root, dry_run, kept: [path], deleted: [path]         newest first

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
-from dcp_datastates_cli import delete, describe, find, verify
+from dcp_datastates_cli import convert, delete, describe, diff, find, verify
 from dcp_datastates_cli.output import DAMAGED, TROUBLE, complain
 
 __all__ = ["run"]
@@ -18,6 +18,8 @@ __all__ = ["run"]
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "verify": verify.run,
     "inspect": describe.run,
+    "convert": convert.run,
+    "diff": diff.run,
     "latest": find.run,
     "retain": delete.run_retain,
     "rm": delete.run_rm,

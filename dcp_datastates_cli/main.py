@@ -35,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_verify(commands)
     _add_inspect(commands)
+    _add_convert(commands)
+    _add_diff(commands)
     _add_latest(commands)
     _add_retain(commands)
     _add_rm(commands)
@@ -78,6 +80,99 @@ def _add_inspect(commands: _Commands) -> None:
     )
     inspect.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor and object")
+
+
+def _add_convert(commands: _Commands) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="convert a checkpoint to another format, or from one",
+        description="Convert SRC, a checkpoint of this package or of stock DCP, a Hugging Face folder, a safetensors "
+        "file or a file of torch.save, and write DST, which appears when it is complete. Tensors are streamed. "
+        "Exit status: 0 done, 1 the source is damaged, 2 wrong usage, it cannot be read, or DST cannot be written.",
+    )
+    convert.add_argument(
+        "source", metavar="SRC", help="a file or directory; its content says what it is"
+    )
+    convert.add_argument("target", metavar="DST", help="a new file or directory")
+    convert.add_argument(
+        "--to",
+        choices=("datastates", "hf", "safetensors", "dcp", "torch"),
+        help="this package's format (the default if SRC has another); a Hugging Face folder; one safetensors file; "
+        "stock DCP; one file of torch.save",
+    )
+    convert.add_argument(
+        "--part",
+        metavar="NAME",
+        help="take only what is under this name, and remove it from the names: "
+        "with --part model, model.norm.weight becomes norm.weight",
+    )
+    _add_keys(convert)
+    convert.add_argument(
+        "--exclude", action="append", metavar="NAME", help="leave out what is under this name"
+    )
+    _add_rename(convert, "replace this prefix of names")
+    convert.add_argument("--dtype", help="dtype of all floating-point tensors, such as bfloat16")
+    convert.add_argument(
+        "--shard-size", metavar="SIZE", help="most bytes of tensors in a file (default: 5GB)"
+    )
+    convert.add_argument(
+        "--config-from",
+        metavar="DIR",
+        help="with --to hf: copy configuration and tokenizer files from this folder (default: SRC)",
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace the checkpoint at DST")
+    convert.add_argument(
+        "--strict", action="store_true", help="fail if DST cannot hold the Python objects of SRC"
+    )
+    convert.add_argument(
+        "--host-cache-size", metavar="SIZE", help="memory for tensors (default: 256MiB)"
+    )
+    _add_work(convert, "print no result, no progress bar")
+
+
+def _add_diff(commands: _Commands) -> None:
+    diff = commands.add_parser(
+        "diff",
+        help="say what two checkpoints differ in",
+        description="Compare two checkpoints of any format that convert reads: names, shapes, dtypes, bytes, objects. "
+        "How tensors are sharded does not matter. The worst difference comes first. "
+        "Exit status: 0 the same, 1 different, 2 wrong usage, or one of them is damaged or cannot be read.",
+    )
+    diff.add_argument("a", metavar="A", help="a checkpoint: a file or directory")
+    diff.add_argument("b", metavar="B", help="another")
+    _add_keys(diff)
+    _add_rename(diff, "replace this prefix of A's names")
+    _add_work(diff, "print nothing but the differences, no progress bar")
+
+
+def _add_keys(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--keys",
+        action="append",
+        metavar="NAME",
+        help="take only what is under this name; may be given several times",
+    )
+
+
+def _add_rename(command: argparse.ArgumentParser, text: str) -> None:
+    command.add_argument(
+        "--rename",
+        action="append",
+        metavar="OLD=NEW",
+        help=f"{text}; of several, the first that fits counts",
+    )
+
+
+def _add_work(command: argparse.ArgumentParser, quiet: str) -> None:
+    command.add_argument(
+        "--allow-objects",
+        action="store_true",
+        help="unpickle Python objects that may run code; only for files you trust",
+    )
+    command.add_argument(
+        "--threads", type=int, metavar="N", help="how many work (default: cores, 8 at most)"
+    )
+    command.add_argument("--quiet", action="store_true", help=quiet)
 
 
 def _add_latest(commands: _Commands) -> None:

@@ -1,4 +1,4 @@
-"""The progress bar of ``dcp-datastates verify``. Imported where one is shown: no other command needs it."""
+"""The progress bar of ``verify``, ``convert`` and ``diff``. Imported where one is shown: no other command needs it."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["progress_bar"]
 
 
 @contextlib.contextmanager
-def progress_bar(path: Path) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(doing: str, path: Path) -> Iterator[Callable[[int, int], None]]:
     """On the standard error, while the context lasts: how far it is, told the bytes that are done and all."""
     columns = (
-        TextColumn("verifying {task.description}", markup=False),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(binary_units=True),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(path.name, total=None)
+        task = bar.add_task(f"{doing} {path.name}", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

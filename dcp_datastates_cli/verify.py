@@ -81,7 +81,7 @@ def _verify(path: Path, options: argparse.Namespace) -> Report:
         return verify(path, threads=options.threads)
     from dcp_datastates_cli.progress_bar import progress_bar  # imports rich
 
-    with progress_bar(path) as progress:
+    with progress_bar("verifying", path) as progress:
         return verify(path, threads=options.threads, progress=progress)
 
 

@@ -1,1 +1,1 @@
-"""Converts checkpoints between this format and those of others."""
+"""Converts checkpoints between this format and those of others, and compares them."""

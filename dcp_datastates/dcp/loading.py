@@ -25,7 +25,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.stored_names import as_keys, chosen, wrappers
 
-__all__ = ["load"]
+__all__ = ["load", "nested"]
 
 
 def load(
@@ -127,7 +127,7 @@ def _load_everything(reader: _Reader) -> dict[str, Any]:
     planner.set_up_planner(values, metadata, True)
     plans = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
     reader.read_data(planner.finish_plan(plans[0]), planner)
-    return _nested(planner.state_dict, metadata.planner_data)
+    return nested(planner.state_dict, metadata.planner_data)
 
 
 def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
@@ -147,7 +147,7 @@ def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
-def _nested(values: Mapping[str, Any], paths: Any) -> dict[str, Any]:
+def nested(values: Mapping[str, Any], paths: Any) -> dict[str, Any]:
     """The values, nested by the paths that the save's planner stored."""
     nested: dict[str, Any] = {}
     for name, value in values.items():

@@ -41,7 +41,7 @@ from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import restore
 from dcp_datastates.storage import local
 
-__all__ = ["DataStatesReader"]
+__all__ = ["DataStatesReader", "explain_missing"]
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class DataStatesReader(StorageReader):
                 load_wrappers(values, self._wrappers, metadata, read, self._say_unread)
             read(plan, planner)
         except CheckpointNotFoundError as error:
-            raise self._explain_missing(directory, note, error) from error
+            raise explain_missing(directory, note, error) from error
         future: TorchFuture[None] = TorchFuture()
         future.set_result(None)
         return future
@@ -254,25 +254,6 @@ class DataStatesReader(StorageReader):
         first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
         logger.log(logging.WARNING if first else logging.INFO, "%s", said)
 
-    def _explain_missing(
-        self, directory: Path, note: Note, error: CheckpointNotFoundError
-    ) -> DataStatesError:
-        try:
-            now = open_committed(directory).note.attempt
-        except CheckpointNotFoundError:
-            return CheckpointReplacedError(
-                f"{directory}: attempt {note.attempt.name} was removed while it was being loaded, by retain or delete, "
-                f"perhaps; load another checkpoint"
-            )
-        except DataStatesError:
-            return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
-        if now != note.attempt:
-            return CheckpointReplacedError(
-                f"{directory}: attempt {note.attempt.name} was replaced by {now.name} while it was being "
-                f"loaded; load again"
-            )
-        return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
-
     def _directory(self) -> Path:
         if self._path is None:
             raise ConfigurationError(
@@ -284,3 +265,22 @@ class DataStatesReader(StorageReader):
         if self._note is None:
             raise DataStatesError("set_up_storage_reader() was not called before this")
         return self._note
+
+
+def explain_missing(directory: Path, note: Note, error: CheckpointNotFoundError) -> DataStatesError:
+    """The error for a data file of the checkpoint ``note`` that is not there: damage, or another save's doing."""
+    try:
+        now = open_committed(directory).note.attempt
+    except CheckpointNotFoundError:
+        return CheckpointReplacedError(
+            f"{directory}: attempt {note.attempt.name} was removed while it was being loaded, by retain or delete, "
+            f"perhaps; load another checkpoint"
+        )
+    except DataStatesError:
+        return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
+    if now != note.attempt:
+        return CheckpointReplacedError(
+            f"{directory}: attempt {note.attempt.name} was replaced by {now.name} while it was being "
+            f"loaded; load again"
+        )
+    return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")

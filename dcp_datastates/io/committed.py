@@ -84,7 +84,8 @@ def _decode(data: bytes, directory: Path) -> MetadataTable:
         if _is_stock(data, directory):
             raise ForeignCheckpointError(
                 f"{str(directory)!r} holds a stock DCP checkpoint, not one of dcp_datastates; it has no "
-                f"checksums, and torch.distributed.checkpoint.FileSystemReader loads it"
+                f"checksums; torch.distributed.checkpoint.FileSystemReader loads it, and dcp_datastates.convert "
+                f"converts it"
             ) from None
         raise
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.errors import ConfigurationError, DataStatesError, StorageError
 from dcp_datastates.storage import operations
 from dcp_datastates.text import size as show_size
 
@@ -123,9 +123,11 @@ def about_space(number: int | None, path: str | Path, nbytes: int) -> str:
 
 @contextlib.contextmanager
 def explained(doing: str, path: Path, nbytes: int = 0) -> Iterator[None]:
-    """Turn an OSError into a :class:`StorageError` that names the operation."""
+    """Turn an OSError into a :class:`StorageError` that names the operation; leave errors of this package alone."""
     try:
         yield
+    except DataStatesError:
+        raise
     except OSError as error:
         text = f"{doing} failed: {os.strerror(error.errno or 0)}"
         space = about_space(error.errno, path, nbytes)

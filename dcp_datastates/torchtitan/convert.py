@@ -2,7 +2,8 @@
 
     python -m dcp_datastates.torchtitan.convert ckpt/step-100 elsewhere/step-100
 
-Stock torchtitan loads the result. It runs in one process, with memory for one whole checkpoint.
+Stock torchtitan loads the result. It runs in one process, with memory for one whole checkpoint. ``dcp-datastates
+convert --to dcp`` does the same with bounded memory, and unpickles nothing.
 """
 
 from __future__ import annotations

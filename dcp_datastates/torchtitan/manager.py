@@ -40,6 +40,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import Verification, check_verification
+from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.checkpoints.purge import Purge
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.async_save import async_save
@@ -53,7 +54,7 @@ from dcp_datastates.torchtitan.hugging_face import (
     load_hugging_face,
     save_hugging_face,
 )
-from dcp_datastates.torchtitan.steps import Format, delete_old, format_of, newest_step
+from dcp_datastates.torchtitan.steps import delete_old, newest_step
 
 __all__ = ["DataStatesCheckpointManager"]
 

@@ -6,61 +6,24 @@ contain checkpoints of several formats, from before this package was used; their
 
 from __future__ import annotations
 
-import enum
 import logging
-import os
 import re
 import shutil
 from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.find import Verification, flaw
-from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first, open_found
+from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX, Format, format_of
+from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
-from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage import attempts, local
+from dcp_datastates.errors import DataStatesError
+from dcp_datastates.storage import local
 
-__all__ = ["Format", "delete_old", "format_of", "newest_step"]
+__all__ = ["delete_old", "newest_step"]
 
 logger = logging.getLogger(__name__)
 
 _STEP: Final = re.compile(r"step-([0-9]+)")
-_HUGGING_FACE_INDEX: Final = "model.safetensors.index.json"
-
-
-class Format(enum.Enum):
-    """The format of the checkpoint committed at a path."""
-
-    DATASTATES = "dcp_datastates"
-    STOCK = "stock DCP"
-    HUGGING_FACE = "Hugging Face safetensors"
-    UNKNOWN = "unknown"
-    """There are metadata, but neither this package's nor readable as stock DCP's."""
-    NONE = "none"
-
-
-def format_of(path: str | os.PathLike[str]) -> Format:
-    """The format of the checkpoint at ``path``, from its metadata, without running any code from them.
-
-    Raises :class:`CheckpointNotFoundError` for an uncommitted save of this package, :class:`CheckpointCorruptError` if
-    its metadata are damaged, and :class:`StorageError` if they cannot be read.
-    """
-    directory = local.local_path(path)
-    try:
-        open_committed(directory)
-    except ForeignCheckpointError:
-        return Format.STOCK
-    except CheckpointNotFoundError:
-        if attempts.present(directory):
-            raise
-        indexed = (directory / _HUGGING_FACE_INDEX).is_file()
-        return Format.HUGGING_FACE if indexed else Format.NONE
-    except DataStatesError:
-        if open_found(directory) is not None:  # a checkpoint of this package
-            raise
-        return Format.UNKNOWN
-    return Format.DATASTATES
 
 
 def newest_step(folder: Path, verify: Verification) -> int:
@@ -101,7 +64,7 @@ def delete_old(folder: Path, keep: int, verify: Verification) -> list[Path]:
             if step < oldest and _format(path) in (Format.STOCK, Format.HUGGING_FACE):
                 # First .metadata: if this is interrupted, the rest is not a checkpoint any more.
                 (path / local.METADATA_NAME).unlink(missing_ok=True)
-                (path / _HUGGING_FACE_INDEX).unlink(missing_ok=True)
+                (path / HUGGING_FACE_INDEX).unlink(missing_ok=True)
                 shutil.rmtree(path)
                 deleted.append(path)
     return deleted

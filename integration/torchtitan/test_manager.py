@@ -304,7 +304,7 @@ def test_it_resumes_from_the_newest_whole_checkpoint(job: Callable[..., Job]) ->
 
 
 def test_a_format_is_recognised(tmp_path: Path) -> None:
-    from dcp_datastates.torchtitan.steps import Format, format_of
+    from dcp_datastates.checkpoints.formats import Format, format_of
 
     state = {"x": torch.ones(4)}
     dcp.save(state, checkpoint_id=str(tmp_path / "stock"), no_dist=True)

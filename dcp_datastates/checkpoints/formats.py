@@ -1,0 +1,50 @@
+"""Tells the format of the checkpoint at a path."""
+
+from __future__ import annotations
+
+import enum
+import os
+from typing import Final
+
+from dcp_datastates.checkpoints.listing import open_found
+from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.storage import attempts, local
+
+__all__ = ["HUGGING_FACE_INDEX", "Format", "format_of"]
+
+HUGGING_FACE_INDEX: Final = "model.safetensors.index.json"
+
+
+class Format(enum.Enum):
+    """The format of the checkpoint committed at a path."""
+
+    DATASTATES = "dcp_datastates"
+    STOCK = "stock DCP"
+    HUGGING_FACE = "Hugging Face safetensors"
+    UNKNOWN = "unknown"
+    """There are metadata, but neither this package's nor readable as stock DCP's."""
+    NONE = "none"
+
+
+def format_of(path: str | os.PathLike[str]) -> Format:
+    """The format of the checkpoint at ``path``, from its metadata, without running any code from them.
+
+    Raises :class:`CheckpointNotFoundError` for an uncommitted save of this package, :class:`CheckpointCorruptError` if
+    its metadata are damaged, and :class:`StorageError` if they cannot be read.
+    """
+    directory = local.local_path(path)
+    try:
+        open_committed(directory)
+    except ForeignCheckpointError:
+        return Format.STOCK
+    except CheckpointNotFoundError:
+        if attempts.present(directory):
+            raise
+        indexed = (directory / HUGGING_FACE_INDEX).is_file()
+        return Format.HUGGING_FACE if indexed else Format.NONE
+    except DataStatesError:
+        if open_found(directory) is not None:  # a checkpoint of this package
+            raise
+        return Format.UNKNOWN
+    return Format.DATASTATES

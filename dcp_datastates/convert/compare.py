@@ -1,0 +1,377 @@
+"""``diff``: compares two checkpoints of any format, streamed through bounded memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+
+from dcp_datastates.checkpoints.listing import natural_order
+from dcp_datastates.convert.convert import thread_count
+from dcp_datastates.convert.memory import passing_tensor
+from dcp_datastates.convert.open import open_source
+from dcp_datastates.convert.selection import Rename, Selection, select
+from dcp_datastates.convert.source import Source, Want, value_of
+from dcp_datastates.convert.work import Done, Progress, Unit, work
+from dcp_datastates.errors import UnsafeObjectError
+from dcp_datastates.format.stored_names import as_keys, chosen
+from dcp_datastates.storage import local
+from dcp_datastates.text import count, size
+
+__all__ = ["Comparison", "Difference", "diff"]
+
+_PIECE_ELEMENTS: Final = 256 << 10
+"""Elements that a thread compares at a time: with copies in float64, some 20 MiB."""
+
+_SHOWN: Final = 20
+
+Problem = Literal["only in a", "only in b", "kind", "shape", "dtype", "values", "object"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One name whose values differ.
+
+    ``problem`` is "only in a", "only in b", "kind" (a tensor in one, an object in the other), "shape", "dtype" (the
+    values may differ, too), "values" (tensors of the same shape and dtype), or "object".
+    """
+
+    name: str
+    problem: Problem
+    a: str | None
+    """What is in ``a``: dtype and shape, or "object"; None: nothing."""
+    b: str | None
+    elements: int | None = None
+    """The number of elements that were compared; None if none could be."""
+    differing: int | None = None
+    """How many of them differ: in their bytes; if the dtypes differ, in their values."""
+    largest: float | None = None
+    """The largest absolute difference; infinite where only one is NaN or infinite. None if torch cannot compute it."""
+    relative: float | None = None
+    """The largest of the absolute differences divided by the larger absolute value."""
+    nans: int | None = None
+    """How many elements are NaN in only one of the two."""
+
+    def __str__(self) -> str:
+        """One line."""
+        if self.problem in ("only in a", "only in b"):
+            return f"{self.name}: {self.problem} ({self.a or self.b})"
+        line = f"{self.name}: {self.problem} differ"
+        if self.problem != "values":
+            line = f"{self.name}: {self.problem} differs: {self.a}, {self.b}"
+        if self.differing is not None:
+            line += f"; {self.differing} of {count(self.elements or 0, 'element')}"
+        if self.largest is not None:
+            line += f", largest difference {self.largest:.3g} (relative {self.relative or 0:.3g})"
+        return f"{line}, {self.nans} NaN in one only" if self.nans else line
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`diff`."""
+
+    a: Path
+    b: Path
+    tensors: int
+    """Tensors with the same name and shape in both, whose values were compared."""
+    objects: int
+    """Objects with the same name in both."""
+    nbytes: int
+    """Bytes of tensors that were read of both."""
+    differences: tuple[Difference, ...]
+    """All differences, worst first: what is in one only, kinds, shapes, then by the largest difference."""
+    seconds: float
+
+    @property
+    def same(self) -> bool:
+        """Whether names, shapes, dtypes, bytes and objects are the same."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        """The verdict, the extent of the comparison, and the worst differences, one line each."""
+        verdict = "the same" if self.same else f"{count(len(self.differences), 'name')} differ"
+        if len(self.differences) == 1:
+            verdict = "1 name differs"
+        extent = f"{count(self.tensors, 'tensor')} and {count(self.objects, 'object')}"
+        lines = [
+            f"{self.a} and {self.b}: {verdict}",
+            f"  compared {extent}, {size(self.nbytes)} in {self.seconds:.1f} s",
+            *(f"  {each}" for each in self.differences[:_SHOWN]),
+        ]
+        more = len(self.differences) - _SHOWN
+        return "\n".join([*lines, f"  … and {more} more"] if more > 0 else lines)
+
+
+def diff(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    keys: str | Iterable[str] | None = None,
+    rename: Rename | None = None,
+    allow_objects: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare the checkpoints at ``a`` and ``b``, of any format that :func:`~dcp_datastates.convert` reads.
+
+    Tensors are equal if their dtypes, shapes and bytes are: how they are sharded does not matter. NaNs in the same
+    places are no difference of values, but count as differing if their bytes differ; so do 0.0 and -0.0. Objects are
+    equal if their bytes are, or if they are equal as Python values. Tensors are streamed: a thread takes some 20 MiB.
+
+    Args:
+        a: A checkpoint: a file or directory.
+        b: Another.
+        keys: Compare only the values under these names: full names, or prefixes that end before a dot.
+        rename: For names of ``a`` to be found in ``b``: a dict from old prefixes to new ones, or a function of a name.
+            ``keys`` are names after this.
+        allow_objects: Whether Python objects may be unpickled that may run code; only for sources you trust. Other
+            objects that differ in their bytes count as different.
+        threads: How many compare; default: one per core, at most 8.
+        progress: Called in the calling thread, about ten times per second and at the end, with the bytes done and the
+            total bytes.
+
+    Raises:
+        ConfigurationError: an option cannot work.
+        CheckpointNotFoundError, CheckpointCorruptError, UnsafeObjectError, StorageError: a checkpoint cannot be read.
+        IncompatibleStateError: a key fits nothing in either.
+    """
+    began = time.monotonic()
+    threads = thread_count(threads)
+    path_a, path_b = local.local_path(a), local.local_path(b)
+    selection = Selection.checked(rename=rename)
+    wanted = None if keys is None else as_keys("keys", keys)
+    with (
+        open_source(path_a, allow_objects) as opened,
+        open_source(path_b, allow_objects) as other,
+    ):
+        one = select(opened, selection)
+        pair = _Pair(one, other)
+        names = list(dict.fromkeys([*pair.names(one), *pair.names(other)]))
+        if wanted is not None:
+            names = chosen(names, wanted)
+        found = [each for name in names if (each := pair.by_kind(name)) is not None]
+        compared = [name for name in names if pair.is_comparable(name)]
+        counts = {name: _Counts() for name in compared}
+        total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in compared)
+        work(pair.units(counts), total, threads, progress)
+        found += [
+            each for name in compared if (each := pair.by_values(name, counts[name])) is not None
+        ]
+        objects = [name for name in names if name in pair.objects_of_both]
+        found += [
+            Difference(name, "object", "object", "object")
+            for name in objects
+            if not _same_object(one, other, name, allow_objects)
+        ]
+    return Comparison(
+        a=path_a,
+        b=path_b,
+        tensors=len(compared),
+        objects=len(objects),
+        nbytes=total,
+        differences=tuple(sorted(found, key=_badness)),
+        seconds=time.monotonic() - began,
+    )
+
+
+_ORDER: Final = ("kind", "shape", "only in a", "only in b", "dtype", "values", "object")
+
+
+def _badness(difference: Difference) -> tuple[Any, ...]:
+    largest = difference.largest
+    by_value = difference.problem in ("dtype", "values")
+    return (
+        4 if by_value else _ORDER.index(difference.problem),
+        -(math.inf if largest is None else largest),
+        natural_order(difference.name),
+    )
+
+
+@dataclass
+class _Counts:
+    """What is known of one tensor so far."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Guards the rest."""
+    differing: int = 0
+    largest: float | None = 0.0
+    relative: float = 0.0
+    nans: int = 0
+
+    def add(self, found: _Counts) -> None:
+        with self.lock:
+            self.differing += found.differing
+            self.nans += found.nans
+            self.relative = max(self.relative, found.relative)
+            if self.largest is not None:
+                self.largest = None if found.largest is None else max(self.largest, found.largest)
+
+
+class _Pair:
+    """Two sources."""
+
+    def __init__(self, one: Source, other: Source) -> None:
+        self._one, self._other = one, other
+        self._objects = frozenset(one.objects), frozenset(other.objects)
+        self.objects_of_both = self._objects[0] & self._objects[1]
+
+    @staticmethod
+    def names(source: Source) -> list[str]:
+        return [*source.tensors, *source.objects]
+
+    def _said(self, number: int, name: str) -> str | None:
+        info = (self._one, self._other)[number].tensors.get(name)
+        if info is not None:
+            return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
+        return "object" if name in self._objects[number] else None
+
+    def is_comparable(self, name: str) -> bool:
+        one, other = self._one.tensors.get(name), self._other.tensors.get(name)
+        return one is not None and other is not None and one.shape == other.shape
+
+    def by_kind(self, name: str) -> Difference | None:
+        """The difference that is seen without reading values."""
+        a, b = self._said(0, name), self._said(1, name)
+        if a is None or b is None:
+            return Difference(name, "only in b" if a is None else "only in a", a, b)
+        one, other = self._one.tensors.get(name), self._other.tensors.get(name)
+        if (one is None) != (other is None):
+            return Difference(name, "kind", a, b)
+        if one is not None and other is not None and one.shape != other.shape:
+            return Difference(name, "shape", a, b)
+        return None
+
+    def by_values(self, name: str, counts: _Counts) -> Difference | None:
+        """The difference that reading the values has shown."""
+        one, other = self._one.tensors[name], self._other.tensors[name]
+        if one.dtype == other.dtype and not counts.differing:
+            return None
+        return Difference(
+            name,
+            "values" if one.dtype == other.dtype else "dtype",
+            self._said(0, name),
+            self._said(1, name),
+            one.numel,
+            counts.differing,
+            counts.largest,
+            None if counts.largest is None else counts.relative,
+            counts.nans,
+        )
+
+    def units(self, counts: dict[str, _Counts]) -> Iterator[Unit]:
+        """Ranges of tensors, several small ones together."""
+        batch: list[tuple[str, int, int]] = []
+        room = _PIECE_ELEMENTS
+        for name in counts:
+            numel = self._one.tensors[name].numel
+            begin = 0
+            while begin < numel:
+                end = min(numel, begin + room)
+                batch.append((name, begin, end))
+                room -= end - begin
+                begin = end
+                if not room:
+                    yield self._unit(batch, counts)
+                    batch, room = [], _PIECE_ELEMENTS
+        if batch:
+            yield self._unit(batch, counts)
+
+    def _unit(self, ranges: list[tuple[str, int, int]], counts: dict[str, _Counts]) -> Unit:
+        def compare(done: Done) -> None:
+            read = []
+            for source in (self._one, self._other):
+                wants = [
+                    Want(name, begin, end, passing_tensor(end - begin, source.tensors[name].dtype))
+                    for name, begin, end in ranges
+                ]
+                source.fill(wants)
+                read.append([want.into for want in wants])
+            for (name, _, _), x, y in zip(ranges, *read, strict=True):
+                counts[name].add(_compare(x, y))
+                done(x.nbytes + y.nbytes)
+
+        return compare
+
+
+def _compare(a: torch.Tensor, b: torch.Tensor) -> _Counts:
+    """Compare tensors of shape (N,)."""
+    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return _Counts()
+    try:
+        x, y = _wide(a), _wide(b)
+    except (RuntimeError, NotImplementedError):  # a dtype of which torch knows only the bytes
+        if a.dtype == b.dtype:
+            return _Counts(differing=int(_unequal_bytes(a, b).sum()), largest=None)
+        return _Counts(differing=a.numel(), largest=None)
+    difference = (x - y).abs()
+    x_nan, y_nan = x.isnan(), y.isnan()
+    difference[(x == y) | (x_nan & y_nan)] = 0  # equal infinities, too
+    one_nan = x_nan ^ y_nan
+    difference[difference.isnan()] = math.inf
+    if not (a.is_floating_point() or a.is_complex() or b.is_floating_point() or b.is_complex()):
+        # Integers above 2^53 are not exact in float64. Where they are close, so is their difference in int64.
+        exact = (a.to(torch.int64) - b.to(torch.int64)).abs().to(torch.float64)
+        difference = torch.where(difference < 2.0**53, exact, difference)
+    scale = torch.maximum(x.abs(), y.abs())
+    relative = torch.where(difference > 0, difference / scale, 0.0)
+    relative[difference.isinf()] = math.inf
+    differs = _unequal_bytes(a, b) if a.dtype == b.dtype else difference > 0
+    return _Counts(
+        differing=int(differs.sum()),
+        largest=float(difference.max()),
+        relative=float(relative.max()),
+        nans=int(one_nan.sum()),
+    )
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _unequal_bytes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    itemsize = a.dtype.itemsize
+    unequal = a.view(torch.uint8) != b.view(torch.uint8)
+    return unequal.view(-1, itemsize).any(dim=1)
+
+
+# --- objects ------------------------------------------------------------------------------------
+
+
+def _same_object(one: Source, other: Source, name: str, allow_objects: bool) -> bool:
+    if one.object_bytes(name) == other.object_bytes(name):
+        return True
+    try:
+        return _equal(
+            value_of(one, name, allow_objects),
+            value_of(other, name, allow_objects),
+        )
+    except UnsafeObjectError:
+        return False
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return a.shape == b.shape and a.dtype == b.dtype and not _compare_all(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, float):
+        return a == b or (math.isnan(a) and math.isnan(b))
+    try:
+        return bool(a == b)
+    except Exception:  # an object's own comparison may raise anything
+        return False
+
+
+def _compare_all(a: torch.Tensor, b: torch.Tensor) -> int:
+    return _compare(a.contiguous().view(-1), b.contiguous().view(-1)).differing

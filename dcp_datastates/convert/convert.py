@@ -1,0 +1,276 @@
+"""``convert``: from any format to any other, streamed through bounded memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from dcp_datastates._native import BLOCK_BYTES
+from dcp_datastates.config import parse_host_cache_size, parse_size
+from dcp_datastates.convert.destination import appearing, check_destination
+from dcp_datastates.convert.job import Job, Limits
+from dcp_datastates.convert.open import open_source
+from dcp_datastates.convert.selection import Selection, select
+from dcp_datastates.convert.source import Source
+from dcp_datastates.convert.work import Progress, work
+from dcp_datastates.convert.write_datastates import datastates_job
+from dcp_datastates.convert.write_safetensors import hf_job, safetensors_job
+from dcp_datastates.convert.write_stock import stock_job
+from dcp_datastates.convert.write_torch import torch_job
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.format.contents import some_of
+from dcp_datastates.storage import local
+from dcp_datastates.text import count, size
+
+__all__ = ["Conversion", "convert", "thread_count"]
+
+logger = logging.getLogger(__name__)
+
+Target = Literal["datastates", "hf", "safetensors", "dcp", "torch"]
+
+_FILES: Final = ("safetensors", "torch")
+_HOLD_OBJECTS: Final = ("datastates", "dcp", "torch")
+
+_DEFAULT_MEMORY: Final = "256MiB"
+_MOST_THREADS: Final = 8
+_MOST_PIECE_BYTES: Final = 16 << 20
+"""A piece of this size reaches full speed on any storage."""
+
+
+_CHOICES: Final = ("keys", "exclude", "part", "rename", "dtype")
+_FLAGS: Final = ("overwrite", "strict", "allow_objects")
+_OPTIONS: Final = (
+    *_CHOICES,
+    *_FLAGS,
+    "shard_size",
+    "config_from",
+    "threads",
+    "host_cache_size",
+)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """The result of :func:`convert`. Sizes are bytes."""
+
+    path: Path
+    source_format: str
+    target_format: str
+    files: int
+    """Files with tensors."""
+    tensors: int
+    objects: int
+    nbytes: int
+    """Bytes of tensors that were written."""
+    skipped: tuple[str, ...]
+    """The names of objects that the target's format cannot hold."""
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line: the path, and what was written there."""
+        speed = f" ({size(self.nbytes / self.seconds)}/s)" if self.seconds > 0 else ""
+        return (
+            f"{self.path}: {count(self.tensors, 'tensor')} and {count(self.objects, 'object')} from "
+            f"{self.source_format}, {size(self.nbytes)} in {count(self.files, 'file')} in {self.seconds:.1f} s{speed}"
+        )
+
+
+@dataclass(frozen=True)
+class _Options:
+    """Checked options."""
+
+    selection: Selection
+    shard_bytes: int
+    config_from: Path | None
+    overwrite: bool
+    strict: bool
+    allow_objects: bool
+    threads: int
+    memory: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: Target | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Conversion:
+    """Convert the checkpoint at ``source`` into a new one at ``target``; returns when that is complete and durable.
+
+    The source is recognized by its content: a checkpoint of this package or of stock DCP, a Hugging Face folder, a
+    safetensors file, or a file of ``torch.save``. Tensors are streamed. The call is not collective and needs no process
+    group. Of a checkpoint of this package, every byte is verified before it is used; the other formats have no
+    checksums. ``target`` appears at once: if the call fails or the process is killed, there is nothing at it, or what
+    was there before.
+
+    Args:
+        source: A file or directory.
+        target: A directory for "hf", "dcp" and "datastates"; a file for "safetensors" and "torch".
+        to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index.
+            "safetensors": one file. "dcp": for stock ``FileSystemReader``. "torch": one file of ``torch.save``, nested
+            as the state was saved. None: "datastates", if the source has another format.
+        progress: Called in the calling thread, about ten times per second and at the end, with the bytes done and the
+            total bytes.
+        options: These keywords:
+
+            - ``keys``: take only the values under these names: full names, or prefixes that end before a dot.
+            - ``exclude``: leave out the values under these names.
+            - ``part``: take only the values under this one name, and remove it from theirs: with ``part="model"``,
+              ``model.layers.0.weight`` becomes ``layers.0.weight``.
+            - ``rename``: a dict from old prefixes to new ones, the first that fits is replaced; or a function from a
+              name to a name. It sees names without ``part``.
+            - ``dtype``: the dtype of all floating-point tensors, such as "bfloat16". Others stay as they are.
+            - ``shard_size``: the most bytes of tensors in one file of "hf" and "datastates"; default: "5GB".
+            - ``config_from``: for "hf", a folder whose configuration and tokenizer files are copied; default: the
+              source, if it is a Hugging Face folder.
+            - ``overwrite``: whether a checkpoint or file at ``target`` is replaced; default: False.
+            - ``strict``: whether an object that the format cannot hold is an error, rather than a warning.
+            - ``allow_objects``: whether Python objects may be unpickled that may run code; only for sources you trust.
+            - ``threads``: how many read and write; default: one per core, at most 8.
+            - ``host_cache_size``: memory for tensors that are being converted, bytes or a string; default: "256MiB".
+              Reading this package's format takes 64 MiB more.
+
+    Raises:
+        ConfigurationError: an option cannot work, names collide, or the format cannot hold a name or dtype.
+        CheckpointExistsError: something is at ``target``, and ``overwrite`` is False.
+        CheckpointNotFoundError: there is nothing to convert at ``source``.
+        CheckpointCorruptError: the source is damaged.
+        IncompatibleStateError: a key fits nothing, or ``strict`` and there are objects.
+        UnsafeObjectError: a value cannot be read without running code from it.
+        UnsupportedTensorError, UnsupportedStateError: a value cannot be converted.
+        StorageError: the system refused to read or to write.
+    """
+    began = time.monotonic()
+    given, there = local.local_path(source), local.local_path(target)
+    checked = _checked(options)
+    if to is not None and to not in get_args(Target):
+        raise ConfigurationError(
+            f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
+        )
+    with open_source(given, checked.allow_objects) as opened:
+        chosen_format = _target_format(opened, to, checked)
+        check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
+        selected = select(opened, checked.selection)
+        skipped = _without_objects(selected, chosen_format, checked.strict)
+        total = sum(info.nbytes for info in selected.tensors.values())
+        limits = _limits(opened, selected, checked)
+        with appearing(there, checked.overwrite) as path:
+            job = _job(selected, path, there, chosen_format, limits, checked)
+            try:
+                work(job.units, total, limits.threads, progress)
+                job.finish()
+            finally:
+                job.close()
+        return Conversion(
+            path=there,
+            source_format=opened.format,
+            target_format=chosen_format,
+            files=len(job.files),
+            tensors=len(selected.tensors),
+            objects=len(selected.objects),
+            nbytes=total,
+            skipped=skipped,
+            seconds=time.monotonic() - began,
+        )
+
+
+def _job(
+    source: Source, path: Path, target: Path, to: Target, limits: Limits, options: _Options
+) -> Job:
+    """``path`` is where ``target`` is written before it appears."""
+    if to == "hf":
+        companions = options.config_from
+        if companions is None and source.format == "Hugging Face":
+            companions = source.path
+        return hf_job(source, path, limits, companions)
+    if to == "safetensors":
+        return safetensors_job(source, path, limits)
+    if to == "torch":
+        return torch_job(source, path, limits, options.allow_objects)
+    if to == "dcp":
+        return stock_job(source, path, limits)
+    return datastates_job(source, path, target.parent, limits)
+
+
+def _checked(given: dict[str, Any]) -> _Options:
+    unknown = sorted(given.keys() - set(_OPTIONS))
+    if unknown:
+        raise ConfigurationError(
+            f"convert has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}"
+        )
+    selection = Selection.checked(**{name: given[name] for name in _CHOICES if name in given})
+    flags = {name: given.get(name, False) for name in _FLAGS}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{name}={value!r} must be True or False")
+    shard_bytes = parse_size(given.get("shard_size", "5GB"), name="shard_size")
+    if not shard_bytes:
+        raise ConfigurationError("shard_size=0 leaves no room for a tensor; give more")
+    config_from = given.get("config_from")
+    if config_from is not None:
+        config_from = local.local_path(config_from)
+        if not config_from.is_dir():
+            raise ConfigurationError(f"config_from={str(config_from)!r} is no directory")
+    return _Options(
+        selection,
+        shard_bytes,
+        config_from,
+        **flags,
+        threads=thread_count(given.get("threads")),
+        memory=parse_host_cache_size(given.get("host_cache_size", _DEFAULT_MEMORY)),
+    )
+
+
+def thread_count(threads: int | None) -> int:
+    """The number of threads; None means one per core, at most 8. Raises :class:`ConfigurationError`."""
+    if threads is None:
+        return min(_MOST_THREADS, os.cpu_count() or 1)
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ConfigurationError(f"threads={threads!r} must be a whole number, 1 or more")
+    return threads
+
+
+def _target_format(source: Source, to: Target | None, options: _Options) -> Target:
+    if to is None:
+        if source.format == "dcp_datastates":
+            raise ConfigurationError(
+                f"{source.path} has this package's format already; say which to convert it to, with to= (--to)"
+            )
+        to = "datastates"
+    if options.config_from is not None and to != "hf":
+        raise ConfigurationError(f"config_from is only for to='hf', not for to={to!r}")
+    return to
+
+
+def _without_objects(source: Source, to: Target, strict: bool) -> tuple[str, ...]:
+    """Leave out the objects that the format cannot hold; returns their names."""
+    skipped = tuple(source.objects)
+    if to in _HOLD_OBJECTS or not skipped:
+        return ()
+    said = (
+        f"{source.path}: {count(len(skipped), 'Python object')} cannot be stored in safetensors: {some_of(skipped)}; "
+        f"choose the tensors with keys, exclude or part (such as --part model), or a format that holds objects"
+    )
+    if strict:
+        raise IncompatibleStateError(said)
+    logger.warning("%s. Converted without them", said)
+    source.objects = ()
+    return skipped
+
+
+def _limits(opened: Source, source: Source, options: _Options) -> Limits:
+    """A unit holds what it writes, once more what it is made of, and what it is cast from."""
+    factor = 2
+    if options.selection.dtype is not None:
+        widest = max((info.dtype.itemsize for info in opened.tensors.values()), default=1)
+        factor += -(-widest // options.selection.dtype.itemsize)
+    blocks = options.memory // (factor * BLOCK_BYTES)
+    threads = max(1, min(options.threads, blocks))
+    piece = min(_MOST_PIECE_BYTES // BLOCK_BYTES, max(1, blocks // threads)) * BLOCK_BYTES
+    return Limits(threads, piece, options.shard_bytes)

@@ -1,0 +1,124 @@
+"""Reads arrays from places in files."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_datastates.convert.memory import passing_tensor
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+
+__all__ = ["Array", "Files", "as_bytes"]
+
+
+class Files:
+    """Files that are opened at first use, and stay open. Any thread may read."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _open
+        self._open: dict[Path, int] = {}
+
+    def nbytes(self, path: Path) -> int:
+        """The size of the file in bytes."""
+        return os.fstat(self._descriptor(path)).st_size
+
+    def read(self, path: Path, offset: int, into: memoryview) -> None:
+        """Fill ``into`` with the bytes of the file from ``offset``.
+
+        Raises :class:`CheckpointCorruptError` if the file ends before, :class:`CheckpointNotFoundError` or
+        :class:`StorageError`.
+        """
+        descriptor = self._descriptor(path)
+        done = 0
+        while done < len(into):
+            try:
+                read = os.preadv(descriptor, [into[done:]], offset + done)
+            except OSError as error:
+                raise StorageError(
+                    error.errno, f"reading {path} failed: {error.strerror}", str(path)
+                ) from error
+            if not read:
+                raise CheckpointCorruptError(
+                    f"{path} is cut short: it ends before byte {offset + len(into)}"
+                )
+            done += read
+
+    def _descriptor(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._open:
+                try:
+                    self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                except OSError as error:
+                    kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
+                    raise kind(
+                        error.errno, f"opening {path} failed: {error.strerror}", str(path)
+                    ) from error
+            return self._open[path]
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for descriptor in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+
+@dataclass(frozen=True)
+class Array:
+    """A strided array in a file. ``offset``: the place of its first element in the file, in bytes."""
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+
+    def read(
+        self, files: Files, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor
+    ) -> None:
+        """Copy the box at ``offsets`` into a tensor of shape ``sizes``.
+
+        The bytes between the box's first and last element are read. If the array is row-major and the box is contiguous
+        in it, these are the bytes of the box; if not, they may be nearly all of the array's.
+        """
+        if 0 in sizes:
+            return
+        itemsize = self.dtype.itemsize
+        first = sum(at * step for at, step in zip(offsets, self.strides, strict=True))
+        span = 1 + sum((size - 1) * step for size, step in zip(sizes, self.strides, strict=True))
+        place = self.offset + first * itemsize
+        if span == into.numel() and into.is_contiguous() and self._is_row_major(sizes):
+            files.read(self.path, place, as_bytes(into))
+            return
+        data = passing_tensor(span, self.dtype)
+        files.read(self.path, place, as_bytes(data))
+        into.copy_(data.as_strided(tuple(sizes), self.strides))
+
+    def _is_row_major(self, sizes: Sequence[int]) -> bool:
+        step = 1
+        for size, stride in zip(reversed(sizes), reversed(self.strides), strict=True):
+            if size > 1:
+                if stride != step:
+                    return False
+                step *= size
+        return True
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    if not tensor.numel():
+        return memoryview(bytearray())
+    data: Any = tensor.view(-1).view(torch.uint8).numpy()
+    return memoryview(data)

@@ -1,0 +1,191 @@
+"""Files whose size and places are known before a byte of a tensor is read. They are written piece by piece.
+
+A piece is a range of the file, a whole number of checksum blocks long. It may hold many small tensors, or a part of a
+large one: memory does not depend on the tensors. Threads write pieces of one file at the same time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dcp_datastates._native import BLOCK_BYTES, crc32c
+from dcp_datastates.convert.files import as_bytes
+from dcp_datastates.convert.memory import passing_tensor
+from dcp_datastates.convert.source import Source, Want
+from dcp_datastates.convert.work import Done, Unit
+from dcp_datastates.errors import DataStatesError
+from dcp_datastates.format.checksums import blocks, table_words
+from dcp_datastates.storage.local import explained
+
+__all__ = ["Image", "ImageWriter", "Placed"]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor of the source, at ``offset`` in the file, in bytes: a multiple of its element size."""
+
+    name: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """A file: the bytes that are known, and the places of tensors. What is neither is not written."""
+
+    path: Path
+    nbytes: int
+    known: Sequence[tuple[int, bytes]]
+    """Offsets and bytes."""
+    tensors: Sequence[Placed]
+    table_offset: int | None = None
+    """Where the table of checksums begins; None: there is none. It covers all bytes before it."""
+
+
+class ImageWriter:
+    """Writes ``images`` with tensors of ``source``, in units of at most ``piece_bytes``, a multiple of 1 MiB."""
+
+    def __init__(self, images: Iterable[Image], source: Source, piece_bytes: int) -> None:
+        self._files = [_Writing(image, source) for image in images]
+        self._piece_bytes = piece_bytes
+
+    def units(self) -> Iterator[Unit]:
+        """The work. After the last unit of a file, the file is complete and synced."""
+        for file in self._files:
+            yield from file.units(self._piece_bytes)
+
+    def close(self) -> None:
+        """Close the files of units that were not done. No unit may be running."""
+        for file in self._files:
+            file.close()
+
+
+class _Writing:
+    """One file that is being written."""
+
+    def __init__(self, image: Image, source: Source) -> None:
+        self._image = image
+        self._source = source
+        self._end = image.nbytes if image.table_offset is None else image.table_offset
+        self._table = bytearray(4 * table_words(self._end))
+        self._lock = threading.Lock()  # guards the rest
+        self._left = 0
+        self._descriptor: int | None = None
+        spans = [
+            (placed.offset, placed.offset + source.tensors[placed.name].nbytes, placed)
+            for placed in image.tensors
+        ]
+        self._tensors = sorted(spans, key=lambda span: span[:2])
+        for begin, _, placed in spans:
+            if begin % source.tensors[placed.name].dtype.itemsize:
+                raise DataStatesError(
+                    f"{image.path}: {placed.name!r} would lie at byte {begin}, between elements"
+                )
+
+    def units(self, piece_bytes: int) -> Iterator[Unit]:
+        ranges = [
+            (begin, min(begin + piece_bytes, self._end))
+            for begin in range(0, max(self._end, 1), piece_bytes)
+        ]
+        self._left = len(ranges)
+        first = 0
+        for begin, end in ranges:
+            while first < len(self._tensors) and self._tensors[first][1] <= begin:
+                first += 1
+            here = []
+            for span in self._tensors[first:]:
+                if span[0] >= end:
+                    break
+                here.append(span)
+            yield self._unit(begin, end, here)
+
+    def _unit(self, begin: int, end: int, here: Sequence[tuple[int, int, Placed]]) -> Unit:
+        def write(done: Done) -> None:
+            buffer = passing_tensor(end - begin, torch.uint8).zero_()
+            spans, wants = [], []
+            for offset, data in self._image.known:
+                low, high = max(begin, offset), min(end, offset + len(data))
+                if low < high:
+                    spans.append((low, high))
+                    as_bytes(buffer)[low - begin : high - begin] = data[
+                        low - offset : high - offset
+                    ]
+            nbytes = 0
+            for start, stop, placed in here:
+                low, high = max(begin, start), min(end, stop)
+                if low >= high:
+                    continue
+                spans.append((low, high))
+                dtype = self._source.tensors[placed.name].dtype
+                wants.append(
+                    Want(
+                        placed.name,
+                        (low - start) // dtype.itemsize,
+                        (high - start) // dtype.itemsize,
+                        buffer[low - begin : high - begin].view(dtype),
+                    )
+                )
+                nbytes += high - low
+            self._source.fill(wants)
+            self._put(begin, as_bytes(buffer), _merged(spans))
+            done(nbytes)
+
+        return write
+
+    def _put(self, begin: int, data: memoryview, spans: Iterable[tuple[int, int]]) -> None:
+        image = self._image
+        if image.table_offset is not None:
+            for start, stop in blocks(begin, begin + len(data)):
+                at = 4 * (start // BLOCK_BYTES)
+                word = crc32c(data[start - begin : stop - begin])
+                self._table[at : at + 4] = word.to_bytes(4, "little")
+        with explained("writing", image.path, image.nbytes):
+            with self._lock:
+                if self._descriptor is None:
+                    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+                    self._descriptor = os.open(image.path, flags, 0o644)
+                    os.truncate(self._descriptor, image.nbytes)
+            for low, high in spans:
+                _write(self._descriptor, low, data[low - begin : high - begin])
+            with self._lock:
+                self._left -= 1
+                if self._left:
+                    return
+            self._finish(self._descriptor)
+            self.close()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def _finish(self, descriptor: int) -> None:
+        if self._image.table_offset is not None:
+            own = crc32c(memoryview(self._table)[:-4])
+            self._table[-4:] = own.to_bytes(4, "little")
+            _write(descriptor, self._image.table_offset, memoryview(self._table))
+        os.fsync(descriptor)
+
+
+def _write(descriptor: int, offset: int, data: memoryview) -> None:
+    while data:
+        wrote = os.pwrite(descriptor, data, offset)
+        offset += wrote
+        data = data[wrote:]
+
+
+def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbouring spans as one."""
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(spans):
+        if merged and merged[-1][1] == low:
+            merged[-1] = (merged[-1][0], high)
+        else:
+            merged.append((low, high))
+    return merged

@@ -1,0 +1,83 @@
+"""Opens a source of any format, recognized by its content."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.checkpoints.listing import committed_in
+from dcp_datastates.convert.read_datastates import DataStatesSource
+from dcp_datastates.convert.read_safetensors import SafetensorsSource, is_safetensors, weights_in
+from dcp_datastates.convert.read_stock import StockSource
+from dcp_datastates.convert.read_torch import TorchSource, is_legacy_pickle, is_torch_file
+from dcp_datastates.convert.source import Source
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    ForeignCheckpointError,
+    StorageError,
+)
+from dcp_datastates.storage import local
+
+__all__ = ["open_source"]
+
+
+def open_source(path: str | os.PathLike[str], allow_objects: bool = False) -> Source:
+    """Open what is at ``path``: a checkpoint of this package or of stock DCP, a Hugging Face folder, a safetensors
+    file or a file of ``torch.save``.
+
+    Reads names, shapes and dtypes, not the tensors' bytes. Runs no code from the checkpoint, unless ``allow_objects``.
+
+    Raises:
+        CheckpointNotFoundError: there is none of these; the message says what is there.
+        CheckpointCorruptError, StorageError: it cannot be read.
+        UnsafeObjectError: it cannot be read without running code from it.
+        IncompatibleStateError, UnsupportedTensorError: it has values that cannot be converted.
+        ConfigurationError: it is not clear what is meant.
+    """
+    found = local.local_path(path)
+    if found.is_dir():
+        return _open_directory(found, allow_objects)
+    try:
+        if is_torch_file(found):
+            return TorchSource(found, allow_objects)
+        if is_safetensors(found):
+            return SafetensorsSource(found, [found], None)
+        legacy = is_legacy_pickle(found)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
+    except OSError as error:
+        if isinstance(error, StorageError | CheckpointNotFoundError):
+            raise
+        raise StorageError(
+            error.errno, f"reading {found} failed: {error.strerror}", str(found)
+        ) from error
+    if legacy:
+        raise ForeignCheckpointError(
+            f"{str(found)!r} is a pickle, perhaps of torch.save before torch 1.6; load it and save it again with a "
+            f"newer torch.save"
+        )
+    raise ForeignCheckpointError(
+        f"{str(found)!r} is neither a safetensors file nor a file of torch.save"
+    )
+
+
+def _open_directory(path: Path, allow_objects: bool) -> Source:
+    found = format_of(path)
+    if found is Format.DATASTATES:
+        return DataStatesSource(path)
+    if found in (Format.STOCK, Format.UNKNOWN):
+        return StockSource(path, allow_objects)
+    weights = weights_in(path)
+    if weights is not None:
+        return weights
+    below = committed_in(path)
+    others = sorted(each.name for each in path.iterdir())
+    there = (
+        f"there are checkpoints below it, such as {below[-1].name!r}; pass the path of one"
+        if below
+        else f"the directory holds {len(others)} other entries, such as {others[0]!r}"
+        if others
+        else "the directory is empty"
+    )
+    raise CheckpointNotFoundError(f"no checkpoint of a known format at {str(path)!r}: {there}")

@@ -1,0 +1,115 @@
+"""Reads checkpoints of this package, verified: every byte is compared with its checksum before it is used."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from dcp_datastates.convert.source import Source, TensorInfo, Want, check_covered, parts
+from dcp_datastates.dcp.reader import explain_missing
+from dcp_datastates.errors import CheckpointNotFoundError
+from dcp_datastates.format.metadata_objects import metadata_of
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
+from dcp_datastates.io.restore import restore
+
+__all__ = ["DataStatesSource"]
+
+
+class DataStatesSource(Source):
+    """A committed checkpoint of this package."""
+
+    format = "dcp_datastates"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        committed = open_committed(path)
+        self._note = committed.note
+        self._metadata = metadata_of(committed.table)
+        self._engine = engine(DEFAULT_HOST_CACHE_BYTES)
+        entries = {
+            name: self._metadata.state_dict_metadata[name]
+            for name in self._metadata.state_dict_metadata
+        }
+        self.tensors = {
+            name: TensorInfo(entry.properties.dtype, tuple(entry.size))
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.objects = tuple(name for name in entries if name not in self.tensors)
+        known = self._metadata.planner_data
+        self.paths = (
+            {name: path for name, path in known.items() if name in entries and path}
+            if isinstance(known, dict)
+            else {}
+        )
+
+    def fill(self, wants: Sequence[Want]) -> None:
+        """See :class:`Source`."""
+        planner = _Planner()
+        items = []
+        for want in wants:
+            entry = self._metadata.state_dict_metadata[want.name]
+            assert isinstance(entry, TensorStorageMetadata)
+            check_covered(want.name, entry.size, [chunk.sizes for chunk in entry.chunks])
+            chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+            for part in parts(entry.size, chunks, want):
+                items.append(
+                    ReadItem(
+                        type=LoadItemType.TENSOR,
+                        dest_index=MetadataIndex(want.name, index=len(planner.targets)),
+                        dest_offsets=torch.Size(part.offsets),
+                        storage_index=MetadataIndex(want.name, chunks[part.chunk][0], part.chunk),
+                        storage_offsets=torch.Size(part.offsets),
+                        lengths=torch.Size(part.sizes),
+                    )
+                )
+                planner.targets.append(part.into)
+        self._restore(items, planner)
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        planner = _Planner()
+        index = MetadataIndex(name)
+        nothing = torch.Size([])
+        item = ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing)
+        self._restore([item], planner)
+        return planner.data
+
+    def _restore(self, items: list[ReadItem], planner: _Planner) -> None:
+        try:
+            restore(
+                LoadPlan(items),
+                planner,  # type: ignore[arg-type]
+                self._metadata,
+                self._note,
+                self.path,
+                self._engine,
+                allow_cast=False,
+            )
+        except CheckpointNotFoundError as error:
+            raise explain_missing(self.path, self._note, error) from error
+
+
+class _Planner:
+    """The part of a load planner that :func:`restore` asks: the destination of each item."""
+
+    def __init__(self) -> None:
+        self.targets: list[torch.Tensor] = []
+        self.data = b""
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        assert item.dest_index.index is not None
+        return self.targets[item.dest_index.index]
+
+    def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        """There is nothing left to do."""
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> Any:
+        self.data = value.getvalue()

@@ -1,0 +1,184 @@
+"""Reads safetensors files: one alone, or those of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dcp_datastates.convert.files import Array, Files
+from dcp_datastates.convert.source import Source, TensorInfo, Want, boxes
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    IncompatibleStateError,
+    StorageError,
+)
+from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
+from dcp_datastates.format.safetensors_header import Header, read_header
+
+__all__ = ["NAME_OF", "SafetensorsSource", "is_safetensors", "weights_in"]
+
+_MORE: Final = {
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+
+NAME_OF: Final[Mapping[torch.dtype, str]] = {
+    **SAFETENSORS_NAME,
+    **{getattr(torch, name): key for key, name in _MORE.items() if hasattr(torch, name)},
+}
+"""The names of safetensors 0.8, also of those dtypes that the data files of this package store as bytes."""
+
+_DTYPE_OF: Final = {name: dtype for dtype, name in NAME_OF.items()}
+
+_INDEX: Final = ".safetensors.index.json"
+
+
+class SafetensorsSource(Source):
+    """Tensors in safetensors files."""
+
+    def __init__(self, path: Path, files: Iterable[Path], only: Mapping[str, Path] | None) -> None:
+        """``only``: the names that count, and the file of each; None: all names."""
+        self.path = path
+        self.format = "safetensors" if only is None and path.is_file() else "Hugging Face"
+        self._files = Files()
+        self._arrays: dict[str, Array] = {}
+        try:
+            for file in files:
+                self._add(file, only)
+        except BaseException:
+            self.close()
+            raise
+        names = self._arrays if only is None else only
+        missing = [name for name in names if name not in self._arrays]
+        if missing:
+            self.close()
+            raise CheckpointCorruptError(
+                f"{path}: the index has {some_of(missing)}, and the file that it names has not"
+            )
+        self.tensors = {
+            name: TensorInfo(self._arrays[name].dtype, self._arrays[name].shape) for name in names
+        }
+
+    def fill(self, wants: Sequence[Want]) -> None:
+        """See :class:`Source`."""
+        for want in wants:
+            array = self._arrays[want.name]
+            done = 0
+            for offsets, sizes in boxes(array.shape, want.begin, want.end):
+                count = torch.Size(sizes).numel()
+                array.read(self._files, offsets, sizes, want.into[done : done + count].view(sizes))
+                done += count
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._files.close()
+
+    def _add(self, file: Path, only: Mapping[str, Path] | None) -> None:
+        header = self._header(file)
+        _check_is_whole(file, header)
+        for entry in header.entries:
+            if only is not None and only.get(entry.name) != file:
+                continue
+            if entry.name in self._arrays:
+                raise CheckpointCorruptError(f"{entry.name!r} is in several files of {self.path}")
+            dtype = _DTYPE_OF.get(entry.dtype)
+            if dtype is None:
+                raise IncompatibleStateError(
+                    f"{file}: {entry.name!r} has the dtype {entry.dtype}, which torch does not have"
+                )
+            strides = torch.empty(entry.shape, device="meta").stride()
+            self._arrays[entry.name] = Array(
+                file, header.data_start + entry.data_offsets[0], dtype, entry.shape, strides
+            )
+
+    def _header(self, file: Path) -> Header:
+        nbytes = self._files.nbytes(file)
+        first = bytearray(min(8, nbytes))
+        self._files.read(file, 0, memoryview(first))
+        length = min(8 + int.from_bytes(first, "little"), nbytes, 8 + MAX_HEADER_BYTES)
+        data = bytearray(length)
+        self._files.read(file, 0, memoryview(data))
+        try:
+            return read_header(bytes(data), nbytes)
+        except CheckpointCorruptError as error:
+            raise CheckpointCorruptError(f"{file}: {error}") from None
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether the file at ``path`` begins like one of safetensors."""
+    with path.open("rb") as file:
+        first = file.read(9)
+    return (
+        len(first) == 9
+        and first[8:] == b"{"
+        and int.from_bytes(first[:8], "little") <= (MAX_HEADER_BYTES)
+    )
+
+
+def weights_in(folder: Path) -> SafetensorsSource | None:
+    """The weights in a Hugging Face folder: by its index, or in its only safetensors file. None: there are none.
+
+    Raises :class:`CheckpointCorruptError`, :class:`CheckpointNotFoundError` or :class:`ConfigurationError`.
+    """
+    indexes = sorted(folder.glob(f"*{_INDEX}"))
+    files = sorted(folder.glob("*.safetensors"))
+    preferred = folder / f"model{_INDEX}"
+    if preferred in indexes or len(indexes) == 1:
+        only = _read_index(preferred if preferred in indexes else indexes[0])
+        return SafetensorsSource(folder, sorted(set(only.values())), only)
+    if (folder / "model.safetensors") in files:
+        files = [folder / "model.safetensors"]
+    if len(indexes) + len(files) > 1:
+        raise ConfigurationError(
+            f"{folder} has several files that may be meant, such as {(indexes or files)[0].name!r}, and no "
+            f"'model{_INDEX}'; pass the path of one file"
+        )
+    return SafetensorsSource(folder, files, None) if files else None
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    try:
+        content: Any = json.loads(path.read_bytes())
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"reading {path} failed: {error.strerror}", str(path)
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{path} is no JSON: {str(error)[:200]}") from None
+    weights = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not set(map(type, weights.values())) <= {str}:
+        raise CheckpointCorruptError(f"{path} has no weight_map from names to files")
+    for file in set(weights.values()):
+        if file != Path(file).name or file in ("", ".", ".."):
+            raise CheckpointCorruptError(f"{path} names {file!r}, which is no file beside it")
+        if not (path.parent / file).is_file():
+            raise CheckpointNotFoundError(
+                f"{path.parent}: {file!r}, which the index names, is missing"
+            )
+    return {name: path.parent / file for name, file in weights.items()}
+
+
+def _check_is_whole(file: Path, header: Header) -> None:
+    """Raise if the file holds shards of tensors, of which the header alone has the shapes."""
+    if "dcp_datastates" in header.metadata:
+        raise ConfigurationError(
+            f"{file} is a data file of a checkpoint of dcp_datastates; pass the checkpoint's directory"
+        )
+    try:
+        shards = json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))
+        cut = [name for name, each in shards.items() if any(each["saved_offsets"])]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise CheckpointCorruptError(f"{file}: its DCP_SHARDING_INFO are malformed") from None
+    if cut:
+        raise ConfigurationError(
+            f"{file} has shards of {some_of(cut)}; consolidate the files first, with "
+            f"torch.distributed.checkpoint.HuggingFaceStorageWriter"
+        )

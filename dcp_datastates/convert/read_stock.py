@@ -1,0 +1,253 @@
+"""Reads checkpoints of stock DCP (``FileSystemWriter``), without running code from them.
+
+The metadata of such a checkpoint are a pickle. It is read with the few classes that stock DCP writes; a pickle that
+needs others is refused, unless the user trusts it.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dcp_datastates.convert.files import Array, Files
+from dcp_datastates.convert.read_torch import array_of, load_fake
+from dcp_datastates.convert.source import Source, TensorInfo, Want, check_covered, parts, unsafe
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    IncompatibleStateError,
+    StorageError,
+)
+from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.validate import validate
+from dcp_datastates.storage import local
+
+__all__ = ["StockSource"]
+
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+_OTHERS: Final = {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"),
+}
+"""What stock metadata name beside DCP's own classes and torch's dtypes."""
+
+
+class StockSource(Source):
+    """A checkpoint of stock DCP."""
+
+    format = "stock DCP"
+
+    def __init__(self, path: Path, allow_objects: bool) -> None:
+        self.path = path
+        self._metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
+        self._files = Files()
+        self._lock = threading.Lock()  # guards _arrays
+        self._arrays: dict[MetadataIndex, Array] = {}
+        try:
+            entries = self._metadata.state_dict_metadata
+            tensors = {
+                name: entry
+                for name, entry in entries.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            self.tensors = {
+                name: TensorInfo(entry.properties.dtype, tuple(entry.size))
+                for name, entry in tensors.items()
+            }
+            self._chunks: dict[str, list[Chunk]] = {
+                name: [(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks]
+                for name, entry in tensors.items()
+            }
+            wrong = _overlaps(self.tensors, self._chunks)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
+        if wrong:
+            raise CheckpointCorruptError(f"{path}: {wrong[0]}")
+        self.objects = tuple(name for name in entries if name not in tensors)
+        known = self._metadata.planner_data
+        self.paths = {
+            name: key_path
+            for name, key_path in (known.items() if isinstance(known, dict) else ())
+            if type(key_path) is tuple and key_path and set(map(type, key_path)) <= {str, int}
+        }
+
+    def fill(self, wants: Sequence[Want]) -> None:
+        """See :class:`Source`."""
+        for want in wants:
+            chunks = self._chunks[want.name]
+            check_covered(want.name, self.tensors[want.name].shape, [sizes for _, sizes in chunks])
+            for part in parts(self.tensors[want.name].shape, chunks, want):
+                array = self._array(want.name, part.chunk)
+                array.read(self._files, part.offsets, part.sizes, part.into)
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        info = self._info(MetadataIndex(name))
+        data = bytearray(info.length)
+        self._files.read(self._file(info), info.offset, memoryview(data))
+        return bytes(data)
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._files.close()
+
+    def _array(self, name: str, number: int) -> Array:
+        """Where a chunk's elements lie: its archive says so."""
+        offsets, sizes = self._chunks[name][number]
+        index = MetadataIndex(name, offsets)
+        with self._lock:
+            if index not in self._arrays:
+                info = self._info(index)
+                file = self._file(info)
+                if self._files.nbytes(file) < info.offset + info.length:
+                    raise CheckpointCorruptError(
+                        f"{file} is cut short: it lacks the end of {name!r}"
+                    )
+                with _Slice(self._files, file, info) as archive:
+                    found, records = load_fake(archive, f"{file} at byte {info.offset}", False)  # type: ignore[arg-type]
+                if not isinstance(found, torch.Tensor):
+                    raise CheckpointCorruptError(f"{file}: the chunk of {name!r} is no tensor")
+                array = array_of(found, records, file, info.offset, name)
+                if array.shape != sizes or array.dtype != self.tensors[name].dtype:
+                    raise CheckpointCorruptError(
+                        f"{file}: a chunk of {name!r} is {array.dtype} {array.shape}, and the metadata say "
+                        f"{self.tensors[name].dtype} {sizes}"
+                    )
+                self._arrays[index] = array
+            return self._arrays[index]
+
+    def _info(self, index: MetadataIndex) -> _StorageInfo:
+        info = (self._metadata.storage_data or {}).get(index)
+        if not isinstance(info, _StorageInfo):
+            raise CheckpointCorruptError(
+                f"{self.path}: the metadata do not say where {index.fqn!r} is stored"
+            )
+        extensions = getattr(info, "transform_descriptors", None)
+        if extensions:
+            raise IncompatibleStateError(
+                f"{self.path}: {index.fqn!r} was written with the extensions {list(extensions)}; load it with DCP, and "
+                f"save it without them"
+            )
+        return info
+
+    def _file(self, info: _StorageInfo) -> Path:
+        relative = Path(str(info.relative_path))
+        if relative.is_absolute() or ".." in relative.parts:
+            raise CheckpointCorruptError(
+                f"{self.path}: the metadata name the file {str(relative)!r}, which is outside of the checkpoint"
+            )
+        return self.path / relative
+
+
+def _overlaps(
+    tensors: Mapping[str, TensorInfo], chunks: Mapping[str, Sequence[Chunk]]
+) -> list[str]:
+    """What is wrong with chunks that overlap, or are not in their tensors."""
+    shapes = [info.shape for info in tensors.values()]
+    for shape, mine in zip(shapes, chunks.values(), strict=True):
+        if any(len(each) != len(shape) for chunk in mine for each in chunk):
+            raise ValueError("a chunk has another number of dimensions than its tensor")
+    of_all = [chunk for mine in chunks.values() for chunk in mine]
+
+    def column(values: Iterable[int]) -> Ints:
+        return np.array(list(values), np.int64)
+
+    catalog = Catalog(
+        names=tuple(tensors),
+        table=(),
+        properties=column([0] * len(tensors)),
+        ndims=column(map(len, shapes)),
+        shapes=column(itertools.chain.from_iterable(shapes)),
+        counts=column(map(len, chunks.values())),
+        offsets=column(itertools.chain.from_iterable(offsets for offsets, _ in of_all)),
+        sizes=column(itertools.chain.from_iterable(sizes for _, sizes in of_all)),
+        mappings=None,
+    )
+    return validate(catalog, filled=False, thorough=False)
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file, as a file."""
+
+    def __init__(self, files: Files, path: Path, info: _StorageInfo) -> None:
+        super().__init__()
+        self._files, self._path = files, path
+        self._offset, self._length, self._at = info.offset, info.length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(0, min(len(view), self._length - self._at))
+        self._files.read(self._path, self._offset + self._at, view[:count])
+        self._at += count
+        return count
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles what stock DCP writes, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.distributed.checkpoint.metadata" and "." not in name:
+            found = getattr(dcp_metadata, name, None)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        elif (module, name) in _OTHERS:
+            return OrderedDict if name == "OrderedDict" else super().find_class(module, name)
+        elif module == "torch" and isinstance(
+            getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)
+        ):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"Unsupported global: {module}.{name}")
+
+
+def _read_metadata(path: Path, allow_objects: bool) -> Metadata:
+    kind = pickle.Unpickler if allow_objects else _Unpickler
+    try:
+        with path.open("rb") as file:
+            metadata = kind(file).load()
+    except OSError as error:
+        raise StorageError(
+            error.errno, f"reading {path} failed: {error.strerror}", str(path)
+        ) from error
+    except pickle.UnpicklingError as error:
+        if "Unsupported global" in str(error):
+            raise unsafe(str(path), error) from error
+        raise CheckpointCorruptError(f"{path}: {error}") from error
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{path}: not the metadata of DCP: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointCorruptError(f"{path}: not the metadata of DCP")
+    return metadata

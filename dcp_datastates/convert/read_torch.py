@@ -1,0 +1,197 @@
+"""Reads files of ``torch.save``, without their tensors' bytes: a tensor is read where it lies in the file.
+
+torch makes fake tensors of such a file, which know where their bytes are (``torch.serialization``).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from dcp_datastates.convert.files import Array, Files
+from dcp_datastates.convert.source import KeyPath, Source, TensorInfo, Want, boxes, unsafe
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    DataStatesError,
+    IncompatibleStateError,
+    StorageError,
+    UnsupportedStateError,
+    UnsupportedTensorError,
+)
+
+__all__ = ["TorchSource", "array_of", "is_legacy_pickle", "is_torch_file", "leaves", "load_fake"]
+
+_ZIP: Final = b"PK\x03\x04"
+
+
+class TorchSource(Source):
+    """A file of ``torch.save``: a dict of tensors and objects, nested to any depth."""
+
+    format = "torch.save"
+
+    def __init__(self, path: Path, allow_objects: bool) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            state, records = load_fake(file, str(path), allow_objects)
+        if not isinstance(state, Mapping):
+            kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
+            raise IncompatibleStateError(
+                f"{path} holds a {kind}; only a dict with strings as keys can be converted"
+            )
+        self._files = Files()
+        self._arrays: dict[str, Array] = {}
+        self._values: dict[str, Any] = {}
+        paths: dict[str, KeyPath] = {}
+        for key_path, value in leaves(state):
+            name = ".".join(map(str, key_path))
+            if name in paths:
+                raise IncompatibleStateError(
+                    f"{path} has two values with the name {name!r}: at {paths[name]} and {key_path}"
+                )
+            paths[name] = key_path
+            if isinstance(value, torch.Tensor):
+                self._arrays[name] = array_of(value, records, path, 0, name)
+            else:
+                self._values[name] = value
+        self.paths = paths
+        self.tensors = {
+            name: TensorInfo(array.dtype, array.shape) for name, array in self._arrays.items()
+        }
+        self.objects = tuple(self._values)
+
+    def fill(self, wants: Sequence[Want]) -> None:
+        """See :class:`Source`."""
+        for want in wants:
+            array = self._arrays[want.name]
+            done = 0
+            for offsets, sizes in boxes(array.shape, want.begin, want.end):
+                count = torch.Size(sizes).numel()
+                array.read(self._files, offsets, sizes, want.into[done : done + count].view(sizes))
+                done += count
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        buffer = io.BytesIO()
+        try:
+            torch.save(self._values[name], buffer)
+        except Exception as error:
+            raise UnsupportedStateError(
+                f"{self.path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
+            ) from error
+        return buffer.getvalue()
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._files.close()
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether the file at ``path`` begins like one of ``torch.save``."""
+    with path.open("rb") as file:
+        return file.read(len(_ZIP)) == _ZIP
+
+
+def is_legacy_pickle(path: Path) -> bool:
+    """Whether the file at ``path`` begins like a pickle: ``torch.save`` wrote such files before torch 1.6."""
+    with path.open("rb") as file:
+        first = file.read(2)
+    return len(first) == 2 and first[0] == 0x80 and 2 <= first[1] <= pickle.HIGHEST_PROTOCOL
+
+
+Records = Mapping[int, int]
+"""The storages in an archive: the size in bytes of each, by its offset."""
+
+
+def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Records]:
+    """The value in a file of ``torch.save``, with fake tensors, and what :func:`array_of` needs to locate them.
+
+    Raises :class:`UnsafeObjectError`, :class:`CheckpointCorruptError` (``said`` names the file) or
+    :class:`StorageError`.
+    """
+    try:
+        with FakeTensorMode():
+            value = torch.load(file, map_location="cpu", weights_only=not allow_objects)
+        return value, _records(file)
+    except pickle.UnpicklingError as error:
+        if allow_objects:
+            raise CheckpointCorruptError(f"{said}: not a readable pickle: {error}") from error
+        raise unsafe(said, error) from error
+    except OSError as error:
+        raise StorageError(error.errno, f"reading {said} failed: {error.strerror}", said) from error
+    except DataStatesError:
+        raise
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{said}: torch cannot read it: {type(error).__name__}: {str(error)[:200]}"
+        ) from error
+
+
+def _records(file: BinaryIO) -> Records:
+    """The storages that are not compressed."""
+    found = {}
+    with zipfile.ZipFile(file) as archive:
+        for entry in archive.infolist():
+            if "/data/" in entry.filename and entry.compress_type == zipfile.ZIP_STORED:
+                file.seek(entry.header_offset + 26)
+                lengths = file.read(4)  # of the name and of the extra field, which follow
+                name, extra = (
+                    int.from_bytes(each, "little") for each in (lengths[:2], lengths[2:])
+                )
+                found[entry.header_offset + 30 + name + extra] = entry.file_size
+    return found
+
+
+def array_of(tensor: torch.Tensor, records: Records, path: Path, base: int, name: str) -> Array:
+    """Where the bytes of a fake tensor lie, in an archive that begins at byte ``base`` of ``path``.
+
+    torch may compute a place from how it writes archives. So the archive must say the same.
+
+    Raises :class:`UnsupportedTensorError` for a tensor without dense bytes of its own, and
+    :class:`CheckpointCorruptError` for one that lies elsewhere.
+    """
+    plain = tensor.detach()
+    if type(plain) is not FakeTensor or plain.layout is not torch.strided or plain.is_quantized:
+        raise UnsupportedTensorError(
+            f"{path}: {name!r} is a {type(tensor).__name__} of layout {tensor.layout}; only plain dense tensors "
+            f"can be converted"
+        )
+    at = getattr(plain.untyped_storage(), "_checkpoint_offset", None)
+    if at is None or plain.is_conj() or plain.is_neg():
+        raise UnsupportedTensorError(f"{path}: torch does not say where the bytes of {name!r} are")
+    if plain.numel() and plain.untyped_storage().nbytes() != records.get(int(at)):
+        raise CheckpointCorruptError(
+            f"{path}: the archive does not have the bytes of {name!r} where torch writes them; if another program has "
+            f"packed it, load it with torch.load, and save it again"
+        )
+    itemsize = plain.dtype.itemsize
+    place = base + int(at) + int(plain.storage_offset()) * itemsize
+    return Array(path, place, plain.dtype, tuple(plain.shape), tuple(plain.stride()))
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """The values of a nested state, as DCP flattens one: dicts are containers, and lists with tensors or dicts in them;
+    all else is a value. In a path, a string is a key, and an integer is an index into a list.
+    """
+    items: Iterable[tuple[str | int, Any]] | None = None
+    if isinstance(value, Mapping):
+        items = ((str(key), each) for key, each in value.items())
+    elif isinstance(value, (list, tuple)) and _is_container(value):
+        items = enumerate(value)
+    if items is None or (path and not value):
+        yield path, value
+        return
+    for key, each in items:
+        yield from leaves(each, (*path, key))
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, Mapping)):
+        return True
+    return isinstance(value, (list, tuple)) and any(map(_is_container, value))

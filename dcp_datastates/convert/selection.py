@@ -1,0 +1,204 @@
+"""Which values of a source are taken, under which names, and with which dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcp_datastates.convert.memory import passing_tensor
+from dcp_datastates.convert.source import KeyPath, Source, TensorInfo, Want
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.format.stored_names import as_keys, chosen
+
+__all__ = ["Rename", "Selection", "select"]
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""New prefixes by old ones, of which the first that fits is replaced; or a function from a name to a name."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Checked options: see :func:`~dcp_datastates.convert.convert.convert`."""
+
+    keys: frozenset[str] | None = None
+    exclude: frozenset[str] = frozenset()
+    part: str | None = None
+    rename: Rename | None = None
+    dtype: torch.dtype | None = None
+
+    @staticmethod
+    def checked(
+        keys: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        part: str | None = None,
+        rename: Rename | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> Selection:
+        """Raises :class:`ConfigurationError`, naming the first option that cannot work."""
+        if part is not None and (not isinstance(part, str) or not part):
+            raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
+        if part is not None and keys is not None:
+            raise ConfigurationError(
+                f"part={part!r} and keys={keys!r} both choose; part takes all below one name, and removes that name"
+            )
+        if isinstance(rename, Mapping):
+            if not all(isinstance(each, str) for pair in rename.items() for each in pair):
+                raise ConfigurationError(f"rename={rename!r} must map old prefixes to new ones")
+        elif rename is not None and not callable(rename):
+            raise ConfigurationError(
+                f"rename={rename!r} must be a dict from old prefixes to new ones, or a function of a name"
+            )
+        return Selection(
+            None if keys is None else as_keys("keys", keys),
+            as_keys("exclude", exclude),
+            part,
+            rename,
+            _dtype(dtype),
+        )
+
+
+def select(source: Source, selection: Selection) -> Source:
+    """The values that ``selection`` takes from ``source``. Closing the result closes ``source``.
+
+    Raises :class:`ConfigurationError` for names that collide, or if nothing is left;
+    :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing.
+    """
+    names = [*source.tensors, *source.objects]
+    taken = names
+    if selection.part is not None:
+        taken = chosen(names, frozenset([selection.part]))
+    elif selection.keys is not None:
+        taken = chosen(names, selection.keys)
+    left_out = set(chosen(taken, selection.exclude)) if selection.exclude else set()
+    taken = [name for name in taken if name not in left_out]
+    if names and not taken:
+        raise ConfigurationError(
+            f"nothing is left of {source.path}: exclude={sorted(selection.exclude)} takes all out"
+        )
+    return _Selected(source, _renamed(taken, selection), selection.dtype)
+
+
+class _Selected(Source):
+    """Values of another source, under other names."""
+
+    def __init__(
+        self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None
+    ) -> None:
+        """``old_of``: the name in ``source`` of each value."""
+        self.path, self.format = source.path, source.format
+        self._source, self._old_of = source, old_of
+        self.tensors = {
+            name: _cast(source.tensors[old], dtype)
+            for name, old in old_of.items()
+            if old in source.tensors
+        }
+        self.objects = tuple(name for name in old_of if name not in self.tensors)
+        self.paths = {
+            name: _renamed_path(source.paths.get(old, (old,)), old, name)
+            for name, old in old_of.items()
+        }
+        casts = {
+            (source.tensors[old_of[name]].dtype, info.dtype) for name, info in self.tensors.items()
+        }
+        for before, after in casts:
+            if before != after:
+                _check_cast(before, after)
+
+    def fill(self, wants: Sequence[Want]) -> None:
+        """See :class:`Source`."""
+        inner, casts = [], []
+        for want in wants:
+            old = self._old_of[want.name]
+            stored = self._source.tensors[old].dtype
+            into = want.into
+            if stored != into.dtype:
+                into = passing_tensor(want.end - want.begin, stored)
+                casts.append((want.into, into))
+            inner.append(dataclasses.replace(want, name=old, into=into))
+        self._source.fill(inner)
+        for target, read in casts:
+            target.copy_(read)
+
+    def object_bytes(self, name: str) -> bytes:
+        """See :class:`Source`."""
+        return self._source.object_bytes(self._old_of[name])
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        self._source.close()
+
+
+def _renamed(names: Sequence[str], selection: Selection) -> dict[str, str]:
+    """The old name by the new."""
+    rename, part = selection.rename, selection.part
+    used: set[str] = set()
+    old_of: dict[str, str] = {}
+    for old in names:
+        name = old if part is None or old == part else old.removeprefix(f"{part}.")
+        if isinstance(rename, Mapping):
+            prefix = next((each for each in rename if name.startswith(each)), None)
+            if prefix is not None:
+                used.add(prefix)
+                name = rename[prefix] + name.removeprefix(prefix)
+        elif rename is not None:
+            name = rename(name)
+        if not isinstance(name, str) or not name:
+            raise ConfigurationError(f"rename gives {old!r} the name {name!r}, which names nothing")
+        if name in old_of:
+            raise ConfigurationError(
+                f"{old_of[name]!r} and {old!r} would both have the name {name!r}; rename them apart, or exclude one"
+            )
+        old_of[name] = old
+    if isinstance(rename, Mapping) and (unused := [each for each in rename if each not in used]):
+        raise ConfigurationError(
+            f"rename={unused[0]!r}: no name begins so; they are such as {names[:3]}"
+        )
+    return old_of
+
+
+def _renamed_path(path: KeyPath, old: str, new: str) -> KeyPath:
+    """The path, with the longest end of it that is still the end of the name."""
+    if old == new:
+        return path
+    for place in range(len(path)):
+        tail = ".".join(map(str, path[place:]))
+        if new == tail:
+            head: KeyPath = ()
+        elif new.endswith(f".{tail}"):
+            head = (new.removesuffix(f".{tail}"),)
+        else:
+            continue
+        if head or isinstance(path[place], str):  # a state is no list
+            return (*head, *path[place:])
+    return (new,)
+
+
+def _cast(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
+    if dtype is None or not info.dtype.is_floating_point:
+        return info
+    return TensorInfo(dtype, info.shape)
+
+
+def _check_cast(old: torch.dtype, new: torch.dtype) -> None:
+    try:
+        torch.empty(1, dtype=new).copy_(torch.zeros(1).to(old))
+    except (RuntimeError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"dtype={new}: torch cannot convert {old} to it ({str(error).splitlines()[0]}); exclude such tensors"
+        ) from error
+
+
+def _dtype(dtype: Any) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    named = isinstance(dtype, str)
+    found = getattr(torch, dtype.removeprefix("torch."), None) if named else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigurationError(
+            f"dtype={dtype!r} is no floating-point dtype; give one such as 'bfloat16'"
+        )
+    return found

@@ -1,0 +1,225 @@
+"""What is converted or compared: named tensors that are read piece by piece, and named objects.
+
+A range of a tensor is given by its first and last element in row-major order. Such a range may begin and end anywhere,
+so that a file can be written in pieces of equal size, whatever tensors are in it.
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import math
+import pickle
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, UnsafeObjectError
+
+__all__ = [
+    "KeyPath",
+    "Source",
+    "TensorInfo",
+    "Want",
+    "boxes",
+    "check_covered",
+    "parts",
+    "unsafe",
+    "value_of",
+]
+
+KeyPath = tuple[Any, ...]
+"""The keys and list indices that lead to a value in the saved state."""
+
+Offsets = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a source."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The dense size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Want:
+    """Elements ``[begin, end)`` of a tensor, and where to put them: a tensor of ``end - begin`` elements, (N,), on the
+    host, contiguous, of the source's dtype.
+    """
+
+    name: str
+    begin: int
+    end: int
+    into: torch.Tensor
+
+
+class Source(abc.ABC):
+    """An open checkpoint of any format. Any thread may call :meth:`fill`; :meth:`close` ends it."""
+
+    path: Path
+    format: str
+    """The format, for people."""
+    tensors: Mapping[str, TensorInfo]
+    """The tensors by name, in the order of the source."""
+    objects: Sequence[str] = ()
+    """The names of objects."""
+    paths: Mapping[str, KeyPath] = {}
+    """Where values lie in the nested state, as far as the source knows. No other names."""
+
+    @abc.abstractmethod
+    def fill(self, wants: Sequence[Want]) -> None:
+        """Read the elements. Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this
+        package.
+        """
+
+    def object_bytes(self, name: str) -> bytes:
+        """An object, as ``torch.save`` has written it."""
+        raise KeyError(name)
+
+    def close(self) -> None:  # noqa: B027 - not every source has files of its own
+        """Close the files."""
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def value_of(source: Source, name: str, allow_objects: bool) -> Any:
+    """The object ``name`` as a Python value.
+
+    Raises :class:`UnsafeObjectError` for one that needs more than torch's safe types, unless ``allow_objects``.
+    """
+    data = io.BytesIO(source.object_bytes(name))
+    try:
+        return torch.load(data, map_location="cpu", weights_only=not allow_objects)
+    except pickle.UnpicklingError as error:
+        if allow_objects:
+            raise CheckpointCorruptError(
+                f"{source.path}: object {name!r} cannot be unpickled: {error}"
+            ) from error
+        raise unsafe(f"{source.path}: object {name!r}", error) from error
+    except Exception as error:
+        raise CheckpointCorruptError(
+            f"{source.path}: object {name!r} cannot be unpickled: {type(error).__name__}: {error}"
+        ) from error
+
+
+def unsafe(said: str, error: BaseException) -> UnsafeObjectError:
+    """The error for a pickle that needs more than torch's safe types; ``error`` is torch's."""
+    found = re.search(r"Unsupported \w+: (.*?)(?: was not| whose|$)", str(error), re.MULTILINE)
+    why = f" ({found[1][:200]})" if found else ""
+    return UnsafeObjectError(
+        f"{said} is pickled Python that may run code{why}; exclude it, or trust the checkpoint with "
+        f"allow_objects=True (--allow-objects)"
+    )
+
+
+# --- ranges and boxes ---------------------------------------------------------------------------
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Offsets, Offsets]]:
+    """Elements ``[begin, end)`` of a tensor, as boxes in order: offsets and sizes, each contiguous in row-major order.
+
+    There are at most two boxes for each dimension.
+    """
+    if begin >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, (end - 1) // row
+    whole_from, whole_to = -(-begin // row), end // row
+    if whole_from < whole_to:
+        if begin < whole_from * row:
+            yield from _in_row(shape, first, begin - first * row, row)
+        rest = tuple(shape[1:])
+        yield (whole_from, *[0] * len(rest)), (whole_to - whole_from, *rest)
+        if whole_to * row < end:
+            yield from _in_row(shape, whole_to, 0, end - whole_to * row)
+    elif first == last:
+        yield from _in_row(shape, first, begin - first * row, end - first * row)
+    else:
+        yield from _in_row(shape, first, begin - first * row, row)
+        yield from _in_row(shape, last, 0, end - last * row)
+
+
+def _in_row(
+    shape: Sequence[int], row: int, begin: int, end: int
+) -> Iterator[tuple[Offsets, Offsets]]:
+    for offsets, sizes in boxes(shape[1:], begin, end):
+        yield (row, *offsets), (1, *sizes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a range has in common with one stored chunk."""
+
+    chunk: int
+    """The number of the chunk."""
+    offsets: Offsets
+    """Where the part begins in the chunk."""
+    sizes: Offsets
+    into: torch.Tensor
+    """The part's place in the destination, of shape ``sizes``; it may be strided."""
+
+
+def parts(
+    shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]], want: Want
+) -> Iterator[Part]:
+    """The parts of ``chunks`` (offsets, sizes) that make up the range. In a chunk, each part is contiguous."""
+    done = 0
+    for offsets, sizes in boxes(shape, want.begin, want.end):
+        count = math.prod(sizes)
+        view = want.into[done : done + count].view(sizes)
+        done += count
+        for number, (chunk_offsets, chunk_sizes) in enumerate(chunks):
+            lows = tuple(map(max, offsets, chunk_offsets))
+            highs = tuple(
+                min(a + m, b + n)
+                for a, m, b, n in zip(offsets, sizes, chunk_offsets, chunk_sizes, strict=True)
+            )
+            if any(low >= high for low, high in zip(lows, highs, strict=True)):
+                continue
+            into = view
+            for dimension, (low, high, start) in enumerate(zip(lows, highs, offsets, strict=True)):
+                into = into.narrow(dimension, low - start, high - low)
+            yield Part(
+                number,
+                tuple(low - start for low, start in zip(lows, chunk_offsets, strict=True)),
+                tuple(into.shape),
+                into,
+            )
+
+
+def check_covered(name: str, shape: Sequence[int], chunk_sizes: Sequence[Sequence[int]]) -> None:
+    """Raise :class:`IncompatibleStateError` unless chunks that do not overlap cover the tensor."""
+    stored = sum(map(math.prod, chunk_sizes))
+    if stored != math.prod(shape):
+        raise IncompatibleStateError(
+            f"of {name!r}, {stored} of {math.prod(shape)} elements are stored (a rank saved its shard alone?); "
+            f"leave it out with exclude={name!r}"
+        )

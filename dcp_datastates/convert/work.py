@@ -1,0 +1,71 @@
+"""Does units of work in several threads, and tells the progress."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from typing import Final
+
+from dcp_datastates.checkpoints.examine import Progress
+
+__all__ = ["Done", "Progress", "Unit", "work"]
+
+_PROGRESS_SECONDS: Final = 0.1
+
+Done = Callable[[int], None]
+"""Called by a unit with the bytes that it has done since the last call. Raises if the work is to stop."""
+
+Unit = Callable[[Done], None]
+"""A part of the work, which any thread may do."""
+
+
+class _Stopped(BaseException):
+    """Another unit failed, or the user interrupts."""
+
+
+def work(units: Iterable[Unit], total: int, threads: int, progress: Progress | None) -> None:
+    """Do all ``units``, which together are ``total`` bytes; raises the error of the first that fails.
+
+    Threads take the units in order. ``progress`` is called in the calling thread, about ten times per second and at the
+    end.
+    """
+    waiting = iter(units)
+    lock = threading.Lock()  # guards waiting and done
+    stopped = threading.Event()
+    done = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+        if stopped.is_set():
+            raise _Stopped
+
+    def run() -> None:
+        try:
+            while not stopped.is_set():
+                with lock:
+                    unit = next(waiting, None)
+                if unit is None:
+                    return
+                unit(count)
+        except _Stopped:
+            return
+        except BaseException:
+            stopped.set()
+            raise
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="convert") as executor:
+        workers = [executor.submit(run) for _ in range(threads)]
+        try:
+            while progress is not None:
+                progress(done, total)
+                if not wait(workers, _PROGRESS_SECONDS, FIRST_EXCEPTION).not_done:
+                    break
+            for worker in workers:
+                worker.result()
+        finally:
+            stopped.set()
+    if progress is not None:
+        progress(done, total)

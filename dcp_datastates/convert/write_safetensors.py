@@ -1,0 +1,143 @@
+"""Writes safetensors files: one alone, or a Hugging Face folder of shards with an index."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
+from dcp_datastates.convert.image import Image, ImageWriter, Placed
+from dcp_datastates.convert.job import Job, Limits
+from dcp_datastates.convert.read_safetensors import NAME_OF
+from dcp_datastates.convert.source import Source
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.format.layout import MAX_HEADER_BYTES
+from dcp_datastates.storage import operations
+from dcp_datastates.storage.local import explained
+
+__all__ = ["hf_job", "safetensors_job"]
+
+_ALIGNMENT: Final = 64
+"""Tensors begin at a multiple of this, the larger elements first: each is aligned to its element."""
+
+_COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", ".md")
+"""The endings of files that are copied: configuration, tokenizer, code, model card."""
+
+
+def safetensors_job(source: Source, target: Path, limits: Limits) -> Job:
+    """One file with all tensors. Raises :class:`ConfigurationError` for a tensor that it cannot hold."""
+    writer = ImageWriter([_image(target, source, list(source.tensors))], source, limits.piece_bytes)
+    return Job(writer.units(), (target,), close=writer.close)
+
+
+def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None) -> Job:
+    """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
+
+    ``companions``: a folder whose configuration and tokenizer files are copied.
+    """
+    with explained("creating directory", folder):
+        operations.make_directory(folder, "convert")
+    shards = _shards(source, limits.shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [
+            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            for number in range(1, len(shards) + 1)
+        ]
+    images = [
+        _image(folder / name, source, shard) for name, shard in zip(names, shards, strict=True)
+    ]
+    writer = ImageWriter(images, source, limits.piece_bytes)
+
+    def finish() -> None:
+        if companions is not None:
+            _copy_companions(companions, folder)
+        if len(shards) > 1:
+            _write_index(source, folder, names, shards)
+
+    return Job(writer.units(), tuple(image.path for image in images), finish, writer.close)
+
+
+def _shards(source: Source, limit: int) -> list[list[str]]:
+    """The names of each file's tensors: as many as fit, in the order of the source."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, info in source.tensors.items():
+        if shards[-1] and size + info.nbytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += info.nbytes
+    return shards
+
+
+def _image(path: Path, source: Source, names: Sequence[str]) -> Image:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    places = []
+    end = 0
+    for name in sorted(names, key=lambda name: -source.tensors[name].dtype.itemsize):
+        info = source.tensors[name]
+        if info.dtype not in NAME_OF:
+            raise ConfigurationError(
+                f"{name!r} is {info.dtype}, which safetensors does not have; exclude it, or choose another dtype"
+            )
+        _check_name(name)
+        header[name] = {
+            "dtype": NAME_OF[info.dtype],
+            "shape": info.shape,
+            "data_offsets": [end, end + info.nbytes],
+        }
+        places.append((name, end))
+        end += info.nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ConfigurationError(
+            f"{len(names)} tensors need a header of {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}: choose "
+            f"a smaller shard_size"
+        )
+    first = len(text).to_bytes(8, "little") + text
+    return Image(
+        path,
+        len(first) + end,
+        [(0, first)],
+        [Placed(name, len(first) + offset) for name, offset in places],
+    )
+
+
+def _check_name(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the name {name!r} is no Unicode; rename it") from None
+    if name == "__metadata__":
+        raise ConfigurationError(f"safetensors reserves the name {name!r}; rename it")
+
+
+def _write_index(
+    source: Source, folder: Path, names: Sequence[str], shards: Iterable[Sequence[str]]
+) -> None:
+    weights = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    infos = source.tensors.values()
+    document = {
+        "metadata": {
+            "total_size": sum(info.nbytes for info in infos),
+            "total_parameters": sum(info.numel for info in infos),
+        },
+        "weight_map": dict(sorted(weights.items())),
+    }
+    text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
+    path = folder / HUGGING_FACE_INDEX
+    with explained("writing", path, len(text)):
+        operations.write_new_file(path, text.encode(), "convert")
+
+
+def _copy_companions(companions: Path, folder: Path) -> None:
+    for file in sorted(companions.iterdir()):
+        if file.suffix in _COMPANIONS and file.is_file() and not file.name.endswith(".index.json"):
+            with explained("copying", file):
+                operations.write_new_file(folder / file.name, file.read_bytes(), "convert")
+                shutil.copymode(file, folder / file.name)

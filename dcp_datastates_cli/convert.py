@@ -1,0 +1,66 @@
+"""``dcp-datastates convert``: from one format to another."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from dcp_datastates.convert.convert import Conversion, convert
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.storage import local
+from dcp_datastates_cli.output import OK, pipe_may_close, print_json
+
+__all__ = ["prefixes", "run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert ``options.source`` to ``options.target``; returns the exit status."""
+    given: dict[str, Any] = {
+        "keys": options.keys,
+        "exclude": options.exclude,
+        "part": options.part,
+        "rename": prefixes(options.rename),
+        "dtype": options.dtype,
+        "shard_size": options.shard_size,
+        "config_from": options.config_from,
+        "overwrite": options.overwrite,
+        "strict": options.strict,
+        "allow_objects": options.allow_objects,
+        "threads": options.threads,
+        "host_cache_size": options.host_cache_size,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    done = _convert(options, given)
+    if options.json:
+        print_json(dataclasses.asdict(done))
+    elif not options.quiet:
+        with pipe_may_close():
+            print(done)
+    return OK
+
+
+def _convert(options: argparse.Namespace, given: dict[str, Any]) -> Conversion:
+    if options.quiet or not sys.stderr.isatty():
+        return convert(options.source, options.target, options.to, **given)
+    from dcp_datastates_cli.progress_bar import progress_bar  # imports rich
+
+    with progress_bar("converting", local.local_path(options.source)) as progress:
+        return convert(options.source, options.target, options.to, progress=progress, **given)
+
+
+def prefixes(given: Iterable[str] | None) -> dict[str, str] | None:
+    """``OLD=NEW`` of each argument. Raises :class:`ConfigurationError` for one without ``=``."""
+    if not given:
+        return None
+    found: dict[str, str] = {}
+    for each in given:
+        old, equals, new = each.partition("=")
+        if not equals:
+            raise ConfigurationError(f"--rename {each!r} must be OLD=NEW, such as model.=")
+        if old in found:
+            raise ConfigurationError(f"--rename gives {old!r} twice")
+        found[old] = new
+    return found

@@ -1,0 +1,60 @@
+"""``dcp-datastates diff``: what two checkpoints differ in."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from typing import Any
+
+from dcp_datastates.convert.compare import Comparison, diff
+from dcp_datastates.errors import CheckpointCorruptError
+from dcp_datastates.storage import local
+from dcp_datastates_cli.convert import prefixes
+from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json
+
+__all__ = ["run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare ``options.a`` with ``options.b``; returns the exit status."""
+    try:
+        found = _diff(options)
+    except CheckpointCorruptError as error:  # status 1 says that they differ
+        complain(str(error))
+        return TROUBLE
+    if options.json:
+        print_json(_document(found))
+    elif not (options.quiet and found.same):
+        with pipe_may_close():
+            if options.quiet:
+                for each in found.differences:
+                    print(each)
+            else:
+                print(found)
+    return OK if found.same else NO
+
+
+def _diff(options: argparse.Namespace) -> Comparison:
+    given: dict[str, Any] = {
+        "keys": options.keys,
+        "rename": prefixes(options.rename),
+        "allow_objects": options.allow_objects,
+        "threads": options.threads,
+    }
+    if options.quiet or not sys.stderr.isatty():
+        return diff(options.a, options.b, **given)
+    from dcp_datastates_cli.progress_bar import progress_bar  # imports rich
+
+    with progress_bar("comparing", local.local_path(options.a)) as progress:
+        return diff(options.a, options.b, progress=progress, **given)
+
+
+def _document(found: Comparison) -> dict[str, Any]:
+    document = {**dataclasses.asdict(found), "same": found.same}
+    for each in document["differences"]:
+        for name in ("largest", "relative"):
+            if each[name] is not None and math.isinf(each[name]):
+                each[name] = "inf"  # JSON has no such number
+    return document

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from support.checkpoints import save
+from support.states import filled
+
+SMALL = {"host_cache_size": "32MiB", "threads": 2}
+"""Pieces of 8 MiB."""
+
+
+def make_state() -> dict[str, Any]:
+    """A training state: tensors of many kinds, nested, and objects."""
+    model = {
+        "layers.0.weight": filled((33, 65), torch.float32, 1),
+        "layers.0.bias": filled((33,), torch.bfloat16, 2),
+        "layers.1.weight": filled((3, 4, 5), torch.float16, 3),
+        "eight": filled((7,), torch.float8_e4m3fn, 4),
+        "five": filled((3,), torch.float8_e5m2, 5),
+        "count": filled((4,), torch.int64, 6),
+        "byte": filled((5,), torch.uint8, 7),
+        "mask": filled((6,), torch.bool, 8),
+        "scale": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+    }
+    slots = {"0": {"step": torch.tensor(3.0), "exp_avg": filled((33, 65), torch.float32, 9)}}
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0, 1]}]
+    return {"model": model, "optimizer": {"state": slots, "param_groups": groups}, "step": 7}
+
+
+def save_stock(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    return make_state()
+
+
+@pytest.fixture(scope="session")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One state in each format that holds all of it. Tests leave them as they are."""
+    root = tmp_path_factory.mktemp("sources")
+    state = make_state()
+    save(state, root / "datastates")
+    save_stock(state, root / "dcp")
+    torch.save(state, root / "torch")
+    return {name: root / name for name in ("datastates", "dcp", "torch")}

@@ -1,0 +1,172 @@
+"""The destination appears at once, complete, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+from support.checkpoints import assert_same, save
+from support.failing import armed, fired
+from support.files import put_back
+from support.scripts import run_script
+from support.tiers import sampled
+
+import dcp_datastates
+from dcp_datastates import CheckpointExistsError, ConfigurationError, StorageError, convert
+
+from .conftest import SMALL
+
+FORMATS = ("datastates", "hf", "safetensors", "dcp", "torch")
+DIRECTORIES = ("datastates", "hf", "dcp")
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "source"
+    save({"a": torch.arange(9.0), "b": torch.ones(3)}, path)
+    return path
+
+
+def _names(path):
+    return sorted(os.listdir(path))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_nothing_else_is_left_beside_it(to, source, tmp_path):
+    convert(source, tmp_path / "below" / "out", to, **SMALL)
+    assert _names(tmp_path / "below") == ["out"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_exists_is_replaced_only_on_demand(to, source, tmp_path):
+    convert(source, tmp_path / "out", to, keys="a", **SMALL)
+    with pytest.raises(CheckpointExistsError, match="--overwrite"):
+        convert(source, tmp_path / "out", to, **SMALL)
+    assert dcp_datastates.diff(source, tmp_path / "out", keys="a").same
+    convert(source, tmp_path / "out", to, overwrite=True, **SMALL)
+    assert dcp_datastates.diff(source, tmp_path / "out").same
+    assert _names(tmp_path) == ["out", "source"]
+
+
+@pytest.mark.parametrize(
+    ("to", "place"),
+    [*((to, "sync_directory") for to in DIRECTORIES), *((to, "rename") for to in FORMATS)],
+)
+def test_a_failure_at_the_end_leaves_what_was_there(to, place, source, tmp_path):
+    convert(source, tmp_path / "out", to, keys="a", **SMALL)
+    with armed(f"convert.{place}.before=error:EIO"), pytest.raises(StorageError) as caught:
+        convert(source, tmp_path / "out", to, overwrite=True, **SMALL)
+    assert caught.value.errno == errno.EIO
+    assert dcp_datastates.diff(source, tmp_path / "out", keys="a").same
+    assert _names(tmp_path) == ["out", "source"]
+
+
+def test_the_old_one_is_put_back_if_the_new_one_cannot_be_placed(source, tmp_path):
+    convert(source, tmp_path / "out", "hf", keys="a", **SMALL)
+    with armed("convert.rename.before@2=error:ENOSPC"), pytest.raises(StorageError):
+        convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
+    assert dcp_datastates.diff(source, tmp_path / "out", keys="a").same
+    assert _names(tmp_path) == ["out", "source"]
+
+
+def test_the_old_one_is_kept_beside_if_it_cannot_be_put_back(source, tmp_path):
+    convert(source, tmp_path / "out", "hf", keys="a", **SMALL)
+    twice = "convert.rename.before@2=error:EIO;convert.rename.before@3=error:EIO"
+    with armed(twice), pytest.raises(StorageError):
+        convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
+    (left,) = tmp_path.glob(".out.converting-*")
+    assert dcp_datastates.diff(source, left / "old", keys="a").same
+
+
+@pytest.mark.parametrize("to", ["hf", "torch"])
+def test_what_comes_to_be_there_meanwhile_is_not_replaced(to, source, tmp_path):
+    out = tmp_path / "out"
+
+    def progress(done, total):
+        if not out.exists():
+            save({"other": torch.ones(1)}, out) if to == "hf" else out.write_text("x")
+
+    with pytest.raises(CheckpointExistsError):
+        convert(source, out, to, progress=progress, **SMALL)
+    assert out.read_text() == "x" if to == "torch" else "other" in dcp_datastates.load(out)
+    assert _names(tmp_path) == ["out", "source"]
+
+
+def test_a_failing_progress_call_ends_it(source, tmp_path):
+    def progress(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert(source, tmp_path / "out", "hf", progress=progress, **SMALL)
+    assert _names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("to", sampled(FORMATS, keep=["datastates", "safetensors"]))
+def test_a_kill_leaves_nothing_at_the_path(to, source, tmp_path):
+    log = tmp_path / "log"
+    body = f"""
+        from support.failing import armed
+        from pathlib import Path
+        with armed("convert.rename.before=kill", log=Path({str(log)!r})):
+            import dcp_datastates
+            dcp_datastates.convert({str(source)!r}, path, {to!r}, host_cache_size="32MiB")
+    """
+    (tmp_path / "root").mkdir()
+    ended = run_script(body, tmp_path / "root" / "out")
+    assert ended.returncode == -9, ended.stderr
+    assert fired(log) == ["convert.rename.before"]
+    assert [name[:15] for name in _names(tmp_path / "root")] == [".out.converting"]
+    assert dcp_datastates.latest(tmp_path / "root") is None, "what is left is no checkpoint"
+    convert(source, tmp_path / "root" / "out", to, **SMALL)
+
+
+def test_paths_that_must_not_be_replaced(source, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("source")
+    for target, to, words in [
+        ("mine", "hf", "holds no checkpoint"),
+        ("file", "hf", "is a file"),
+        ("mine", "torch", "is a directory"),
+        ("link", "hf", "is the source"),
+        ("source", "hf", "is the source"),
+        (".", "hf", "a directory that it lies in"),
+        ("file/below", "hf", "is a file"),
+    ]:
+        with put_back(tmp_path), pytest.raises(ConfigurationError, match=words):
+            convert(source, tmp_path / target, to, overwrite=True, **SMALL)
+        (tmp_path / "link").unlink(missing_ok=True)
+        (tmp_path / "link").symlink_to("source")
+
+
+def test_a_link_is_not_replaced(source, tmp_path):
+    convert(source, tmp_path / "real", "hf", **SMALL)
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(ConfigurationError, match="symbolic link"):
+        convert(source, tmp_path / "link", "hf", overwrite=True, **SMALL)
+
+
+def test_an_empty_directory_may_be_there(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    convert(source, tmp_path / "out", "hf", **SMALL)
+    assert dcp_datastates.diff(source, tmp_path / "out").same
+
+
+def test_a_full_disk_is_reported_with_the_size(source, tmp_path):
+    with (
+        armed("convert.write.before=error:ENOSPC"),
+        pytest.raises(StorageError, match="were to be written"),
+    ):
+        convert(source, tmp_path / "out", **SMALL, to="datastates")
+    assert _names(tmp_path) == ["source"]
+
+
+def test_the_source_stays_as_it_is(source, tmp_path):
+    before = {path: path.read_bytes() for path in source.rglob("*") if path.is_file()}
+    for to in FORMATS:
+        convert(source, tmp_path / to, to, **SMALL)
+    assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
+    assert_same(dcp_datastates.load(source), {"a": torch.arange(9.0), "b": torch.ones(3)})

@@ -1,0 +1,122 @@
+"""Which values are taken, and under which names: ``keys``, ``exclude``, ``part``, ``rename`` and ``dtype``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.checkpoints import assert_same, save
+
+import dcp_datastates
+from dcp_datastates import ConfigurationError, IncompatibleStateError, convert
+
+from .conftest import SMALL
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    path = tmp_path_factory.mktemp("selection") / "in"
+    one = torch.ones(2)
+    model = {"norm.weight": one, "head.weight": 2 * one, "head.bias": 3 * one}
+    save({"model": model, "ema": {"norm.weight": 4 * one}, "ids": torch.arange(3)}, path)
+    return path
+
+
+def _names(source, tmp_path, **options):
+    convert(source, tmp_path / "out", "safetensors", **SMALL, **options)
+    return sorted(load_file(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"keys": "ids"}, ["ids"]),
+        ({"keys": ["ids", "model.head"]}, ["ids", "model.head.bias", "model.head.weight"]),
+        ({"part": "model"}, ["head.bias", "head.weight", "norm.weight"]),
+        ({"part": "model.head"}, ["bias", "weight"]),
+        ({"part": "ids"}, ["ids"]),
+        ({"part": "model", "exclude": "model.head"}, ["norm.weight"]),
+        ({"keys": "ema", "rename": {"ema.": ""}}, ["norm.weight"]),
+        ({"keys": "ema", "rename": {"em": "m"}}, ["ma.norm.weight"]),
+        ({"part": "model", "rename": {"head": "lm_head", "": "model."}},
+         ["lm_head.bias", "lm_head.weight", "model.norm.weight"]),
+        ({"keys": "ids", "rename": str.upper}, ["IDS"]),
+    ],
+)  # fmt: skip
+def test_names(options, names, source, tmp_path):
+    assert _names(source, tmp_path, **options) == names
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "words"),
+    [
+        ({"keys": "modle"}, IncompatibleStateError, "did you mean 'model'"),
+        ({"keys": ["model", "x"]}, IncompatibleStateError, "no 'x'"),
+        ({"part": "head"}, IncompatibleStateError, r"'model\.head'"),
+        ({"exclude": "x"}, IncompatibleStateError, "no 'x'"),
+        ({"keys": "ids", "exclude": "ids"}, ConfigurationError, "nothing is left"),
+        ({"rename": {"x.": ""}}, ConfigurationError, r"rename='x\.'"),
+        ({"rename": {"model.": "", "ema.": ""}}, ConfigurationError,
+         r"'model\.norm\.weight' and 'ema\.norm\.weight' would both"),
+        ({"rename": {"ids": ""}}, ConfigurationError, "names nothing"),
+        ({"rename": lambda name: 3}, ConfigurationError, "names nothing"),
+        ({"rename": "model"}, ConfigurationError, "rename='model'"),
+        ({"rename": {"model": 3}}, ConfigurationError, "rename="),
+        ({"keys": "ids", "rename": {"ids": "__metadata__"}}, ConfigurationError, "reserves"),
+        ({"keys": 3}, ConfigurationError, "keys=3"),
+        ({"part": "model", "keys": "model"}, ConfigurationError, "both choose"),
+        ({"dtype": "int32"}, ConfigurationError, "dtype='int32'"),
+        ({"dtype": "float33"}, ConfigurationError, "dtype='float33'"),
+        ({"shard_size": "many"}, ConfigurationError, "shard_size='many'"),
+        ({"shard_size": 0}, ConfigurationError, "shard_size=0"),
+        ({"threads": 0}, ConfigurationError, "threads=0"),
+        ({"host_cache_size": "1MiB"}, ConfigurationError, "host_cache_size"),
+        ({"strict": 1}, ConfigurationError, "strict=1"),
+        ({"config_from": "."}, ConfigurationError, "only for to='hf'"),
+        ({"shards": 3}, ConfigurationError, "no option 'shards'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(options, kind, words, source, tmp_path):
+    with pytest.raises(kind, match=words):
+        convert(source, tmp_path / "out", "safetensors", **{**SMALL, **options})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_format_must_be_given_and_known(source, tmp_path):
+    with pytest.raises(ConfigurationError, match="--to"):
+        convert(source, tmp_path / "out")
+    with pytest.raises(ConfigurationError, match="'gguf' is not a format"):
+        convert(source, tmp_path / "out", "gguf")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"model": {"head.bias": 3}}),
+        ({"rename": {"model.": ""}}, {"head.bias": 3}),
+        ({"part": "model"}, {"head.bias": 3}),
+        ({"rename": {"model.": "a.b."}}, {"a.b": {"head.bias": 3}}),
+        ({"rename": {"model.head.": "x."}}, {"x.bias": 3}),
+    ],
+)
+def test_the_nesting_follows_the_names(options, expected, source, tmp_path):
+    given = options if "part" in options else {"keys": "model.head.bias", **options}
+    others = ["model.norm", "model.head.weight"] if "part" in options else []
+    convert(source, tmp_path / "torch", "torch", exclude=others, **SMALL, **given)
+    convert(source, tmp_path / "ours", "datastates", exclude=others, **SMALL, **given)
+
+    def value(tree):
+        return {
+            key: value(each) if isinstance(each, dict) else each[0].item()
+            for key, each in tree.items()
+        }
+
+    assert value(torch.load(tmp_path / "torch")) == expected
+    assert value(dcp_datastates.load(tmp_path / "ours")) == expected
+
+
+def test_lists_stay_lists(tmp_path):
+    state = {"slots": [torch.ones(1), torch.zeros(2)], "groups": [{"lr": 1.0}, {"lr": 2.0}]}
+    save(state, tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", "torch", **SMALL)
+    assert_same(torch.load(tmp_path / "out"), state)

@@ -1,0 +1,361 @@
+"""Sources: recognized by their content, and refused where they are damaged, unsafe or not clear."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pickle
+import shutil
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.checkpoints import assert_same, save
+from support.files import data_files, flip_bit, read_file
+from support.states import Opinion, filled
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+import dcp_datastates
+from dcp_datastates import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    ForeignCheckpointError,
+    IncompatibleStateError,
+    UnsafeObjectError,
+    convert,
+)
+
+from .conftest import SMALL, save_stock
+
+MIB = 1 << 20
+
+
+class Ran(Exception):
+    """Code from a file has run."""
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __reduce__(self):
+        return _spring, ()
+
+
+def _spring():
+    raise Ran
+
+
+def _refused(source, kind, words, tmp_path, to="safetensors", **options):
+    with pytest.raises(kind, match=words) as caught:
+        convert(source, tmp_path / "out", to, **SMALL, **options)
+    left = [each.name for each in tmp_path.iterdir() if "out" in each.name]
+    assert left == [], "a conversion that fails leaves nothing"
+    return caught.value
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def test_every_byte_of_ours_is_verified(tmp_path):
+    state = {"a": filled((700_000,), torch.float32, 1), "b": filled((3 * MIB,), torch.uint8, 2)}
+    save(state, tmp_path / "in")
+    (file,) = data_files(tmp_path / "in")
+    begin, _ = read_file(file).span("b")
+    flip_bit(file, begin + 2 * MIB)
+    _refused(tmp_path / "in", CheckpointCorruptError, "'b'", tmp_path)
+    convert(tmp_path / "in", tmp_path / "out", "safetensors", keys="a", **SMALL)
+    assert_same(load_file(tmp_path / "out"), {"a": state["a"]})
+
+
+@pytest.mark.parametrize("to", ["dcp", "hf"])
+def test_a_data_file_of_ours_that_is_missing(to, tmp_path):
+    save({"a": torch.ones(3)}, tmp_path / "in")
+    data_files(tmp_path / "in")[0].unlink()
+    _refused(tmp_path / "in", CheckpointCorruptError, "lacks a data file", tmp_path, to)
+
+
+def test_a_data_file_of_stock_dcp_that_is_missing(tmp_path):
+    save_stock({"a": torch.ones(3)}, tmp_path / "in")
+    (tmp_path / "in" / "__0_0.distcp").unlink()
+    _refused(tmp_path / "in", CheckpointNotFoundError, "__0_0", tmp_path, "dcp")
+
+
+def test_damaged_metadata_of_ours(tmp_path):
+    save({"a": torch.ones(3)}, tmp_path / "in")
+    flip_bit(tmp_path / "in" / ".metadata", 700)
+    _refused(tmp_path / "in", CheckpointCorruptError, "metadata", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_a_file_that_is_cut_short(kind, tmp_path):
+    state = {"a": filled((MIB,), torch.uint8), "b": torch.ones(2)}
+    if kind == "dcp":
+        save_stock(state, tmp_path / "in")
+        file = tmp_path / "in" / "__0_0.distcp"
+    else:
+        file = tmp_path / "in"
+        save_file(state, file) if kind == "safetensors" else torch.save(state, file)
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 2000)
+    _refused(tmp_path / "in", CheckpointCorruptError, "in", tmp_path)
+
+
+def _stock_with(change, tmp_path):
+    state = {"a": torch.ones(3, 3), "b": torch.ones(4), "one": torch.ones(1)}
+    save_stock(state, tmp_path / "in")
+    path = tmp_path / "in" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+    return tmp_path / "in"
+
+
+def test_stock_metadata_that_leave_a_part_out(tmp_path):
+    def change(metadata):
+        metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([2, 3])
+
+    source = _stock_with(change, tmp_path)
+    _refused(source, IncompatibleStateError, "6 of 9 elements", tmp_path)
+
+
+def test_stock_metadata_with_overlapping_chunks(tmp_path):
+    """They have as many elements as the tensor, and one element is in none of them."""
+
+    def change(metadata):
+        places = metadata.storage_data
+        chunks = [
+            ChunkStorageMetadata(torch.Size([0]), torch.Size([4])),
+            ChunkStorageMetadata(torch.Size([3]), torch.Size([1])),
+        ]
+        entry = metadata.state_dict_metadata["b"]
+        metadata.state_dict_metadata["c"] = dataclasses.replace(
+            entry, size=torch.Size([5]), chunks=chunks
+        )
+        places[MetadataIndex("c", [0])] = places[MetadataIndex("b", [0])]
+        places[MetadataIndex("c", [3])] = places[MetadataIndex("one", [0])]
+
+    source = _stock_with(change, tmp_path)
+    _refused(source, CheckpointCorruptError, "'?c'?.* overlap", tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda entry: vars(entry).update(size=None),
+        lambda entry: vars(entry).pop("properties"),
+        lambda entry: vars(entry.chunks[0]).update(sizes=torch.Size([3])),
+        lambda entry: vars(entry.chunks[0]).update(offsets=("x", 0)),
+    ],
+)
+def test_stock_metadata_that_are_malformed(change, tmp_path):
+    source = _stock_with(lambda metadata: change(metadata.state_dict_metadata["a"]), tmp_path)
+    _refused(source, CheckpointCorruptError, "malformed", tmp_path)
+
+
+def test_stock_metadata_that_name_another_file(tmp_path):
+    def change(metadata):
+        for info in metadata.storage_data.values():
+            info.relative_path = "../elsewhere"
+
+    source = _stock_with(change, tmp_path)
+    _refused(source, CheckpointCorruptError, "outside", tmp_path)
+
+
+def test_stock_metadata_with_another_dtype_than_the_file(tmp_path):
+    def change(metadata):
+        metadata.state_dict_metadata["a"].properties.dtype = torch.int32
+
+    source = _stock_with(change, tmp_path)
+    _refused(source, CheckpointCorruptError, "float32", tmp_path)
+
+
+@pytest.mark.parametrize("packing", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_a_torch_file_that_another_program_has_packed(packing, tmp_path):
+    """Its tensors do not lie where torch computes that they do."""
+    torch.save({"a": torch.arange(100.0), "b": torch.ones(9)}, tmp_path / "first")
+    with (
+        zipfile.ZipFile(tmp_path / "first") as old,
+        zipfile.ZipFile(tmp_path / "in", "w", packing) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert_same(torch.load(tmp_path / "in")["a"], torch.arange(100.0))
+    _refused(tmp_path / "in", CheckpointCorruptError, "another program has packed it", tmp_path)
+
+
+# --- code in files ----------------------------------------------------------------------------------
+
+
+def test_stock_metadata_run_no_code(tmp_path):
+    def change(metadata):
+        metadata.planner_data = {"a": Trap()}
+
+    source = _stock_with(change, tmp_path)
+    _refused(source, UnsafeObjectError, "allow_objects", tmp_path)
+
+
+def test_a_torch_file_runs_no_code(tmp_path):
+    torch.save({"a": torch.ones(3), "trap": Trap()}, tmp_path / "in")
+    error = _refused(tmp_path / "in", UnsafeObjectError, "--allow-objects", tmp_path, "torch")
+    assert "_spring" in str(error)
+
+
+def test_objects_of_a_torch_file_that_is_trusted(tmp_path):
+    torch.save({"a": torch.ones(3), "args": argparse.Namespace(x=1)}, tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", allow_objects=True, **SMALL)
+    found = dcp_datastates.load(tmp_path / "out")
+    assert_same(found, {"a": torch.ones(3), "args": argparse.Namespace(x=1)})
+
+
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+@pytest.mark.parametrize("to", ["datastates", "dcp"])
+def test_objects_are_copied_without_unpickling(kind, to, tmp_path):
+    """Of a class that no safe reader knows."""
+    state = {"a": torch.ones(3), "opinion": Opinion("x")}
+    (save if kind == "ours" else save_stock)(state, tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", to, **SMALL)
+    convert(tmp_path / "out", tmp_path / "back", "torch", allow_objects=True, **SMALL)
+    assert torch.load(tmp_path / "back", weights_only=False)["opinion"] == Opinion("x")
+
+
+def test_objects_for_a_torch_file_must_be_safe_or_trusted(tmp_path):
+    save({"a": torch.ones(3), "opinion": Opinion("x")}, tmp_path / "in")
+    _refused(tmp_path / "in", UnsafeObjectError, "'opinion'.*Opinion", tmp_path, "torch")
+
+
+def test_an_object_with_tensors_in_it_is_not_emptied(tmp_path):
+    save({"a": torch.ones(3), "opinion": Opinion(torch.ones(3))}, tmp_path / "in")
+    _refused(
+        tmp_path / "in",
+        dcp_datastates.UnsupportedStateError,
+        "'opinion' has tensors in it",
+        tmp_path,
+        "torch",
+        allow_objects=True,
+    )
+
+
+# --- objects that safetensors cannot hold -------------------------------------------------------------
+
+
+def test_objects_are_left_out_with_one_warning(sources, tmp_path, caplog):
+    done = convert(sources["datastates"], tmp_path / "out", "hf", **SMALL)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "4 Python objects" in record.message
+    assert "--part model" in record.message
+    assert len(done.skipped) == 4
+    assert "step" in done.skipped
+    assert len(load_file(tmp_path / "out" / "model.safetensors")) == 12
+
+
+def test_strict_refuses_to_leave_objects_out(sources, tmp_path):
+    _refused(sources["dcp"], IncompatibleStateError, "4 Python objects", tmp_path, strict=True)
+
+
+# --- Hugging Face folders ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "folder"
+    path.mkdir()
+    save_file({"a": torch.ones(3), "old": torch.ones(1)}, path / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.zeros(2)}, path / "model-00002-of-00002.safetensors")
+    _index(path, {"a": 1, "b": 2})
+    return path
+
+
+def _index(path, numbers):
+    weights = {name: f"model-0000{number}-of-00002.safetensors" for name, number in numbers.items()}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+
+
+def test_the_index_says_which_tensors_count(folder, tmp_path):
+    convert(folder, tmp_path / "out", "safetensors", **SMALL)
+    assert_same(load_file(tmp_path / "out"), {"a": torch.ones(3), "b": torch.zeros(2)})
+
+
+def test_an_index_that_names_what_is_not_there(folder, tmp_path):
+    _index(folder, {"a": 1, "c": 2})
+    _refused(folder, CheckpointCorruptError, "'c'", tmp_path)
+    _index(folder, {"a": 1, "b": 3})
+    _refused(folder, CheckpointNotFoundError, "model-00003", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", ".."])
+def test_an_index_that_names_a_file_elsewhere(name, folder, tmp_path):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    _refused(folder, CheckpointCorruptError, "no file beside it", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}'])
+def test_an_index_that_is_malformed(text, folder, tmp_path):
+    (folder / "model.safetensors.index.json").write_text(text)
+    _refused(folder, CheckpointCorruptError, "index.json", tmp_path)
+
+
+def test_several_files_without_an_index(folder, tmp_path):
+    (folder / "model.safetensors.index.json").unlink()
+    _refused(folder, ConfigurationError, "several files", tmp_path)
+
+
+def test_configuration_is_copied_with_the_weights(folder, tmp_path):
+    for name in ("config.json", "tokenizer.model", "model.bin", "other.safetensors.index.json"):
+        (folder / name).write_text(name)
+    convert(folder, tmp_path / "hf", "hf", **SMALL)
+    assert sorted(each.name for each in (tmp_path / "hf").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.model",
+    ]
+    save({"a": torch.ones(3)}, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "out", "hf", config_from=folder, **SMALL)
+    assert (tmp_path / "out" / "config.json").read_text() == "config.json"
+
+
+# --- what is none -------------------------------------------------------------------------------------
+
+
+def test_a_data_file_of_ours_is_no_source(tmp_path):
+    save({"a": torch.ones(3)}, tmp_path / "in")
+    (file,) = data_files(tmp_path / "in")
+    _refused(file, ConfigurationError, "pass the checkpoint's directory", tmp_path)
+
+
+def test_shards_of_tensors_are_no_weights(tmp_path):
+    places = json.dumps({"a": {"saved_offsets": [3, 0]}})
+    save_file({"a": torch.ones(3, 2)}, tmp_path / "in", {"DCP_SHARDING_INFO": places})
+    _refused(tmp_path / "in", ConfigurationError, "consolidate", tmp_path)
+
+
+def test_sources_that_are_none(tmp_path):
+    _refused(tmp_path / "nowhere", CheckpointNotFoundError, "nowhere", tmp_path)
+    (tmp_path / "empty").mkdir()
+    _refused(tmp_path / "empty", CheckpointNotFoundError, "empty", tmp_path)
+    (tmp_path / "text").write_text("text")
+    _refused(tmp_path / "text", ForeignCheckpointError, "neither", tmp_path)
+    torch.save({"a": torch.ones(1)}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    _refused(tmp_path / "old", ForeignCheckpointError, "before torch 1.6", tmp_path)
+    torch.save(torch.ones(3), tmp_path / "one")
+    _refused(tmp_path / "one", IncompatibleStateError, "holds a Tensor", tmp_path)
+    save({"a": torch.ones(3)}, tmp_path / "root" / "step-1")
+    _refused(tmp_path / "root", CheckpointNotFoundError, "step-1", tmp_path)
+
+
+def test_an_uncommitted_save_is_none(tmp_path):
+    save({"a": torch.ones(3)}, tmp_path / "in")
+    (tmp_path / "in" / ".metadata").unlink()
+    _refused(tmp_path / "in", CheckpointNotFoundError, "not committed", tmp_path)
+
+
+def test_a_source_is_found_through_a_link(tmp_path):
+    save_file({"a": torch.ones(3)}, tmp_path / "blob")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "model.safetensors").symlink_to(tmp_path / "blob")
+    convert(tmp_path / "folder", tmp_path / "out", **SMALL)
+    assert_same(dcp_datastates.load(tmp_path / "out"), {"a": torch.ones(3)})
+    shutil.rmtree(tmp_path / "out")
