@@ -14,8 +14,8 @@ from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.checkpoints.retention import retain
 from dcp_datastates.checkpoints.verify import Damage, Report, verify
 from dcp_datastates.config import parse_size
-from dcp_datastates.convert.compare import Comparison, Difference, diff
-from dcp_datastates.convert.convert import Conversion, convert
+from dcp_datastates.conversion.compare import Comparison, Difference, diff
+from dcp_datastates.conversion.convert import Conversion, convert
 from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.loading import load

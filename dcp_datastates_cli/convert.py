@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from dcp_datastates.convert.convert import Conversion, convert
+from dcp_datastates.conversion.convert import Conversion, convert
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
 from dcp_datastates_cli.output import OK, pipe_may_close, print_json

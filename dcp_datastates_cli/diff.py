@@ -8,7 +8,7 @@ import math
 import sys
 from typing import Any
 
-from dcp_datastates.convert.compare import Comparison, diff
+from dcp_datastates.conversion.compare import Comparison, diff
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.storage import local
 from dcp_datastates_cli.convert import prefixes

@@ -14,11 +14,11 @@ ROOT = Path(dcp_datastates.__file__).parent
 
 BELOW = {
     "torchtitan": ("manager",),
-    "deepspeed": ("manager", "convert"),
+    "deepspeed": ("manager", "conversion"),
     "lightning": ("manager",),
     "huggingface": ("manager",),
     "manager": ("dcp", "checkpoints"),
-    "convert": ("dcp", "checkpoints"),
+    "conversion": ("dcp", "checkpoints"),
     "dcp": ("saving", "commit", "planning", "staging"),
     "saving": ("commit", "planning", "staging"),
     "planning": ("staging",),

@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.convert.files import Array, Files
-from dcp_datastates.convert.source import Source, TensorInfo, Want, boxes
+from dcp_datastates.conversion.files import Array, Files
+from dcp_datastates.conversion.source import Source, TensorInfo, Want, boxes
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

@@ -29,10 +29,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_datastates.convert.job import Job, Limits
-from dcp_datastates.convert.memory import passing_tensor
-from dcp_datastates.convert.source import Source, Want
-from dcp_datastates.convert.work import Done, Unit
+from dcp_datastates.conversion.job import Job, Limits
+from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.source import Source, Want
+from dcp_datastates.conversion.work import Done, Unit
 from dcp_datastates.saving.document import DCP_VERSION
 from dcp_datastates.storage import local, operations
 

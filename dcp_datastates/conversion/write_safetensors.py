@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
-from dcp_datastates.convert.image import Image, ImageWriter, Placed
-from dcp_datastates.convert.job import Job, Limits
-from dcp_datastates.convert.read_safetensors import NAME_OF
-from dcp_datastates.convert.source import Source
+from dcp_datastates.conversion.image import Image, ImageWriter, Placed
+from dcp_datastates.conversion.job import Job, Limits
+from dcp_datastates.conversion.read_safetensors import NAME_OF
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import MAX_HEADER_BYTES
 from dcp_datastates.storage import operations

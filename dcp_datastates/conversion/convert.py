@@ -11,16 +11,16 @@ from typing import Any, Final, Literal, get_args
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.config import parse_host_cache_size, parse_size
-from dcp_datastates.convert.destination import appearing, check_destination
-from dcp_datastates.convert.job import Job, Limits
-from dcp_datastates.convert.open import open_source
-from dcp_datastates.convert.selection import Selection, select
-from dcp_datastates.convert.source import Source
-from dcp_datastates.convert.work import Progress, work
-from dcp_datastates.convert.write_datastates import datastates_job
-from dcp_datastates.convert.write_safetensors import hf_job, safetensors_job
-from dcp_datastates.convert.write_stock import stock_job
-from dcp_datastates.convert.write_torch import torch_job
+from dcp_datastates.conversion.destination import appearing, check_destination
+from dcp_datastates.conversion.job import Job, Limits
+from dcp_datastates.conversion.open import open_source
+from dcp_datastates.conversion.selection import Selection, select
+from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.work import Progress, work
+from dcp_datastates.conversion.write_datastates import datastates_job
+from dcp_datastates.conversion.write_safetensors import hf_job, safetensors_job
+from dcp_datastates.conversion.write_stock import stock_job
+from dcp_datastates.conversion.write_torch import torch_job
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.storage import local

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcp_datastates.convert.image import Image, ImageWriter, Placed
-from dcp_datastates.convert.job import Job, Limits
-from dcp_datastates.convert.read_torch import array_of, leaves, load_fake
-from dcp_datastates.convert.source import Source, value_of
+from dcp_datastates.conversion.image import Image, ImageWriter, Placed
+from dcp_datastates.conversion.job import Job, Limits
+from dcp_datastates.conversion.read_torch import array_of, leaves, load_fake
+from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.dcp.loading import nested
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.storage.local import explained

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dcp_datastates.convert.memory import passing_tensor
+from dcp_datastates.conversion.memory import passing_tensor
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,

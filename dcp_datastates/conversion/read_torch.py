@@ -15,8 +15,8 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from dcp_datastates.convert.files import Array, Files
-from dcp_datastates.convert.source import KeyPath, Source, TensorInfo, Want, boxes, unsafe
+from dcp_datastates.conversion.files import Array, Files
+from dcp_datastates.conversion.source import KeyPath, Source, TensorInfo, Want, boxes, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     DataStatesError,

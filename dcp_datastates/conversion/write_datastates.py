@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_datastates.convert.image import Image, ImageWriter, Placed
-from dcp_datastates.convert.job import Job, Limits
-from dcp_datastates.convert.source import Source
+from dcp_datastates.conversion.image import Image, ImageWriter, Placed
+from dcp_datastates.conversion.job import Job, Limits
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
 from dcp_datastates.format.metadata import FileRecord, Note, encode

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.checkpoints.listing import committed_in
-from dcp_datastates.convert.read_datastates import DataStatesSource
-from dcp_datastates.convert.read_safetensors import SafetensorsSource, is_safetensors, weights_in
-from dcp_datastates.convert.read_stock import StockSource
-from dcp_datastates.convert.read_torch import TorchSource, is_legacy_pickle, is_torch_file
-from dcp_datastates.convert.source import Source
+from dcp_datastates.conversion.read_datastates import DataStatesSource
+from dcp_datastates.conversion.read_safetensors import SafetensorsSource, is_safetensors, weights_in
+from dcp_datastates.conversion.read_stock import StockSource
+from dcp_datastates.conversion.read_torch import TorchSource, is_legacy_pickle, is_torch_file
+from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ForeignCheckpointError,

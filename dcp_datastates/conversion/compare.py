@@ -14,12 +14,12 @@ from typing import Any, Final, Literal
 import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.convert.convert import thread_count
-from dcp_datastates.convert.memory import passing_tensor
-from dcp_datastates.convert.open import open_source
-from dcp_datastates.convert.selection import Rename, Selection, select
-from dcp_datastates.convert.source import Source, Want, value_of
-from dcp_datastates.convert.work import Done, Progress, Unit, work
+from dcp_datastates.conversion.convert import thread_count
+from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.open import open_source
+from dcp_datastates.conversion.selection import Rename, Selection, select
+from dcp_datastates.conversion.source import Source, Want, value_of
+from dcp_datastates.conversion.work import Done, Progress, Unit, work
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.stored_names import as_keys, chosen
 from dcp_datastates.storage import local

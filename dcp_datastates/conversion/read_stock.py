@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from dcp_datastates.convert.files import Array, Files
-from dcp_datastates.convert.read_torch import array_of, load_fake
-from dcp_datastates.convert.source import Source, TensorInfo, Want, check_covered, parts, unsafe
+from dcp_datastates.conversion.files import Array, Files
+from dcp_datastates.conversion.read_torch import array_of, load_fake
+from dcp_datastates.conversion.source import Source, TensorInfo, Want, check_covered, parts, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     IncompatibleStateError,

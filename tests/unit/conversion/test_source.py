@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chunks import boxes as grid
 
-from dcp_datastates.convert.source import Want, boxes, parts
+from dcp_datastates.conversion.source import Want, boxes, parts
 
 shapes = st.lists(st.integers(1, 5), max_size=4)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dcp_datastates.convert.memory import passing_tensor
-from dcp_datastates.convert.source import KeyPath, Source, TensorInfo, Want
+from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.source import KeyPath, Source, TensorInfo, Want
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.stored_names import as_keys, chosen
 
@@ -22,7 +22,7 @@ Rename = Mapping[str, str] | Callable[[str], str]
 
 @dataclass(frozen=True)
 class Selection:
-    """Checked options: see :func:`~dcp_datastates.convert.convert.convert`."""
+    """Checked options: see :func:`~dcp_datastates.conversion.convert.convert`."""
 
     keys: frozenset[str] | None = None
     exclude: frozenset[str] = frozenset()

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_datastates.convert.source import Source, TensorInfo, Want, check_covered, parts
+from dcp_datastates.conversion.source import Source, TensorInfo, Want, check_covered, parts
 from dcp_datastates.dcp.reader import explain_missing
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_objects import metadata_of
