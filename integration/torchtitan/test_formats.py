@@ -5,14 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from compare import assert_same, tensors_of
-from dcp_datastates import DataStatesReader
+from dcp_datastates import DataStatesReader, convert
 from jobs import Launcher, Mesh, Trial
 from test_training import FSDP, step
 
@@ -36,10 +34,8 @@ def test_a_job_moves_from_stock_checkpoints_to_these_and_back(
     # At the call that saved step 3, step 2 alone was committed: the stock one had to stay.
     assert (step(ours, 1) / ".metadata").exists()
 
-    from dcp_datastates.torchtitan.convert import to_stock
-
     back = tmp_path / "back"
-    to_stock(step(ours, 3), step(back, 3))
+    convert(step(ours, 3), step(back, 3), "dcp")
     assert_same_stock(step(stock, 3), step(back, 3))
     again = launcher.run(Trial(back, FSDP, 4, "disabled", stock=True)).check().losses
     assert again == {4: expected[4]}
@@ -76,18 +72,3 @@ def test_the_last_save_may_be_the_model_alone_or_in_hugging_face_format(
         Trial(tmp_path / "four", FSDP, 1, "async", stock=True, flags=begin)
     ).check()
     assert three.losses == stock.losses
-
-
-def test_converting_takes_objects_along_and_refuses_what_is_there(tmp_path: Path) -> None:
-    from dcp_datastates import DataStatesWriter
-    from dcp_datastates.torchtitan.convert import to_stock
-
-    state = {"tensor": torch.arange(6.0), "deep": {"number": 7, "list": [1, "two"]}}
-    dcp.save(state, storage_writer=DataStatesWriter(tmp_path / "ours"), no_dist=True)
-    to_stock(tmp_path / "ours", tmp_path / "stock")
-    found = {"tensor": torch.zeros(6), "deep": {"number": 0, "list": [0, ""]}}
-    dcp.load(found, checkpoint_id=str(tmp_path / "stock"), no_dist=True)
-    assert torch.equal(found["tensor"], state["tensor"])  # type: ignore[arg-type]
-    assert found["deep"] == state["deep"]
-    with pytest.raises(FileExistsError, match="choose another"):
-        to_stock(tmp_path / "ours", tmp_path / "stock")
