@@ -94,11 +94,12 @@ class DataStatesStrategyMixin:
         path = self.broadcast(str(filepath))  # type: ignore[attr-defined]
         meta = dict(checkpoint)
         state = {_MODEL: meta.pop(_MODEL), **_numbered(meta.pop(_OPTIMIZERS, []))}
-        files = {self._rng_name: _packed(_collect_rng_states())}
-        if self.is_global_zero:  # type: ignore[attr-defined]
-            files[_META] = _packed(meta)
+        # Each rank's own, because the positions of data loaders may differ.
+        files = {_META: _packed(meta), self._rng_name: _packed(_collect_rng_states())}
         self._saves.start(with_files(state, files), path)
-        if not self._trainer.training:  # no step waits for it, and the caller may read the checkpoint next
+        if (
+            not self._trainer.training
+        ):  # no step waits for it, and the caller may read the checkpoint next
             self._saves.wait()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -128,7 +129,8 @@ class DataStatesStrategyMixin:
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load model and optimizers, and return all other values that Lightning has saved.
+        """Load model and optimizers, and return all other values that Lightning has saved: those of this rank, or those
+        of the first rank if there were fewer ranks.
 
         Raises :class:`CheckpointNotFoundError` for a checkpoint that was not committed, and the errors of
         :func:`~dcp_datastates.load`.

@@ -109,7 +109,9 @@ def files_from(path: str | os.PathLike[str]) -> dict[str, bytes]:
     """
     ranks = (_rank_key(0), _rank_key(_rank()))
     prefixes = [f"{_FILES}.{rank}" for rank in ranks]
-    names = [name for name in _stored_names(path) if name.startswith(tuple(f"{p}." for p in prefixes))]
+    names = [
+        name for name in _stored_names(path) if name.startswith(tuple(f"{p}." for p in prefixes))
+    ]
     if not names:
         return {}
     found = load(path, keys=names)[_FILES]

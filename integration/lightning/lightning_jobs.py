@@ -15,7 +15,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from support.waiting import await_that
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, fully_sharded_data_parallel
+from torch.distributed.fsdp._common_utils import _FSDPDeviceHandle
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dcp_datastates as ds
@@ -27,30 +28,33 @@ from dcp_datastates.lightning import (
 
 WIDTH = 256
 BATCHES = 4  # of an epoch
-ROWS = 12  # of a batch, of all ranks
+ROWS = 4  # of a batch
 
 
 class Batches:
-    """A resumable loader of random batches. Each rank has its part of a batch that depends on its number only."""
+    """A resumable loader of random batches, shuffled anew for each epoch, on each rank in its own way."""
 
     def __init__(self) -> None:
         self.position = 0
+        self.seed = 0
 
     def __len__(self) -> int:
         return BATCHES
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        if self.position % BATCHES == 0:
+            self.position = 0
+            self.seed = int(torch.randint(1 << 30, ()))
         while self.position < BATCHES:
             self.position += 1
-            data = torch.Generator().manual_seed(self.position)
-            yield torch.randn(ROWS, WIDTH, generator=data).chunk(dist.get_world_size())[dist.get_rank()]
-        self.position = 0
+            data = torch.Generator().manual_seed(self.seed + self.position)
+            yield torch.randn(ROWS, WIDTH, generator=data)
 
     def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
+        return {"position": self.position, "seed": self.seed}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
+        self.position, self.seed = state["position"], state["seed"]
 
 
 class Tiny(pl.LightningModule):
@@ -88,31 +92,51 @@ class Tiny(pl.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Kill(Checkpoint):
-    """Kills the rank with a save in flight that cannot be committed, once an earlier one is committed.
+    """Kills the rank after ``step``, once the directory ``begun`` has ``attempts`` saves and ``committed`` is.
 
     It is a ``Checkpoint`` because Lightning calls these last, in their order.
     """
 
-    def __init__(self, step: int, in_flight: Path, committed: Path | None) -> None:
+    def __init__(
+        self, root: Path, step: int, begun: str, attempts: int = 1, committed: str | None = None
+    ) -> None:
         self._step = step
-        self._in_flight = in_flight
-        self._committed = committed
+        self._begun = root / begun
+        self._attempts = attempts
+        self._committed = None if committed is None else root / committed / ".metadata"
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step != self._step:
             return
-        await_that(self._in_flight.is_dir)
+        await_that(lambda: len(list(self._begun.glob("*/"))) >= self._attempts)
         if self._committed is not None:
-            await_that((self._committed / ".metadata").exists)
+            await_that(self._committed.exists)
         dist.barrier()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def use_cpu_for_fsdp1() -> None:
+    """FSDP1 refuses to work without an accelerator unless it is given a device, and Lightning gives it none on a CPU.
+
+    Apart from that, it works on a CPU.
+    """
+
+    def handle(state: Any, *_: Any) -> Any:
+        state._device_handle = _FSDPDeviceHandle.from_device(torch.device("cpu"))
+        return state
+
+    fully_sharded_data_parallel._init_device_handle = handle
+
+
 def strategy_of(kind: str, options: dict[str, Any]) -> Any:
+    use_cpu_for_fsdp1()
     if kind == "fsdp1":
         return DataStatesFSDPStrategy(auto_wrap_policy={torch.nn.Linear}, **options)
     if kind == "stock-fsdp1":
@@ -147,20 +171,16 @@ def train(
     steps: int = 7,
     every: int = 2,
     resume: str | None = None,
-    kill_after: int | None = None,
-    waits_for: int | None = None,
+    kill: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
     **saving: Any,
 ) -> dict[str, Any]:
-    """Train and return what the model noted; ``saving`` is for the callback."""
+    """Train and return what the model noted; ``kill`` is for :class:`Kill`, ``saving`` for the callback."""
     root = Path(folder)
     saves = DataStatesModelCheckpoint(
         dirpath=root, filename="{step}", every_n_train_steps=every, **{"save_top_k": -1, **saving}
     )
-    callbacks: list[Any] = [saves]
-    if kill_after is not None:
-        before = None if waits_for is None else root / f"step={waits_for}.ckpt"
-        callbacks.append(Kill(kill_after, root / f"step={kill_after}.ckpt", before))
+    callbacks: list[Any] = [saves, *([Kill(root, **kill)] if kill else [])]
     trainer = trainer_of(root, kind, steps, options or {}, callbacks)
     model = Tiny()
     path: Any = ds.latest(root) if resume == "newest" else resume
@@ -187,9 +207,29 @@ def save_stock(folder: str, kind: str) -> dict[str, Any]:
     return {"losses": model.losses}
 
 
-def resume_from(folder: str, path: str, kind: str) -> dict[str, Any]:
+def resume_from(folder: str, path: str, kind: str = "fsdp2") -> dict[str, Any]:
     """The steps from a checkpoint to the fifth, without dropout and without saves."""
-    trainer = trainer_of(Path(folder), kind, 5, {}, [ModelCheckpoint(save_top_k=0)])
+    trainer = trainer_of(Path(folder), kind, 5, {}, [ModelCheckpoint(save_top_k=0), Compare(path)])
     model = Tiny(dropout=0.0)
     trainer.fit(model, Batches(), ckpt_path=path)
-    return {"losses": model.losses}
+    return {"losses": model.losses, "same": trainer.callbacks[0].same}
+
+
+class Compare(pl.Callback):
+    """Compares what was loaded with what :func:`dcp_datastates.load` reads."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self.same: list[str] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        try:
+            stored = ds.load(self._path)
+        except ds.ForeignCheckpointError:
+            return
+        moments = trainer.optimizers[0].state
+        for name, parameter in module.named_parameters():
+            found = stored["optimizer_0"]["state"][name]
+            assert torch.equal(parameter.full_tensor(), stored["state_dict"][name])
+            assert torch.equal(moments[parameter]["exp_avg"].full_tensor(), found["exp_avg"])
+            self.same.append(name)
