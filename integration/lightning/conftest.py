@@ -6,7 +6,6 @@ import importlib.util
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _server_with_lightning() -> Iterator[None]:
+def _server_with_lightning() -> None:
     """Ranks are forked from a server that has imported Lightning, which takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         paths = [TESTS, HERE, os.environ.get("PYTHONPATH", "")]
@@ -36,4 +35,3 @@ def _server_with_lightning() -> Iterator[None]:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning_jobs"])
         forkserver.ensure_running()
-    yield

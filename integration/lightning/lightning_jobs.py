@@ -42,9 +42,9 @@ class Batches:
         return BATCHES
 
     def __iter__(self) -> Iterator[torch.Tensor]:
+        drawn = int(torch.randint(1 << 30, ()))  # by every iterator, like that of a DataLoader
         if self.position % BATCHES == 0:
-            self.position = 0
-            self.seed = int(torch.randint(1 << 30, ()))
+            self.position, self.seed = 0, drawn
         while self.position < BATCHES:
             self.position += 1
             data = torch.Generator().manual_seed(self.seed + self.position)
