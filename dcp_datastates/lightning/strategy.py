@@ -31,7 +31,8 @@ from dcp_datastates.manager.background import BackgroundSaves, take_options
 from dcp_datastates.manager.training_state import (
     files_from,
     is_ours,
-    load_state,
+    load_models,
+    load_optimizers,
     optimizer_state,
     state_of,
     with_files,
@@ -142,7 +143,9 @@ class DataStatesStrategyMixin:
         fitting = self._trainer.state.fn == TrainerFn.FITTING
         optimizers = self.optimizers if fitting else []  # type: ignore[attr-defined]
         strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
-        load_state(path, {_MODEL: self._module}, _numbered(optimizers), strict=strict)
+        models = {_MODEL: self._module}
+        load_models(path, models, strict=strict)
+        load_optimizers(path, models, _numbered(optimizers))
         files = files_from(path)
         if _META not in files:
             raise CheckpointNotFoundError(

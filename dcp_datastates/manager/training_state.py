@@ -29,9 +29,11 @@ from dcp_datastates.storage import attempts, local
 
 __all__ = [
     "files_from",
+    "holds",
     "is_ours",
     "is_ours_here",
-    "load_state",
+    "load_models",
+    "load_optimizers",
     "optimizer_state",
     "state_of",
     "with_files",
@@ -59,28 +61,38 @@ def optimizer_state(models: Models, optimizer: torch.optim.Optimizer) -> dict[st
     return get_optimizer_state_dict(_owner(models, optimizer), optimizer)
 
 
-def load_state(
-    path: str | os.PathLike[str], models: Models, optimizers: Optimizers, *, strict: bool = True
-) -> None:
-    """Load what :func:`state_of` gave, in place, at any number of ranks. All ranks call this.
+def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = True) -> None:
+    """Load models in place, at any number of ranks. All ranks call this.
 
-    With ``strict=False``, values of the models that were not saved stay as they are. Raises as
-    :func:`~dcp_datastates.load`.
+    With ``strict=False``, values that were not saved stay as they are. Raises as :func:`~dcp_datastates.load`.
     """
-    state = state_of(models, optimizers)
+    state = state_of(models, {})
     if not strict:
         stored = _stored_names(path)
-        for name in models:
-            state[name] = {
-                key: value for key, value in state[name].items() if f"{name}.{key}" in stored
-            }
+        for name, values in state.items():
+            state[name] = {key: values[key] for key in values if f"{name}.{key}" in stored}
     state = {name: values for name, values in state.items() if values}
     load(path, state, keys=state)
     for name, model in models.items():
         set_model_state_dict(model, state.get(name, {}), options=StateDictOptions(strict=strict))
-    for name, optimizer in optimizers.items():
-        owner = _owner(models, optimizer)
-        set_optimizer_state_dict(owner, optimizer, optim_state_dict=state[name])
+
+
+def load_optimizers(
+    path: str | os.PathLike[str], models: Models, optimizers: Optimizers
+) -> None:
+    """Load optimizers of ``models``, like :func:`load_models`."""
+    if optimizers:
+        state = {name: optimizer_state(models, each) for name, each in optimizers.items()}
+        load(path, state, keys=state)
+        for name, optimizer in optimizers.items():
+            set_optimizer_state_dict(
+                _owner(models, optimizer), optimizer, optim_state_dict=state[name]
+            )
+
+
+def holds(path: str | os.PathLike[str], name: str) -> bool:
+    """Whether the checkpoint has values below ``name``."""
+    return any(each.startswith(f"{name}.") for each in _stored_names(path))
 
 
 def _owner(models: Models, optimizer: torch.optim.Optimizer) -> torch.nn.Module:

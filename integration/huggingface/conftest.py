@@ -1,0 +1,38 @@
+"""Fixtures for the tests with the real Accelerate and transformers, which are skipped where it is not installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+
+TESTS = str(Path(__file__).parents[2] / "tests")  # support
+HERE = str(Path(__file__).parent)
+sys.path[:0] = [TESTS, HERE]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    missing = [name for name in ("accelerate", "transformers") if not importlib.util.find_spec(name)]
+    if missing:
+        why = f"{', '.join(missing)} not installed: pip install 'dcp_datastates[huggingface]'"
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _server_with_libraries() -> None:
+    """Ranks are forked from a server that has imported them, which takes seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        paths = [TESTS, HERE, os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["huggingface_jobs"])
+        forkserver.ensure_running()
