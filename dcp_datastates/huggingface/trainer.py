@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import torch
 from transformers import Trainer
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import latest
@@ -224,12 +224,9 @@ def _step(path: Path) -> int:
 
 
 def _newest_of_trainer(folder: Path) -> Path | None:
-    """The directory with the highest step among those that are no saves of this package."""
-    found = [path for path in folder.glob("checkpoint-*/") if _NAME.fullmatch(path.name)]
-    for path in sorted(found, key=_step, reverse=True):
-        if not _is_lost(path) and not is_ours_here(path):
-            return path
-    return None
+    """The directory with the highest step among those that the Trainer itself has written."""
+    found = [path.parent for path in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    return max((path for path in found if _NAME.fullmatch(path.name)), key=_step, default=None)
 
 
 def _is_lost(path: str | Path) -> bool:

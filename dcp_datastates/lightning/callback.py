@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dcp_datastates.checkpoints.answers import from_first_rank
@@ -30,8 +32,8 @@ class DataStatesModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
 def _may_be_loaded(path: str) -> bool:
     try:
-        is_ours_here(path)
+        ours = is_ours_here(path)
     except CheckpointNotFoundError as error:
         logger.warning("leaving out checkpoint %s: %s", path, error)
         return False
-    return True
+    return ours or os.path.isfile(path) or os.path.isfile(os.path.join(path, _METADATA_FILENAME))

@@ -20,6 +20,7 @@ from accelerate.utils import (
     set_seed,
 )
 from support.waiting import await_that
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -73,7 +74,7 @@ def examples() -> list[dict[str, torch.Tensor]]:
 
 def kill(root: Path, begun: str, committed: str | None = None) -> None:
     """Kill this rank once the save to ``begun`` has begun, and ``committed`` is committed."""
-    await_that(lambda: list((root / begun).glob("*/")))
+    await_that(lambda: list((root / begun).glob("[!.]*/")))
     if committed is not None:
         await_that((root / committed / ".metadata").exists)
     dist.barrier()
@@ -162,10 +163,11 @@ def same(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     """The number of parameters, which equal those that :func:`dcp_datastates.load` reads, with their moments."""
     try:
         stored = ds.load(path, keys=["model_0", "optimizer_0"])
-    except ds.ForeignCheckpointError:
+    except ds.CheckpointNotFoundError:  # Accelerate's own
         return 0
     count = 0
-    for name, parameter in model.named_parameters():
+    for full_name, parameter in model.named_parameters():
+        name = full_name.removeprefix("module.")
         found = stored["optimizer_0"]["state"][name]
         assert torch.equal(full(parameter), stored["model_0"][name])
         assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), found["exp_avg"])
@@ -209,6 +211,7 @@ def trainer(
     *,
     fsdp: bool = True,
     stock: bool = False,
+    state_dict_type: str | None = None,
     resume: bool | str = False,
     kill_after: int | None = None,
     killing: dict[str, Any] | None = None,
@@ -219,8 +222,8 @@ def trainer(
     warnings.simplefilter("ignore")
     use_cpu_for_fsdp()
     sharding = {"version": 2, "transformer_layer_cls_to_wrap": [LAYER]}
-    if stock:
-        sharding["state_dict_type"] = "SHARDED_STATE_DICT"
+    if state_dict_type is not None:
+        sharding["state_dict_type"] = state_dict_type
     settings = {"max_steps": 7, "save_steps": 2, **arguments}
     args = TrainingArguments(
         output_dir=folder,
@@ -248,7 +251,15 @@ def trainer(
     job.losses = {}
     assert job.is_fsdp_enabled == fsdp
     job.train(resume_from_checkpoint=resume)
+    sharded = isinstance(next(job.model.parameters()), DTensor)
+    assert sharded == fsdp
+    loaded = 0
+    if args.load_best_model_at_end:
+        stored = ds.load(job.state.best_model_checkpoint, keys="model")["model"]
+        for name, parameter in job.model.named_parameters():
+            loaded += torch.equal(full(parameter), stored[name])
     return {
+        "loaded": loaded,
         "losses": job.losses,
         "best": job.state.best_model_checkpoint,
         "lr": job.lr_scheduler.get_last_lr(),

@@ -115,7 +115,7 @@ class Kill(Checkpoint):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.global_step != self._step:
             return
-        await_that(lambda: len(list(self._begun.glob("*/"))) >= self._attempts)
+        await_that(lambda: len(list(self._begun.glob("[!.]*/"))) >= self._attempts)
         if self._committed is not None:
             await_that(self._committed.exists)
         dist.barrier()
