@@ -23,7 +23,7 @@ import torch
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
@@ -75,7 +75,8 @@ class DataStatesStrategyMixin:
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)  # type: ignore[misc]
         for optimizer in self.optimizers:  # type: ignore[attr-defined]
-            track(optimizer)  # so that also the first save reads later
+            if isinstance(optimizer, torch.optim.Optimizer):
+                track(optimizer)  # so that also the first save reads later
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return state_of({_MODEL: self._module}, {})[_MODEL]  # type: ignore[no-any-return]
@@ -87,7 +88,10 @@ class DataStatesStrategyMixin:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Start the save of ``checkpoint``. The directory ``filepath`` is a checkpoint once it is committed."""
+        """Start the save of ``checkpoint``. The directory ``filepath`` is a checkpoint once it is committed.
+
+        After ``fit`` has ended, this waits for the outcome.
+        """
         if storage_options is not None:
             raise TypeError(
                 f"{type(self).__name__} writes to local and mounted file systems, and has no storage_options"
@@ -98,9 +102,7 @@ class DataStatesStrategyMixin:
         # Each rank's own, because the positions of data loaders may differ.
         files = {_META: _packed(meta), self._rng_name: _packed(_collect_rng_states())}
         self._saves.start(with_files(state, files), path)
-        if (
-            not self._trainer.training
-        ):  # no step waits for it, and the caller may read the checkpoint next
+        if self._trainer.state.status != TrainerStatus.RUNNING:  # the caller may read it next
             self._saves.wait()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -65,7 +65,7 @@ class BackgroundSaves:
         self._options = dict(options)
         self._strict = strict
         self._writer: DataStatesWriter | None = None
-        self._handles: list[SaveHandle] = []
+        self._handles: list[tuple[int, SaveHandle]] = []  # of saves that may be in flight, numbered
         self._deleting: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()  # guards what follows
         self._started = 0
@@ -80,7 +80,7 @@ class BackgroundSaves:
         """
         if self._strict:
             self.wait()
-        self._handles = [handle for handle in self._handles if not handle.wait(0)]
+        self._handles = [each for each in self._handles if not each[1].committed.done()]
         directory = Path(os.path.abspath(path))
         with self._lock:
             self._started += 1  # also if it fails: then what it should replace stays
@@ -97,7 +97,7 @@ class BackgroundSaves:
                 raise
             logger.error("the save to %s could not begin, and training goes on: %s", path, error)
             return None
-        self._handles.append(handle)
+        self._handles.append((number, handle))
         handle.committed.add_done_callback(lambda outcome: self._ended(number, outcome))
         return handle
 
@@ -107,12 +107,13 @@ class BackgroundSaves:
         Starts their reads at once. With ``strict``, raises the error of a save that has failed.
         """
         handles, self._handles = self._handles, []
-        for handle in handles:
+        for number, handle in handles:
             handle.wait()
+            self._ended(number, handle.committed)  # the callback may come later
         if self._deleting is not None:
             self._deleting.submit(lambda: None).result()
         if self._strict:
-            for handle in handles:
+            for _, handle in handles:
                 handle.result()
 
     def when_committed(

@@ -77,9 +77,7 @@ def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = 
         set_model_state_dict(model, state.get(name, {}), options=StateDictOptions(strict=strict))
 
 
-def load_optimizers(
-    path: str | os.PathLike[str], models: Models, optimizers: Optimizers
-) -> None:
+def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Optimizers) -> None:
     """Load optimizers of ``models``, like :func:`load_models`."""
     if optimizers:
         state = {name: optimizer_state(models, each) for name, each in optimizers.items()}

@@ -1,4 +1,4 @@
-"""Fixtures for the tests with the real Accelerate and transformers, which are skipped where it is not installed."""
+"""Fixtures for the tests with the real Accelerate and transformers, which are skipped where they are not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ sys.path[:0] = [TESTS, HERE]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    missing = [name for name in ("accelerate", "transformers") if not importlib.util.find_spec(name)]
+    missing = [
+        name for name in ("accelerate", "transformers") if not importlib.util.find_spec(name)
+    ]
     if missing:
         why = f"{', '.join(missing)} not installed: pip install 'dcp_datastates[huggingface]'"
         for item in items:
@@ -34,5 +36,6 @@ def _server_with_libraries() -> None:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("OMP_NUM_THREADS", "1")
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["huggingface_jobs"])
+        # Accelerate imports deepspeed where it is installed; what is not installed is left out.
+        context.set_forkserver_preload(["huggingface_jobs", "deepspeed", "deepspeed.comm"])
         forkserver.ensure_running()

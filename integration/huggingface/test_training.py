@@ -69,7 +69,7 @@ def job(
 
 
 def train(library: Library, root: Path, scratch: Path, **arguments: Any) -> dict[str, Any]:
-    return [one.result() for one in job(library, 2, root, scratch, **arguments)][0]
+    return next(one.result() for one in job(library, 2, root, scratch, **arguments))
 
 
 def killed(library: Library, root: Path, scratch: Path, **arguments: Any) -> None:
@@ -172,7 +172,13 @@ def test_a_failed_save_does_not_end_the_training_and_evicts_nothing(
     names, folder = library.names, library.folder(tmp_path / "killed")
     killing = {"begun": names[6], "committed": names[2]}
     killed(
-        library, tmp_path / "killed", tmp_path, environment=second, kill_after=6, killing=killing, **one
+        library,
+        tmp_path / "killed",
+        tmp_path,
+        environment=second,
+        kill_after=6,
+        killing=killing,
+        **one,
     )
     assert committed(folder) == {names[2]}
 
