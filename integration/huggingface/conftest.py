@@ -28,14 +28,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _server_with_libraries() -> None:
-    """Ranks are forked from a server that has imported them, which takes seconds."""
+def _server_with_libraries(request: pytest.FixtureRequest) -> None:
+    """Ranks are forked from a server that has imported the libraries of all folders asked for, which takes seconds.
+
+    Accelerate imports deepspeed where it is installed. What is not installed is left out.
+    """
+    folders = {item.path.parent for item in request.session.items}
+    jobs = [path.stem for folder in folders for path in folder.glob("*_jobs.py")]
+    if "huggingface_jobs" in jobs:
+        jobs += ["deepspeed", "deepspeed.comm"]
     with pytest.MonkeyPatch.context() as patch:
-        paths = [TESTS, HERE, os.environ.get("PYTHONPATH", "")]
+        paths = [TESTS, *map(str, folders), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         patch.setenv("OMP_NUM_THREADS", "1")
-        context = multiprocessing.get_context("forkserver")
-        # Accelerate imports deepspeed where it is installed; what is not installed is left out.
-        context.set_forkserver_preload(["huggingface_jobs", "deepspeed", "deepspeed.comm"])
+        multiprocessing.get_context("forkserver").set_forkserver_preload(jobs)
         forkserver.ensure_running()
