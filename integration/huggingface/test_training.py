@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,3 +243,24 @@ def test_options_are_checked_when_the_accelerator_is_made() -> None:
         DataStatesAccelerator(cpu=True, host_cache_size="much")
     with pytest.raises(ds.ConfigurationError, match="strict"):
         DataStatesAccelerator(cpu=True, strict="yes")
+
+
+@pytest.mark.parametrize("library", BOTH)
+def test_the_training_does_not_wait_for_storage(tmp_path: Path, library: Library) -> None:
+    """Storage hangs in the first save, and the training comes to its last one all the same."""
+    stuck = {"DCP_DATASTATES_FAILPOINTS": "flush.open.before@1=sleep:600"}
+    killing = {"begun": library.names[2]}
+    root = tmp_path / "stuck"
+    killed(library, root, tmp_path, environment=stuck, kill_after=6, killing=killing, options={})
+    assert committed(library.folder(root)) == set()
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_without_the_library_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module in ("", ".accelerator", ".trainer"):
+        monkeypatch.delitem(sys.modules, f"dcp_datastates.huggingface{module}", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"pip install 'dcp_datastates\[huggingface\]'"):
+        _ = importlib.import_module("dcp_datastates.huggingface").DataStatesTrainer

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,3 +186,18 @@ def test_options_are_checked_when_the_strategy_is_made() -> None:
         DataStatesModelParallelStrategy(save_distributed_checkpoint=False)
     with pytest.raises(ds.ConfigurationError, match="state_dict_type"):
         DataStatesFSDPStrategy(state_dict_type="full")
+
+
+def test_the_training_does_not_wait_for_storage(tmp_path: Path) -> None:
+    """Storage hangs in the first save, and the training comes to its last step all the same."""
+    stuck = {"DCP_DATASTATES_FAILPOINTS": "flush.open.before@1=sleep:600"}
+    folder = tmp_path / "stuck"
+    killed(folder, tmp_path, environment=stuck, kill={"step": STEPS, "begun": name(2)}, options={})
+    assert committed(folder) == set()
+
+
+def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "dcp_datastates.lightning")
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    with pytest.raises(ImportError, match=r"pip install 'dcp_datastates\[lightning\]'"):
+        importlib.import_module("dcp_datastates.lightning")
