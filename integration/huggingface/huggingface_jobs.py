@@ -103,11 +103,14 @@ def accelerate(
     stock: bool = False,
     resume: bool | str = False,
     limit: int | None = None,
+    stateful: bool = False,
     kill_after: int | None = None,
     killing: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A loop of Accelerate's users. ``resume`` is a path, or True for the newest."""
+    """A loop of Accelerate's users. ``resume`` is a path, or True for the newest. With ``stateful``, checkpoints hold
+    the position of the data loader.
+    """
     warnings.simplefilter("ignore")
     use_cpu_for_fsdp()
     plugin = FullyShardedDataParallelPlugin(
@@ -123,7 +126,9 @@ def accelerate(
         project_config=ProjectConfiguration(
             folder, automatic_checkpoint_naming=True, total_limit=limit
         ),
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=3, use_stateful_dataloader=stateful
+        ),
         **(options or {}),
     )
     assert accelerator.is_fsdp2 == fsdp
@@ -141,7 +146,7 @@ def accelerate(
         compared = same(resume, model, optimizer.optimizer) if isinstance(resume, str) else 0
 
     losses = {}
-    for batch in accelerator.skip_first_batches(loader, progress.step):
+    for batch in loader if stateful else accelerator.skip_first_batches(loader, progress.step):
         if progress.step == steps:
             break
         loss = model(**batch).loss

@@ -264,3 +264,12 @@ def test_without_the_library_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"pip install 'dcp_datastates\[huggingface\]'"):
         _ = importlib.import_module("dcp_datastates.huggingface").DataStatesTrainer
+
+
+def test_accelerates_stateful_data_loader_goes_on_where_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata")
+    whole = train(ACCELERATE, tmp_path / "jobs", tmp_path, stateful=True)["losses"]
+    path = tmp_path / "jobs" / "checkpoints" / ACCELERATE.names[4]
+    arguments = {"stateful": True, "resume": str(path), "every": 100}
+    resumed = train(ACCELERATE, tmp_path / "jobs", tmp_path, **arguments)
+    assert resumed["losses"] == from_step(whole, 5)
