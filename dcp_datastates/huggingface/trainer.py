@@ -103,7 +103,7 @@ class DataStatesTrainerMixin:
                 self._written_to = None
             name = f"checkpoint-{state.global_step}"
             files = read_files(Path(folder, name))
-        optimizers = {} if self.args.save_only_model else self._optimizers  # type: ignore[attr-defined]
+        optimizers = {} if self.args.save_only_model else self._saved_optimizers  # type: ignore[attr-defined]
         saved = state_of({_MODEL: self.model}, optimizers)  # type: ignore[attr-defined]
         self._saves.start(with_files(saved, files), os.path.join(run, name))
         self._delete_old(Path(run))
@@ -187,7 +187,7 @@ class DataStatesTrainerMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif holds(self._resumed_from, _OPTIMIZER):
             models = {_MODEL: self.model}  # type: ignore[attr-defined]
-            load_optimizers(self._resumed_from, models, self._optimizers)
+            load_optimizers(self._resumed_from, models, self._saved_optimizers)
             schedule = torch.load(os.path.join(checkpoint or "", SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
 
@@ -209,7 +209,7 @@ class DataStatesTrainerMixin:
         return super()._finalize_training(*arguments, **keywords)  # type: ignore[misc]
 
     @property
-    def _optimizers(self) -> dict[str, torch.optim.Optimizer]:
+    def _saved_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         optimizer = self.optimizer  # type: ignore[attr-defined]
         return {_OPTIMIZER: getattr(optimizer, "optimizer", optimizer)}
 
