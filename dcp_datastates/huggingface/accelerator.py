@@ -32,7 +32,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.huggingface.files import read_files, write_files
 from dcp_datastates.manager.background import BackgroundSaves, take_options
-from dcp_datastates.manager.training_state import (
+from dcp_datastates.manager.library_state import (
     files_from,
     is_ours,
     is_ours_here,

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.manager.training_state import is_ours_here
+from dcp_datastates.manager.library_state import is_ours_here
 
 __all__ = ["DataStatesModelCheckpoint"]
 

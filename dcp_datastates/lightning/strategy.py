@@ -28,7 +28,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.manager.background import BackgroundSaves, take_options
-from dcp_datastates.manager.training_state import (
+from dcp_datastates.manager.library_state import (
     files_from,
     is_ours,
     load_models,
