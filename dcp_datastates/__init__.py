@@ -9,6 +9,8 @@ from importlib.metadata import PackageNotFoundError, version
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.describe import describe as inspect
 from dcp_datastates.checkpoints.find import latest
+from dcp_datastates.checkpoints.keep import Keep
+from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.checkpoints.retention import retain
 from dcp_datastates.checkpoints.verify import Damage, Report, verify
 from dcp_datastates.config import parse_size
@@ -44,12 +46,15 @@ from dcp_datastates.errors import (
     UnsupportedStateError,
     UnsupportedTensorError,
 )
+from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveStats
 
 __all__ = [
+    "AutoInterval",
     "CheckpointCorruptError",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointReplacedError",
     "CheckpointSkipped",
@@ -63,10 +68,13 @@ __all__ = [
     "DataStatesWriter",
     "ForeignCheckpointError",
     "IncompatibleStateError",
+    "Keep",
     "NoAnswerError",
+    "PerRank",
     "RankLostError",
     "ReplicasDifferError",
     "Report",
+    "RngState",
     "SaveAbandonedError",
     "SaveFailedError",
     "SaveHandle",
@@ -84,10 +92,12 @@ __all__ = [
     "latest",
     "load",
     "parse_size",
+    "pin",
     "prime",
     "retain",
     "save",
     "track",
+    "unpin",
     "verify",
 ]
 

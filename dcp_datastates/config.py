@@ -19,6 +19,7 @@ __all__ = [
     "ReadWindow",
     "WhenBehind",
     "WriterConfig",
+    "parse_duration",
     "parse_host_cache_size",
     "parse_size",
 ]
@@ -68,6 +69,27 @@ def parse_size(size: int | str, *, name: str = "size") -> int:
         f"{name}={size!r} is not a size; give bytes as a non-negative int, or a string such as "
         f'"512MiB", "4GiB" or "4GB"'
     )
+
+
+_SECONDS = {"": 1, "MS": 0.001, "S": 1, "MIN": 60, "M": 60, "H": 3600, "D": 86400, "W": 604800}
+
+
+def parse_duration(duration: float | str, *, name: str = "duration") -> float:
+    """Seconds of ``duration``: a number (seconds) or a string such as ``"90s"``, ``"10min"``, ``"6h"`` or ``"7d"``.
+
+    Raises :class:`ConfigurationError`, naming the option ``name``, for anything else, and for 0.
+    """
+    seconds = math.nan
+    if isinstance(duration, (int, float)) and not isinstance(duration, bool):
+        seconds = float(duration)
+    elif isinstance(duration, str) and (match := _SIZE.fullmatch(duration)):
+        seconds = float(match[1]) * _SECONDS.get(match[2].upper(), math.nan)
+    if not 0 < seconds < math.inf:
+        raise ConfigurationError(
+            f"{name}={duration!r} is not a duration; give seconds above 0, or a string such as "
+            f'"90s", "10min", "6h" or "7d"'
+        )
+    return seconds
 
 
 def parse_host_cache_size(size: int | str) -> int:

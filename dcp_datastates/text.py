@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 
-__all__ = ["count", "date", "size"]
+__all__ = ["count", "date", "duration", "numbers", "size"]
 
 
 def count(number: int, noun: str) -> str:
@@ -26,3 +27,16 @@ def size(nbytes: float) -> str:
 def date(seconds: float | None) -> str:
     """Local date and time of seconds since the epoch; nothing for None."""
     return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+def numbers(named: Mapping[str, float]) -> str:
+    """Numbers by name: ``loss 2.31, accuracy 0.5``."""
+    return ", ".join(f"{name} {value:g}" for name, value in named.items())
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the largest unit that leaves 1 or more: ``20 ms``, ``1.5 s``, ``2.3 h``."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds * 1000:.3g} ms"

@@ -21,6 +21,8 @@ _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "latest": find.run,
     "retain": delete.run_retain,
     "rm": delete.run_rm,
+    "pin": delete.run_pin,
+    "unpin": delete.run_pin,
 }
 
 

@@ -1,12 +1,15 @@
-"""``dcp-datastates retain`` and ``dcp-datastates rm``."""
+"""``dcp-datastates retain``, ``rm``, ``pin`` and ``unpin``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from dcp_datastates.checkpoints.delete import delete
+from dcp_datastates.checkpoints.keep import Keep
+from dcp_datastates.checkpoints.pins import pin, pins, unpin
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -20,7 +23,7 @@ from dcp_datastates.storage import attempts, local
 from dcp_datastates.text import count, date, size
 from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json
 
-__all__ = ["run_retain", "run_rm"]
+__all__ = ["run_pin", "run_retain", "run_rm"]
 
 
 def run_retain(options: argparse.Namespace) -> int:
@@ -30,7 +33,9 @@ def run_retain(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"root={str(root)!r} does not exist; pass a directory of checkpoints"
         )
-    retained = retain_here(root, keep=options.keep, verify=options.verify, dry_run=options.dry_run)
+    Keep.of(options.keep)
+    keep = Keep(options.keep, options.every, _best(options.best), options.within)
+    retained = retain_here(root, keep=keep, verify=options.verify, dry_run=options.dry_run)
     if options.json:
         print_json(
             {
@@ -47,6 +52,30 @@ def run_retain(options: argparse.Namespace) -> int:
         for path in retained.deleted:
             print(f"{'would delete' if options.dry_run else 'deleted'} {path}")
     return OK
+
+
+def run_pin(options: argparse.Namespace) -> int:
+    """Pin or unpin the checkpoint at ``options.path``; returns the exit status."""
+    pin(options.path, options.name) if options.command == "pin" else unpin(
+        options.path, options.name
+    )
+    names = pins(local.local_path(options.path))
+    if options.json:
+        print_json({"path": options.path, "pins": names})
+    else:
+        with pipe_may_close():
+            print(f"{options.path}: {'pinned: ' if names else 'not pinned'}{', '.join(names)}")
+    return OK
+
+
+def _best(given: str | None) -> Any:
+    if given is None:
+        return None
+    name, _, rest = given.partition(":")
+    direction, _, number = rest.partition(":")
+    if number and not number.isdigit():
+        raise ConfigurationError(f"--best {given}: {number!r} is no number of checkpoints")
+    return (name, direction, int(number)) if number else (name, direction)
 
 
 def run_rm(options: argparse.Namespace) -> int:

@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_latest(commands)
     _add_retain(commands)
     _add_rm(commands)
+    _add_pin(commands)
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print one JSON document")
     return parser
@@ -93,14 +94,29 @@ def _add_latest(commands: _Commands) -> None:
 def _add_retain(commands: _Commands) -> None:
     retain = commands.add_parser(
         "retain",
-        help="delete all but the newest checkpoints",
-        description="Delete the checkpoints in a directory that are older than the N newest good ones: those that "
-        "pass --verify. The last good one is never deleted, nor one that a save is replacing, nor anything "
-        "that is not a checkpoint of this package. Exit status: 0 done, 2 wrong usage or the system refused.",
+        help="delete old checkpoints by rules",
+        description="Delete the checkpoints in a directory that are older than the N newest good ones (those that "
+        "pass --verify), unless another option or a pin keeps them. The last good one is never deleted, nor one that a "
+        "save is replacing, nor anything that is not a checkpoint of this package. "
+        "Exit status: 0 done, 2 wrong usage or the system refused.",
     )
     retain.add_argument("root", metavar="ROOT", help="a directory of checkpoints")
     retain.add_argument(
         "--keep", type=int, required=True, metavar="N", help="how many good ones stay, 1 or more"
+    )
+    retain.add_argument(
+        "--every",
+        type=int,
+        metavar="STEPS",
+        help="keep those whose step is a multiple of this, too",
+    )
+    retain.add_argument(
+        "--best",
+        metavar="METRIC:min|max[:N]",
+        help='keep the best N, too: "loss:min", "accuracy:max:3"',
+    )
+    retain.add_argument(
+        "--within", metavar="TIME", help='keep those of this time, too: "36h", "7d"'
     )
     _add_level(retain)
     _add_dry_run(retain)
@@ -117,6 +133,15 @@ def _add_rm(commands: _Commands) -> None:
     rm.add_argument("paths", metavar="PATH", nargs="+", help="a checkpoint")
     rm.add_argument("-y", "--yes", action="store_true", help="do not ask")
     _add_dry_run(rm)
+
+
+def _add_pin(commands: _Commands) -> None:
+    for command, what in (("pin", "keep a checkpoint from deletion"), ("unpin", "let it go again")):
+        added = commands.add_parser(
+            command, help=what, description=f"{what.capitalize()}. Exit status: 0 done, 2 refused."
+        )
+        added.add_argument("path", metavar="PATH", help="a checkpoint")
+        added.add_argument("--name", default="keep", help='what the pin is for, such as "eval"')
 
 
 def _add_level(command: argparse.ArgumentParser) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory
-from dcp_datastates.text import count, date, size
+from dcp_datastates.text import count, date, numbers, size
 
 __all__ = ["print_checkpoint", "print_directory"]
 
@@ -23,9 +23,10 @@ _PLAIN_WIDTH: Final = 160
 
 def print_directory(found: Directory) -> None:
     """A line for each checkpoint."""
-    shown = _table("checkpoint", "step>", "committed", "attempt", "size>", "ranks>", "")
+    shown = _table("checkpoint", "step>", "committed", "attempt", "size>", "ranks>", "metrics", "")
     for listed in found.checkpoints:
-        note = "latest" if listed.name == found.latest else listed.problem or ""
+        notes = ["latest" if listed.name == found.latest else listed.problem or ""]
+        notes += [f"pinned: {', '.join(listed.pins)}"] if listed.pins else []
         shown.add_row(
             Text(listed.name),
             _or_empty(listed.step),
@@ -33,7 +34,8 @@ def print_directory(found: Directory) -> None:
             listed.attempt or "",
             "" if listed.nbytes is None else size(listed.nbytes),
             _or_empty(listed.ranks),
-            Text(note),
+            Text(numbers(listed.metrics)),
+            Text("; ".join(filter(None, notes))),
         )
     _print(shown)
 
@@ -51,6 +53,10 @@ def print_checkpoint(found: Checkpoint, tensors: bool) -> None:
         )
     else:
         print("  not committed")
+    if found.metrics:
+        print(f"  {numbers(found.metrics)}")
+    if found.pins:
+        print(f"  pinned: {', '.join(found.pins)}")
     if found.uncommitted:
         _print_uncommitted(found)
     if found.dtypes:

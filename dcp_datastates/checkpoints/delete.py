@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.listing import Found, open_found
+from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local, lock, operations
@@ -46,8 +47,8 @@ def delete(path: str | os.PathLike[str]) -> None:
         CheckpointNotFoundError: no checkpoint of this package is there (:class:`ForeignCheckpointError`: another
             program's is); the message says what is there instead.
         ConfigurationError: ``path`` is a symbolic link.
-        StorageError: a save to the path is in flight, or may be; the metadata cannot be read, or have a version that
-            this release does not know; or the system refused to delete a file or directory.
+        StorageError: the checkpoint is pinned; a save to the path is in flight, or may be; the metadata cannot be read,
+            or have a version that this release does not know; or the system refused to delete a file or directory.
     """
     directory = local.local_path(path)
     if directory.is_symlink():
@@ -79,6 +80,10 @@ def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
         now = open_found(path)
         if now is None or now.attempt != victim.attempt:
             raise NotDeleted(path, "it was deleted or replaced meanwhile")
+        if pinned := pins(path):
+            raise NotDeleted(
+                path, f"it is pinned ({', '.join(pinned)}); dcp_datastates.unpin first"
+            )
         claimed = attempts.present(path)
         for attempt in claimed:
             held = lock.in_flight(path / attempt.name)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
@@ -21,12 +21,13 @@ from dcp_datastates.checkpoints.listing import (
     newest_first,
     step_of,
 )
+from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage import attempts, local, lock
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.text import count, date, size
+from dcp_datastates.text import count, date, numbers, size
 
 __all__ = ["Checkpoint", "Directory", "describe"]
 
@@ -109,6 +110,10 @@ class Checkpoint:
     tensors: tuple[Tensor, ...]
     objects: tuple[Object, ...]
     uncommitted: tuple[UncommittedAttempt, ...]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that the save was given."""
+    pins: tuple[str, ...] = ()
+    """Why it is never deleted: the names that it is pinned under."""
 
     def __str__(self) -> str:
         """The time of the commit, the size, the contents (the first names), and the problems of the files."""
@@ -123,6 +128,10 @@ class Checkpoint:
             ]
         else:
             lines.append("  not committed")
+        if self.metrics:
+            lines.append(f"  {numbers(self.metrics)}")
+        if self.pins:
+            lines.append(f"  pinned: {', '.join(self.pins)}")
         lines += [
             f"  attempt {each.attempt} is {each.state}: {count(each.files, 'file')}, {size(each.nbytes)}"
             for each in self.uncommitted
@@ -158,6 +167,8 @@ class Listed:
     committed_at: float | None
     problem: str | None
     """Why :func:`~dcp_datastates.latest` would skip it."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,6 +188,8 @@ class Directory:
                 date(each.committed_at) or ("committed" if each.committed else "not committed"),
                 "" if each.nbytes is None else size(each.nbytes),
                 "latest" if each.name == self.latest else each.problem or "",
+                numbers(each.metrics),
+                f"pinned: {', '.join(each.pins)}" if each.pins else "",
             )
             for each in self.checkpoints
         ]
@@ -233,6 +246,8 @@ def _checkpoint(directory: Path, committed: Committed) -> Checkpoint:
         tensors=tensors,
         objects=objects,
         uncommitted=_uncommitted(directory, committed.note.attempt),
+        metrics=committed.note.metrics,
+        pins=pins(directory),
     )
 
 
@@ -339,6 +354,8 @@ def _listed(found: Found) -> Listed:
         ranks=None if committed is None else _ranks(committed.note.files),
         committed_at=None if committed is None else committed.committed_at,
         problem=flaw(found, "structure"),
+        metrics={} if committed is None else committed.note.metrics,
+        pins=pins(found.path),
     )
 
 

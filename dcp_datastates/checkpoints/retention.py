@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,9 @@ import torch.distributed as dist
 from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
+from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.attempt import Attempt
 
@@ -29,22 +31,24 @@ logger = logging.getLogger(__name__)
 def retain(
     root: str | os.PathLike[str],
     *,
-    keep: int,
+    keep: int | Keep,
     verify: Verification = "structure",
     process_group: dist.ProcessGroup | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> list[Path]:
-    """Delete the checkpoints in the directory ``root`` that are older than the ``keep`` newest good ones.
+    """Delete the checkpoints in the directory ``root`` that ``keep`` does not ask for.
+
+    ``keep`` is a number of the newest good ones, or a :class:`Keep` with further rules.
 
     A checkpoint is good if :func:`~dcp_datastates.latest` accepts it with the same ``verify``. By default, its metadata
-    can be read and every data file is there with its exact size. ``"full"`` reads every byte of the ``keep`` newest;
-    only then is a flipped bit detected before an older, intact checkpoint is deleted. Damaged checkpoints do not count,
-    and are deleted once they are older than ``keep`` good ones; the last good checkpoint is never deleted.
+    can be read and every data file is there with its exact size. ``"full"`` reads every byte of the newest that are
+    kept; only then is a flipped bit detected before an older, intact checkpoint is deleted. Damaged checkpoints do not
+    count, and are deleted once they are older than those; the last good checkpoint is never deleted.
 
-    This never deletes: directories that are not checkpoints of this package (stock DCP's, too); symbolic links; foreign
-    files in a checkpoint's directory; a checkpoint that a save is replacing (it has an attempt that a live process
-    holds, or, without locks, an attempt newer than the committed one); and a checkpoint whose place in the order is in
-    doubt, because the job that saved the newer ones did not see it.
+    This never deletes: a pinned checkpoint (:func:`~dcp_datastates.pin`); directories that are not checkpoints of this
+    package (stock DCP's, too); symbolic links; foreign files in a checkpoint's directory; a checkpoint that a save is
+    replacing (it has an attempt that a live process holds, or, without locks, an attempt newer than the committed one);
+    and a checkpoint whose place in the order is in doubt, because the job that saved the newer ones did not see it.
 
     Every rank of ``process_group`` (default: all ranks) calls this; the first rank deletes, and all return or raise the
     same. Repeated calls are safe, also while another process calls this.
@@ -53,12 +57,13 @@ def retain(
         The deleted checkpoints, newest first.
 
     Raises:
-        ConfigurationError: ``keep`` is below 1; ``root`` is a file or itself a checkpoint.
+        ConfigurationError: ``keep`` cannot work; ``root`` is a file or itself a checkpoint.
         StorageError: ``root`` cannot be read, or the system refused to delete a file or directory.
         NoAnswerError: the first rank did not answer in ``timeout`` seconds.
     """
     directory = local.local_path(root)
-    _check(keep, verify)
+    keep = Keep.of(keep)
+    check_verification(verify)
     return from_first_rank(
         lambda: retain_here(directory, keep=keep, verify=verify).deleted,
         "which checkpoints were deleted",
@@ -72,14 +77,14 @@ class Retained:
     """The result of :func:`retain_here`, newest first."""
 
     kept: list[Path] = field(default_factory=list)
-    """The good checkpoints that count."""
+    """The newest good checkpoints that count, and the older ones that a rule or a pin keeps."""
     deleted: list[Path] = field(default_factory=list)
 
 
 def retain_here(
     root: str | os.PathLike[str],
     *,
-    keep: int,
+    keep: int | Keep,
     verify: Verification = "structure",
     among: Callable[[Path], bool] | None = None,
     dry_run: bool = False,
@@ -91,37 +96,35 @@ def retain_here(
         among: the directories in ``root`` that count and may be deleted; None: all.
         dry_run: delete nothing; ``deleted`` then lists what would be deleted.
     """
-    _check(keep, verify)
+    keep = Keep.of(keep)
+    check_verification(verify)
     root = local.local_path(root)
-    good: list[Found] = []
-    retained = Retained()
-    for found in newest_first(
-        path
-        for path in checkpoints(root)
-        if not path.is_symlink() and (among is None or among(path))
-    ):
-        if len(good) == keep:
-            if _is_older(found.attempt, found.path, good) and _delete(found, dry_run):
-                retained.deleted.append(found.path)
+    paths = [path for path in checkpoints(root) if not path.is_symlink()]
+    everything = list(newest_first(path for path in paths if among is None or among(path)))
+    last: list[Found] = []
+    older: list[Found] = []
+    for found in everything:
+        if len(last) == keep.last:
+            older.append(found)
         elif problem := flaw(found, verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
-            good.append(found)
+            last.append(found)
+    retained = Retained([found.path for found in last])
+    if len(last) < keep.last:
+        return retained
+    best = keep.the_best(everything, lambda found: found in last or flaw(found, verify) is None)
+    now = time.time()
+    for found in older:
+        if found in best or keep.asks_for(found, now) or pins(found.path):
             retained.kept.append(found.path)
-    if len(good) == keep:
-        for path in directories(root):
-            mine = path not in retained.deleted and (among is None or among(path))
-            if mine and _finish_deleting(path, good, dry_run):
-                retained.deleted.append(path)
+        elif _is_older(found.attempt, found.path, last) and _delete(found, dry_run):
+            retained.deleted.append(found.path)
+    for path in directories(root):
+        mine = path not in retained.deleted and (among is None or among(path))
+        if mine and _finish_deleting(path, last, dry_run):
+            retained.deleted.append(path)
     return retained
-
-
-def _check(keep: int, verify: str) -> None:
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ConfigurationError(
-            f"keep={keep!r} must be a whole number, 1 or more: the last checkpoint is never deleted"
-        )
-    check_verification(verify)
 
 
 def _is_older(attempt: Attempt, path: Path, good: list[Found]) -> bool:

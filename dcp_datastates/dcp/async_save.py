@@ -34,6 +34,7 @@ def async_save(
     writer: DataStatesWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
+    metrics: Mapping[str, float] | None = None,
     **options: Any,
 ) -> SaveHandle:
     """Save ``state_dict`` to ``path`` while training continues; the handle says when it is captured and committed.
@@ -49,6 +50,8 @@ def async_save(
         writer: a writer to reuse. None makes one from ``path`` and ``options``.
         planner: the planner. None means one :class:`DataStatesSavePlanner` for all saves of these ranks.
         process_group: the ranks that save; None means all. Only its list of ranks is used.
+        metrics: numbers by name, such as ``{"loss": 2.3}``, that are stored with the checkpoint's metadata; the first
+            rank's count. ``inspect`` shows them, and :class:`Keep` compares them.
         options: the options of :class:`DataStatesWriter`.
 
     Returns:
@@ -61,7 +64,7 @@ def async_save(
         ConfigurationError: an option has a value that cannot work.
         Exception: an object's ``state_dict()`` raised it. Then the other ranks' saves fail, too.
     """
-    made = _call(state_dict, path, writer, planner, process_group, options)
+    made = _call(state_dict, path, writer, planner, process_group, metrics, options)
     return SaveHandle(made)
 
 
@@ -72,6 +75,7 @@ def save(
     writer: DataStatesWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
+    metrics: Mapping[str, float] | None = None,
     **options: Any,
 ) -> SaveStats:
     """Save ``state_dict`` to ``path``; returns when it is committed on all ranks.
@@ -81,7 +85,7 @@ def save(
     """
     if writer is None:
         options = {"read_window": "immediate", "defer": "all", **options}
-    made = _call(state_dict, path, writer, planner, process_group, options)
+    made = _call(state_dict, path, writer, planner, process_group, metrics, options)
     made.committed.result()
     return made.stats
 
@@ -92,6 +96,7 @@ def _call(
     writer: DataStatesWriter | None,
     planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
+    metrics: Mapping[str, float] | None,
     options: dict[str, Any],
 ) -> SaveOperation:
     if writer is None:
@@ -106,10 +111,11 @@ def _call(
     if planner is None:
         planner = context.planner
     try:
+        numbers = _numbers(metrics)
         state = _without_objects(state_dict)
         if writer is None:
             writer = DataStatesWriter(path, process_group=process_group, **options)
-        made = writer.call(writer.path_of(path), state, planner)
+        made = writer.call(writer.path_of(path), state, planner, numbers)
     except BaseException as error:
         context.refuse(path, error)
         raise
@@ -131,3 +137,21 @@ def _without_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         else value.state_dict()
         for key, value in state_dict.items()
     }
+
+
+def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ConfigurationError(f"metrics={metrics!r} must be a dict of names to numbers")
+    found = {}
+    for name, value in metrics.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigurationError(
+                f"metrics[{name!r}]={value!r} is no number; pass one, such as loss.item()"
+            ) from None
+        if not isinstance(name, str):
+            raise ConfigurationError(f"metrics has the key {name!r}; names must be strings")
+    return found

@@ -222,7 +222,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         if not self._no_dist:
             warn_if_shared()
-        save = self._call(Way.DCP_ASYNC, self._path, state_dict, planned_here=True)
+        save = self._call(Way.DCP_ASYNC, self._path, state_dict, True, {})
         caller = threading.current_thread()
 
         def begin() -> dict[Any, Any]:
@@ -367,10 +367,12 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise ConfigurationError("no path to save to: pass path, or a writer that has one")
         return self._path
 
-    def call(self, path: Path, state: Mapping[str, Any], planner: SavePlanner) -> SaveOperation:
+    def call(
+        self, path: Path, state: Mapping[str, Any], planner: SavePlanner, metrics: dict[str, float]
+    ) -> SaveOperation:
         """The part of this package's ``async_save`` in the training thread."""
         self._used = True  # if it fails, the ranks are told
-        return self._call(Way.PACKAGE, path, state, planned_here=is_unchanged(planner))
+        return self._call(Way.PACKAGE, path, state, is_unchanged(planner), metrics)
 
     def run(self, taken: TakenUp) -> None:
         """Let the calling thread make DCP's calls for this save."""
@@ -384,7 +386,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     # ---- within ------------------------------------------------------------------------------------
 
     def _call(
-        self, way: Way, path: Path | None, state_dict: Mapping[str, Any], *, planned_here: bool
+        self, way: Way, path: Path | None, state: Mapping[str, Any], here: bool, metrics: Any
     ) -> SaveOperation:
         if capturing():
             raise ConfigurationError(
@@ -392,7 +394,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         self._enter()
         group = commit_group(self.rank_set)
-        save = stage_save(group, self._config, way, path, state_dict, planned_here)
+        save = stage_save(group, self._config, way, path, state, here, metrics)
         self._saves.add(save)
         return save
 

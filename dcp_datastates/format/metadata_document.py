@@ -3,6 +3,7 @@
 It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 
 - ``attempt``, ``after``: the name of the attempt, and of the newest attempt that was seen when it was claimed, or null
+- ``metrics``: numbers by name; left out if there are none
 - ``files``: a list of ``[path, nbytes, table_offset]``, in the order of ``Placement.paths``
 - ``names``: ``Catalog.names``
 - ``properties``: ``Catalog.table``; for each entry, its fields by name, as values
@@ -49,6 +50,7 @@ def write_document(table: MetadataTable) -> bytes:
         raise values.ValueRefused(f"planner_data holds {error}") from None
     return values.dump(
         {
+            **({"metrics": dict(note.metrics)} if note.metrics else {}),
             "attempt": note.attempt.name,
             "after": None if note.after is None else note.after.name,
             "files": [
@@ -111,6 +113,7 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         _attempt(found.get("attempt"), "attempt"),
         {each.relative_path: each for each in files},
         None if found.get("after") is None else _attempt(found["after"], "after"),
+        _metrics(found.get("metrics", {})),
     )
     if len(note.files) != len(files):
         raise MetadataError("a data file is named twice")
@@ -148,6 +151,12 @@ def _attempt(name: Any, what: str) -> Attempt:
     if attempt is None:
         raise MetadataError(f"{what} is {described(name)}")
     return attempt
+
+
+def _metrics(found: Any) -> dict[str, float]:
+    if type(found) is not dict or not set(map(type, found.values())) <= {float}:
+        raise MetadataError("the metrics are no numbers by name")
+    return found
 
 
 def _record(found: Any) -> FileRecord:

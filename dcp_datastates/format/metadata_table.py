@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -26,12 +26,14 @@ __all__ = ["CARRIED", "Further", "MetadataTable", "Note", "rows_of"]
 class Note:
     """This package's note in the metadata of a checkpoint.
 
-    ``after``: the newest attempt at the path or beside it when this one was claimed; None if unknown.
+    ``after``: the newest attempt at the path or beside it when this one was claimed; None if unknown. ``metrics``: the
+    numbers by which the user compares checkpoints.
     """
 
     attempt: Attempt
     files: Mapping[str, FileRecord]
     after: Attempt | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

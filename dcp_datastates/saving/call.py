@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -48,6 +49,8 @@ class SaveCall:
     """Sequence number in this process."""
     missed: int = 0
     """Earlier calls of ``dcp.async_save`` on this rank that failed unseen by the other ranks."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The numbers by which the user compares checkpoints."""
     working_directory: str | None = field(default_factory=local.working_directory)
     """The process's working directory at the call."""
     began: float = field(default_factory=time.monotonic)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -21,7 +21,11 @@ DCP_VERSION: Final = "1.0.0"
 
 
 def document(
-    meta: StorageMeta, claim: Claim, metadata: Metadata, results: Sequence[Sequence[WriteResult]]
+    meta: StorageMeta,
+    claim: Claim,
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    metrics: Mapping[str, float],
 ) -> bytes:
     """The bytes of ``.metadata``. Completes ``metadata`` in place, unless it is a :class:`PlannedMetadata`.
 
@@ -30,11 +34,12 @@ def document(
         claim: how the attempt was claimed.
         metadata: the planner's metadata.
         results: every rank's results of ``write_data``.
+        metrics: the numbers by which the user compares checkpoints.
 
     Raises :class:`ConfigurationError` if the metadata contain a value that could not be read back.
     """
     if isinstance(metadata, PlannedMetadata):
-        return _planned_document(meta, claim, metadata)
+        return _planned_document(meta, claim, metadata, metrics)
     files: dict[str, FileRecord] = {}
     storage_data: dict[object, _StorageInfo] = {}
     for rank_results in results:
@@ -46,10 +51,12 @@ def document(
     metadata.storage_data = storage_data
     metadata.storage_meta = meta
     metadata.version = DCP_VERSION
-    return encode(table_of(metadata, Note(claim.attempt, files, claim.after)))
+    return encode(table_of(metadata, Note(claim.attempt, files, claim.after, metrics)))
 
 
-def _planned_document(meta: StorageMeta, claim: Claim, metadata: PlannedMetadata) -> bytes:
+def _planned_document(
+    meta: StorageMeta, claim: Claim, metadata: PlannedMetadata, metrics: Mapping[str, float]
+) -> bytes:
     attempt = claim.attempt
     files = {}
     for report in metadata.reports:
@@ -60,7 +67,7 @@ def _planned_document(meta: StorageMeta, claim: Claim, metadata: PlannedMetadata
         MetadataTable(
             metadata.whole.catalog,
             metadata.whole.placement(metadata.reports, attempt.name),
-            Note(attempt, files, claim.after),
+            Note(attempt, files, claim.after, metrics),
             meta,
             DCP_VERSION,
         )

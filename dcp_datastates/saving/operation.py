@@ -309,7 +309,8 @@ class SaveOperation:
         assert self._round is not None, "write_data() comes first"
         # The commit thread completes its own copy: DCP's thread may be pickling this one meanwhile.
         mine = metadata if isinstance(metadata, PlannedMetadata) else copy.copy(metadata)
-        self._round.provide(lambda meta, claim: document(meta, claim, mine, results))
+        metrics = self.call.metrics
+        self._round.provide(lambda meta, claim: document(meta, claim, mine, results, metrics))
         if not self.call.background:
             self._round.committed.result()
             vars(metadata).update(vars(mine))

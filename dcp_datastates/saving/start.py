@@ -43,6 +43,7 @@ def stage_save(
     path: Path | None,
     state_dict: Mapping[str, Any],
     planned_here: bool,
+    metrics: Mapping[str, float],
 ) -> SaveOperation:
     """The part of ``async_save`` in the training thread: stage the state, and arm the step gate for deferred reads.
 
@@ -50,6 +51,7 @@ def stage_save(
         way: which API and thread run the save.
         path: the checkpoint's directory; None if DCP passes it later.
         planned_here: whether the planner may know this package, and so need not receive the state.
+        metrics: the numbers by which the user compares checkpoints.
 
     May wait for earlier saves (``when_behind``). If staging fails, a rank alone raises here; with several ranks, the
     save carries the error, and planning tells the others.
@@ -57,7 +59,7 @@ def stage_save(
     began = time.perf_counter()
     left_out = make_room(config.max_in_flight, config.when_behind)
     missed = 0 if way is Way.PACKAGE else group.missed
-    call = SaveCall(group, config, way, path, next_order(), missed)
+    call = SaveCall(group, config, way, path, next_order(), missed, metrics)
     stats = SaveStats()
     failure: BaseException | None = CheckpointSkipped(LEFT_OUT[left_out]) if left_out else None
     reads: DeferredReads | None = None

@@ -42,6 +42,10 @@ _lock = ProcessLock()  # guards what follows
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_also: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[torch.Tensor]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Of each optimizer, the further tensors that were passed to :func:`track`."""
 
 
 def never_defer(optimizer: Optimizer) -> None:
@@ -70,11 +74,17 @@ def _is_announced(optimizer: Optimizer) -> bool:
     )
 
 
-def track(optimizer: Optimizer) -> None:
+def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
     """Register an optimizer before its first ``step()``, so that even the first save defers its tensors.
 
-    Otherwise the first save of a job copies all tensors inside ``async_save``. Keeps only a weak reference. Raises
+    Otherwise the first save of a job copies all tensors inside ``async_save``. Keeps only weak references. Raises
     :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
+
+    Args:
+        optimizer: the optimizer.
+        also: further tensors that change only in ``step()``, or after it and before the next save: the parameters in
+            low precision, say, into which mixed precision copies the optimizer's. They are deferred and gated like its
+            own. Replaces those of an earlier call.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
@@ -83,6 +93,7 @@ def track(optimizer: Optimizer) -> None:
         )
     with _lock:
         _known.add(optimizer)
+        _also[optimizer] = list(map(weakref.ref, also))
 
 
 def known_optimizers() -> list[Optimizer]:
@@ -104,6 +115,8 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
                 for name, value in state.items()
                 if name != "step" or (isinstance(value, torch.Tensor) and not value.is_cpu)
             ]
+    further = [reference() for reference in _also.get(optimizer, ())]
+    tensors += [tensor for tensor in further if tensor is not None]
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         return tensors
     return [

@@ -156,7 +156,7 @@ def _spread(optimizer: Optimizer) -> list[torch.nn.Parameter]:
     for group in reversed(optimizer.param_groups):
         parameters = group["params"]
         for position in (len(parameters) - 1, len(parameters) // 2, 0):
-            if position < 0:
+            if not 0 <= position < len(parameters):  # a group may be empty
                 continue
             parameter = parameters[position]
             if (

@@ -14,7 +14,7 @@ Only this subpackage needs torchtitan (0.3.0 or newer).
 from __future__ import annotations
 
 try:
-    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.checkpointer.base import BaseCheckpointManager
     from torchtitan.config.override import override
 except ImportError as error:
     raise ImportError(
@@ -29,12 +29,11 @@ __all__ = ["DataStatesCheckpointManager", "datastates", "with_datastates"]
 
 
 @override(  # type: ignore[untyped-decorator]
-    target=CheckpointManager.Config,
-    exact=True,
+    target=BaseCheckpointManager.Config,
     description="Save and load through dcp_datastates",
 )
 def datastates(
-    config: CheckpointManager.Config, **options: object
+    config: BaseCheckpointManager.Config, **options: object
 ) -> DataStatesCheckpointManager.Config:
     """The override for ``--override.imports``; ``options`` as for :func:`with_datastates`."""
     return derived(config, options)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from torchtitan.components.checkpointer import AsyncMode, CheckpointManager
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.config.override import derive
 
 from dcp_datastates.errors import ConfigurationError
@@ -24,15 +24,14 @@ def with_datastates(trainer_config: Any, **options: object) -> Any:
         options: fields of :class:`DataStatesCheckpointManager.Config`, such as ``host_cache_size``.
 
     Raises:
-        ConfigurationError: an option does not exist or cannot work, or the job's manager is not torchtitan's
-            ``CheckpointManager``.
+        ConfigurationError: an option does not exist or cannot work, or the job's manager is not one of torchtitan's.
     """
     trainer_config.checkpoint = derived(trainer_config.checkpoint, options)
     return trainer_config
 
 
 def derived(
-    config: CheckpointManager.Config, options: Mapping[str, object]
+    config: BaseCheckpointManager.Config, options: Mapping[str, object]
 ) -> DataStatesCheckpointManager.Config:
     """A config of this package's manager with the fields of ``config``, overridden by ``options``.
 
@@ -43,12 +42,12 @@ def derived(
     """
     if isinstance(config, DataStatesCheckpointManager.Config):
         base: Any = type(config)
-    elif type(config) is CheckpointManager.Config:
+    elif type(config).__module__.startswith("torchtitan."):
         base = DataStatesCheckpointManager.Config
     else:
         raise ConfigurationError(
-            f"the job's checkpoint manager is configured by {type(config).__qualname__}, and not by "
-            f"CheckpointManager.Config: derive its manager from DataStatesCheckpointManager instead"
+            f"the job's checkpoint manager is configured by {type(config).__qualname__}, which is not torchtitan's: "
+            f"derive its manager from DataStatesCheckpointManager instead"
         )
     known = [field.name for field in fields(base)]
     if unknown := [name for name in options if name not in known]:
@@ -56,6 +55,6 @@ def derived(
             f"{unknown[0]}={options[unknown[0]]!r} is no option of the checkpoint manager; it has {', '.join(known)}"
         )
     chosen = dict(options)
-    if base is not type(config) and config.async_mode == AsyncMode.DISABLED.value:
-        chosen.setdefault("async_mode", AsyncMode.ASYNC.value)
+    if base is not type(config) and getattr(config, "async_mode", "disabled") == "disabled":
+        chosen.setdefault("async_mode", "async")
     return derive(config, base, **chosen)  # type: ignore[no-any-return]

@@ -1,35 +1,46 @@
 """A torchtitan checkpoint manager that saves and loads through this package.
 
-It differs from torchtitan's manager only in these points:
+It derives from torchtitan's ``BaseCheckpointManager``, the contract of all managers, and follows the policies of its
+``Config`` as the manager for DCP does, but for these points:
 
 * all saves, also the last one, go to a :class:`~dcp_datastates.DataStatesWriter`, and use private connections of this
-  package: no collective of a save runs on the job's groups, whatever their backend and timeout;
-* loads recognise this package's checkpoints by their metadata, and leave all others to torchtitan;
+  package: no collective of a save runs on the job's groups, whatever their backend and timeout. Only a last save in the
+  Hugging Face format is torch's own (``hugging_face.py``);
+* checkpoints are recognised by their metadata; stock DCP's load, too;
 * the job resumes from, and deletes by counting, only checkpoints that are committed and intact;
 * ``close()`` waits for the saves in flight.
-
-torchtitan itself saves and loads the Hugging Face format.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
+from torchtitan.components.checkpointer.base import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import Verification, check_verification
+from dcp_datastates.checkpoints.purge import Purge
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.reader import DataStatesReader
@@ -37,18 +48,22 @@ from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.staging.step_gate import open_windows
 from dcp_datastates.storage import local
-from dcp_datastates.torchtitan.purge import Purge
-from dcp_datastates.torchtitan.steps import Format, format_of, newest_step
+from dcp_datastates.torchtitan.hugging_face import (
+    hugging_face_assets,
+    load_hugging_face,
+    save_hugging_face,
+)
+from dcp_datastates.torchtitan.steps import Format, delete_old, format_of, newest_step
 
 __all__ = ["DataStatesCheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
 
-class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
-    """A ``CheckpointManager`` whose saves do not stop training.
+class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
+    """A checkpoint manager whose saves do not stop training.
 
-    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's manager. In the mode ``async``, the
+    Its :class:`Config` builds it, and the trainer uses it, as with torchtitan's managers. In the mode ``async``, the
     default, only the step gate waits: on a GPU it makes the stream wait, and not the host. In ``async_with_pinned_mem``
     the trainer waits on the host, before ``optimizers.step()``, until all is copied. If a save has failed, the next
     save or :meth:`close` raises its error, on all ranks.
@@ -58,8 +73,8 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(CheckpointManager.Config):  # type: ignore[misc]
-        """The options of torchtitan's manager, and those of :class:`~dcp_datastates.DataStatesWriter`.
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
+        """The policies of torchtitan's managers, and those of :class:`~dcp_datastates.DataStatesWriter`.
 
         Raises :class:`ConfigurationError` for a value that cannot work.
         """
@@ -88,7 +103,11 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
         """
 
         def __post_init__(self) -> None:
-            CheckpointManager.Config.__post_init__(self)
+            BaseCheckpointManager.Config.__post_init__(self)
+            if self.async_mode not in (modes := ("disabled", "async", "async_with_pinned_mem")):
+                raise ConfigurationError(
+                    f"checkpoint.async_mode={self.async_mode!r} must be one of {', '.join(modes)}"
+                )
             self.writer_config()
             check_verification(self.verify)
             if "://" in self.folder:
@@ -121,92 +140,135 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
     # Attributes that close() reads, also if the constructor was not called or has raised.
     staging_future: Future[None] | None = None
     save_future: Future[None] | None = None
-    stager: Any = None
-    purge_thread: Any = None
-    folder: str
-    _options: Mapping[str, Any] = {}
-    _verify: Verification = "structure"
     _purge: Purge | None = None
     _behind: DataStatesWriter | None = None
     _at_once: DataStatesWriter | None = None
     _closed = False
 
-    def __init__(self, config: Config, **components: Any) -> None:
-        without_purge = copy.copy(config)
-        # Then torchtitan's thread that deletes by name does not start.
-        without_purge.keep_latest_k = 0
-        super().__init__(without_purge, **components)
+    def __init__(
+        self,
+        config: Config,
+        *,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+        **parts: Any,
+    ) -> None:
+        self.enable = config.enable
         if not self.enable:
             return
-        self.keep_latest_k = config.keep_latest_k
-        self.folder = str(local.local_path(self.folder))  # refuses URLs
+        if config.last_save_in_hf and sd_adapter is None:
+            raise ConfigurationError(
+                "checkpoint.last_save_in_hf=True needs an sd_adapter, and the model has none: leave it False"
+            )
+        self.config = config
+        self.folder = str(local.local_path(os.path.join(base_folder, config.folder)))
+        self.states = states
+        self.states |= {
+            MODEL: ModelWrapper(parts["model_parts"]),
+            OPTIMIZER: parts["optimizers"],
+            DATALOADER: parts["dataloader"],
+            LR_SCHEDULER: parts["lr_schedulers"],
+        }
+        self._sd_adapter = sd_adapter
         self._options = config.writer_options()
-        self._verify = config.verify
-        if self.async_mode != AsyncMode.DISABLED:
-            # If there is no stager, torchtitan makes one. It closes the stager at the end.
-            self._behind = self.stager = DataStatesWriter(**self._options)
+        if config.async_mode != "disabled":
+            self._behind = DataStatesWriter(**self._options)
+        if config.keep_latest_k > 0 and _rank() == 0:
+            folder, keep, verify = Path(self.folder), config.keep_latest_k, config.verify
+            self._purge = Purge(lambda: delete_old(folder, keep, verify))
+
+    def __del__(self) -> None:
+        self.close()
 
     # ---- saving --------------------------------------------------------------------------------
 
+    @sl.log_trace_span("checkpoint_save")  # type: ignore[untyped-decorator]
     @torch.no_grad()
-    def dcp_save(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        async_mode: AsyncMode,
-        enable_garbage_collection: bool = False,
-        to_hf: bool = False,
-    ) -> Future[None] | AsyncSaveResponse | None:
-        """Save ``state_dict`` at ``checkpoint_id``. If ``disabled``, returns None once committed; else one or two
-        futures, at once.
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save if a save is due; returns whether one is. The last one waits for its commit.
 
-        Raises this package's errors, on all ranks.
+        Raises this package's errors, on all ranks: that of the save before, or of a save that waits.
         """
-        if to_hf:
-            result: Future[None] | AsyncSaveResponse | None = super().dcp_save(
-                state_dict,
-                checkpoint_id=checkpoint_id,
-                async_mode=async_mode,
-                enable_garbage_collection=enable_garbage_collection,
-                to_hf=True,
-            )
-            return result
-        if async_mode == AsyncMode.DISABLED:
-            self._save_at_once(state_dict, checkpoint_id)
-            result = None
+        if not self._is_due(curr_step, last_step):
+            return False
+        sl.add_step_tag("checkpoint_save")
+        self.maybe_wait_for_saving()
+        if last_step:
+            self._save_last(curr_step)
+        elif self.config.async_mode == "disabled":
+            self._save_at_once(self._all_states(), curr_step)
         else:
-            response = self._save_behind(state_dict, checkpoint_id)
-            pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
-            result = response if pinned else response.upload_completion
-        if enable_garbage_collection:
-            GarbageCollection.collect("GC collection invoked by checkpointer.")
-        return result
+            GarbageCollection.collect("before a checkpoint is staged")
+            self._save_behind(self._all_states(), curr_step)
+        GarbageCollection.collect("after a checkpoint was staged")
+        if self._purge is not None and not last_step:
+            # The save in flight is not committed yet, so it does not count among those that are kept.
+            self._purge.request()
+        return True
 
-    def _save_behind(self, state_dict: dict[str, Any], checkpoint_id: str) -> AsyncSaveResponse:
+    def _is_due(self, step: int, last_step: bool) -> bool:
+        config = self.config
+        if config.load_only:
+            return False
+        first = step == 1 and config.enable_first_step_checkpoint
+        return first or last_step or step % config.interval == 0
+
+    def _save_last(self, step: int) -> None:
+        if not self.config.last_save_model_only:
+            self._save_at_once(self._all_states(), step)
+        elif self.config.last_save_in_hf:
+            save_hugging_face(self._exported(), self._sd_adapter, self._path(step))
+        else:
+            self._save_at_once(self._exported(), step)
+
+    def _save_behind(self, state_dict: dict[str, Any], step: int) -> None:
         writer = self._behind
-        if writer is None:
-            raise ConfigurationError(
-                "an asynchronous save, and async_mode='disabled': choose another mode for the job"
-            )
+        assert writer is not None
         if dist.is_initialized():
-            return async_save(state_dict, checkpoint_id, writer=writer)
-        # Without torch.distributed, DCP's own call suffices: there are no other ranks to agree with.
-        response = dcp.async_save(  # type: ignore[attr-defined]
-            state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, async_stager=writer
-        )
-        if isinstance(response, AsyncSaveResponse):
-            return response
-        return AsyncSaveResponse(writer.captured, response)
+            response: AsyncSaveResponse = async_save(state_dict, self._path(step), writer=writer)
+        else:
+            # Without torch.distributed, DCP's own call suffices: there are no other ranks to agree with.
+            made: Any = dcp.async_save(  # type: ignore[attr-defined]
+                state_dict,
+                checkpoint_id=self._path(step),
+                storage_writer=writer,
+                async_stager=writer,
+            )
+            whole = isinstance(made, AsyncSaveResponse)
+            response = made if whole else AsyncSaveResponse(writer.captured, made)
+        self.save_future = response.upload_completion
+        if self.config.async_mode == "async_with_pinned_mem":
+            self.staging_future = response.staging_completion
 
-    def _save_at_once(self, state_dict: dict[str, Any], checkpoint_id: str) -> None:
+    def _save_at_once(self, state_dict: dict[str, Any], step: int) -> None:
         if self._at_once is None:
             # The trainer waits here, so no tensor changes before it is read, and none needs a copy.
             options = {**self._options, "defer": "all", "read_window": "immediate"}
             self._at_once = DataStatesWriter(**options)
+        path = self._path(step)
         if dist.is_initialized():
-            async_save(state_dict, checkpoint_id, writer=self._at_once).upload_completion.result()
+            async_save(state_dict, path, writer=self._at_once).upload_completion.result()
         else:
-            dcp.save(state_dict, checkpoint_id=checkpoint_id, storage_writer=self._at_once)  # type: ignore[attr-defined]
+            dcp.save(state_dict, checkpoint_id=path, storage_writer=self._at_once)  # type: ignore[attr-defined]
+
+    def _exported(self) -> dict[str, Any]:
+        """The model alone, in ``export_dtype``."""
+        dtype = TORCH_DTYPE_MAP[self.config.export_dtype]
+        return {
+            name: value.to(dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+            for name, value in self.states[MODEL].state_dict().items()
+        }
+
+    def _all_states(self, leave: Collection[str] = ()) -> dict[str, Any]:
+        """All parts but those to ``leave``; torchtitan stores the model's values without a prefix."""
+        states = {name: part for name, part in self.states.items() if name not in (MODEL, *leave)}
+        return {**states, **self.states[MODEL].state_dict()}
+
+    def _path(self, step: int) -> str:
+        return os.path.join(self.folder, f"step-{step}")
 
     def _maybe_wait_for_staging(self) -> None:
         """Return when the newest save is captured, or has failed.
@@ -230,62 +292,76 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
 
     # ---- loading -------------------------------------------------------------------------------
 
-    def dcp_load(
-        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
-    ) -> None:
-        """Load ``state_dict`` from a checkpoint of this package; torchtitan loads all others.
+    @sl.log_trace_span("checkpoint_load")  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        """Load the checkpoint of ``step``, or, if it is -1, the newest intact one; if there is none, the initial one.
 
-        Casts tensors to the dtypes of ``state_dict``, as torchtitan does. Values that torchtitan excludes
+        Returns whether there was one. Raises FileNotFoundError if there is none of ``step``.
+        """
+        config = self.config
+        found = self._newest() if step == -1 else step
+        if found != -1:
+            path = self._path(found)
+            if not os.path.isdir(path):
+                raise FileNotFoundError(f"checkpoint.load_step={found}: there is no {path}")
+            self._load_from(path, model_only=found == 0)
+        elif config.initial_load_path is not None:
+            if not os.path.isdir(config.initial_load_path):
+                raise ConfigurationError(
+                    f"checkpoint.initial_load_path={config.initial_load_path!r} is no directory"
+                )
+            self._load_initial(config.initial_load_path)
+        elif config.initial_load_in_hf:
+            self._load_initial(hugging_face_assets(self._sd_adapter))
+        else:
+            logger.info("there is no checkpoint in %s: training begins anew", self.folder)
+            return False
+        GarbageCollection.collect("after a checkpoint was loaded")
+        return True
+
+    def _newest(self) -> int:
+        """The step of the newest intact checkpoint, the same on every rank; -1 if there is none."""
+        folder, verify = Path(self.folder), self.config.verify
+        return from_first_rank(lambda: newest_step(folder, verify), "the step to resume from")
+
+    def _load_initial(self, path: str) -> None:
+        if self.config.initial_load_in_hf:
+            quantized = self.config.initial_load_in_hf_quantized
+            load_hugging_face(self.states[MODEL], self._sd_adapter, path, quantized)
+        else:
+            self._load_from(path, model_only=self.config.initial_load_model_only)
+
+    def _load_from(self, path: str, *, model_only: bool) -> None:
+        """Load the checkpoint at ``path``, of this package or stock DCP's.
+
+        Casts tensors of this package's to the dtypes of the state. Parts that torchtitan excludes
         (``exclude_from_loading``, all but the model in an initial load) are left unread on purpose.
         """
-        if from_hf or not self._is_mine(checkpoint_id):
-            super().dcp_load(
-                state_dict,
-                checkpoint_id=checkpoint_id,
-                from_hf=from_hf,
-                from_quantized=from_quantized,
+        leave = self.config.exclude_from_loading
+        if unknown := [name for name in leave if name not in self.states]:
+            raise ConfigurationError(
+                f"checkpoint.exclude_from_loading={leave!r}: there is no {unknown[0]!r} among {', '.join(self.states)}"
             )
-            return
-        reader = DataStatesReader(
-            checkpoint_id,
-            allow_cast=True,
-            leave=[name for name in self.states if name not in (MODEL, *state_dict)],
-            host_cache_size=self._options["host_cache_size"],
-        )
-        dcp.load(state_dict, storage_reader=reader, process_group=self.pg)  # type: ignore[attr-defined]
-        if MODEL in self.states:
-            self.states[MODEL].load_state_dict(state_dict)
+        if model_only:
+            leave = [name for name in self.states if name != MODEL]
+        state = self._all_states(leave)
+        logger.info("loading the checkpoint from %s", path)
+        if self._is_mine(path):
+            reader = DataStatesReader(
+                path,
+                allow_cast=True,
+                leave=leave,
+                host_cache_size=self._options["host_cache_size"],
+            )
+            dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
+        else:
+            dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
+        self.states[MODEL].load_state_dict(state)
 
-    def _is_mine(self, checkpoint_id: str) -> bool:
-        if "://" in checkpoint_id:
-            return False
-        found: Format = from_first_rank(
-            lambda: format_of(checkpoint_id), f"who wrote {checkpoint_id}"
-        )
+    def _is_mine(self, path: str) -> bool:
+        found: Format = from_first_rank(lambda: format_of(path), f"who wrote {path}")
         return found is Format.DATASTATES
-
-    def _find_load_step(self, folder: str = "") -> int:
-        """The step of the newest intact checkpoint, the same on every rank; -1 if there is none."""
-        folder = folder or self.folder
-        if "://" in folder:
-            step: int = super()._find_load_step(folder)
-            return step
-        directory = local.local_path(folder)
-        return from_first_rank(
-            lambda: newest_step(directory, self._verify), "the step to resume from"
-        )
-
-    # ---- deleting ------------------------------------------------------------------------------
-
-    def _purge_stale_checkpoints(self) -> None:
-        """Delete, in the background, checkpoints older than the ``keep_latest_k`` newest good ones.
-
-        The save in flight is not committed yet, so it does not count among them.
-        """
-        if self._should_purge():
-            if self._purge is None:
-                self._purge = Purge(local.local_path(self.folder), self.keep_latest_k, self._verify)
-            self._purge.request()
 
     # ---- ending --------------------------------------------------------------------------------
 
@@ -311,8 +387,11 @@ class DataStatesCheckpointManager(CheckpointManager):  # type: ignore[misc]
                     failure = failure or error
         if self._purge is not None:
             self._purge.close()
-        super()._close()
         if failure is not None:
             if sys.exc_info()[0] is None:
                 raise failure
             logger.error("the last save was not committed: %s", failure)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -16,9 +16,9 @@ __all__ = ["kill_after", "no_collective_on_default_group", "read_late", "time_sa
 
 def kill_after(step: int, rank: int) -> None:
     """SIGKILL to ``rank`` as soon as the call that saves ``step`` has returned."""
-    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.checkpointer.base import BaseCheckpointManager
 
-    original = CheckpointManager.save
+    original = BaseCheckpointManager.save
 
     def save(self: Any, curr_step: int, last_step: bool = False) -> bool:
         saved: bool = original(self, curr_step, last_step)
@@ -26,7 +26,7 @@ def kill_after(step: int, rank: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return saved
 
-    CheckpointManager.save = save
+    BaseCheckpointManager.save = save
 
 
 def read_late(gate: bool) -> None:
@@ -67,9 +67,9 @@ def no_collective_on_default_group() -> None:
         "scatter_object_list",
     ):
         setattr(dist, name, guarded(name))
-    original = DataStatesCheckpointManager.dcp_save
+    original = DataStatesCheckpointManager._save
 
-    def dcp_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal saving
         saving = True
         try:
@@ -77,12 +77,12 @@ def no_collective_on_default_group() -> None:
         finally:
             saving = False
 
-    DataStatesCheckpointManager.dcp_save = dcp_save  # type: ignore[method-assign]
+    DataStatesCheckpointManager._save = save  # type: ignore[method-assign]
 
 
 def time_saves(folder: str) -> None:
     """Write to ``folder/N.json``, for rank N, what saves took from the training: seconds by kind, for each step."""
-    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.checkpointer.base import BaseCheckpointManager
     from torchtitan.trainer import Trainer
 
     from dcp_datastates.staging.deferred_reads import DeferredReads
@@ -101,9 +101,9 @@ def time_saves(folder: str) -> None:
 
         setattr(owner, name, call)
 
-    timed(CheckpointManager, "save", "save")
-    timed(CheckpointManager, "maybe_wait_for_saving", "previous")
-    timed(CheckpointManager, "maybe_wait_for_staging", "staging")
+    timed(BaseCheckpointManager, "save", "save")
+    timed(BaseCheckpointManager, "maybe_wait_for_saving", "previous")
+    timed(BaseCheckpointManager, "maybe_wait_for_staging", "staging")
     timed(DeferredReads, "release_for", "gate")
     timed(Trainer, "train_step", "step")
     train_step, close = Trainer.train_step, Trainer.close

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from compare import assert_same, tensors_of
 from dcp_datastates import DataStatesReader
 from jobs import Launcher, Mesh, Trial
-from stock_tests import run, unexpected
 from test_training import FSDP, step
 
 CONFIG = ("dcp_datastates.torchtitan", "llama3.llama3_debugmodel")
@@ -93,12 +91,3 @@ def test_converting_takes_objects_along_and_refuses_what_is_there(tmp_path: Path
     assert found["deep"] == state["deep"]
     with pytest.raises(FileExistsError, match="choose another"):
         to_stock(tmp_path / "ours", tmp_path / "stock")
-
-
-def test_torchtitans_own_tests_of_its_manager_pass_with_this_one() -> None:
-    checkout = os.environ.get("TORCHTITAN_CHECKOUT")
-    if checkout is None:
-        pytest.skip(
-            "TORCHTITAN_CHECKOUT names no checkout of torchtitan's repository; its releases have no unit tests"
-        )
-    assert unexpected(run(Path(checkout))) == []

@@ -25,6 +25,7 @@ from dcp_datastates import (
     DataStatesReader,
     DataStatesWriter,
     StorageError,
+    load,
 )
 
 pytest.importorskip("torchtitan", reason="pip install 'dcp_datastates[torchtitan]'")
@@ -71,7 +72,7 @@ class Optimizers:
 class Job:
     """A model, its optimizer and a manager."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, base: Path, **options: Any) -> None:
         from dcp_datastates.torchtitan import DataStatesCheckpointManager
 
         torch.manual_seed(0)
@@ -93,10 +94,10 @@ class Job:
             lr_schedulers=None,
             states={},
             sd_adapter=None,
-            base_folder=str(folder),
+            base_folder=str(base),
         )
         del self.manager.states["dataloader"], self.manager.states["lr_scheduler"]
-        self.folder = folder / "checkpoint"
+        self.folder = base / options["folder"]
 
     def step(self) -> None:
         self.model(torch.randn(4, WIDTH)).backward()
@@ -145,23 +146,69 @@ def test_saves_hold_the_state_of_their_step_split_weights_too(
         assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-def test_async_mode_gets_a_plain_future_and_pinned_mode_captured(job: Callable[..., Job]) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
-    from torchtitan.components.checkpointer import AsyncMode
+def test_only_in_pinned_mode_there_is_a_future_of_staging(job: Callable[..., Job]) -> None:
+    for mode, staging in (("async", False), ("async_with_pinned_mem", True)):
+        one = job(async_mode=mode, folder=mode)
+        one.step()
+        assert one.manager.save(1)
+        assert (one.manager.staging_future is not None) == staging
+        assert one.manager.save_future.result() is None
 
-    one = job()
-    assert one.manager.async_mode is AsyncMode.ASYNC
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({"interval": 2}, ["step-2", "step-4", "step-5"]),
+        ({"interval": 4, "enable_first_step_checkpoint": True}, ["step-1", "step-4", "step-5"]),
+        ({"load_only": True}, []),
+    ],
+)
+def test_steps_are_saved_by_torchtitans_policies(
+    options: dict[str, Any], saved: list[str], job: Callable[..., Job]
+) -> None:
+    one = job(**options)
+    for number in range(1, 6):
+        one.step()
+        one.manager.save(number, last_step=number == 5)
+    one.manager.close()
+    assert one.steps() == saved
+
+
+def test_a_last_save_of_the_model_alone_is_exported_in_its_dtype(job: Callable[..., Job]) -> None:
+    one = job(last_save_model_only=True, export_dtype="bfloat16")
     one.step()
-    one.manager.save(1)
-    response = one.manager.dcp_save(
-        {"x": torch.ones(4)}, str(one.folder / "x"), AsyncMode.ASYNC_WITH_PINNED_MEM
-    )
-    assert isinstance(response, AsyncSaveResponse)
-    response.staging_completion.result()
-    response.upload_completion.result()
-    future = one.manager.dcp_save({"x": torch.ones(4)}, str(one.folder / "y"), AsyncMode.ASYNC)
-    assert not isinstance(future, AsyncSaveResponse)
-    assert future.result() is None
+    one.manager.save(1, last_step=True)
+    found = load(one.folder / "step-1")
+    assert set(found) == {"plain", "first", "second"}
+    assert all(value.dtype == torch.bfloat16 for value in found.values())
+    assert torch.equal(found["plain"], one.model.plain.bfloat16())
+
+
+def test_a_job_without_checkpoints_begins_with_the_initial_one(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    first = job(folder="first", async_mode="disabled")
+    first.step()
+    first.manager.save(1)
+    assert not job(folder="none").manager.load()
+    path = str(tmp_path / "first" / "step-1")
+    second = job(folder="second", initial_load_path=path)
+    second.step()
+    assert second.manager.load()
+    assert torch.equal(second.model.plain, first.model.plain)
+    second.manager.save(7)
+    second.manager.maybe_wait_for_saving()
+    for parameter in second.model.parameters():
+        parameter.data.zero_()
+    again = job(folder="second", initial_load_path=path)
+    assert again.manager.load()
+    assert torch.equal(again.model.plain, first.model.plain)
+    with pytest.raises(FileNotFoundError, match="load_step=9"):
+        again.manager.load(9)
+    with pytest.raises(ConfigurationError, match="is no directory"):
+        job(folder="third", initial_load_path=str(tmp_path / "nowhere")).manager.load()
+    with pytest.raises(ConfigurationError, match="'optimiser'"):
+        job(folder="second", exclude_from_loading=["optimiser"]).manager.load()
 
 
 @pytest.mark.parametrize("options", [{}, {"async_mode": "async_with_pinned_mem"}])
@@ -212,11 +259,11 @@ def test_a_failed_save_raises_from_the_next_one_and_evicts_nothing(
     monkeypatch.undo()
     one.manager._purge.close()
     assert {"step-2", "step-3"} <= set(one.steps())
-    assert one.manager._find_load_step() == 3
+    assert one.manager._newest() == 3
     one.step()
     one.manager.save(6)
     one.manager.close()
-    assert one.manager._find_load_step() == 6
+    assert one.manager._newest() == 6
 
 
 def _raise(error: Exception) -> Callable[..., Any]:
@@ -253,7 +300,7 @@ def test_it_resumes_from_the_newest_whole_checkpoint(job: Callable[..., Job]) ->
     (data,) = (one.folder / "step-3").glob("*/*.safetensors")
     data.write_bytes(data.read_bytes()[:-1])
     (one.folder / "step-7").mkdir()
-    assert one.manager._find_load_step() == 2
+    assert one.manager._newest() == 2
 
 
 def test_a_format_is_recognised(tmp_path: Path) -> None:
@@ -285,10 +332,11 @@ def test_stock_checkpoints_load_and_ours_cast(job: Callable[..., Job], tmp_path:
     dcp.save(half, checkpoint_id=str(tmp_path / "stock"))
     dcp.save(half, storage_writer=DataStatesWriter(tmp_path / "ours"))
     for name in ("stock", "ours"):
-        state = {key: torch.zeros_like(value) for key, value in one.model.state_dict().items()}
-        one.manager.states.pop("model", None)
-        one.manager.dcp_load(state, str(tmp_path / name), from_hf=False, from_quantized=False)
-        assert all(torch.equal(state[key], half[key].float()) for key in half)
+        with torch.no_grad():
+            for parameter in one.model.parameters():
+                parameter.zero_()
+        one.manager._load_from(str(tmp_path / name), model_only=True)
+        assert torch.equal(one.model.plain, half["plain"].float())
 
 
 def test_close_drains_what_is_in_flight_and_may_be_called_again(job: Callable[..., Job]) -> None:
@@ -453,6 +501,22 @@ def test_config_functions_of_torchtitan_get_the_manager() -> None:
         )
 
 
+def test_it_needs_nothing_of_torchtitans_manager_for_dcp() -> None:
+    """Only ``BaseCheckpointManager``: the other may go."""
+    code = """
+import sys, types
+gone = types.ModuleType("torchtitan.components.checkpointer.dcp")
+gone.AsyncMode = gone.CheckpointManager = None  # checkpointer/__init__.py imports these names
+sys.modules[gone.__name__] = gone
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from dcp_datastates.torchtitan import DataStatesCheckpointManager, datastates
+assert issubclass(DataStatesCheckpointManager, BaseCheckpointManager)
+DataStatesCheckpointManager.Config(enable=True, folder="x")
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_the_package_does_not_import_torchtitan() -> None:
     code = "import sys, dcp_datastates; sys.exit('torchtitan' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
@@ -468,9 +532,7 @@ def test_only_what_torchtitan_did_not_mean_to_leave_unread_is_warned_about(
     one.manager.save(1)
     if kind == "forgotten":
         one.optimizers.optimizer = torch.optim.AdamW(one.model.parameters())
-    state = one.manager._states_to_load(model_only=kind == "model only")
-    one.manager.states.pop("model")  # whose loading is torchtitan's business
-    one.manager.dcp_load(state, str(one.folder / "step-1"), from_hf=False, from_quantized=False)
+    one.manager._load_from(str(one.folder / "step-1"), model_only=kind == "model only")
     warned = [
         record.getMessage() for record in caplog.records if "stay unread" in record.getMessage()
     ]

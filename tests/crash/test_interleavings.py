@@ -138,7 +138,7 @@ class Job:
             try:
                 publish.publish(
                     round_,
-                    lambda meta, claim: document(meta, claim, Metadata({}), []),
+                    lambda meta, claim: document(meta, claim, Metadata({}), [], {}),
                 )
             except CommitOutcomeUnknown:
                 raise

@@ -76,7 +76,7 @@ def _publish(round_):
     """As a job of one rank does. Why it failed; None for a commit."""
     _older[round_] = publish.find_older(round_)
     try:
-        publish.publish(round_, lambda meta, claim: document(meta, claim, Metadata({}), []))
+        publish.publish(round_, lambda meta, claim: document(meta, claim, Metadata({}), [], {}))
     except CommitOutcomeUnknown:
         raise
     except DataStatesError as error:
@@ -197,7 +197,7 @@ def test_a_rename_of_which_storage_does_not_tell_is_unknown(when, tmp_path):
     new = _begun(tmp_path)
     entries = f"publish.rename.{when}=error:EIO;withdraw.rmdir.before=error:EIO"
     with armed(entries), pytest.raises(CommitOutcomeUnknown, match="storage fails"):
-        publish.publish(new, lambda meta, claim: document(meta, claim, Metadata({}), []))
+        publish.publish(new, lambda meta, claim: document(meta, claim, Metadata({}), [], {}))
     assert (tmp_path / new.attempt.name / DATA).exists()
 
 

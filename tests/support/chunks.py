@@ -147,7 +147,7 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
         assert part.wait(60)
         assert part.error is None
     round_ = Round(0, attempt, path, parts[0], claim=claimed, timeout=60)
-    publish(round_, lambda meta, claim: document(meta, claim, metadata, results))
+    publish(round_, lambda meta, claim: document(meta, claim, metadata, results, {}))
     claimed.hold.release()
 
 

@@ -192,6 +192,8 @@ def test_ten_thousand_tensors_take_seconds_at_most(tmp_path):
 # --- the command -------------------------------------------------------------------------------------
 
 CHECKPOINT_FIELDS = {
+    "metrics",
+    "pins",
     "kind",
     "path",
     "committed",
@@ -231,7 +233,7 @@ def test_json_of_a_directory(root):
     document = json.loads(run_cli("inspect", "--json", root).stdout)
     assert set(document) == {"kind", "path", "latest", "checkpoints"}
     assert document["latest"] == "best"
-    fields = "name step format committed attempt nbytes ranks committed_at problem"
+    fields = "name step format committed attempt nbytes ranks committed_at problem metrics pins"
     assert set(document["checkpoints"][0]) == set(fields.split())
 
 

@@ -145,6 +145,8 @@ WRONG = {
     "attempt a number": _put("attempt", 7),
     "after outside": _put("after", "../x"),
     "after a list": _put("after", []),
+    "metrics a list": _put("metrics", []),
+    "metric a string": _put("metrics", {"loss": "1"}),
     "version a list": _put("version", []),
     "storage_meta a list": _put("storage_meta", []),
     "storage_meta with more": _put("storage_meta", "__setattr__", 1),

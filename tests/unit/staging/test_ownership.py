@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from support.wrapped import Blocks, blocks
@@ -75,3 +77,23 @@ def test_the_tensors_within_an_owned_wrapper_are_deferred(parameter: torch.Tenso
     found = Ownership([owner]).groups([moment.codes, moment.scales, other.codes, parameter])
     assert found[:2] == [found[3]] * 2
     assert found[2] is None
+
+
+def test_what_is_tracked_beside_an_optimizer_is_deferred_with_its_tensors(
+    parameter: torch.Tensor,
+) -> None:
+    """Its parameters in low precision, say, into which mixed precision copies them after the step."""
+    flat, other = torch.zeros(8), torch.zeros(8)
+    owner = optimizer(parameter)
+    track(owner, also=[flat])
+    assert Ownership([owner]).groups([flat[4:], other]) == [*owned_by(owner), None]
+    track(owner)  # in place of the earlier call
+    assert Ownership([owner]).groups([flat]) == [None]
+
+
+def test_what_is_tracked_beside_an_optimizer_is_not_kept_alive(parameter: torch.Tensor) -> None:
+    flat = torch.zeros(8)
+    track(optimizer(parameter), also=[flat])
+    gone = weakref.ref(flat)
+    del flat
+    assert gone() is None

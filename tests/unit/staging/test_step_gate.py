@@ -220,6 +220,27 @@ def test_the_window_still_opens_with_the_backward_pass_of_a_newer_optimizer(tmp_
         optimizer.zero_grad()
 
 
+def test_a_step_waits_for_what_is_tracked_beside_its_optimizer(tmp_path: Path) -> None:
+    parameter, low = torch.nn.Parameter(torch.zeros(1)), torch.zeros(1_000_000)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    track(optimizer, also=[low])
+    future = async_save({"low": low}, tmp_path, read_deadline=3600)
+    optimizer.step()
+    low.fill_(9)
+    future.result(SECONDS)
+    assert_same(load({"low": torch.ones_like(low)}, tmp_path), {"low": torch.zeros_like(low)})
+
+
+def test_a_group_without_parameters_has_no_gradient_to_wait_for(tmp_path: Path) -> None:
+    model = torch.nn.Linear(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.add_param_group({"params": []})
+    track(optimizer)
+    future = async_save(model.state_dict(), tmp_path, read_deadline=3600)
+    model(torch.ones(1, 512)).sum().backward()
+    await_that(future.done, SECONDS)
+
+
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_compiled_step_waits_for_each_save_and_compiles_once(tmp_path: Path, whole: bool) -> None:
     """``whole``: the step itself is compiled; else a function that calls it."""

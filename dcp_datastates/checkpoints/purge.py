@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from dcp_datastates.checkpoints.find import Verification
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.torchtitan.steps import delete_old
 
 __all__ = ["Purge"]
 
@@ -16,15 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class Purge:
-    """Keeps the ``keep`` newest good checkpoints in ``folder``, in a thread that lives while there is work.
+    """Calls ``delete``, which returns what it has deleted, in a thread that lives while there is work.
 
-    The trainer's thread calls :meth:`request` and :meth:`close`. A failure is logged, and the next request tries again.
+    Any thread may call :meth:`request` and :meth:`close`. A failure is logged, and the next request tries again.
     """
 
-    def __init__(self, folder: Path, keep: int, verify: Verification) -> None:
-        self._folder = folder
-        self._keep = keep
-        self._verify = verify
+    def __init__(self, delete: Callable[[], list[Path]]) -> None:
+        self._delete = delete
         self._lock = threading.Lock()  # guards _wanted, _thread
         self._wanted = False
         self._thread: threading.Thread | None = None
@@ -52,7 +49,7 @@ class Purge:
                     return
                 self._wanted = False
             try:
-                for path in delete_old(self._folder, self._keep, self._verify):
+                for path in self._delete():
                     logger.info("deleted checkpoint %s", path)
             except (DataStatesError, OSError) as error:
                 logger.warning("old checkpoints were not deleted: %s", error)

@@ -1,0 +1,110 @@
+"""The rules by which :func:`~dcp_datastates.retain` and the manager keep checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from dcp_datastates.checkpoints.listing import Found, step_of
+from dcp_datastates.config import parse_duration
+from dcp_datastates.errors import ConfigurationError
+
+__all__ = ["Keep"]
+
+Direction = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which checkpoints are kept. One that any of the rules asks for stays, and so does one that is pinned.
+
+    Attributes:
+        last: How many of the newest, 1 or more.
+        every: Those whose step is a multiple of this number. The step is the number at the end of the name.
+        best: The one with the least or the greatest metric: ``("loss", "min")``; or as many as a third value says:
+            ``("accuracy", "max", 3)``. Checkpoints without that metric, or for which it is not a number, do not count.
+        within: Those committed within this time: seconds, or a string such as ``"7d"``.
+
+    Raises:
+        ConfigurationError: a rule cannot work.
+    """
+
+    last: int = 1
+    every: int | None = None
+    best: tuple[str, Direction] | tuple[str, Direction, int] | None = None
+    within: float | str | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_count(self.last):
+            raise ConfigurationError(
+                f"Keep(last={self.last!r}) must be a whole number, 1 or more: the last checkpoint is never deleted"
+            )
+        if self.every is not None and not _is_count(self.every):
+            raise ConfigurationError(f"Keep(every={self.every!r}) must be steps, 1 or more")
+        if self.within is not None:
+            parse_duration(self.within, name="within")
+        if self.best is not None:
+            _check_best(self.best)
+
+    @staticmethod
+    def of(keep: int | Keep) -> Keep:
+        """``keep`` itself, or the rule that keeps so many of the newest."""
+        if isinstance(keep, Keep):
+            return keep
+        if not _is_count(keep):
+            raise ConfigurationError(
+                f"keep={keep!r} must be a whole number, 1 or more (the last checkpoint is never deleted), or a Keep"
+            )
+        return Keep(last=keep)
+
+    def asks_for(self, found: Found, now: float) -> bool:
+        """Whether ``every`` or ``within`` asks for this checkpoint; ``now`` in seconds since the epoch."""
+        step = step_of(found.path.name)
+        if self.every is not None and step is not None and step % self.every == 0:
+            return True
+        if self.within is None or found.committed is None:
+            return False
+        return now - found.committed.committed_at <= parse_duration(self.within)
+
+    def the_best(
+        self, candidates: Iterable[Found], is_good: Callable[[Found], bool]
+    ) -> list[Found]:
+        """Those that ``best`` asks for, of ``candidates``, newest first: the newer of two equals counts as better."""
+        if self.best is None:
+            return []
+        name, direction, *rest = self.best
+        count = rest[0] if rest else 1
+        sign = 1 if direction == "min" else -1
+        measured = [
+            (sign * value, place, found)
+            for place, found in enumerate(candidates)
+            if found.committed is not None
+            and not math.isnan(value := found.committed.note.metrics.get(name, math.nan))
+        ]
+        chosen: list[Found] = []
+        for _, _, found in sorted(measured, key=lambda each: each[:2]):
+            if len(chosen) == count:
+                break
+            if is_good(found):
+                chosen.append(found)
+        return chosen
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def _check_best(best: Any) -> None:
+    if (
+        not isinstance(best, tuple)
+        or not 2 <= len(best) <= 3
+        or not isinstance(best[0], str)
+        or best[1] not in get_args(Direction)
+        or not all(map(_is_count, best[2:]))
+    ):
+        raise ConfigurationError(
+            f'Keep(best={best!r}) must be the name of a metric, "min" or "max", and perhaps a count: '
+            f'("loss", "min") or ("accuracy", "max", 3)'
+        )

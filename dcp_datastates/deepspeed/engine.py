@@ -1,0 +1,145 @@
+"""``CheckpointEngine``: the class that DeepSpeed's ``DataStatesCheckpointEngine`` makes and calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.rank_set import rank_set_of
+from dcp_datastates.config import Defer
+from dcp_datastates.dcp.async_save import async_save
+from dcp_datastates.dcp.rank_context import context_of
+from dcp_datastates.deepspeed.commit import Save, failed_saves, note_failure, wait_for_all, watch
+from dcp_datastates.deepspeed.export import load_file
+from dcp_datastates.deepspeed.files import MapLocation, pack
+from dcp_datastates.deepspeed.options import writer_options
+from dcp_datastates.deepspeed.placeholders import is_placeholder
+from dcp_datastates.errors import UnsupportedStateError
+from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage import local
+
+__all__ = ["CheckpointEngine"]
+
+
+class CheckpointEngine:
+    """Saves and loads DeepSpeed's files. DeepSpeed makes one for each engine, and calls it in the training thread.
+
+    Args:
+        deepspeed_config: DeepSpeed's configuration object; ``datastates_ckpt`` in it has the options
+            (:func:`~dcp_datastates.deepspeed.options.writer_options`).
+        rank: this process's global rank. Rank 0 writes ``latest``.
+
+    Raises :class:`ConfigurationError` for an option that cannot work. (DeepSpeed turns it into a RuntimeError with the
+    same text.)
+    """
+
+    def __init__(self, deepspeed_config: Any, rank: int) -> None:
+        self._options = writer_options(deepspeed_config.datastates_config.config)
+        self._rank = rank
+        self._thread = threading.get_ident()
+        self._collecting = False
+        self._files: dict[Path, dict[str, Any]] = {}
+        self._failure: BaseException | None = None
+        self.last_save: SaveStats | None = None
+        """This rank's statistics of the newest save; complete once that is committed."""
+
+    @property
+    def failed_saves(self) -> int:
+        """How many saves of this process have failed, of all engines. Each was logged as an error."""
+        return failed_saves()
+
+    # ---- DeepSpeed calls these ---------------------------------------------------------------------
+
+    def save(self, state_dict: Any, path: str | os.PathLike[str]) -> None:
+        """Within ``save_checkpoint``: take ``state_dict`` as the file ``path``. Python values are copied now; tensors
+        are staged when ``save_checkpoint`` is about to return.
+
+        Outside of it (``save_16bit_model``): write ``path`` with ``torch.save``, as DeepSpeed's own engine does.
+        """
+        if not self._collecting:
+            torch.save(state_dict, path)
+            return
+        try:
+            self._files[local.local_path(path)] = pack(state_dict)
+        except Exception as error:
+            # The other ranks wait in DeepSpeed's barriers. So this rank goes on to them, and the save fails on all.
+            failure = UnsupportedStateError(f"{str(path)!r} cannot be stored: {error}")
+            failure.__cause__ = error
+            self._failure = self._failure or failure
+
+    def load(self, path: str | os.PathLike[str], map_location: MapLocation = None) -> Any:
+        """What was passed to :meth:`save` for ``path``. A file of DeepSpeed's own is loaded with ``torch.load``.
+
+        Verifies every byte of a file of this package. Raises :class:`CheckpointNotFoundError` for a tag that was not
+        committed, :class:`CheckpointCorruptError`, or another error of :func:`dcp_datastates.load`.
+        """
+        place = local.local_path(path)
+        if place.exists() and not is_placeholder(place):
+            return torch.load(place, map_location=map_location, weights_only=False)
+        return load_file(place.parent, place.name, map_location)
+
+    def wait(self, persist: bool = False) -> None:
+        """Wait until all tensors of the saves in flight have been read; with ``persist``, until every save is
+        committed, or has failed, and ``latest`` is written. Returns at once if no save is in flight.
+
+        Returns at once in any thread but the training thread, too: a garbage collection may destroy an engine in a
+        thread that the saves need.
+        """
+        if threading.get_ident() != self._thread:
+            return
+        wait_for_all(captured_only=not persist)
+
+    # ---- hooks.py calls these ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """In this context, :meth:`save` collects files for :meth:`commit`. Forgets those of a call that failed."""
+        self._collecting, self._files, self._failure = True, {}, None
+        try:
+            yield
+        finally:
+            self._collecting = False
+
+    def commit(
+        self, save_dir: str | os.PathLike[str], tag: str, save_latest: bool, defer: Defer
+    ) -> None:
+        """Start the save of all files that this rank has collected, possibly none. Every rank calls it.
+
+        Never waits for storage or another rank, unless too many saves are in flight (``max_in_flight``). A save that
+        cannot be started on this rank fails on all ranks, and is logged and counted; this does not raise.
+        """
+        self._thread = threading.get_ident()
+        files, self._files = self._files, {}
+        root = local.local_path(save_dir)
+        directory = root / tag
+        try:
+            if self._failure is not None:
+                context_of(commit_group(rank_set_of(None))).refuse(directory, self._failure)
+                raise self._failure
+            state = {str(path.relative_to(directory)): values for path, values in files.items()}
+            handle = async_save(
+                state, directory, defer=defer, read_window="immediate", **self._options
+            )
+        except Exception as error:
+            note_failure(root, tag, error)
+            return
+        self.last_save = handle.stats
+        writes = self._rank == 0
+        watch(Save(handle, root, tag, writes, writes and save_latest))
+
+    @staticmethod
+    def settle() -> None:
+        """Wait for this process's saves, and then for the other ranks to do the same: so that all find the same
+        ``latest``. Collective.
+        """
+        wait_for_all()
+        if dist.is_initialized():
+            dist.barrier()

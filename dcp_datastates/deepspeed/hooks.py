@@ -1,0 +1,107 @@
+"""What changes in DeepSpeed, from outside: two methods of ``DeepSpeedEngine`` are wrapped, and one attribute is added.
+
+* ``save_checkpoint``: when DeepSpeed has passed all its files, the save starts. DeepSpeed has no call at this point for
+  an engine like its ``DataStatesCheckpointEngine``: its next call would be in the next ``step()``, before the
+  optimizer's, when there is no backward pass left to read behind. That call is never made, either, since the engine
+  inherits a ``get_commit_info()`` that returns None. It stays so: DeepSpeed would write ``latest`` there itself, before
+  the bytes are durable.
+* ``load_checkpoint``: the saves in flight come first. A load changes the tensors that they read, and needs ``latest``.
+* ``DataStatesCheckpointEngine.ckpt_engine``: None on the class. ``cleanup()`` deletes the attribute of the object, and
+  reads it again when the object is collected, which printed an AttributeError.
+
+Engines without ``datastates_ckpt`` in their configuration are not affected.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch.optim import Optimizer
+
+from dcp_datastates.config import Defer
+from dcp_datastates.deepspeed.engine import CheckpointEngine
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.staging.ownership import track
+
+__all__ = ["install"]
+
+
+def install() -> None:
+    """Wrap the methods; called once, at the import."""
+    stock_save, stock_load = DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint
+
+    @functools.wraps(stock_save)
+    def save_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        ours = _ours(self)
+        if ours is None:
+            return stock_save(self, *args, **kwargs)
+        if self.zero_nvme_offload_optimizer():
+            raise ConfigurationError(
+                "datastates_ckpt does not save optimizer state that is offloaded to NVMe; offload it to the CPU, or "
+                "remove datastates_ckpt from the configuration"
+            )
+        with ours.collecting():
+            saved = stock_save(self, *args, **kwargs)
+        adapter = self.checkpoint_engine
+        info, adapter.commit_info = adapter.commit_info, None
+        ours.commit(info.save_dir, info.tag, info.save_latest, _track(self))
+        return saved
+
+    @functools.wraps(stock_load)
+    def load_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+        ours = _ours(self)
+        if ours is not None:
+            ours.settle()
+        return stock_load(self, *args, **kwargs)
+
+    DataStatesCheckpointEngine.ckpt_engine = None
+    DeepSpeedEngine.save_checkpoint = save_checkpoint
+    DeepSpeedEngine.load_checkpoint = load_checkpoint
+
+
+def _ours(engine: DeepSpeedEngine) -> CheckpointEngine | None:
+    adapter = engine.checkpoint_engine
+    if not isinstance(adapter, DataStatesCheckpointEngine):
+        return None
+    ours = adapter.ckpt_engine
+    return ours if isinstance(ours, CheckpointEngine) else None
+
+
+def _track(engine: DeepSpeedEngine) -> Defer:
+    """Register the optimizers inside ``engine``, and all tensors that change only with their steps.
+
+    Returns which tensors may be deferred: none with an optimizer of DeepSpeed's that this module does not know (it may
+    change tensors outside the inner optimizer's step).
+    """
+    outer = engine.optimizer
+    inner: list[Any]
+    also: Iterable[torch.Tensor] = ()
+    if isinstance(outer, Optimizer):
+        inner = [outer]
+    elif type(outer) is DeepSpeedZeroOptimizer:
+        inner = [outer.optimizer]
+        # ZeRO copies its fp32 partitions into the parameters after the inner step. Others may change in forward.
+        also = [each for each in engine.module.parameters() if each.requires_grad]
+    elif type(outer) is DeepSpeedZeroOptimizer_Stage3:
+        inner = [outer.optimizer, getattr(outer, "backup_optimizer", None)]
+        # The inner optimizer has them in its groups only while it steps.
+        also = outer.fp32_partitioned_groups_flat
+    else:
+        return "none"
+    inner = [each for each in inner if each is not None]
+    # ZeRO changes Muon's momentum before the inner step.
+    if not all(
+        isinstance(each, Optimizer) and "muon" not in type(each).__name__.lower() for each in inner
+    ):
+        return "none"
+    also = [tensor for tensor in also if isinstance(tensor, torch.Tensor)]
+    for each in inner:
+        track(each, also)
+    return "owned"

@@ -1,0 +1,51 @@
+"""``datastates_ckpt`` in DeepSpeed's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dcp_datastates.config import WriterConfig
+from dcp_datastates.errors import ConfigurationError
+
+__all__ = ["OPTIONS", "writer_options"]
+
+KEY: Final = "datastates_ckpt"
+
+OPTIONS: Final = ("commit_timeout", "exit_timeout", "max_in_flight", "when_behind")
+"""Further options of :class:`~dcp_datastates.DataStatesWriter` that the configuration may have."""
+
+_GIB: Final = 1 << 30
+
+
+def writer_options(given: object) -> dict[str, Any]:
+    """The options for ``async_save`` that ``given`` stands for, the value of ``datastates_ckpt``.
+
+    ``host_cache_size`` is in GiB, as DeepSpeed's users write it: an int or a float; or a string with a unit, such as
+    ``"512MiB"``; or ``"auto"``, the default. Raises :class:`ConfigurationError`, naming the bad value.
+    """
+    if given is None or given is True:
+        given = {}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError(
+            f'{KEY}={given!r} must be a table of options, such as {{"host_cache_size": 16}}'
+        )
+    known = ("host_cache_size", *OPTIONS)
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(
+                f"{KEY}.{name} is not an option; it has {', '.join(map(str, known))}"
+            )
+    options = dict(given)
+    size = options.get("host_cache_size", "auto")
+    if isinstance(size, (int, float)) and not isinstance(size, bool):
+        try:
+            size = int(size * _GIB)
+        except (ValueError, OverflowError) as error:
+            raise ConfigurationError(f"{KEY}.host_cache_size={size!r} is not a size") from error
+    options["host_cache_size"] = size
+    try:
+        WriterConfig.checked(**options)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{KEY}={dict(given)!r}: {error}") from error
+    return options

@@ -1,0 +1,375 @@
+"""``CheckpointManager``: a training loop's checkpoints, in a call for each step."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+import torch.distributed as dist
+
+from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
+from dcp_datastates.checkpoints.keep import Keep
+from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_of
+from dcp_datastates.checkpoints.pins import pin, unpin
+from dcp_datastates.checkpoints.purge import Purge
+from dcp_datastates.checkpoints.retention import retain_here
+from dcp_datastates.commit.rank_set import ALONE, rank_set_of
+from dcp_datastates.dcp.async_save import async_save
+from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.loading import load
+from dcp_datastates.dcp.writer import DataStatesWriter
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    CheckpointNotFoundError,
+    CheckpointSkipped,
+    ConfigurationError,
+    SaveStalledError,
+)
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.manager.agreement import Agreement
+from dcp_datastates.manager.interval import AutoInterval, parse_every
+from dcp_datastates.manager.schedule import Schedule
+from dcp_datastates.manager.signals import Signals
+from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.storage import local
+
+__all__ = ["CheckpointManager"]
+
+logger = logging.getLogger(__name__)
+
+_PREFIX: Final = "step-"
+
+T = TypeVar("T")
+
+
+def _is_step(path: Path) -> bool:
+    return re.fullmatch(rf"{_PREFIX}[0-9]+", path.name) is not None
+
+
+class CheckpointManager:
+    """Saves, deletes, stops and resumes for a training loop. Each checkpoint is a directory ``root/step-N``.
+
+    ::
+
+        state = {"model": model, "optimizer": optimizer, "rng": RngState()}
+        with CheckpointManager("ckpt", every=100, keep=Keep(last=3), on_signal=(SIGTERM,)) as manager:
+            done = manager.restore_latest(state)
+            for step in range(0 if done is None else done + 1, 10_000):
+                ...
+                manager.save(step, state)
+                if manager.stopping:
+                    break
+
+    Every rank makes the same calls. :meth:`save` is called at each step, after the optimizer; it saves when a save is
+    due. If ranks must agree on that (on time, on a signal, on costs), they exchange a few numbers behind each step, and
+    act on them at the next.
+
+    Args:
+        root: The directory of the checkpoints.
+        every: When to save: at steps that are a multiple of this number; after a time, such as ``"10min"``; or
+            ``"auto"``, which is :class:`AutoInterval` with its defaults.
+        keep: What stays of the older checkpoints, a number of the newest or a :class:`Keep`; None: everything. The
+            first rank deletes the rest in a thread, after each commit.
+        on_signal: Signals that announce the end of the job. If one comes to any rank, all ranks save at the next step,
+            and :attr:`stopping` is true from then on.
+        strict: Whether a failed save ends the loop: then the next save that is due, or the end of the ``with`` block,
+            raises its error, on all ranks. By default it is logged and counted (:attr:`failures`).
+        verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
+        process_group: The ranks that save; None: all.
+        options: Options of :class:`DataStatesWriter`.
+
+    Threads: one thread uses a manager, and with ``on_signal`` the main thread makes it.
+
+    Raises:
+        ConfigurationError: an option cannot work.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: int | str | AutoInterval,
+        keep: int | Keep | None = None,
+        on_signal: Iterable[int] = (),
+        strict: bool = False,
+        verify: Verification = "structure",
+        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self.root: Final = local.local_path(root)
+        self._keep = None if keep is None else Keep.of(keep)
+        check_verification(verify)
+        if not isinstance(strict, bool):
+            raise ConfigurationError(f"strict={strict!r} must be True or False")
+        self._strict = strict
+        self._verify: Verification = verify
+        rule = parse_every(every)
+        self._group = process_group
+        self._alone = bool(options.get("no_dist", False))
+        self._rank_set = ALONE if self._alone else rank_set_of(process_group)
+        self._writer = DataStatesWriter(process_group=process_group, **options)
+        self._signals = Signals(on_signal)
+        agreement: Agreement | None = None
+        if self._signals.watched or not isinstance(rule, int):
+            name = hashlib.sha1(str(self.root).encode()).hexdigest()[:16]
+            agreement = Agreement(self._rank_set, name)
+        self._schedule = Schedule(rule, agreement)
+        self._open: list[tuple[int, SaveHandle]] = []
+        """The saves whose outcome is not known to the loop."""
+        self._newest_save: tuple[int, SaveHandle | None] | None = None
+        self._failure: BaseException | None = None
+        self._purge: Purge | None = None
+        if self._keep is not None and self._rank_set.rank == 0:
+            self._purge = Purge(self._delete_old)
+        self._step: int | None = None
+        self._closed = False
+        self.failures = 0
+        """How many saves have failed. Those that ``when_behind`` left out do not count."""
+        self.stopping = False
+        """Whether the loop should end: a signal has come to a rank, and this step is saved. The same on all ranks."""
+
+    @property
+    def interval(self) -> str:
+        """When it saves, and why, in words."""
+        return str(self._schedule)
+
+    def path(self, step: int) -> Path:
+        """The directory of the checkpoint of ``step``."""
+        return self.root / f"{_PREFIX}{step}"
+
+    # ---- saving --------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None = None,
+        *,
+        force: bool = False,
+    ) -> SaveHandle | None:
+        """Call this at each step, after the optimizer's. It saves if a save is due, and returns without waiting for it.
+
+        Args:
+            step: The step that is done: the checkpoint's number. Greater than that of the call before; an equal one is
+                for ``force``, after the loop.
+            state: Names to models, optimizers, objects with ``state_dict()`` and ``load_state_dict()``, tensors and
+                values. A value that differs between ranks must be a :class:`PerRank` or a :class:`RngState` (a
+                ``StatefulDataLoader`` of torchdata is taken for one).
+            metrics: Numbers that are stored with the checkpoint, as for :func:`async_save`.
+            force: Save in any case.
+
+        Returns:
+            A handle of the save; None if none is due.
+
+        Raises:
+            ConfigurationError: ``step`` or ``state`` cannot work.
+            RankLostError, NoAnswerError: the ranks exchange numbers, and one is lost or does not come.
+            DataStatesError: with ``strict``, the error of an earlier save.
+        """
+        self._check_step(step)
+        self._take_outcomes()
+        decision = self._schedule.at(step, self._signals.came)
+        self.stopping = self.stopping or decision.stop
+        if self._newest_save is not None and self._newest_save[0] == step:
+            return self._newest_save[1]
+        if not (decision.save or force):
+            return None
+        if decision.stop:
+            logger.warning("a signal announces the end of the job: step %d is saved", step)
+        if self._strict:
+            self._finish()
+        handle = self._begin(step, state, metrics)
+        self._newest_save = step, handle
+        return handle
+
+    def _begin(
+        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
+    ) -> SaveHandle | None:
+        began = time.monotonic()
+        parts = TrainingState(state, self._rank_set)
+        try:
+            handle = async_save(
+                parts.to_save(), self.path(step), writer=self._writer, metrics=metrics
+            )
+        except BaseException as error:
+            self._schedule.ended(False)
+            # With one rank, async_save itself raises what else fails the save on all ranks.
+            if self._strict or not isinstance(error, (OSError, SaveStalledError)):
+                raise
+            self._note(error)
+            logger.error("step %d is not saved: %s", step, error)
+            return None
+        self._schedule.saved(step, began, time.monotonic() - began)
+        self._open.append((step, handle))
+        handle.committed.add_done_callback(self._outcome_known)
+        return handle
+
+    def _check_step(self, step: int) -> None:
+        if self._closed:
+            raise ConfigurationError("the manager is closed; save within its with block")
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ConfigurationError(f"step={step!r} must be a whole number, 0 or more")
+        if self._step is not None and step < self._step:
+            raise ConfigurationError(
+                f"step={step} comes after step {self._step}: a checkpoint of a lower step would count as the newest"
+            )
+        self._step = step
+
+    def _outcome_known(self, committed: Future[None]) -> None:
+        """In the commit thread."""
+        failed = committed.exception() is not None
+        self._schedule.ended(not failed)
+        if self._purge is not None and not failed:
+            self._purge.request()
+
+    def _take_outcomes(self) -> None:
+        """Count the failures among the saves that have ended."""
+        for each in [each for each in self._open if each[1].committed.done()]:
+            self._open.remove(each)
+            error = each[1].committed.exception()
+            if error is not None and not isinstance(error, CheckpointSkipped):
+                self._note(error)
+
+    def _note(self, error: BaseException) -> None:
+        self.failures += 1
+        self._failure = self._failure or error
+
+    def _finish(self) -> None:
+        """Wait for the outcomes of all saves; with ``strict``, raise the first failure that was not raised yet."""
+        for _, handle in self._open:
+            handle.wait()
+        self._take_outcomes()
+        failure, self._failure = self._failure, None
+        if self._strict and failure is not None:
+            raise failure
+
+    # ---- restoring -----------------------------------------------------------------------------------
+
+    def restore_latest(self, state: Mapping[str, Any], **options: Any) -> int | None:
+        """Restore the newest checkpoint that can be loaded into ``state``; return its step, None if there is none.
+
+        One that is damaged is left out with a warning, and the next older one is taken. Every rank calls this.
+
+        Args:
+            state: As for :meth:`save`. Models, optimizers and objects get their states; tensors are filled in place;
+                other values are replaced in ``state``, which must then be a dict.
+            options: Options of :func:`load`: ``strict``, ``allow_cast``, ``allow_objects``.
+
+        Raises:
+            CheckpointCorruptError: there are checkpoints, and all are damaged: the loop should not begin anew unseen.
+            IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
+        """
+        damaged: list[str] = []
+        while True:
+            newest = self._on_first_rank(lambda: self._newest(damaged), "the step to go on from")
+            if newest is None:
+                return None
+            try:
+                return self.restore(newest, state, **options)
+            except (CheckpointCorruptError, CheckpointNotFoundError) as error:
+                logger.error("leaving out checkpoint %s: %s", self.path(newest), error)
+                damaged.append(self.path(newest).name)
+
+    def restore(self, step: int, state: Mapping[str, Any], **options: Any) -> int:
+        """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
+
+        The loop may go back to an earlier step: what it saves from then on is the newest. Waits for saves in flight.
+        """
+        for _, handle in self._open:
+            handle.wait()  # its reads may be of the tensors that are about to be filled
+        self._newest_save = None
+        path = self.path(step)
+        parts = TrainingState(state, self._rank_set)
+        loaded = parts.to_load(open_committed(path).table.catalog.names)
+        load(path, loaded, process_group=self._group, no_dist=self._alone, **options)
+        parts.put_back(loaded)
+        self._step = step
+        self._schedule.restored(step)
+        logger.info("restored %s", path)
+        return step
+
+    def _newest(self, leave_out: Iterable[str]) -> int | None:
+        paths = [path for path in checkpoints(self.root) if _is_step(path)]
+        problems = []
+        for found in newest_first(paths):
+            if found.path.name in leave_out:
+                problems.append(f"{found.path.name} cannot be loaded")
+                continue
+            problem = flaw(found, self._verify)
+            if problem is None:
+                return step_of(found.path.name)
+            logger.warning("leaving out checkpoint %s: %s", found.path, problem)
+            problems.append(f"{found.path.name}: {problem}")
+        if problems:
+            raise CheckpointCorruptError(
+                f"none of the {len(problems)} checkpoints in {str(self.root)!r} can be restored "
+                f"({'; '.join(problems[:3])}); repair or move them, or begin in another directory"
+            )
+        return None
+
+    # ---- keeping -------------------------------------------------------------------------------------
+
+    def pin(self, step: int, name: str = "keep") -> None:
+        """Keep the checkpoint of ``step`` from deletion, as :func:`dcp_datastates.pin`. Every rank calls this.
+
+        Waits for its commit if it is in flight, and raises the save's error if it fails.
+        """
+        for each, handle in self._open:
+            if each == step:
+                handle.result()
+        self._on_first_rank(lambda: pin(self.path(step), name), "that a checkpoint is pinned")
+
+    def unpin(self, step: int, name: str = "keep") -> None:
+        """Remove the pin. Every rank calls this."""
+        self._on_first_rank(lambda: unpin(self.path(step), name), "that a checkpoint is unpinned")
+
+    def _delete_old(self) -> list[Path]:
+        assert self._keep is not None
+        return retain_here(self.root, keep=self._keep, verify=self._verify, among=_is_step).deleted
+
+    def _on_first_rank(self, compute: Callable[[], T], purpose: str) -> T:
+        return compute() if self._alone else from_first_rank(compute, purpose, self._group)
+
+    # ---- ending --------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait until the outcome of every save is known and old checkpoints are deleted. Idempotent.
+
+        Raises, with ``strict``, the error of a failed save that was not raised before.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish()
+        finally:
+            self._schedule.close()
+            self._signals.close()
+            if self._purge is not None:
+                self._purge.close()
+            self._writer.close()
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.error("a save was not committed: %s", failure)  # the loop's own error goes on

@@ -1,0 +1,154 @@
+"""Decides at each step whether a save is due, and whether the loop should end; alike on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final, NamedTuple
+
+from dcp_datastates.manager.agreement import Agreement
+from dcp_datastates.manager.interval import AutoInterval, Chosen, Cost, CostMeter, choose
+from dcp_datastates.text import duration
+
+__all__ = ["Decision", "Schedule"]
+
+logger = logging.getLogger(__name__)
+
+_WARM_UP_STEPS: Final = 8
+"""Quiet steps before each of the first two saves of an :class:`AutoInterval`."""
+
+_MICRO: Final = 1_000_000
+
+
+class Decision(NamedTuple):
+    """What all ranks do at a step."""
+
+    save: bool
+    stop: bool
+
+
+class _Said(NamedTuple):
+    """What a rank tells the others at a step, as integers. Of each number, the ranks learn the greatest."""
+
+    signalled: int
+    time_over: int
+    in_flight: int
+    not_quiet: int
+    """Minus the number of quiet steps measured."""
+    unmeasured: int
+    """1 while a rank has no cost of a save."""
+    step: int = 0
+    stall: int = 0
+    flush: int = 0
+    """Microseconds."""
+
+
+class Schedule:
+    """The decisions of one loop. The training thread calls the methods, unless said otherwise.
+
+    Args:
+        rule: steps, seconds (a float), or an :class:`AutoInterval`.
+        agreement: exchanges numbers with the other ranks; None if ``rule`` is a number of steps and no signal counts.
+    """
+
+    def __init__(self, rule: int | float | AutoInterval, agreement: Agreement | None) -> None:
+        self._rule = rule
+        self._agreement = agreement
+        self._meter = CostMeter()
+        self._chosen: Chosen | None = None
+        self._cost: Cost | None = None
+        self._saved_step: int | None = None
+        self._saved_at = time.monotonic()
+        self._left: float | None = None
+        """When the call for the step before returned."""
+        self._in_flight = False
+        self._ended: tuple[float, bool] | None = (
+            None  # set by the commit thread, taken by the training thread
+        )
+        self._stopped = False
+
+    def __str__(self) -> str:
+        """When it saves, and why."""
+        if isinstance(self._rule, AutoInterval):
+            return (
+                str(self._chosen) if self._chosen else "as soon as the cost of a save is measured"
+            )
+        if isinstance(self._rule, float):
+            return f"every {duration(self._rule)}"
+        return f"every {self._rule} steps"
+
+    def at(self, step: int, signalled: bool) -> Decision:
+        """Decide for ``step``. ``signalled``: a signal has come to this rank.
+
+        Raises as :meth:`Agreement.take`.
+        """
+        now = time.monotonic()
+        if self._left is not None:
+            self._meter.step(now - self._left)
+        if (ended := self._ended) is not None:
+            self._ended, self._in_flight = None, False
+            self._meter.end_save(*ended)
+        agreed = None if self._agreement is None else self._agreement.take()
+        heard = None if agreed is None else _Said(*agreed)
+        stop = heard is not None and bool(heard.signalled) and not self._stopped
+        self._stopped = self._stopped or stop
+        due = self._is_due(step, heard) or stop
+        if due:  # before this rank tells the others
+            self._saved_step, self._saved_at, self._in_flight = step, now, True
+        if self._agreement is not None:
+            self._agreement.give(self._say(signalled, now))
+        self._left = time.monotonic()
+        return Decision(due, stop)
+
+    def saved(self, step: int, began: float, call: float) -> None:
+        """A save of ``step`` began at ``began``, and its call took ``call`` seconds."""
+        self._saved_step, self._saved_at, self._in_flight = step, began, True
+        self._ended = None
+        self._meter.begin_save(began, call)
+        self._left = time.monotonic()
+
+    def ended(self, committed: bool) -> None:
+        """The save in flight has ended. Any thread."""
+        self._ended = time.monotonic(), committed
+
+    def restored(self, step: int) -> None:
+        """The loop goes on behind ``step``, which is saved."""
+        self._saved_step, self._saved_at, self._left = step, time.monotonic(), None
+
+    def close(self) -> None:
+        """End the exchanges."""
+        if self._agreement is not None:
+            self._agreement.close()
+
+    def _is_due(self, step: int, heard: _Said | None) -> bool:
+        if isinstance(self._rule, int):
+            return step % self._rule == 0
+        if heard is None:
+            return False
+        if isinstance(self._rule, float):
+            return bool(heard.time_over)
+        if heard.in_flight:
+            return False
+        if heard.unmeasured:
+            return -heard.not_quiet >= _WARM_UP_STEPS
+        self._choose(self._rule, heard)
+        assert self._chosen is not None
+        return self._saved_step is None or step - self._saved_step >= self._chosen.steps
+
+    def _choose(self, rule: AutoInterval, heard: _Said) -> None:
+        cost = Cost(*(max(1, each) / _MICRO for each in (heard.step, heard.stall, heard.flush)))
+        if cost == self._cost:
+            return
+        self._cost, before = cost, self._chosen
+        self._chosen = choose(rule, cost)
+        if before is None or not 0.8 <= self._chosen.steps / before.steps <= 1.25:
+            logger.info("saving %s", self)
+
+    def _say(self, signalled: bool, now: float) -> _Said:
+        time_over = isinstance(self._rule, float) and now - self._saved_at >= self._rule
+        cost = self._meter.cost()
+        said = _Said(signalled, time_over, self._in_flight, -self._meter.quiet_steps, cost is None)
+        if cost is None:
+            return said
+        step, stall, flush = (round(each * _MICRO) for each in (cost.step, cost.stall, cost.flush))
+        return said._replace(step=step, stall=stall, flush=flush)

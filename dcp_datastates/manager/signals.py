@@ -1,0 +1,69 @@
+"""Signals that announce the end of the job: a handler that only takes note."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+from dcp_datastates.errors import ConfigurationError
+
+__all__ = ["Signals"]
+
+logger = logging.getLogger(__name__)
+
+
+class Signals:
+    """Notes whether one of ``numbers`` has come, until :meth:`close`. The main thread makes and closes it.
+
+    A handler that the program had set before is called, too. The default action, which would end the process, is not;
+    but a second Ctrl-C raises KeyboardInterrupt.
+    """
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._came = False
+        self._before: dict[int, Any] = {}
+        try:
+            chosen = [signal.Signals(number) for number in numbers]
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"on_signal={numbers!r} must be signals, such as (signal.SIGTERM,): {error}"
+            ) from None
+        if chosen and threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError(
+                "on_signal needs the main thread: Python sets signal handlers there only; make the manager there"
+            )
+        for number in chosen:
+            try:
+                self._before[number] = signal.signal(number, self._note)
+            except OSError as error:
+                self.close()
+                raise ConfigurationError(
+                    f"on_signal={number.name}: the system lets no program handle it ({error.strerror})"
+                ) from None
+
+    @property
+    def came(self) -> bool:
+        """Whether a signal has come to this process."""
+        return self._came
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """The signals that it handles."""
+        return tuple(self._before)
+
+    def close(self) -> None:
+        """Put the former handlers back. Idempotent."""
+        while self._before:
+            number, before = self._before.popitem()
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # No log and no lock here: the handler interrupts any code, also code that holds them.
+        again, self._came = self._came, True
+        before = self._before.get(number)
+        if callable(before) and (again or before is not signal.default_int_handler):
+            before(number, frame)  # a second Ctrl-C interrupts

@@ -1,0 +1,166 @@
+"""What a training loop consists of, as a state that can be saved, and back.
+
+A model and its optimizers become what torch's ``get_state_dict`` makes of them: named by parameters, the same for plain
+models, DDP and FSDP2, and complete before the optimizer's first step. What differs between ranks gets a name for each
+rank. Everything else is as DCP has it.
+
+The parts are objects with ``state_dict()`` and ``load_state_dict()``, which DCP calls: so a part that fails to give its
+state fails the save on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dcp_datastates.commit.rank_set import RankSet
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.manager.per_rank import differs, packed, unpack
+
+__all__ = ["TrainingState"]
+
+logger = logging.getLogger(__name__)
+
+_RANK: Final = "rank-"
+
+
+@dataclass
+class _Model:
+    model: torch.nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, state)
+
+
+@dataclass
+class _Optimizer:
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(get_optimizer_state_dict(self.model, self.optimizer))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state)
+
+
+@dataclass
+class _Own:
+    value: Stateful
+    rank: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return {f"{_RANK}{self.rank}": packed(self.value)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        unpack(self.value, state[f"{_RANK}{self.rank}"])
+
+
+class TrainingState:
+    """The objects and values of a loop, by name, as the user passes them.
+
+    Args:
+        given: models, optimizers, objects with ``state_dict()`` and ``load_state_dict()``, tensors, values, and dicts
+            of tensors and values.
+
+    Raises:
+        ConfigurationError: an optimizer's parameters are in none of the models, or in several; a name is no string; a
+            model, an optimizer or what differs between ranks lies within a dict.
+    """
+
+    def __init__(self, given: Mapping[str, Any], rank_set: RankSet) -> None:
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(
+                f"the state is a {type(given).__name__}; pass a dict of names to models, optimizers and values"
+            )
+        self._given = given
+        self._rank_set = rank_set
+        self._models = [value for value in given.values() if isinstance(value, torch.nn.Module)]
+        self._parts = {name: self._part(name, value) for name, value in given.items()}
+
+    def to_save(self) -> dict[str, Any]:
+        """The state, for ``async_save``."""
+        return dict(self._parts)
+
+    def to_load(self, names: Iterable[str]) -> dict[str, Any]:
+        """The state, for ``load`` from a checkpoint with values of these names.
+
+        What the checkpoint has for another number of ranks fits no rank: it is left out, with a warning.
+        """
+        parts, names = dict(self._parts), tuple(names)
+        for key, part in self._parts.items():
+            if isinstance(part, _Own):
+                found = sum(name.startswith(f"{key}.{_RANK}") for name in names)
+                if found != self._rank_set.world:
+                    logger.warning(
+                        "%r stays as it is: the checkpoint has states of %d ranks, and there are %d now",
+                        key,
+                        found,
+                        self._rank_set.world,
+                    )
+                    del parts[key]
+        return parts
+
+    def put_back(self, loaded: Mapping[str, Any]) -> None:
+        """Put values, which have no ``load_state_dict()``, into the user's dict."""
+        for name, value in loaded.items():
+            if self._given[name] is not value and value is not self._parts[name]:
+                if not isinstance(self._given, dict):
+                    raise ConfigurationError(f"the state must be a dict to receive {name!r}")
+                self._given[name] = value
+
+    def _part(self, name: str, value: Any) -> Any:
+        if not isinstance(name, str):
+            raise ConfigurationError(f"the state has the key {name!r}; names must be strings")
+        if (mine := differs(value)) is not None:
+            return _Own(mine, self._rank_set.rank)
+        if isinstance(value, torch.nn.Module):
+            return _Model(value)
+        if isinstance(value, torch.optim.Optimizer):
+            return _Optimizer(self._model_of(name, value), value)
+        if isinstance(value, Mapping):
+            _check_plain(name, value)
+        return value
+
+    def _model_of(self, name: str, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+        """The smallest model that has all the optimizer's parameters."""
+        wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        parameters = {model: set(map(id, model.parameters())) for model in self._models}
+        complete = [model for model, found in parameters.items() if wanted <= found]
+        if complete:
+            return min(complete, key=lambda model: len(parameters[model]))
+        if any(wanted & found for found in parameters.values()):
+            raise ConfigurationError(
+                f"the parameters of the optimizer {name!r} are in several models, or some in none; pass these as one, "
+                f"such as torch.nn.ModuleDict"
+            )
+        raise ConfigurationError(
+            f"no model in the state has the parameters of the optimizer {name!r}; pass its model, too"
+        )
+
+
+def _check_plain(path: str, values: Mapping[Any, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            _check_plain(f"{path}.{key}", value)
+        elif (
+            isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
+            or differs(value) is not None
+        ):
+            raise ConfigurationError(
+                f"{path}.{key} is a {type(value).__name__} within a dict; pass it at the top of the state"
+            )

@@ -1,0 +1,236 @@
+"""What the ranks of the tests' jobs do: ``deepspeed_worker.py FUNCTION ROOT RESULT``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+
+import dcp_datastates.deepspeed.engine as integration
+from dcp_datastates.storage import attempts, failpoints
+from deepspeed_training import (
+    RANK,
+    SAVED_AFTER,
+    STAGES,
+    STEPS,
+    client_state,
+    engine,
+    latest,
+    micro_batches,
+    pipeline,
+    train,
+)
+
+CACHE = {"host_cache_size": 0.125}
+
+
+def read_late() -> None:
+    """Let reads begin only where the gate asks for them: after forward and backward have changed what they change."""
+    stock = integration.async_save
+
+    def late(*args: Any, **options: Any) -> Any:
+        return stock(*args, **{**options, "read_window": "backward", "read_deadline": 3600})
+
+    integration.async_save = late
+
+
+def fail_publication(action: str) -> None:
+    """Let the writing of a checkpoint's metadata fail; not, if ``action`` is empty."""
+    os.environ[failpoints.VARIABLE] = f"publish.write.before={action}" if action else ""
+    failpoints.reload()
+
+
+def trains(root: Path) -> Any:
+    """Per stage: the losses without and with this package, and the sizes of its save."""
+    read_late()
+    results: dict[Any, Any] = {}
+    for stage in STAGES:
+        results[stage] = {}
+        for name, datastates in (("stock", None), ("ours", CACHE)):
+            training = engine(stage, datastates)
+            losses = []
+            for step in range(STEPS):
+                losses.append(train(training, step))
+                if step == SAVED_AFTER - 1:
+                    training.save_checkpoint(
+                        root / name / str(stage), client_state=client_state(step)
+                    )
+            results[stage][name] = losses
+            if datastates:
+                saved = training.checkpoint_engine.ckpt_engine.last_save
+                results[stage]["deferred"] = saved.deferred_bytes
+                results[stage]["eager"] = saved.eager_bytes
+                results[stage]["gate"] = saved.gate_seconds
+            results[stage][f"{name} buffer"] = float(training.module.norm.running_mean.sum())
+            training.destroy()
+    results["pipeline"] = pipelines(root / "pipeline")
+    return results
+
+
+def resumes(root: Path) -> Any:
+    """Per stage: the client state that was loaded, and the losses of the steps after it. From stock's, too."""
+    results: dict[str, Any] = {}
+    for name, stage in [*(("ours", stage) for stage in STAGES), ("stock", 1)]:
+        training = engine(stage, CACHE)
+        path, state = training.load_checkpoint(root / name / str(stage))
+        assert path is not None
+        losses = [train(training, step) for step in range(SAVED_AFTER, STEPS)]
+        buffer = float(training.module.norm.running_mean.sum())
+        results[f"{name} {stage}"] = {
+            "state": repr(state["mine"]),
+            "losses": losses,
+            "buffer": buffer,
+        }
+        training.destroy()
+    return results
+
+
+def pipelines(root: Path) -> Any:
+    """Two pipeline stages: the losses without and with this package, and those behind a load."""
+    results: dict[str, Any] = {}
+    for name, datastates in (("stock", None), ("ours", CACHE)):
+        training = pipeline(datastates)
+        results[name] = []
+        for step in range(STEPS):
+            results[name].append(float(training.train_batch(micro_batches(step))))
+            if step == SAVED_AFTER - 1:
+                training.save_checkpoint(root / name)
+        if datastates:
+            results["deferred"] = training.checkpoint_engine.ckpt_engine.last_save.deferred_bytes
+        training.destroy()
+    training = pipeline(CACHE)
+    training.load_checkpoint(root / "ours")
+    rest = range(SAVED_AFTER, STEPS)
+    results["resumed"] = [float(training.train_batch(micro_batches(step))) for step in rest]
+    return results
+
+
+def killed(root: Path) -> Any:
+    """Saves twice. A failpoint kills rank 0 at the second save's commit, or behind it."""
+    training = engine(1, CACHE)
+    for step in range(2):
+        train(training, step)
+        training.save_checkpoint(root, tag=f"tag-{step}", client_state={"step": step})
+        training.checkpoint_engine.ckpt_engine.wait(persist=True)
+    raise AssertionError("the failpoint was not reached")
+
+
+def goes_on(root: Path) -> Any:
+    """In the directory of each killed job: the step that the newest checkpoint has; and the next save."""
+    results = {}
+    for each in (root / "uncommitted", root / "unnamed"):
+        training = engine(1, CACHE)
+        named = latest(each)
+        _, state = training.load_checkpoint(each)
+        train(training, 1)
+        training.save_checkpoint(each, tag="tag-1")
+        training.destroy()
+        results[each.name] = {"named": named, "step": state["step"]}
+    return results
+
+
+def orders(root: Path) -> Any:
+    """Saves whose commits are held back; then saves that fail; then a load right behind a save."""
+    held = threading.Event()
+    publish = attempts.publish
+
+    def wait_and_publish(*args: Any) -> None:
+        held.wait()
+        publish(*args)
+
+    attempts.publish = wait_and_publish
+    training = engine(1, CACHE)
+    ours = training.checkpoint_engine.ckpt_engine
+    results: dict[str, Any] = {"named": []}
+
+    def note() -> None:
+        results["named"].append(latest(root))
+
+    for step in range(2):  # the second save while the first one is in flight
+        train(training, step)
+        training.save_checkpoint(root)
+        note()
+    train(training, 2)
+    note()
+    held.set()
+    ours.wait(persist=True)
+    dist.barrier()
+    note()
+
+    training.save_checkpoint(root, tag="unnamed", save_latest=False)
+    ours.wait(persist=True)
+    dist.barrier()
+    note()
+
+    if RANK == 0:
+        (root / "in-the-way").write_text("a file")
+    dist.barrier()
+    training.save_checkpoint(root, tag="in-the-way")
+    ours.wait(persist=True)
+    results["failed"] = [ours.failed_saves]
+    # Only rank 0 saves the client state: the other rank must hear of it.
+    training.save_checkpoint(root, tag="not-picklable", client_state={"function": lambda: None})
+    ours.wait(persist=True)
+    results["failed"].append(ours.failed_saves)
+    fail_publication("error:ENOSPC")
+    training.save_checkpoint(root, tag="full")
+    ours.wait(persist=True)
+    results["failed"].append(ours.failed_saves)
+    fail_publication("")
+    note()
+
+    train(training, 3)
+    losses, expected = [], []
+    training.save_checkpoint(root, tag="good", client_state={"good": True})
+    _, state = training.load_checkpoint(root)
+    note()
+    results["state"] = state["good"]
+    expected.append(train(training, 4))
+    training.load_checkpoint(root, tag="good")
+    losses.append(train(training, 4))
+    results["same"] = losses == expected
+
+    training.save_16bit_model(root, "model.bin")
+    model = torch.load(root / "model.bin") if RANK == 0 else training.module.state_dict()
+    results["model"] = sorted(model)
+    try:
+        training.load_checkpoint(root, tag="in-the-way")
+    except Exception as error:
+        results["not committed"] = type(error).__name__
+    training.save_checkpoint(root, tag="last")  # nothing waits for it, but the end of the process
+    return results
+
+
+def universal(root: Path) -> Any:
+    """On one rank: the universal checkpoints made from stock's files and from exported ones; the losses behind them."""
+    results: dict[str, Any] = {}
+    for stage in (1, 3):
+        for name in ("stock", "exported"):
+            training = engine(stage, CACHE, checkpoint={"load_universal": True})
+            training.load_checkpoint(root / name / str(stage))
+            losses = [train(training, step) for step in range(SAVED_AFTER, STEPS)]
+            results[f"{name} {stage}"] = losses
+            training.destroy()
+    return results
+
+
+def main() -> None:
+    """Run the function that the command line names; write its result as JSON."""
+    logging.basicConfig(level=logging.INFO)
+    function: Callable[[Path], Any] = globals()[sys.argv[1]]
+    deepspeed.init_distributed("gloo")
+    result = function(Path(sys.argv[2]))
+    Path(sys.argv[3]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

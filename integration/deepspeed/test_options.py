@@ -1,0 +1,92 @@
+"""``datastates_ckpt`` in DeepSpeed's configuration, and the module that DeepSpeed imports."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+import dcp_datastates.deepspeed
+from dcp_datastates import ConfigurationError
+from dcp_datastates.deepspeed import CheckpointEngine
+from dcp_datastates.deepspeed.options import writer_options
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [
+        ({"host_cache_size": 16}, 16 << 30),
+        ({"host_cache_size": 0.5}, 512 << 20),
+        ({"host_cache_size": "512MiB"}, "512MiB"),
+        ({}, "auto"),
+        (None, "auto"),
+        (True, "auto"),
+    ],
+)
+def test_the_host_cache_is_given_in_gib(given: object, size: object) -> None:
+    assert writer_options(given)["host_cache_size"] == size
+
+
+def test_options_of_the_writer_are_passed_on() -> None:
+    given = {"host_cache_size": 1, "commit_timeout": 60, "when_behind": "skip"}
+    assert writer_options(given) == {**given, "host_cache_size": 1 << 30}
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"host_cache_size": -1}, "host_cache_size"),
+        ({"host_cache_size": 0.001}, "below the minimum"),
+        ({"host_cache_size": float("nan")}, "host_cache_size"),
+        ({"host_cache_size": True}, "host_cache_size"),
+        ({"host_cache_size": "much"}, "much"),
+        ({"when_behind": "run"}, "when_behind"),
+        ({"host_cache": 16}, "datastates_ckpt.host_cache is not an option"),
+        ({"defer": "all"}, "datastates_ckpt.defer is not an option"),
+        (16, "table"),
+    ],
+)
+def test_a_value_that_cannot_work_is_named(given: object, named: str) -> None:
+    config = types.SimpleNamespace(datastates_config=types.SimpleNamespace(config=given))
+    with pytest.raises(ConfigurationError, match=named):
+        CheckpointEngine(config, 0)
+
+
+def adapter(given: object = None) -> DataStatesCheckpointEngine:
+    """What DeepSpeed makes if its configuration has ``datastates_ckpt``."""
+    config = types.SimpleNamespace(datastates_config=types.SimpleNamespace(config=given or {}))
+    return DataStatesCheckpointEngine(config, 0)
+
+
+def test_deepspeed_imports_the_module_of_the_small_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = Path(__file__).parent
+    monkeypatch.delitem(sys.modules, "datastates")
+    monkeypatch.syspath_prepend(folder)
+    made = adapter()
+    assert sys.modules["datastates"].__file__ == str(folder / "datastates.py")
+    assert type(made.ckpt_engine) is CheckpointEngine
+    for _ in range(2):  # destroy(), and the garbage collection after it
+        made.cleanup()
+
+
+def test_deepspeed_passes_on_what_is_wrong_with_a_value() -> None:
+    with pytest.raises(RuntimeError, match=r"datastates_ckpt\.host_cache is not an option"):
+        adapter({"host_cache": 16})
+
+
+def test_state_offloaded_to_nvme_is_refused() -> None:
+    engine = types.SimpleNamespace(
+        checkpoint_engine=adapter(), zero_nvme_offload_optimizer=lambda: True
+    )
+    with pytest.raises(ConfigurationError, match="NVMe"):
+        DeepSpeedEngine.save_checkpoint(engine, "anywhere")
+
+
+def test_an_import_registers_the_module() -> None:
+    assert sys.modules["datastates"].CheckpointEngine is dcp_datastates.deepspeed.CheckpointEngine

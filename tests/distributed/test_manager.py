@@ -1,0 +1,232 @@
+"""``CheckpointManager`` on several ranks: they save, stop and restore alike."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoints import CACHE, raises
+from support.logs import lines
+from support.ranks import ranks, run_on_ranks
+from support.roots import committed_names
+from torch.distributed.fsdp import fully_shard
+
+from dcp_datastates import CheckpointManager, Keep, PerRank, RngState
+from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.commit.rank_set import rank_set_of
+from dcp_datastates.manager import agreement
+from dcp_datastates.manager.agreement import Agreement
+
+
+def manager(root, every, **options):
+    return CheckpointManager(root, every=every, **{"host_cache_size": CACHE, **options})
+
+
+def agreed(value):
+    """Whether all ranks have the same."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values == [value] * len(values)
+
+
+@ranks(3)
+def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_stop(shared_dir):
+    with manager(shared_dir, 1000, on_signal=(signal.SIGUSR1,)) as checkpoints:
+        for step in range(1, 30):
+            if step == 7 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            checkpoints.save(step, {"w": torch.ones(10)})
+            if checkpoints.stopping:
+                break
+    assert step == 8
+    assert agreed(step)
+    dist.barrier()
+    assert committed_names(shared_dir) == ["step-8"]
+
+
+@ranks(3)
+def test_a_time_that_is_over_on_one_rank_makes_all_save_once(shared_dir):
+    saved = []
+    with manager(shared_dir, "1h") as checkpoints:
+        for step in range(1, 12):
+            if step == 5 and dist.get_rank() == 2:
+                checkpoints._schedule._saved_at -= 3600
+            if checkpoints.save(step, {"w": torch.ones(10)}):
+                saved.append(step)
+    assert saved == [6]
+
+
+@ranks(2)
+def test_auto_chooses_the_same_interval_on_all_ranks(shared_dir):
+    saved = []
+    with manager(shared_dir, "auto") as checkpoints:
+        for step in range(1, 400):
+            time.sleep(0.001 * (1 + dist.get_rank()))  # ranks are not alike
+            if checkpoints.save(step, {"w": torch.ones(10)}):
+                saved.append(step)
+            if len(saved) == 2 and "a step takes" in checkpoints.interval:
+                break
+    assert "a step takes" in checkpoints.interval
+    assert agreed((checkpoints.interval, saved))
+
+
+def save_a_sharded_loop(shared_dir):
+    torch.manual_seed(0)
+    loop = sharded()
+    random.seed(dist.get_rank())
+    with manager(shared_dir, 2, keep=Keep(last=1)) as checkpoints:
+        assert checkpoints.restore_latest(loop) is None
+        for step in range(1, 4):
+            advance(loop)
+            checkpoints.save(step, loop)
+            if step == 2:
+                weights = loop["model"].weight.full_tensor()
+    if dist.get_rank() == 0:
+        torch.save(weights, shared_dir / "weights")
+    (shared_dir / f"random-{dist.get_rank()}").write_text(str(random.random()))
+
+
+def sharded():
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(16, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer, "rng": RngState()}
+
+
+def advance(loop):
+    random.random()
+    loop["model"](torch.ones(2, 16)).square().sum().backward()
+    loop["optimizer"].step()
+    loop["optimizer"].zero_grad()
+
+
+def restore_on_as_many_ranks(shared_dir):
+    loop = sharded()
+    with manager(shared_dir, 2) as checkpoints:
+        assert checkpoints.restore_latest(loop) == 2
+    advance(loop)
+    assert str(random.random()) == (shared_dir / f"random-{dist.get_rank()}").read_text()
+
+
+def restore_on_fewer_ranks(shared_dir):
+    loop = sharded()
+    random.seed(99)
+    before = random.getstate()
+    with lines() as said, manager(shared_dir, 2) as checkpoints:
+        assert checkpoints.restore_latest(loop) == 2
+    assert random.getstate() == before
+    assert any("3 ranks, and there are 2 now" in line for line in said)
+    assert loop["optimizer"].state_dict()["state"][0]["step"] == 2
+    assert torch.equal(loop["model"].weight.full_tensor(), torch.load(shared_dir / "weights"))
+
+
+def test_a_loop_goes_on_at_the_same_and_at_another_number_of_ranks(shared_dir):
+    run_on_ranks(3, save_a_sharded_loop, shared_dir=shared_dir)
+    run_on_ranks(3, restore_on_as_many_ranks, shared_dir=shared_dir)
+    run_on_ranks(2, restore_on_fewer_ranks, shared_dir=shared_dir)
+
+
+class Broken:
+    def state_dict(self):
+        raise OSError("the loader's cache is gone")
+
+    def load_state_dict(self, state):
+        raise AssertionError
+
+
+@ranks(2)
+def test_a_part_that_fails_on_one_rank_fails_the_save_on_all(shared_dir):
+    with manager(shared_dir, 1) as checkpoints:
+        state = {"w": torch.ones(10)}
+        if dist.get_rank() == 1:
+            assert checkpoints.save(1, {**state, "loader": PerRank(Broken())}) is None
+        else:
+            assert checkpoints.save(1, state).wait(60)
+        checkpoints.save(2, state).result(60)
+    assert checkpoints.failures == 1
+    dist.barrier()
+    assert committed_names(shared_dir) == ["step-2"]
+
+
+@ranks(2)
+def test_all_ranks_pin_and_an_error_of_the_first_is_all_ranks(shared_dir):
+    with manager(shared_dir, 1, keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": torch.ones(10)})
+            checkpoints.pin(step, "eval")
+        checkpoints.save(3, {"w": torch.ones(10)})
+        with raises(FileNotFoundError, "step-9"):
+            checkpoints.pin(9)
+    dist.barrier()
+    assert committed_names(shared_dir) == ["step-1", "step-2", "step-3"]
+
+
+# --- the exchange ------------------------------------------------------------------------------------
+
+
+@ranks(4)
+def test_the_numbers_of_a_step_are_the_greatest_of_all_ranks(shared_dir):
+    talk = Agreement(rank_set_of(None), "greatest")
+    heard = []
+    for step in range(10):
+        heard.append(talk.take())
+        talk.give([step, -dist.get_rank(), step * dist.get_rank()])
+    talk.close()
+    assert heard == [None, *([step, 0, 3 * step] for step in range(9))]
+
+
+@ranks(3)
+def test_a_connection_that_breaks_loses_no_numbers(shared_dir):
+    rank = dist.get_rank()
+    talk = Agreement(rank_set_of(None), "broken")
+    real, calls = GlooTree.max, 0
+
+    def breaks(tree, values, check):
+        nonlocal calls
+        found = real(tree, values, check)
+        if len(values) == 4:
+            calls += 1
+            if calls == 4 and rank == 2:  # the others have the result, and this rank has not
+                raise GroupBroken("a cable was pulled")
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooTree, "max", breaks)
+        heard = []
+        for step in range(8):
+            heard.append(talk.take())
+            talk.give([step, rank])
+        heard.append(talk.take())
+        talk.close()
+    assert heard == [None, *([step, 2] for step in range(8))]
+
+
+@ranks(2)
+def test_a_rank_that_ends_first_leaves_the_others_their_last_numbers(shared_dir):
+    talk = Agreement(rank_set_of(None), "ends")
+    talk.give([1])
+    assert talk.take() == [1]
+    if dist.get_rank() == 1:
+        time.sleep(0.5)  # the other is closing by then
+    talk.give([2])
+    if dist.get_rank() == 1:
+        assert talk.take() == [2]
+    talk.close()
+
+
+@ranks(2)
+def test_a_rank_that_does_not_come_is_an_error_in_the_end(shared_dir):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_PATIENCE_SECONDS", 1.0)
+        talk = Agreement(rank_set_of(None), "late")
+        if dist.get_rank() == 0:
+            talk.give([1])
+            with raises(TimeoutError, "every rank must call save"):
+                talk.take()
+        dist.barrier()
+        talk.close()

@@ -1,0 +1,469 @@
+"""``CheckpointManager`` in one process: what is saved, kept and restored, and what an error does."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import random
+import signal
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support.checkpoints import CACHE, assert_same, raises
+from support.failing import armed
+from support.files import data_files, flip_bit
+from support.roots import committed_names
+
+import dcp_datastates as ds
+from dcp_datastates import (
+    AutoInterval,
+    CheckpointCorruptError,
+    CheckpointManager,
+    CheckpointSkipped,
+    ConfigurationError,
+    Keep,
+    PerRank,
+    RngState,
+    StorageError,
+)
+
+
+def manager(root, every=1, **options):
+    return CheckpointManager(root, every=every, **{"host_cache_size": CACHE, **options})
+
+
+class Loop:
+    """A model with dropout, an optimizer, a scheduler, and data that depend on the generators."""
+
+    def __init__(self, seed=0):
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 1)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
+        self.state = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "rng": RngState(),
+            "seen": 0,
+            "average": torch.zeros(()),
+        }
+
+    def step(self):
+        noise = random.random() + float(np.random.rand())
+        loss = (self.model(torch.randn(4, 8)) + noise).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.state["seen"] += 4
+        self.state["average"] += loss.detach()
+        return float(loss)
+
+
+def test_a_loop_goes_on_where_its_checkpoint_was_taken(tmp_path):
+    random.seed(1), np.random.seed(1)
+    loop, losses = Loop(), []
+    with manager(tmp_path, every=4) as checkpoints:
+        assert checkpoints.restore_latest(loop.state) is None
+        for step in range(1, 8):
+            losses.append(loop.step())
+            checkpoints.save(step, loop.state)
+    assert committed_names(tmp_path) == ["step-4"]
+
+    random.seed(2), np.random.seed(2)
+    again = Loop(seed=5)
+    with manager(tmp_path, every=4) as checkpoints:
+        assert checkpoints.restore_latest(again.state) == 4
+        assert [again.step() for _ in range(3)] == losses[4:]
+    assert again.state["seen"] == loop.state["seen"]
+    assert_same(again.model.state_dict(), loop.model.state_dict())
+    assert torch.equal(again.state["average"], loop.state["average"])
+
+
+def test_steps_that_are_a_multiple_are_saved_and_others_by_force(tmp_path):
+    with manager(tmp_path, every=3) as checkpoints:
+        saved = {step: checkpoints.save(step, {"step": step}) for step in range(1, 8)}
+        assert [step for step, handle in saved.items() if handle] == [3, 6]
+        handle = checkpoints.save(7, {"step": 7}, force=True)
+        assert checkpoints.save(7, {"step": 7}, force=True) is handle
+        assert handle.path == checkpoints.path(7)
+    assert committed_names(tmp_path) == ["step-3", "step-6", "step-7"]
+
+
+def test_old_checkpoints_go_by_the_rules_and_pinned_ones_stay(tmp_path):
+    with manager(tmp_path, keep=Keep(last=1, every=4, best=("loss", "min"))) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, {"step": step}, metrics={"loss": abs(step - 5)})
+            if step == 2:
+                checkpoints.pin(step, "eval")
+            checkpoints.save(step, {"step": step}, force=True).result()
+    assert committed_names(tmp_path) == ["step-2", "step-4", "step-5", "step-7"]
+    with manager(tmp_path, keep=1) as checkpoints:
+        checkpoints.unpin(2, "eval")
+        checkpoints.save(8, {"step": 8})
+    assert committed_names(tmp_path) == ["step-8"]
+
+
+def test_what_the_manager_did_not_name_is_never_deleted(tmp_path):
+    ds.save({"a": 1}, tmp_path / "mine")
+    with manager(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"step": step})
+    assert committed_names(tmp_path) == ["mine", "step-2"]
+
+
+def test_a_damaged_checkpoint_is_left_out_and_the_next_older_one_restored(tmp_path, caplog):
+    with manager(tmp_path) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": torch.full((1000,), float(step))})
+    data_files(tmp_path / "step-3")[0].unlink()  # seen when looked for
+    flip_bit(data_files(tmp_path / "step-2")[0], 5000)  # seen only when read
+    state = {"w": torch.zeros(1000)}
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest(state) == 1
+    assert state["w"].eq(1).all()
+    assert "step-2" in caplog.text
+    assert "step-3" in caplog.text
+
+
+def test_a_loop_does_not_begin_anew_beside_checkpoints_that_are_all_damaged(tmp_path):
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": torch.ones(1000)})
+    flip_bit(data_files(tmp_path / "step-1")[0], 5000)
+    with manager(tmp_path) as checkpoints, raises(CheckpointCorruptError, "none of the 1"):
+        checkpoints.restore_latest({"w": torch.zeros(1000)})
+
+
+def test_a_chosen_step_is_restored(tmp_path):
+    with manager(tmp_path) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"step": step})
+        state = {"step": 0}
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore(1, state) == 1
+    assert state == {"step": 1}
+
+
+def test_a_loop_may_go_back_and_what_it_saves_then_is_the_newest(tmp_path):
+    weights = torch.nn.Parameter(torch.zeros(100_000))
+    optimizer = torch.optim.SGD([weights], lr=1.0)
+    ds.track(optimizer)
+    with manager(tmp_path, read_deadline=600.0) as checkpoints:
+        for step in range(1, 5):
+            with torch.no_grad():
+                weights.fill_(step)
+            handle = checkpoints.save(step, {"w": weights})
+            handle.captured.result() if step < 4 else None
+        state = {"w": weights}
+        assert checkpoints.restore(2, state) == 2  # while step 4 is in flight
+        assert handle.committed.done()
+        assert weights.eq(2).all()
+        assert ds.load(tmp_path / "step-4")["w"].eq(4).all()
+        checkpoints.save(4, {"w": weights})
+    assert ds.load(tmp_path / "step-4")["w"].eq(2).all()
+
+
+# --- failures ------------------------------------------------------------------------------------------
+
+
+FULL = "publish.rename.before=error:ENOSPC"
+
+
+def test_a_failed_save_is_counted_and_training_goes_on(tmp_path, caplog):
+    with manager(tmp_path) as checkpoints:
+        with armed(FULL):
+            checkpoints.save(1, {"w": torch.ones(10)}).wait()
+        checkpoints.save(2, {"w": torch.ones(10)})
+    assert checkpoints.failures == 1
+    assert committed_names(tmp_path) == ["step-2"]
+    assert "No space left" in caplog.text
+
+
+def test_a_save_that_fails_at_the_call_is_counted_too(tmp_path, caplog):
+    with manager(tmp_path) as checkpoints:
+        with armed("stage.before=error:EIO"):
+            assert checkpoints.save(1, {"w": torch.ones(10)}) is None
+        assert checkpoints.save(2, {"w": torch.ones(10)}) is not None
+    assert checkpoints.failures == 1
+    assert "step 1" in caplog.text
+
+
+def test_after_a_save_that_failed_at_the_call_the_automatic_interval_goes_on(tmp_path):
+    saved = []
+    with manager(tmp_path, every="auto") as checkpoints, armed("stage.before@1=error:EIO"):
+        for step in range(1, 200):
+            if checkpoints.save(step, {"w": torch.ones(10)}):
+                saved.append(step)
+                break
+    assert checkpoints.failures == 1
+    assert saved
+
+
+def test_saves_that_are_left_out_are_no_failures(tmp_path):
+    options = {"max_in_flight": 1, "when_behind": "skip"}
+    with manager(tmp_path, **options) as checkpoints, armed("publish.rename.before@1=sleep:1"):
+        handles = [checkpoints.save(step, {"w": torch.ones(10)}) for step in (1, 2)]
+        assert handles[0].wait(60)
+        with raises(CheckpointSkipped, "skip"):
+            handles[1].result()
+    assert checkpoints.failures == 0
+
+
+def test_with_strict_a_failed_save_ends_the_loop_at_the_next(tmp_path):
+    done = []
+    with (
+        raises(StorageError, "No space"),
+        manager(tmp_path, strict=True) as checkpoints,
+        armed(FULL),
+    ):
+        for step in (1, 2, 3):
+            checkpoints.save(step, {"w": torch.ones(10)})
+            done.append(step)
+    assert done == [1]
+
+
+def test_with_strict_the_end_of_the_block_raises_the_error_of_the_last_save(tmp_path):
+    with (
+        raises(StorageError, "No space"),
+        armed(FULL),
+        manager(tmp_path, strict=True) as checkpoints,
+    ):
+        checkpoints.save(1, {"w": torch.ones(10)})
+
+
+def test_an_error_of_the_loop_is_not_hidden_by_one_of_a_save(tmp_path, caplog):
+    checkpoints = manager(tmp_path, strict=True)
+
+    def loop():
+        with checkpoints, armed(FULL):
+            checkpoints.save(1, {"w": torch.ones(10)}).wait()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert "No space left" in caplog.text
+    with raises(ConfigurationError, "closed"):
+        checkpoints.save(2, {})
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, None], ids=str)
+def test_a_step_must_be_a_whole_number(step, tmp_path):
+    with manager(tmp_path) as checkpoints, raises(ConfigurationError, "step="):
+        checkpoints.save(step, {})
+
+
+def test_steps_do_not_go_back(tmp_path):
+    with manager(tmp_path, every=100) as checkpoints:
+        checkpoints.save(7, {})
+        with raises(ConfigurationError, "step=6"):
+            checkpoints.save(6, {})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 0},
+        {"keep": 0},
+        {"verify": "much"},
+        {"strict": 1},
+        {"on_signal": ("TERM",)},
+        {"on_signal": (signal.SIGKILL,)},
+        {"host_cache_size": 1},
+        {"color": "red"},
+    ],
+    ids=str,
+)
+def test_an_option_that_cannot_work_is_refused_at_once(options, tmp_path):
+    name = next(iter(options))
+    with pytest.raises((ConfigurationError, TypeError), match=name):
+        manager(tmp_path, **options)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# --- states --------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_needs_its_model(tmp_path):
+    loop = Loop()
+    with manager(tmp_path) as checkpoints:
+        with raises(ConfigurationError, "no model"):
+            checkpoints.save(1, {"optimizer": loop.optimizer})
+        halves = {"a": loop.model[0], "b": loop.model[2], "optimizer": loop.optimizer}
+        with raises(ConfigurationError, "several models"):
+            checkpoints.save(1, halves)
+        with raises(ConfigurationError, "nested.deep.model"):
+            checkpoints.save(1, {"nested": {"deep": {"model": loop.model}}})
+        with raises(ConfigurationError, "names must be strings"):
+            checkpoints.save(1, {1: 1})
+
+
+def test_two_models_with_an_optimizer_each(tmp_path):
+    def both():
+        torch.manual_seed(0)
+        models = {name: torch.nn.Linear(4, 4) for name in ("generator", "critic")}
+        made = {
+            f"{name}-adam": torch.optim.Adam(each.parameters()) for name, each in models.items()
+        }
+        return {**models, **made}
+
+    first, second = both(), both()
+    for name in ("generator", "critic"):
+        first[name](torch.randn(2, 4)).sum().backward()
+        first[f"{name}-adam"].step()
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.restore_latest(second)
+    for name in ("generator", "critic"):
+        assert_same(second[name].state_dict(), first[name].state_dict())
+        old, new = (each[f"{name}-adam"].state_dict()["state"] for each in (first, second))
+        assert torch.equal(new[0]["exp_avg"], old[0]["exp_avg"])
+
+
+class Position:
+    def __init__(self):
+        self.at = {}
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def test_a_state_of_a_rank_keeps_its_types_and_need_not_exist_before(tmp_path):
+    position = Position()
+    position.at = {3: (1, 2), "tensor": torch.arange(3)}
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"loader": PerRank(position)})
+    again = Position()
+    with manager(tmp_path) as checkpoints:
+        checkpoints.restore_latest({"loader": PerRank(again)})
+    assert again.at[3] == (1, 2)
+    assert torch.equal(again.at["tensor"], torch.arange(3))
+
+
+def test_a_loader_of_torchdata_has_a_state_for_each_rank(tmp_path):
+    loaders = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader():
+        return loaders.StatefulDataLoader(list(range(20)), batch_size=2)
+
+    first = loader()
+    seen = [batch.tolist() for _, batch in zip(range(3), first, strict=False)]
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"loader": first})
+    assert [each.name for each in ds.inspect(tmp_path / "step-1").objects] == ["loader.rank-0"]
+    second = loader()
+    with manager(tmp_path) as checkpoints:
+        checkpoints.restore_latest({"loader": second})
+    assert next(iter(second)).tolist() == [6, 7], seen
+
+
+def test_states_of_another_number_of_ranks_are_left_out(tmp_path, caplog):
+    stored = {"loader": {"rank-0": b"", "rank-1": b""}, "step": 5}
+    ds.save(stored, tmp_path / "step-5")
+    position, state = Position(), {"step": 0}
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest({**state, "loader": PerRank(position)}) == 5
+    assert position.at == {}
+    assert "states of 2 ranks, and there are 1 now" in caplog.text
+
+
+# --- signals -------------------------------------------------------------------------------------------
+
+
+def test_a_signal_saves_the_next_step_and_stops_the_loop(tmp_path, caplog):
+    with manager(tmp_path, every=100, on_signal=(signal.SIGTERM,)) as checkpoints:
+        for step in range(1, 50):
+            checkpoints.save(step, {"step": step})
+            if checkpoints.stopping:
+                break
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+    assert step in (6, 7)
+    assert committed_names(tmp_path) == [f"step-{step}"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert "signal" in caplog.text
+
+
+def test_a_handler_that_was_there_is_called_and_put_back(tmp_path):
+    came = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: came.append(number))
+    mine = signal.getsignal(signal.SIGUSR1)
+    try:
+        with manager(tmp_path, on_signal=(signal.SIGUSR1,)):
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert came == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is mine
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_second_interrupt_is_one(tmp_path):
+    with manager(tmp_path, on_signal=(signal.SIGINT,)):
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_signals_need_the_main_thread(tmp_path):
+    errors = []
+
+    def make():
+        try:
+            manager(tmp_path, on_signal=(signal.SIGTERM,))
+        except ConfigurationError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in errors[0]
+
+
+# --- times and costs -------------------------------------------------------------------------------------
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr("dcp_datastates.manager.schedule.time.monotonic", lambda: self.now)
+
+
+def test_a_time_makes_the_next_step_save(tmp_path, monkeypatch):
+    with manager(tmp_path, every="10min") as checkpoints:
+        clock = Clock(monkeypatch)
+        checkpoints._schedule._saved_at = clock.now
+        saved = []
+        for step in range(1, 40):
+            clock.now += 60
+            if checkpoints.save(step, {"step": step}):
+                saved.append(step)
+        monkeypatch.undo()
+    assert len(saved) == 3, saved
+    assert all(10 <= later - earlier <= 11 for earlier, later in itertools.pairwise(saved))
+
+
+def test_auto_saves_when_it_has_measured_and_says_why(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "dcp_datastates")
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    rule = AutoInterval(stall_budget=0.5)
+    with manager(tmp_path, every=rule, keep=1) as checkpoints:
+        assert "measured" in checkpoints.interval
+        for step in range(1, 2000):
+            model(torch.randn(256, 64)).sum().backward()
+            optimizer.step()
+            checkpoints.save(step, {"model": model, "optimizer": optimizer})
+            if "a step takes" in checkpoints.interval:
+                break
+    assert checkpoints.interval.startswith("every ")
+    assert f"saving {checkpoints.interval}" in caplog.text
+    assert len(committed_names(tmp_path)) == 1
