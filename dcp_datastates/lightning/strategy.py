@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -37,6 +36,7 @@ from dcp_datastates.manager.library_state import (
     state_of,
     with_files,
 )
+from dcp_datastates.manager.per_rank import RngState, packed, unpack
 from dcp_datastates.staging.ownership import track
 
 __all__ = ["DataStatesFSDPStrategy", "DataStatesModelParallelStrategy", "DataStatesStrategyMixin"]
@@ -63,7 +63,7 @@ class DataStatesStrategyMixin:
 
     def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
         self._saves = BackgroundSaves(take_options(keywords), strict=strict)
-        self._rng: dict[str, Any] | None = None
+        self._rng: bytes | None = None
         super().__init__(*arguments, **keywords)
 
     def wait_for_saves(self) -> None:
@@ -100,7 +100,7 @@ class DataStatesStrategyMixin:
         meta = dict(checkpoint)
         state = {_MODEL: meta.pop(_MODEL), **_numbered(meta.pop(_OPTIMIZERS, []))}
         # Each rank's own, because the positions of data loaders may differ.
-        files = {_META: _packed(meta), self._rng_name: _packed(_collect_rng_states())}
+        files = {_META: _packed(meta), self._rng_name: packed(RngState())}
         self._saves.start(with_files(state, files), path)
         if self._trainer.state.status != TrainerStatus.RUNNING:  # the caller may read it next
             self._saves.wait()
@@ -155,14 +155,14 @@ class DataStatesStrategyMixin:
             )
         if fitting and self._rng_name in files:
             # A checkpoint from the end of an epoch is followed by the next epoch's shuffling.
-            self._rng = torch.load(io.BytesIO(files[self._rng_name]), weights_only=False)
-            _set_rng_states(self._rng)
+            self._rng = files[self._rng_name]
+            unpack(RngState(), self._rng)
         return torch.load(io.BytesIO(files[_META]), weights_only=weights_only)  # type: ignore[no-any-return]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._rng is not None:
             if batch_idx:  # in the middle of an epoch, the shuffling came before the save
-                _set_rng_states(self._rng)
+                unpack(RngState(), self._rng)
             self._rng = None
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 
