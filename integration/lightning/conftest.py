@@ -13,7 +13,7 @@ import pytest
 
 TESTS = str(Path(__file__).parents[2] / "tests")  # support
 HERE = str(Path(__file__).parent)
-sys.path[:0] = [TESTS, HERE]
+sys.path += [TESTS, HERE]  # at the end: other folders import their own conftest by name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
