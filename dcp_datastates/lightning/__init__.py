@@ -1,1 +1,33 @@
-"""Integration with Lightning, whose trainer saves and resumes as before."""
+"""Integration with Lightning, whose trainer saves and resumes as before.
+
+    trainer = Trainer(strategy=DataStatesModelParallelStrategy(host_cache_size="16GiB"), ...)
+    trainer.fit(model, ckpt_path="last")
+
+Only this subpackage needs lightning (2.6).
+"""
+
+from __future__ import annotations
+
+try:
+    import lightning.pytorch
+except ImportError as error:
+    raise ImportError(
+        f"dcp_datastates.lightning needs lightning 2.6 ({error}): "
+        f"pip install 'dcp_datastates[lightning]'"
+    ) from error
+
+from dcp_datastates.lightning.callback import DataStatesModelCheckpoint
+from dcp_datastates.lightning.strategy import (
+    DataStatesFSDPStrategy,
+    DataStatesModelParallelStrategy,
+    DataStatesStrategyMixin,
+)
+
+__all__ = [
+    "DataStatesFSDPStrategy",
+    "DataStatesModelCheckpoint",
+    "DataStatesModelParallelStrategy",
+    "DataStatesStrategyMixin",
+]
+
+del lightning

@@ -1,0 +1,238 @@
+"""A ``Trainer`` whose checkpoints are saved and loaded through this package.
+
+It differs from that of transformers only in these points:
+
+* a checkpoint is one save of this package: the shards of model and optimizer, and the small files that the Trainer
+  writes (its state, the scheduler, the random numbers of each rank). The Trainer goes on at once;
+* ``train(resume_from_checkpoint=True)`` resumes from the newest committed checkpoint;
+* ``save_total_limit`` counts committed checkpoints, and old ones are deleted when a newer one is committed;
+* at its end, the training waits for the saves in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import Trainer
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+
+from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.find import latest
+from dcp_datastates.checkpoints.retention import retain_here
+from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
+from dcp_datastates.huggingface.files import read_files, write_files
+from dcp_datastates.manager.background import BackgroundSaves, take_options
+from dcp_datastates.manager.library_state import (
+    files_from,
+    holds,
+    is_ours,
+    is_ours_here,
+    load_models,
+    load_optimizers,
+    state_of,
+    with_files,
+)
+
+__all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
+
+logger = logging.getLogger(__name__)
+
+_NAME: Final = re.compile(r"checkpoint-([0-9]+)")
+_MODEL: Final = "model"
+_OPTIMIZER: Final = "optimizer"
+
+
+class DataStatesTrainerMixin:
+    """For a ``Trainer`` or a class derived from it: ``class T(DataStatesTrainerMixin, SFTTrainer)``.
+
+    Args:
+        strict: whether a failed save ends the training: the next save, or the end of ``train``, then raises its error.
+            Each save then waits for the one before it. By default, a failed save is logged.
+        keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
+            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
+            those of the trainer.
+
+    Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed and pushing every save.
+
+    Threads: the training thread calls the methods. The first rank deletes checkpoints in a thread.
+    """
+
+    _resumed_from: str | None = None
+    """The checkpoint that ``train`` resumes from, if it is one of this package."""
+
+    _written_to: str | None = None
+    """During a save: the temporary directory to which the Trainer writes its small files."""
+
+    def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
+        self._saves = BackgroundSaves(take_options(keywords), strict=strict)
+        super().__init__(*arguments, **keywords)
+        if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
+            raise ConfigurationError(
+                "DeepSpeed saves by its own means; use the Trainer of transformers (and see dcp_datastates.deepspeed)"
+            )
+        args = self.args  # type: ignore[attr-defined]
+        if args.push_to_hub and args.hub_strategy != "end":
+            raise ConfigurationError(
+                f"hub_strategy={str(args.hub_strategy)!r} pushes the files of every save, which is in flight then; "
+                f"use hub_strategy='end'"
+            )
+
+    def wait_for_saves(self) -> None:
+        """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""
+        self._saves.wait()
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        run = super()._get_output_dir(trial)  # type: ignore[misc]
+        state = self.state  # type: ignore[attr-defined]
+        if state.best_global_step:
+            state.best_model_checkpoint = os.path.join(run, f"checkpoint-{state.best_global_step}")
+        with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
+            self._written_to = folder
+            try:
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            finally:
+                self._written_to = None
+            name = f"checkpoint-{state.global_step}"
+            files = read_files(Path(folder, name))
+        optimizers = {} if self.args.save_only_model else self._saved_optimizers  # type: ignore[attr-defined]
+        saved = state_of({_MODEL: self.model}, optimizers)  # type: ignore[attr-defined]
+        self._saves.start(with_files(saved, files), os.path.join(run, name))
+        self._delete_old(Path(run))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        if self._written_to is not None:
+            return self._written_to
+        return super()._get_output_dir(trial)  # type: ignore[misc, no-any-return]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Export the model, as the Trainer does. (Not called for checkpoints.)"""
+        if self._written_to is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._written_to is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        elif self.args.should_save:  # type: ignore[attr-defined]
+            os.makedirs(output_dir, exist_ok=True)
+            schedule = self.lr_scheduler.state_dict()  # type: ignore[attr-defined]
+            torch.save(schedule, os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _delete_old(self, run: Path) -> None:
+        """Keep as many committed checkpoints as ``save_total_limit`` says, and the best one among them."""
+        limit = self.args.save_total_limit  # type: ignore[attr-defined]
+        if limit is None or limit <= 0:
+            return
+        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        best_name = "" if best is None else os.path.basename(best)
+
+        def counts(path: Path) -> bool:
+            return path.name != best_name and _NAME.fullmatch(path.name) is not None
+
+        keep = max(1, limit if best is None else limit - 1)
+        self._saves.when_committed(partial(retain_here, run, keep=keep, among=counts))
+
+    # ---- resuming ------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **keywords: Any
+    ) -> Any:
+        """Train. ``resume_from_checkpoint=True`` resumes from the newest committed checkpoint in ``args.output_dir``.
+
+        Checkpoints that the Trainer itself has saved are loaded by it.
+
+        Raises ValueError, as the Trainer does, if True finds none; :class:`CheckpointNotFoundError` for a path to a
+        checkpoint that was not committed; and the errors of :func:`~dcp_datastates.load`.
+        """
+        path: Any = resume_from_checkpoint or None
+        if path is True:
+            path = self._newest()
+        if path is None or not is_ours(path):
+            return super().train(path, *arguments, **keywords)  # type: ignore[misc]
+        logger.info("resuming from %s", path)
+        with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
+            write_files(Path(folder), files_from(path))
+            self._resumed_from = os.fspath(path)
+            try:
+                return super().train(folder, *arguments, **keywords)  # type: ignore[misc]
+            finally:
+                self._resumed_from = None
+
+    def _newest(self) -> str:
+        folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
+        ours = latest(folder)
+        theirs = from_first_rank(partial(_newest_of_trainer, folder), "the Trainer's checkpoints")
+        found = [path for path in (ours, theirs) if path is not None and _NAME.fullmatch(path.name)]
+        if not found:
+            raise ValueError(f"no committed checkpoint in the output directory ({folder})")
+        return str(max(found, key=_step))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self._resumed_from is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
+            model = self.model if model is None else model  # type: ignore[attr-defined]
+            load_models(self._resumed_from, {_MODEL: model})
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._resumed_from is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif holds(self._resumed_from, _OPTIMIZER):
+            models = {_MODEL: self.model}  # type: ignore[attr-defined]
+            load_optimizers(self._resumed_from, models, self._saved_optimizers)
+            schedule = torch.load(os.path.join(checkpoint or "", SCHEDULER_NAME), weights_only=True)
+            self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        if is_ours(best):
+            load_models(best, {_MODEL: self.model})  # type: ignore[attr-defined]
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    # ---- ending --------------------------------------------------------------------------------
+
+    def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
+        self._saves.wait()
+        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+        if best is not None and from_first_rank(partial(_is_lost, best), "the best checkpoint"):
+            logger.warning("the save of the best checkpoint, %s, was not committed", best)
+            self.state.best_model_checkpoint = None  # type: ignore[attr-defined]
+        return super()._finalize_training(*arguments, **keywords)  # type: ignore[misc]
+
+    @property
+    def _saved_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        optimizer = self.optimizer  # type: ignore[attr-defined]
+        return {_OPTIMIZER: getattr(optimizer, "optimizer", optimizer)}
+
+
+class DataStatesTrainer(DataStatesTrainerMixin, Trainer):  # type: ignore[misc]
+    """The ``Trainer`` of transformers, with saves that do not stop training."""
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def _newest_of_trainer(folder: Path) -> Path | None:
+    """The directory with the highest step among those that the Trainer itself has written."""
+    found = [path.parent for path in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
+    return max((path for path in found if _NAME.fullmatch(path.name)), key=_step, default=None)
+
+
+def _is_lost(path: str | Path) -> bool:
+    """Whether a save of this package to ``path`` was not committed."""
+    try:
+        is_ours_here(path)
+    except CheckpointNotFoundError:
+        return True
+    return False

@@ -1,0 +1,39 @@
+"""Lightning's ``ModelCheckpoint``, for ``ckpt_path="last"`` after a kill before the first commit."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from lightning.fabric.utilities.load import _METADATA_FILENAME
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.errors import DataStatesError
+from dcp_datastates.manager.library_state import is_ours_here
+
+__all__ = ["DataStatesModelCheckpoint"]
+
+logger = logging.getLogger(__name__)
+
+
+class DataStatesModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
+    """Lightning's callback, whose ``ckpt_path="last"`` leaves out what was not committed, or cannot be read.
+
+    With Lightning's own callback, ``"last"`` finds the directory of a first save that a kill interrupted, and resuming
+    from it raises :class:`~dcp_datastates.CheckpointNotFoundError`. With this one, the training begins from the start.
+    """
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        found: set[str] = super()._find_last_checkpoints(trainer)
+        return from_first_rank(lambda: set(filter(_may_be_loaded, found)), "the last checkpoints")
+
+
+def _may_be_loaded(path: str) -> bool:
+    try:
+        ours = is_ours_here(path)
+    except DataStatesError as error:
+        logger.warning("leaving out checkpoint %s: %s", path, error)
+        return False
+    return ours or os.path.isfile(path) or os.path.isfile(os.path.join(path, _METADATA_FILENAME))

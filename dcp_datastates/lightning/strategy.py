@@ -1,0 +1,229 @@
+"""Lightning's sharded strategies, whose checkpoints are saved and loaded through this package.
+
+They differ from Lightning's only in these points:
+
+* ``save_checkpoint`` starts a save and returns; all that Lightning saves is one committed checkpoint;
+* ``load_checkpoint`` loads it, at any number of ranks, and restores the random numbers of each rank; it leaves
+  checkpoints that Lightning itself has saved to Lightning;
+* ``remove_checkpoint`` waits, in the background, for the commit of the checkpoint that replaces the removed one;
+* ``optimizer_step`` runs forward and backward before the optimizer's ``step()``, and not inside;
+* ``teardown`` waits for the saves in flight.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+
+from dcp_datastates.checkpoints.delete import delete
+from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
+from dcp_datastates.manager.background import BackgroundSaves, take_options
+from dcp_datastates.manager.library_state import (
+    files_from,
+    is_ours,
+    load_models,
+    load_optimizers,
+    optimizer_state,
+    state_of,
+    with_files,
+)
+from dcp_datastates.manager.per_rank import RngState, packed, unpack
+from dcp_datastates.staging.ownership import track
+
+__all__ = ["DataStatesFSDPStrategy", "DataStatesModelParallelStrategy", "DataStatesStrategyMixin"]
+
+_MODEL: Final = "state_dict"
+_OPTIMIZERS: Final = "optimizer_states"
+_META: Final = "meta.pt"
+
+
+class DataStatesStrategyMixin:
+    """For a sharded strategy of Lightning: ``class S(DataStatesStrategyMixin, ModelParallelStrategy)``.
+
+    Args:
+        strict: whether a failed save ends the training: the next save, or the end of ``fit``, then raises its error.
+            Each save then waits for the one before it. By default, a failed save is logged.
+        keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
+            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
+            those of Lightning's strategy.
+
+    Raises :class:`ConfigurationError` for an option that cannot work.
+
+    Threads: Lightning's training thread calls the methods. The first rank deletes checkpoints in a thread.
+    """
+
+    def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
+        self._saves = BackgroundSaves(take_options(keywords), strict=strict)
+        self._rng: bytes | None = None
+        super().__init__(*arguments, **keywords)
+
+    def wait_for_saves(self) -> None:
+        """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""
+        self._saves.wait()
+
+    # ---- saving --------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        super().setup(trainer)  # type: ignore[misc]
+        for optimizer in self.optimizers:  # type: ignore[attr-defined]
+            if isinstance(optimizer, torch.optim.Optimizer):
+                track(optimizer)  # so that also the first save reads later
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return state_of({_MODEL: self._module}, {})[_MODEL]  # type: ignore[no-any-return]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return optimizer_state({_MODEL: self._module}, inner)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
+    ) -> None:
+        """Start the save of ``checkpoint``. The directory ``filepath`` is a checkpoint once it is committed.
+
+        After ``fit`` has ended, this waits for the outcome.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"{type(self).__name__} writes to local and mounted file systems, and has no storage_options"
+            )
+        path = self.broadcast(str(filepath))  # type: ignore[attr-defined]
+        meta = dict(checkpoint)
+        state = {_MODEL: meta.pop(_MODEL), **_numbered(meta.pop(_OPTIMIZERS, []))}
+        # Each rank's own, because the positions of data loaders may differ.
+        files = {_META: _packed(meta), self._rng_name: packed(RngState())}
+        self._saves.start(with_files(state, files), path)
+        if self._trainer.state.status != TrainerStatus.RUNNING:  # the caller may read it next
+            self._saves.wait()
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Delete a checkpoint in the background, once the newest save is committed."""
+        self._saves.when_committed(lambda: _remove(Path(filepath)), deletes=filepath)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any
+    ) -> Any:
+        """Lightning's step. The first call of ``closure``, which runs forward and backward, comes before the
+        optimizer's ``step()``: there the step gate waits until a save's tensors have been read, which happens during
+        forward and backward.
+        """
+        first = [closure()]
+        return super().optimizer_step(  # type: ignore[misc]
+            optimizer, lambda: first.pop() if first else closure(), model, **keywords
+        )
+
+    def teardown(self) -> None:
+        try:
+            self._saves.wait()
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+    # ---- loading -------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load model and optimizers, and return all other values that Lightning has saved: those of this rank, or those
+        of the first rank if there were fewer ranks.
+
+        Raises :class:`CheckpointNotFoundError` for a checkpoint that was not committed, and the errors of
+        :func:`~dcp_datastates.load`.
+        """
+        path = self.broadcast(str(checkpoint_path))  # type: ignore[attr-defined]
+        if not is_ours(path):
+            found: dict[str, Any] = super().load_checkpoint(path, weights_only)  # type: ignore[misc]
+            return found
+        fitting = self._trainer.state.fn == TrainerFn.FITTING
+        optimizers = self.optimizers if fitting else []  # type: ignore[attr-defined]
+        strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
+        models = {_MODEL: self._module}
+        load_models(path, models, strict=strict)
+        load_optimizers(path, models, _numbered(optimizers))
+        files = files_from(path)
+        if _META not in files:
+            raise CheckpointNotFoundError(
+                f"{path} is a checkpoint of this package, but Lightning did not save it: it has no {_META}"
+            )
+        if fitting and self._rng_name in files:
+            # A checkpoint from the end of an epoch is followed by the next epoch's shuffling.
+            self._rng = files[self._rng_name]
+            unpack(RngState(), self._rng)
+        return torch.load(io.BytesIO(files[_META]), weights_only=weights_only)  # type: ignore[no-any-return]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._rng is not None:
+            if batch_idx:  # in the middle of an epoch, the shuffling came before the save
+                unpack(RngState(), self._rng)
+            self._rng = None
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
+
+    # ---- within --------------------------------------------------------------------------------
+
+    @property
+    def _module(self) -> torch.nn.Module:
+        assert self.model is not None  # type: ignore[attr-defined]
+        return self.model  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def _trainer(self) -> Any:
+        return self.lightning_module.trainer  # type: ignore[attr-defined]
+
+    @property
+    def _rng_name(self) -> str:
+        return f"rng.rank-{self.global_rank}.pt"  # type: ignore[attr-defined]
+
+
+class DataStatesModelParallelStrategy(DataStatesStrategyMixin, ModelParallelStrategy):  # type: ignore[misc]
+    """Lightning's ``ModelParallelStrategy`` (FSDP2, tensor parallelism), with saves that do not stop training."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if not self._save_distributed_checkpoint:
+            raise ConfigurationError(
+                "save_distributed_checkpoint=False gathers the whole model on one rank; use Lightning's "
+                "ModelParallelStrategy for that, or leave it True"
+            )
+
+
+class DataStatesFSDPStrategy(DataStatesStrategyMixin, FSDPStrategy):  # type: ignore[misc]
+    """Lightning's ``FSDPStrategy`` (FSDP1), with saves that do not stop training. ``state_dict_type`` is
+    ``"sharded"``.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        keywords.setdefault("state_dict_type", "sharded")
+        super().__init__(*arguments, **keywords)
+        if self._state_dict_type != "sharded":
+            raise ConfigurationError(
+                f"state_dict_type={self._state_dict_type!r} gathers the whole model on one rank; use Lightning's "
+                f"FSDPStrategy for that, or leave it 'sharded'"
+            )
+
+
+def _numbered(values: list[Any]) -> dict[str, Any]:
+    return {f"optimizer_{number}": value for number, value in enumerate(values)}
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _remove(path: Path) -> None:
+    try:
+        delete(path)
+    except CheckpointNotFoundError:  # Lightning has saved it, or nobody
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif os.path.lexists(path):
+            path.unlink()

@@ -1,0 +1,158 @@
+"""Saves that a training framework starts and does not wait for: their options, their outcomes, and the deletions that
+have to wait for them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from dcp_datastates.config import WriterConfig
+from dcp_datastates.dcp.async_save import async_save
+from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.dcp.writer import DataStatesWriter
+from dcp_datastates.errors import ConfigurationError, DataStatesError
+
+__all__ = ["BackgroundSaves", "take_options"]
+
+logger = logging.getLogger(__name__)
+
+_NOT_OFFERED: Final = ("self", "path", "process_group", "no_dist", "commit", "overwrite")
+"""Parameters of the writer that the framework determines."""
+
+_DEFAULTS: Final[dict[str, Any]] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DataStatesWriter.__init__).parameters.items()
+    if name not in _NOT_OFFERED
+}
+
+
+def take_options(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Move this package's options (``host_cache_size``, …) out of a framework's ``keywords``, and check them.
+
+    Raises :class:`ConfigurationError` for a value that cannot work.
+    """
+    chosen = {name: keywords.pop(name) for name in _DEFAULTS if name in keywords}
+    WriterConfig.checked(**{**_DEFAULTS, **chosen}, overwrite=True, commit="wait")
+    return chosen
+
+
+class BackgroundSaves:
+    """The saves of one training job, one after the other, to paths that the framework chooses.
+
+    Every rank makes the same calls, in the same order. A save that fails is logged by the package, and training goes
+    on; with ``strict``, the next save, or :meth:`wait`, raises its error, on all ranks. For that, each save then waits
+    for the one before it.
+
+    Args:
+        options: options of :class:`~dcp_datastates.DataStatesWriter`, from :func:`take_options`.
+        strict: whether a failed save ends the training.
+
+    Threads: one thread calls the methods. Deletions run in a thread of their own, on the first rank only.
+    """
+
+    def __init__(self, options: Mapping[str, Any], *, strict: bool = False) -> None:
+        if not isinstance(strict, bool):
+            raise ConfigurationError(f"strict={strict!r} must be True or False")
+        self._options = dict(options)
+        self._strict = strict
+        self._writer: DataStatesWriter | None = None
+        self._handles: list[tuple[int, SaveHandle]] = []  # of saves that may be in flight, numbered
+        self._deleting: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()  # guards what follows
+        self._started = 0
+        self._committed = 0  # the number of the last save that was committed
+        self._waiting: list[tuple[int, Path | None, Callable[[], object]]] = []
+
+    def start(self, state: Mapping[str, Any], path: str | os.PathLike[str]) -> SaveHandle | None:
+        """Start the save of ``state`` to ``path``. Returns None if it could not begin, which is logged.
+
+        Raises :class:`ConfigurationError`; with ``strict``, also the error of this save if it cannot begin, and that
+        of the save before it.
+        """
+        if self._strict:
+            self.wait()
+        self._handles = [each for each in self._handles if not each[1].committed.done()]
+        directory = Path(os.path.abspath(path))
+        with self._lock:
+            self._started += 1  # also if it fails: then what it should replace stays
+            number = self._started
+            self._waiting = [each for each in self._waiting if each[1] != directory]
+        try:
+            if self._writer is None:
+                self._writer = DataStatesWriter(**self._options)
+            handle = async_save(state, path, writer=self._writer)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            if self._strict:
+                raise
+            logger.error("the save to %s could not begin, and training goes on: %s", path, error)
+            return None
+        self._handles.append((number, handle))
+        handle.committed.add_done_callback(lambda outcome: self._ended(number, outcome))
+        return handle
+
+    def wait(self) -> None:
+        """Return when the outcome of every save is known, and the deletions that were due are done.
+
+        Starts their reads at once. With ``strict``, raises the error of a save that has failed.
+        """
+        handles, self._handles = self._handles, []
+        for number, handle in handles:
+            handle.wait()
+            self._ended(number, handle.committed)  # the callback may come later
+        if self._deleting is not None:
+            self._deleting.submit(lambda: None).result()
+        if self._strict:
+            for _, handle in handles:
+                handle.result()
+
+    def when_committed(
+        self, action: Callable[[], object], *, deletes: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Call ``action``, on the first rank, once the newest save, or a later one, is committed.
+
+        It is a deletion, and runs in a background thread; its errors are logged. If ``deletes`` names a path, and a
+        later save goes there, ``action`` is not called any more.
+        """
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        path = None if deletes is None else Path(os.path.abspath(deletes))
+        with self._lock:
+            self._waiting.append((self._started, path, action))
+        self._delete_what_is_due()
+
+    def _ended(self, number: int, outcome: Future[None]) -> None:
+        if outcome.exception() is None:
+            with self._lock:
+                self._committed = max(self._committed, number)
+            self._delete_what_is_due()
+
+    def _delete_what_is_due(self) -> None:
+        with self._lock:
+            due = [each[2] for each in self._waiting if each[0] <= self._committed]
+            self._waiting = [each for each in self._waiting if each[0] > self._committed]
+            if due and self._deleting is None:
+                self._deleting = ThreadPoolExecutor(1, "dcp_datastates-delete")
+        for action in due:
+            assert self._deleting is not None
+            try:
+                self._deleting.submit(_logging_errors, action)
+            except RuntimeError:  # the process ends
+                logger.info("old checkpoints are not deleted, because the process ends")
+
+
+def _logging_errors(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except (DataStatesError, OSError) as error:
+        logger.warning("an old checkpoint was not deleted: %s", error)

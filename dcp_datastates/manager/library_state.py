@@ -1,0 +1,164 @@
+"""What a training framework saves: models and optimizers by name, and the files of each rank; and its way back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.dcp.loading import load
+from dcp_datastates.dcp.reader import DataStatesReader
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    ForeignCheckpointError,
+)
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.storage import attempts, local
+
+__all__ = [
+    "files_from",
+    "holds",
+    "is_ours",
+    "is_ours_here",
+    "load_models",
+    "load_optimizers",
+    "optimizer_state",
+    "state_of",
+    "with_files",
+]
+
+Models = Mapping[str, torch.nn.Module]
+Optimizers = Mapping[str, torch.optim.Optimizer]
+
+_FILES: Final = "files"
+
+
+def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
+    """The state of models and optimizers, under their names, by parameters' names.
+
+    Shards stay shards, and no tensor is copied (FSDP1 makes new ones).
+    """
+    state = {name: get_model_state_dict(model) for name, model in models.items()}
+    for name, optimizer in optimizers.items():
+        state[name] = optimizer_state(models, optimizer)
+    return state
+
+
+def optimizer_state(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer of one of ``models``."""
+    return get_optimizer_state_dict(_owner(models, optimizer), optimizer)
+
+
+def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = True) -> None:
+    """Load models in place, at any number of ranks. All ranks call this.
+
+    With ``strict=False``, values that were not saved stay as they are. Raises as :func:`~dcp_datastates.load`.
+    """
+    state = state_of(models, {})
+    if not strict:
+        stored = _stored_names(path)
+        for name, values in state.items():
+            state[name] = {key: values[key] for key in values if f"{name}.{key}" in stored}
+    state = {name: values for name, values in state.items() if values}
+    load(path, state, keys=state)
+    for name, model in models.items():
+        set_model_state_dict(model, state.get(name, {}), options=StateDictOptions(strict=strict))
+
+
+def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Optimizers) -> None:
+    """Load optimizers of ``models``, like :func:`load_models`."""
+    if optimizers:
+        state = {name: optimizer_state(models, each) for name, each in optimizers.items()}
+        load(path, state, keys=state)
+        for name, optimizer in optimizers.items():
+            set_optimizer_state_dict(
+                _owner(models, optimizer), optimizer, optim_state_dict=state[name]
+            )
+
+
+def holds(path: str | os.PathLike[str], name: str) -> bool:
+    """Whether the checkpoint has values below ``name``."""
+    return any(each.startswith(f"{name}.") for each in _stored_names(path))
+
+
+def _owner(models: Models, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    """The model whose parameters ``optimizer`` has."""
+    if len(models) == 1:
+        return next(iter(models.values()))
+    mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for model in models.values():
+        if mine <= {id(each) for each in model.parameters()}:
+            return model
+    raise ConfigurationError(
+        f"a {type(optimizer).__name__} has parameters that are not all of one of the models that are saved; give "
+        f"each model an optimizer of its own"
+    )
+
+
+def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
+    """``state`` with this rank's ``files``, by their names. Each rank writes its own."""
+    return {**state, _FILES: {_rank_key(_rank()): dict(files)}}
+
+
+def files_from(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The files of the first rank, and, instead of those of the same names, those of this rank.
+
+    Not collective. Raises as :func:`~dcp_datastates.load`.
+    """
+    ranks = (_rank_key(0), _rank_key(_rank()))
+    prefixes = [f"{_FILES}.{rank}" for rank in ranks]
+    names = [
+        name for name in _stored_names(path) if name.startswith(tuple(f"{p}." for p in prefixes))
+    ]
+    if not names:
+        return {}
+    found = load(path, keys=names)[_FILES]
+    return {**found.get(ranks[0], {}), **found.get(ranks[1], {})}
+
+
+def is_ours(path: str | os.PathLike[str]) -> bool:
+    """:func:`is_ours_here`, the same on every rank; all ranks call this."""
+    return from_first_rank(lambda: is_ours_here(path), f"who saved {path}")
+
+
+def is_ours_here(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint of this package is committed at ``path``.
+
+    False for what another program saved, and for a path without any checkpoint. Raises
+    :class:`CheckpointNotFoundError` for a save of this package that was not committed, and as
+    :class:`~dcp_datastates.DataStatesReader` for one that cannot be read.
+    """
+    directory = local.local_path(path)
+    try:
+        open_committed(directory)
+    except ForeignCheckpointError:
+        return False
+    except CheckpointNotFoundError:
+        if attempts.present(directory):
+            raise
+        return False
+    return True
+
+
+def _stored_names(path: str | os.PathLike[str]) -> set[str]:
+    return set(DataStatesReader(path).read_metadata().state_dict_metadata)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _rank_key(rank: int) -> str:
+    return f"rank-{rank}"

@@ -1,0 +1,69 @@
+"""Saves that a framework starts and does not wait for: failures, and deletions that wait for a commit."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import dcp_datastates as ds
+from dcp_datastates.manager.background import BackgroundSaves, take_options
+
+STATE = {"a": torch.arange(8)}
+REFUSED = {"a": torch.eye(2).to_sparse()}
+
+
+def is_committed(path: Path) -> bool:
+    return (path / ".metadata").exists()
+
+
+def test_a_deletion_waits_for_a_later_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
+    saves.start(STATE, old)
+    saves.wait()
+    with caplog.at_level(logging.ERROR):
+        assert saves.start(REFUSED, new) is None
+    assert "could not begin" in caplog.text
+    saves.when_committed(lambda: ds.delete(old), deletes=old)
+    saves.wait()
+    assert is_committed(old)
+    saves.start(STATE, new)
+    saves.wait()
+    assert not old.exists()
+    assert is_committed(new)
+
+
+def test_a_later_save_to_the_path_cancels_its_deletion(tmp_path: Path) -> None:
+    saves, path = BackgroundSaves({}), tmp_path / "path"
+    saves.start(REFUSED, tmp_path / "other")
+    saves.when_committed(lambda: ds.delete(path), deletes=path)
+    saves.start(STATE, path)
+    saves.wait()
+    assert is_committed(path)
+
+
+def test_a_deletion_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saves = BackgroundSaves({})
+    saves.start(STATE, tmp_path / "path")
+    saves.when_committed(lambda: ds.delete(tmp_path / "nothing"))
+    saves.wait()
+    assert "was not deleted" in caplog.text
+
+
+def test_strict_raises(tmp_path: Path) -> None:
+    with pytest.raises(ds.UnsupportedTensorError):
+        BackgroundSaves({}, strict=True).start(REFUSED, tmp_path / "path")
+
+
+def test_options_are_taken_and_checked() -> None:
+    keywords = {"host_cache_size": "64MiB", "max_in_flight": 2, "precision": "32"}
+    assert take_options(keywords) == {"host_cache_size": "64MiB", "max_in_flight": 2}
+    assert keywords == {"precision": "32"}
+    with pytest.raises(ds.ConfigurationError, match="when_behind"):
+        take_options({"when_behind": "never"})
+    with pytest.raises(ds.ConfigurationError, match="strict"):
+        BackgroundSaves({}, strict="no")  # type: ignore[arg-type]
