@@ -21,10 +21,10 @@ from dcp_datastates.dcp.loading import load
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
-    ConfigurationError,
     ForeignCheckpointError,
 )
 from dcp_datastates.io.committed import open_committed
+from dcp_datastates.manager.training_state import model_of
 from dcp_datastates.storage import attempts, local
 
 __all__ = [
@@ -94,17 +94,9 @@ def holds(path: str | os.PathLike[str], name: str) -> bool:
 
 
 def _owner(models: Models, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    """The model whose parameters ``optimizer`` has."""
     if len(models) == 1:
         return next(iter(models.values()))
-    mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    for model in models.values():
-        if mine <= {id(each) for each in model.parameters()}:
-            return model
-    raise ConfigurationError(
-        f"a {type(optimizer).__name__} has parameters that are not all of one of the models that are saved; give "
-        f"each model an optimizer of its own"
-    )
+    return model_of(models.values(), optimizer, type(optimizer).__name__)
 
 
 def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ state fails the save on all ranks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.per_rank import differs, packed, unpack
 
-__all__ = ["TrainingState"]
+__all__ = ["TrainingState", "model_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -131,26 +131,32 @@ class TrainingState:
         if isinstance(value, torch.nn.Module):
             return _Model(value)
         if isinstance(value, torch.optim.Optimizer):
-            return _Optimizer(self._model_of(name, value), value)
+            return _Optimizer(model_of(self._models, value, name), value)
         if isinstance(value, Mapping):
             _check_plain(name, value)
         return value
 
-    def _model_of(self, name: str, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-        """The smallest model that has all the optimizer's parameters."""
-        wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
-        parameters = {model: set(map(id, model.parameters())) for model in self._models}
-        complete = [model for model, found in parameters.items() if wanted <= found]
-        if complete:
-            return min(complete, key=lambda model: len(parameters[model]))
-        if any(wanted & found for found in parameters.values()):
-            raise ConfigurationError(
-                f"the parameters of the optimizer {name!r} are in several models, or some in none; pass these as one, "
-                f"such as torch.nn.ModuleDict"
-            )
+
+def model_of(
+    models: Collection[torch.nn.Module], optimizer: torch.optim.Optimizer, name: str
+) -> torch.nn.Module:
+    """The smallest of ``models`` that has all parameters of ``optimizer``, which messages call ``name``.
+
+    Raises :class:`ConfigurationError` if there is none.
+    """
+    wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    parameters = {model: set(map(id, model.parameters())) for model in models}
+    complete = [model for model, found in parameters.items() if wanted <= found]
+    if complete:
+        return min(complete, key=lambda model: len(parameters[model]))
+    if any(wanted & found for found in parameters.values()):
         raise ConfigurationError(
-            f"no model in the state has the parameters of the optimizer {name!r}; pass its model, too"
+            f"the parameters of the optimizer {name!r} are in several models, or some in none; pass these as one, "
+            f"such as torch.nn.ModuleDict"
         )
+    raise ConfigurationError(
+        f"no model in the state has the parameters of the optimizer {name!r}; pass its model, too"
+    )
 
 
 def _check_plain(path: str, values: Mapping[Any, Any]) -> None:
