@@ -71,7 +71,7 @@ def parse_size(size: int | str, *, name: str = "size") -> int:
     )
 
 
-_SECONDS = {"": 1, "MS": 0.001, "S": 1, "MIN": 60, "M": 60, "H": 3600, "D": 86400, "W": 604800}
+_SECONDS = {"MS": 0.001, "S": 1, "MIN": 60, "M": 60, "H": 3600, "D": 86400, "W": 604800}
 
 
 def parse_duration(duration: float | str, *, name: str = "duration") -> float:

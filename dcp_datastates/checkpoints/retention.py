@@ -79,6 +79,8 @@ class Retained:
     kept: list[Path] = field(default_factory=list)
     """The newest good checkpoints that count, and the older ones that a rule or a pin keeps."""
     deleted: list[Path] = field(default_factory=list)
+    newest: int = 0
+    """How many of the ``kept``, the first ones, are the newest good checkpoints that count."""
 
 
 def retain_here(
@@ -110,7 +112,7 @@ def retain_here(
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             last.append(found)
-    retained = Retained([found.path for found in last])
+    retained = Retained([found.path for found in last], newest=len(last))
     if len(last) < keep.last:
         return retained
     best = keep.the_best(everything, lambda found: found in last or flaw(found, verify) is None)

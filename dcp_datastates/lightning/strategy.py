@@ -32,8 +32,8 @@ from dcp_datastates.manager.library_state import (
     is_ours,
     load_models,
     load_optimizers,
-    optimizer_state,
     state_of,
+    state_of_optimizer,
     with_files,
 )
 from dcp_datastates.manager.per_rank import RngState, packed, unpack
@@ -83,7 +83,7 @@ class DataStatesStrategyMixin:
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return optimizer_state({_MODEL: self._module}, inner)
+        return state_of_optimizer({_MODEL: self._module}, inner)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None

@@ -8,13 +8,13 @@ numbers at the same step.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Final
-
-from torch.distributed.constants import default_pg_timeout
 
 from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.groups import commit_group
@@ -33,27 +33,31 @@ _CLOSE_SECONDS: Final = 10.0
 _SILENCE_SECONDS: Final = 60.0
 """How long a rank may be silent: what has held it up, a stop or a cut network, may pass."""
 
-_PATIENCE_SECONDS: Final = default_pg_timeout.total_seconds()
-"""How long a rank may take to come to a step."""
+_PATIENCE_SECONDS: Final = 86400.0
+"""How long a rank that is alive may take to come to a step: it may evaluate for hours. If it is stuck, the job's own
+collectives end sooner.
+"""
 
 _LEAST: Final = -(2**62)
+
+_made: dict[str, Iterator[int]] = defaultdict(itertools.count)
+"""Numbers the agreements of each set of ranks."""
 
 
 class Agreement:
     """The exchanges of the ranks in ``rank_set``. The training thread calls the methods.
 
     A thread, ``dcp_datastates-steps``, makes the exchanges over separate gloo connections. It starts with the first
-    exchange and ends with :meth:`close`. A connection that breaks is made anew. A wait for a rank that is alive ends
-    after torch's default timeout of a process group: the ranks' own collectives wait no longer.
+    exchange and ends with :meth:`close`. A connection that breaks is made anew.
 
     Args:
-        name: the same on all ranks, and different for each agreement.
+        rank_set: the ranks. They make their agreements in the same order.
     """
 
-    def __init__(self, rank_set: RankSet, name: str) -> None:
+    def __init__(self, rank_set: RankSet) -> None:
         self._rank_set = rank_set
         self._detector = commit_group(rank_set).detector
-        self._tree = GlooTree(rank_set, f"steps/{name}")
+        self._tree = GlooTree(rank_set, f"steps/{next(_made[rank_set.digest])}")
         self._worker = Worker("dcp_datastates-steps")
         self._pending: Future[list[int]] | None = None
         self._closing = False
@@ -66,7 +70,7 @@ class Agreement:
     def take(self) -> list[int] | None:
         """The greatest of the numbers that all ranks gave at the step before; None at the first step.
 
-        Raises :class:`RankLostError` if a rank is lost, :class:`NoAnswerError` if one does not come for half an hour.
+        Raises :class:`RankLostError` if a rank is lost, :class:`NoAnswerError` if one does not come for a day.
         """
         if self._pending is None:
             return None

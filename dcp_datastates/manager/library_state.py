@@ -11,9 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
 from dcp_datastates.checkpoints.answers import from_first_rank
@@ -24,6 +22,11 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
 )
 from dcp_datastates.io.committed import open_committed
+from dcp_datastates.manager.optimizer_state import (
+    optimizer_state,
+    set_optimizer_state,
+    state_to_fill,
+)
 from dcp_datastates.manager.training_state import model_of
 from dcp_datastates.storage import attempts, local
 
@@ -34,8 +37,8 @@ __all__ = [
     "is_ours_here",
     "load_models",
     "load_optimizers",
-    "optimizer_state",
     "state_of",
+    "state_of_optimizer",
     "with_files",
 ]
 
@@ -52,13 +55,13 @@ def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
     """
     state = {name: get_model_state_dict(model) for name, model in models.items()}
     for name, optimizer in optimizers.items():
-        state[name] = optimizer_state(models, optimizer)
+        state[name] = state_of_optimizer(models, optimizer)
     return state
 
 
-def optimizer_state(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def state_of_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer of one of ``models``."""
-    return get_optimizer_state_dict(_owner(models, optimizer), optimizer)
+    return optimizer_state(_owner(models, optimizer), optimizer)
 
 
 def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = True) -> None:
@@ -80,12 +83,14 @@ def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = 
 def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Optimizers) -> None:
     """Load optimizers of ``models``, like :func:`load_models`."""
     if optimizers:
-        state = {name: optimizer_state(models, each) for name, each in optimizers.items()}
+        stored = _stored_names(path)
+        state = {
+            name: state_to_fill(_owner(models, each), each, name, stored)
+            for name, each in optimizers.items()
+        }
         load(path, state, keys=state)
         for name, optimizer in optimizers.items():
-            set_optimizer_state_dict(
-                _owner(models, optimizer), optimizer, optim_state_dict=state[name]
-            )
+            set_optimizer_state(_owner(models, optimizer), optimizer, state[name])
 
 
 def holds(path: str | os.PathLike[str], name: str) -> bool:

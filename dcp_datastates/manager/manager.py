@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_of
@@ -32,6 +31,7 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     CheckpointSkipped,
     ConfigurationError,
+    ForeignCheckpointError,
     SaveStalledError,
 )
 from dcp_datastates.io.committed import open_committed
@@ -52,7 +52,11 @@ T = TypeVar("T")
 
 
 def _is_step(path: Path) -> bool:
-    return re.fullmatch(rf"{_PREFIX}[0-9]+", path.name) is not None
+    return re.fullmatch(rf"{_PREFIX}(0|[1-9][0-9]*)", path.name) is not None
+
+
+def _has_failed(handle: SaveHandle | None) -> bool:
+    return handle is None or (handle.committed.done() and handle.committed.exception() is not None)
 
 
 class CheckpointManager:
@@ -120,8 +124,7 @@ class CheckpointManager:
         self._signals = Signals(on_signal)
         agreement: Agreement | None = None
         if self._signals.watched or not isinstance(rule, int):
-            name = hashlib.sha1(str(self.root).encode()).hexdigest()[:16]
-            agreement = Agreement(self._rank_set, name)
+            agreement = Agreement(self._rank_set)
         self._schedule = Schedule(rule, agreement)
         self._open: list[tuple[int, SaveHandle]] = []
         """The saves whose outcome is not known to the loop."""
@@ -156,7 +159,8 @@ class CheckpointManager:
         *,
         force: bool = False,
     ) -> SaveHandle | None:
-        """Call this at each step, after the optimizer's. It saves if a save is due, and returns without waiting for it.
+        """Call this at each step, after the optimizer's. It saves if a save is due, and does not wait for
+        its commit. (With ``strict``, it waits for the save before it.)
 
         Args:
             step: The step that is done: the checkpoint's number. Greater than that of the call before; an equal one is
@@ -165,7 +169,8 @@ class CheckpointManager:
                 values. A value that differs between ranks must be a :class:`PerRank` or a :class:`RngState` (a
                 ``StatefulDataLoader`` of torchdata is taken for one).
             metrics: Numbers that are stored with the checkpoint, as for :func:`async_save`.
-            force: Save in any case.
+            force: Save in any case: on all ranks, and again if a save of this step has failed. Waits for the saves in
+                flight.
 
         Returns:
             A handle of the save; None if none is due.
@@ -177,41 +182,57 @@ class CheckpointManager:
         """
         self._check_step(step)
         self._take_outcomes()
-        decision = self._schedule.at(step, self._signals.came)
+        decision = self._schedule.at(step, self._signals.came, force)
         self.stopping = self.stopping or decision.stop
-        if self._newest_save is not None and self._newest_save[0] == step:
-            return self._newest_save[1]
-        if not (decision.save or force):
+        if not decision.save:
             return None
+        if force or decision.stop or self._strict:
+            self._finish()  # so that this save is not left out, whatever when_behind says
+        before = self._newest_save
+        if before is not None and before[0] == step and not _has_failed(before[1]):
+            self._schedule.ended(decision.number, False)
+            return before[1]
         if decision.stop:
             logger.warning("a signal announces the end of the job: step %d is saved", step)
-        if self._strict:
-            self._finish()
-        handle = self._begin(step, state, metrics)
+        handle = self._begin(step, decision.number, state, metrics)
         self._newest_save = step, handle
         return handle
 
     def _begin(
-        self, step: int, state: Mapping[str, Any], metrics: Mapping[str, float] | None
+        self,
+        step: int,
+        number: int,
+        state: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
     ) -> SaveHandle | None:
         began = time.monotonic()
-        parts = TrainingState(state, self._rank_set)
         try:
+            self._check_ranks()
+            parts = TrainingState(state, self._rank_set)
             handle = async_save(
                 parts.to_save(), self.path(step), writer=self._writer, metrics=metrics
             )
         except BaseException as error:
-            self._schedule.ended(False)
+            self._schedule.ended(number, False)
             # With one rank, async_save itself raises what else fails the save on all ranks.
             if self._strict or not isinstance(error, (OSError, SaveStalledError)):
                 raise
             self._note(error)
             logger.error("step %d is not saved: %s", step, error)
             return None
-        self._schedule.saved(step, began, time.monotonic() - began)
+        self._schedule.saved(began, time.monotonic() - began)
         self._open.append((step, handle))
-        handle.committed.add_done_callback(self._outcome_known)
+        handle.committed.add_done_callback(lambda outcome: self._outcome_known(number, outcome))
         return handle
+
+    def _check_ranks(self) -> None:
+        """Refuse to work with other ranks than those of the construction: they would save beside each other."""
+        now = ALONE if self._alone else rank_set_of(self._group)
+        if now.ranks != self._rank_set.ranks:
+            raise ConfigurationError(
+                f"the manager was made for {len(self._rank_set.ranks)} ranks, and the process group has "
+                f"{len(now.ranks)}; make it after init_process_group, and close it before destroy_process_group"
+            )
 
     def _check_step(self, step: int) -> None:
         if self._closed:
@@ -224,10 +245,10 @@ class CheckpointManager:
             )
         self._step = step
 
-    def _outcome_known(self, committed: Future[None]) -> None:
+    def _outcome_known(self, number: int, committed: Future[None]) -> None:
         """In the commit thread."""
         failed = committed.exception() is not None
-        self._schedule.ended(not failed)
+        self._schedule.ended(number, not failed)
         if self._purge is not None and not failed:
             self._purge.request()
 
@@ -254,7 +275,9 @@ class CheckpointManager:
 
     # ---- restoring -----------------------------------------------------------------------------------
 
-    def restore_latest(self, state: Mapping[str, Any], **options: Any) -> int | None:
+    def restore_latest(
+        self, state: Mapping[str, Any], *, timeout: float = DEFAULT_TIMEOUT, **options: Any
+    ) -> int | None:
         """Restore the newest checkpoint that can be loaded into ``state``; return its step, None if there is none.
 
         One that is damaged is left out with a warning, and the next older one is taken. Every rank calls this.
@@ -262,15 +285,19 @@ class CheckpointManager:
         Args:
             state: As for :meth:`save`. Models, optimizers and objects get their states; tensors are filled in place;
                 other values are replaced in ``state``, which must then be a dict.
+            timeout: Seconds that the other ranks wait while the first one looks. ``verify="full"`` reads all files.
             options: Options of :func:`load`: ``strict``, ``allow_cast``, ``allow_objects``.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, and all are damaged: the loop should not begin anew unseen.
+            ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
             IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
         """
         damaged: list[str] = []
         while True:
-            newest = self._on_first_rank(lambda: self._newest(damaged), "the step to go on from")
+            newest = self._on_first_rank(
+                lambda: self._newest(damaged), "the step to go on from", timeout
+            )
             if newest is None:
                 return None
             try:
@@ -288,8 +315,12 @@ class CheckpointManager:
             handle.wait()  # its reads may be of the tensors that are about to be filled
         self._newest_save = None
         path = self.path(step)
+        self._check_ranks()
         parts = TrainingState(state, self._rank_set)
-        loaded = parts.to_load(open_committed(path).table.catalog.names)
+        names = self._on_first_rank(
+            lambda: open_committed(path).table.catalog.names, f"the names in {path}"
+        )
+        loaded = parts.to_load(frozenset(names))
         load(path, loaded, process_group=self._group, no_dist=self._alone, **options)
         parts.put_back(loaded)
         self._step = step
@@ -314,6 +345,11 @@ class CheckpointManager:
                 f"none of the {len(problems)} checkpoints in {str(self.root)!r} can be restored "
                 f"({'; '.join(problems[:3])}); repair or move them, or begin in another directory"
             )
+        if paths:
+            raise ForeignCheckpointError(
+                f"{paths[-1]} is a checkpoint of another program; dcp_datastates.convert makes it one of this "
+                f"package; or begin in another directory"
+            )
         return None
 
     # ---- keeping -------------------------------------------------------------------------------------
@@ -336,8 +372,10 @@ class CheckpointManager:
         assert self._keep is not None
         return retain_here(self.root, keep=self._keep, verify=self._verify, among=_is_step).deleted
 
-    def _on_first_rank(self, compute: Callable[[], T], purpose: str) -> T:
-        return compute() if self._alone else from_first_rank(compute, purpose, self._group)
+    def _on_first_rank(
+        self, compute: Callable[[], T], purpose: str, timeout: float = DEFAULT_TIMEOUT
+    ) -> T:
+        return compute() if self._alone else from_first_rank(compute, purpose, self._group, timeout)
 
     # ---- ending --------------------------------------------------------------------------------------
 

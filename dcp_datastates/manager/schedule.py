@@ -25,6 +25,8 @@ class Decision(NamedTuple):
 
     save: bool
     stop: bool
+    number: int = 0
+    """Of the save."""
 
 
 class _Said(NamedTuple):
@@ -34,7 +36,7 @@ class _Said(NamedTuple):
     time_over: int
     in_flight: int
     not_quiet: int
-    """Minus the number of quiet steps measured."""
+    """Minus the number of quiet steps since the latest save ended."""
     unmeasured: int
     """1 while a rank has no cost of a save."""
     step: int = 0
@@ -61,7 +63,9 @@ class Schedule:
         self._saved_at = time.monotonic()
         self._left: float | None = None
         """When the call for the step before returned."""
+        self._number = 0  # of the latest save
         self._in_flight = False
+        self._quiet = 0  # steps without a save in flight, since the latest save ended
         self._ended: tuple[float, bool] | None = (
             None  # set by the commit thread, taken by the training thread
         )
@@ -77,39 +81,40 @@ class Schedule:
             return f"every {duration(self._rule)}"
         return f"every {self._rule} steps"
 
-    def at(self, step: int, signalled: bool) -> Decision:
-        """Decide for ``step``. ``signalled``: a signal has come to this rank.
+    def at(self, step: int, signalled: bool, force: bool = False) -> Decision:
+        """Decide for ``step``. ``signalled``: a signal has come to this rank. ``force``: all ranks save in any case.
 
         Raises as :meth:`Agreement.take`.
         """
         now = time.monotonic()
         if self._left is not None:
             self._meter.step(now - self._left)
+            self._quiet += not self._in_flight
         if (ended := self._ended) is not None:
-            self._ended, self._in_flight = None, False
+            self._ended, self._in_flight, self._quiet = None, False, 0
             self._meter.end_save(*ended)
         agreed = None if self._agreement is None else self._agreement.take()
         heard = None if agreed is None else _Said(*agreed)
         stop = heard is not None and bool(heard.signalled) and not self._stopped
         self._stopped = self._stopped or stop
-        due = self._is_due(step, heard) or stop
+        due = self._is_due(step, heard) or stop or force
         if due:  # before this rank tells the others
-            self._saved_step, self._saved_at, self._in_flight = step, now, True
+            self._saved_step, self._saved_at = step, now
+            self._number, self._in_flight, self._ended = self._number + 1, True, None
         if self._agreement is not None:
             self._agreement.give(self._say(signalled, now))
         self._left = time.monotonic()
-        return Decision(due, stop)
+        return Decision(due, stop, self._number)
 
-    def saved(self, step: int, began: float, call: float) -> None:
-        """A save of ``step`` began at ``began``, and its call took ``call`` seconds."""
-        self._saved_step, self._saved_at, self._in_flight = step, began, True
-        self._ended = None
+    def saved(self, began: float, call: float) -> None:
+        """The save that was due began at ``began``, and its call took ``call`` seconds."""
         self._meter.begin_save(began, call)
         self._left = time.monotonic()
 
-    def ended(self, committed: bool) -> None:
-        """The save in flight has ended. Any thread."""
-        self._ended = time.monotonic(), committed
+    def ended(self, number: int, committed: bool) -> None:
+        """The save of this number has ended, or has not begun. Any thread."""
+        if number == self._number:  # those before it are not measured any more
+            self._ended = time.monotonic(), committed
 
     def restored(self, step: int) -> None:
         """The loop goes on behind ``step``, which is saved."""
@@ -147,7 +152,7 @@ class Schedule:
     def _say(self, signalled: bool, now: float) -> _Said:
         time_over = isinstance(self._rule, float) and now - self._saved_at >= self._rule
         cost = self._meter.cost()
-        said = _Said(signalled, time_over, self._in_flight, -self._meter.quiet_steps, cost is None)
+        said = _Said(signalled, time_over, self._in_flight, -self._quiet, cost is None)
         if cost is None:
             return said
         step, stall, flush = (round(each * _MICRO) for each in (cost.step, cost.stall, cost.flush))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterable
@@ -25,9 +26,10 @@ class Signals:
 
     def __init__(self, numbers: Iterable[int]) -> None:
         self._came = False
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}
         try:
-            chosen = [signal.Signals(number) for number in numbers]
+            chosen = list(dict.fromkeys(signal.Signals(number) for number in numbers))
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
                 f"on_signal={numbers!r} must be signals, such as (signal.SIGTERM,): {error}"
@@ -62,6 +64,10 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if before is None else before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a forked child, for which the signal means what it meant
+            signal.signal(number, self._before.get(number) or signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         # No log and no lock here: the handler interrupts any code, also code that holds them.
         again, self._came = self._came, True
         before = self._before.get(number)

@@ -16,17 +16,17 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.per_rank import differs, packed, unpack
+from dcp_datastates.manager.optimizer_state import (
+    optimizer_state,
+    set_optimizer_state,
+    state_to_fill,
+)
+from dcp_datastates.manager.per_rank import PerRank, RngState, differs, packed, unpack
 
 __all__ = ["TrainingState", "model_of"]
 
@@ -48,26 +48,32 @@ class _Model:
 
 @dataclass
 class _Optimizer:
+    name: str
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
+    stored: Collection[str] | None = None
+    """The names in the checkpoint to load; None for a save."""
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(self.model, self.optimizer))
+        if self.stored is None:
+            return optimizer_state(self.model, self.optimizer)
+        return state_to_fill(self.model, self.optimizer, self.name, self.stored)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state_dict(self.model, self.optimizer, optim_state_dict=state)
+        set_optimizer_state(self.model, self.optimizer, state)
 
 
 @dataclass
 class _Own:
     value: Stateful
     rank: int
+    loaded: bytes | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {f"{_RANK}{self.rank}": packed(self.value)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        unpack(self.value, state[f"{_RANK}{self.rank}"])
+        self.loaded = state[f"{_RANK}{self.rank}"]
 
 
 class TrainingState:
@@ -96,15 +102,17 @@ class TrainingState:
         """The state, for ``async_save``."""
         return dict(self._parts)
 
-    def to_load(self, names: Iterable[str]) -> dict[str, Any]:
-        """The state, for ``load`` from a checkpoint with values of these names.
+    def to_load(self, stored: Collection[str]) -> dict[str, Any]:
+        """The state, for ``load`` from a checkpoint with values of the names ``stored``.
 
         What the checkpoint has for another number of ranks fits no rank: it is left out, with a warning.
         """
-        parts, names = dict(self._parts), tuple(names)
+        parts = dict(self._parts)
         for key, part in self._parts.items():
+            if isinstance(part, _Optimizer):
+                part.stored = stored
             if isinstance(part, _Own):
-                found = sum(name.startswith(f"{key}.{_RANK}") for name in names)
+                found = sum(name.startswith(f"{key}.{_RANK}") for name in stored)
                 if found != self._rank_set.world:
                     logger.warning(
                         "%r stays as it is: the checkpoint has states of %d ranks, and there are %d now",
@@ -116,12 +124,18 @@ class TrainingState:
         return parts
 
     def put_back(self, loaded: Mapping[str, Any]) -> None:
-        """Put values, which have no ``load_state_dict()``, into the user's dict."""
+        """Finish a load: put values, which have no ``load_state_dict()``, into the user's dict, and then give the
+        ranks their own states: the random generators last, since what comes before may draw from them.
+        """
+        own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
             if self._given[name] is not value and value is not self._parts[name]:
                 if not isinstance(self._given, dict):
                     raise ConfigurationError(f"the state must be a dict to receive {name!r}")
                 self._given[name] = value
+        for part in sorted(own, key=lambda each: isinstance(each.value, RngState)):
+            if part.loaded is not None:
+                unpack(part.value, part.loaded)
 
     def _part(self, name: str, value: Any) -> Any:
         if not isinstance(name, str):
@@ -131,8 +145,8 @@ class TrainingState:
         if isinstance(value, torch.nn.Module):
             return _Model(value)
         if isinstance(value, torch.optim.Optimizer):
-            return _Optimizer(model_of(self._models, value, name), value)
-        if isinstance(value, Mapping):
+            return _Optimizer(name, model_of(self._models, value, name), value)
+        if not isinstance(value, Stateful):
             _check_plain(name, value)
         return value
 
@@ -159,14 +173,17 @@ def model_of(
     )
 
 
-def _check_plain(path: str, values: Mapping[Any, Any]) -> None:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            _check_plain(f"{path}.{key}", value)
-        elif (
-            isinstance(value, (torch.nn.Module, torch.optim.Optimizer))
-            or differs(value) is not None
-        ):
+def _check_plain(path: str, value: Any) -> None:
+    """Refuse objects with a state within dicts and lists: DCP would pickle them, and restore none."""
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        inner = value.items()
+    elif isinstance(value, (list, tuple)):
+        inner = enumerate(value)
+    for key, each in inner:
+        if isinstance(each, (Stateful, PerRank)) and not isinstance(each, torch.Tensor):
             raise ConfigurationError(
-                f"{path}.{key} is a {type(value).__name__} within a dict; pass it at the top of the state"
+                f"{path}.{key} is a {type(each).__name__} within a {type(value).__name__}; pass it at the top of the "
+                f"state, under a name of its own"
             )
+        _check_plain(f"{path}.{key}", each)

@@ -42,7 +42,7 @@ def derived(
     """
     if isinstance(config, DataStatesCheckpointManager.Config):
         base: Any = type(config)
-    elif type(config).__module__.startswith("torchtitan."):
+    elif type(config).__module__.startswith("torchtitan.components."):
         base = DataStatesCheckpointManager.Config
     else:
         raise ConfigurationError(

@@ -307,7 +307,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             if not os.path.isdir(path):
                 raise FileNotFoundError(f"checkpoint.load_step={found}: there is no {path}")
             self._load_from(path, model_only=found == 0)
-        elif config.initial_load_path is not None:
+        elif config.initial_load_path:
             if not os.path.isdir(config.initial_load_path):
                 raise ConfigurationError(
                     f"checkpoint.initial_load_path={config.initial_load_path!r} is no directory"

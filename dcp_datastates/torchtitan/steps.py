@@ -58,8 +58,8 @@ def delete_old(folder: Path, keep: int, verify: Verification) -> list[Path]:
         folder, keep=keep, verify=verify, among=lambda path: _step(path) is not None
     )
     deleted = list(retained.deleted)
-    if len(retained.kept) == keep:
-        oldest = min(_step(path) or 0 for path in retained.kept)
+    if retained.newest == keep:
+        oldest = min(_step(path) or 0 for path in retained.kept[:keep])
         for step, path in _steps(folder):
             if step < oldest and _format(path) in (Format.STOCK, Format.HUGGING_FACE):
                 # First .metadata: if this is interrupted, the rest is not a checkpoint any more.

@@ -26,6 +26,7 @@ from dcp_datastates import (
     DataStatesWriter,
     StorageError,
     load,
+    pin,
 )
 
 pytest.importorskip("torchtitan", reason="pip install 'dcp_datastates[torchtitan]'")
@@ -292,6 +293,18 @@ def test_purging_keeps_good_commits_and_what_is_not_a_step(job: Callable[..., Jo
     assert (one.folder / "old-step-2").exists()
 
 
+def test_a_pinned_checkpoint_does_not_keep_stock_ones(job: Callable[..., Job]) -> None:
+    one = job(async_mode="disabled", keep_latest_k=2)
+    dcp.save({"x": torch.ones(4)}, checkpoint_id=str(one.folder / "step-1"))  # stock's
+    for number in (2, 3, 4):
+        one.step()
+        one.manager.save(number)
+        if number == 2:
+            pin(one.folder / "step-2")
+    one.manager._purge.close()
+    assert one.steps() == ["step-2", "step-3", "step-4"]
+
+
 def test_it_resumes_from_the_newest_whole_checkpoint(job: Callable[..., Job]) -> None:
     one = job(async_mode="disabled")
     one.step()
@@ -474,6 +487,10 @@ def test_the_override_keeps_torchtitans_fields() -> None:
     assert datastates(stock, async_mode="disabled").async_mode == "disabled"
     stock.async_mode = "async_with_pinned_mem"
     assert datastates(stock).async_mode == "async_with_pinned_mem"
+    from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
+
+    with pytest.raises(ConfigurationError, match="TorchFTCheckpointManager"):
+        datastates(TorchFTCheckpointManager.Config(enable=True))
     with pytest.raises(ConfigurationError, match="host_cash=1 is no option"):
         datastates(stock, host_cash=1)
 

@@ -16,10 +16,21 @@ from support.ranks import ranks, run_on_ranks
 from support.roots import committed_names
 from torch.distributed.fsdp import fully_shard
 
-from dcp_datastates import CheckpointManager, Keep, PerRank, RngState
+from dcp_datastates import (
+    AutoInterval,
+    CheckpointManager,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    Keep,
+    PerRank,
+    RngState,
+)
 from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.rank_set import rank_set_of
+from dcp_datastates.dcp import reader
+from dcp_datastates.io import committed
 from dcp_datastates.manager import agreement
+from dcp_datastates.manager import manager as manager_module
 from dcp_datastates.manager.agreement import Agreement
 
 
@@ -154,6 +165,53 @@ def test_a_part_that_fails_on_one_rank_fails_the_save_on_all(shared_dir):
 
 
 @ranks(2)
+def test_a_checkpoint_that_one_rank_cannot_open_is_left_out_on_all(shared_dir):
+    state = {"w": torch.zeros(10)}
+    with manager(shared_dir, 1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, {"w": torch.full((10,), float(step))})
+        checkpoints.save(2, state, force=True)
+    real = committed.open_committed
+
+    def stale(directory):
+        if directory.name == "step-2" and dist.get_rank() == 1:
+            raise CheckpointNotFoundError(2, "a stale cache", str(directory))
+        return real(directory)
+
+    with pytest.MonkeyPatch.context() as patch, manager(shared_dir, 1) as checkpoints:
+        for module in (reader, manager_module):
+            patch.setattr(module, "open_committed", stale)
+        step = checkpoints.restore_latest(state)
+    assert agreed((step, state["w"].tolist()))
+
+
+@ranks(2)
+def test_a_manager_of_before_the_process_group_is_refused(shared_dir):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: False)
+        checkpoints = manager(shared_dir, 1)
+    with checkpoints, raises(ConfigurationError, "after init_process_group"):
+        checkpoints.save(1, {"w": torch.ones(10)})
+
+
+@ranks(2)
+def test_an_interval_stays_the_same_when_a_forced_save_fails_on_one_rank(shared_dir):
+    saved = []
+    with manager(shared_dir, AutoInterval(stall_budget=0.9)) as checkpoints:
+        for step in range(1, 60):
+            forced = step == 30
+            state = {"w": torch.ones(10)}
+            if forced and dist.get_rank() == 1:
+                state["loader"] = PerRank(Broken())
+            time.sleep(0.002)  # a step
+            begun = checkpoints.save(step, state, force=forced)
+            if begun or forced:
+                saved.append(step)
+    assert agreed(saved)
+    assert agreed(checkpoints.failures)
+
+
+@ranks(2)
 def test_all_ranks_pin_and_an_error_of_the_first_is_all_ranks(shared_dir):
     with manager(shared_dir, 1, keep=1) as checkpoints:
         for step in (1, 2):
@@ -171,7 +229,7 @@ def test_all_ranks_pin_and_an_error_of_the_first_is_all_ranks(shared_dir):
 
 @ranks(4)
 def test_the_numbers_of_a_step_are_the_greatest_of_all_ranks(shared_dir):
-    talk = Agreement(rank_set_of(None), "greatest")
+    talk = Agreement(rank_set_of(None))
     heard = []
     for step in range(10):
         heard.append(talk.take())
@@ -183,7 +241,7 @@ def test_the_numbers_of_a_step_are_the_greatest_of_all_ranks(shared_dir):
 @ranks(3)
 def test_a_connection_that_breaks_loses_no_numbers(shared_dir):
     rank = dist.get_rank()
-    talk = Agreement(rank_set_of(None), "broken")
+    talk = Agreement(rank_set_of(None))
     real, calls = GlooTree.max, 0
 
     def breaks(tree, values, check):
@@ -208,7 +266,7 @@ def test_a_connection_that_breaks_loses_no_numbers(shared_dir):
 
 @ranks(2)
 def test_a_rank_that_ends_first_leaves_the_others_their_last_numbers(shared_dir):
-    talk = Agreement(rank_set_of(None), "ends")
+    talk = Agreement(rank_set_of(None))
     talk.give([1])
     assert talk.take() == [1]
     if dist.get_rank() == 1:
@@ -223,7 +281,7 @@ def test_a_rank_that_ends_first_leaves_the_others_their_last_numbers(shared_dir)
 def test_a_rank_that_does_not_come_is_an_error_in_the_end(shared_dir):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_PATIENCE_SECONDS", 1.0)
-        talk = Agreement(rank_set_of(None), "late")
+        talk = Agreement(rank_set_of(None))
         if dist.get_rank() == 0:
             talk.give([1])
             with raises(TimeoutError, "every rank must call save"):

@@ -26,7 +26,7 @@ def test_an_interval_is_steps_or_a_time_or_automatic(given, rule):
     assert type(parsed) is type(rule)
 
 
-@pytest.mark.parametrize("given", [0, -1, True, None, 1.5, "often", "0s"], ids=str)
+@pytest.mark.parametrize("given", [0, -1, True, None, 1.5, "often", "0s", "100"], ids=str)
 def test_an_interval_that_cannot_work_is_refused(given):
     with raises(ConfigurationError, "every"):
         parse_every(given)

@@ -15,7 +15,7 @@ import torch
 from support.checkpoints import CACHE, assert_same, raises
 from support.failing import armed
 from support.files import data_files, flip_bit
-from support.roots import committed_names
+from support.roots import committed_names, save_stock
 
 import dcp_datastates as ds
 from dcp_datastates import (
@@ -24,6 +24,7 @@ from dcp_datastates import (
     CheckpointManager,
     CheckpointSkipped,
     ConfigurationError,
+    ForeignCheckpointError,
     Keep,
     PerRank,
     RngState,
@@ -169,6 +170,23 @@ def test_a_loop_may_go_back_and_what_it_saves_then_is_the_newest(tmp_path):
     assert ds.load(tmp_path / "step-4")["w"].eq(2).all()
 
 
+def test_a_name_with_zeros_in_front_is_not_the_managers(tmp_path):
+    ds.save({"w": torch.ones(1)}, tmp_path / "step-0007")
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest({"w": torch.zeros(1)}) is None
+
+
+def test_a_loop_does_not_begin_anew_over_checkpoints_of_another_program(tmp_path):
+    save_stock(tmp_path / "step-100")
+    with manager(tmp_path) as checkpoints:
+        with raises(ForeignCheckpointError, "step-100"):
+            checkpoints.restore_latest({"w": torch.zeros(1)})
+        checkpoints.save(200, {"w": torch.ones(1)})
+    state = {"w": torch.zeros(1)}
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest(state) == 200
+
+
 # --- failures ------------------------------------------------------------------------------------------
 
 
@@ -213,6 +231,37 @@ def test_saves_that_are_left_out_are_no_failures(tmp_path):
         with raises(CheckpointSkipped, "skip"):
             handles[1].result()
     assert checkpoints.failures == 0
+
+
+def test_a_forced_save_is_neither_left_out_nor_taken_for_saved(tmp_path):
+    options = {"every": 1, "max_in_flight": 1, "when_behind": "skip"}
+    with manager(tmp_path, **options) as checkpoints:
+        with armed("publish.rename.before@1=sleep:0.5"):
+            checkpoints.save(1, {"w": torch.ones(10)})
+            checkpoints.save(2, {"w": torch.ones(10)})  # is left out
+            checkpoints.save(2, {"w": torch.ones(10)}, force=True).wait()
+        with armed(FULL):
+            checkpoints.save(3, {"w": torch.ones(10)}).wait()
+        checkpoints.save(3, {"w": torch.ones(10)}, force=True)
+    assert committed_names(tmp_path) == ["step-1", "step-2", "step-3"]
+    assert checkpoints.failures == 1
+
+
+def test_a_signal_while_storage_is_behind_saves_all_the_same(tmp_path):
+    options = {
+        "every": 1,
+        "max_in_flight": 1,
+        "when_behind": "skip",
+        "on_signal": (signal.SIGUSR1,),
+    }
+    with manager(tmp_path, **options) as checkpoints, armed("publish.rename.before@1=sleep:0.5"):
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, {"w": torch.ones(10)})
+            if checkpoints.stopping:
+                break
+            signal.raise_signal(signal.SIGUSR1)
+    assert step < 4
+    assert f"step-{step}" in committed_names(tmp_path)
 
 
 def test_with_strict_a_failed_save_ends_the_loop_at_the_next(tmp_path):
@@ -376,6 +425,100 @@ def test_states_of_another_number_of_ranks_are_left_out(tmp_path, caplog):
     assert "states of 2 ranks, and there are 1 now" in caplog.text
 
 
+def two_layers():
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 4), "unused": torch.nn.Linear(4, 4)})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer}
+
+
+def train(state, steps=1):
+    for _ in range(steps):
+        state["model"]["used"](torch.ones(2, 4)).square().sum().backward()
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
+
+
+def test_a_parameter_without_a_state_has_none_after_a_restore(tmp_path):
+    first, second = two_layers(), two_layers()
+    train(first, 2)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, first)
+    train(second, 1)  # the state is replaced
+    with manager(tmp_path) as checkpoints:
+        checkpoints.restore_latest(second)
+    assert second["optimizer"].state_dict()["state"].keys() == {0, 1}
+    train(first), train(second)
+    assert_same(second["model"].state_dict(), first["model"].state_dict())
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_save_before_the_first_step_changes_nothing_and_can_be_restored(gradients, tmp_path):
+    saved, plain = two_layers(), two_layers()
+    calls = []
+    saved["optimizer"].register_step_post_hook(lambda *_: calls.append(1))
+    if gradients:
+        saved["model"]["used"](torch.ones(2, 4)).sum().backward()
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(0, saved)
+    saved["optimizer"].zero_grad()
+    assert not saved["optimizer"].state
+    assert calls == []
+    train(saved, 3), train(plain, 3)
+    assert_same(saved["model"].state_dict(), plain["model"].state_dict())
+
+    restored = two_layers()
+    train(restored, 2)
+    restored["model"]["used"](torch.ones(2, 4)).sum().backward()  # and gradients are there
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest(restored) == 0
+    restored["optimizer"].zero_grad()
+    assert not restored["optimizer"].state
+    train(restored, 3)
+    assert_same(restored["model"].state_dict(), plain["model"].state_dict())
+
+
+def test_an_optimizer_that_never_has_a_state_takes_no_step_in_a_save(tmp_path):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    with manager(tmp_path) as checkpoints:
+        for step in range(3):
+            checkpoints.save(step, {"model": model, "optimizer": optimizer})
+    assert steps == []
+    optimizer.param_groups[0]["lr"] = 0.7
+    with manager(tmp_path) as checkpoints:
+        checkpoints.restore_latest({"model": model, "optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_random_generators_are_restored_last(tmp_path):
+    class Draws(Position):
+        def load_state_dict(self, state):
+            torch.rand(3)
+            super().load_state_dict(state)
+
+    state = {"rng": RngState(), "zebra": Draws(), "zoo": PerRank(Draws())}
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+    expected = torch.rand(4)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.restore_latest(state)
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize(
+    "wrap", [list, tuple, lambda each: {"deep": list(each)}], ids=["list", "tuple", "dict"]
+)
+def test_objects_with_a_state_must_be_at_the_top(wrap, tmp_path):
+    loop = Loop()
+    with manager(tmp_path) as checkpoints:
+        for value in (loop.model, loop.optimizer, loop.scheduler, RngState(), PerRank(Position())):
+            with raises(ConfigurationError, type(value).__name__):
+                checkpoints.save(1, {"things": wrap([value])})
+
+
 # --- signals -------------------------------------------------------------------------------------------
 
 
@@ -411,6 +554,16 @@ def test_a_second_interrupt_is_one(tmp_path):
         os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_a_forked_child_ends_as_it_would_without(tmp_path):
+    with manager(tmp_path, on_signal=(signal.SIGTERM, signal.SIGTERM)):
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
 
 
 def test_signals_need_the_main_thread(tmp_path):

@@ -1,0 +1,87 @@
+"""An optimizer's state by the names of its model's parameters, as it is; and back.
+
+torch's ``get_optimizer_state_dict`` has two habits that a checkpoint must not have: it makes an optimizer that has no
+state yet take a step (which leaves a state behind, and calls hooks), and it wants a state of every parameter back,
+although a parameter that never had a gradient has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+__all__ = ["optimizer_state", "set_optimizer_state", "state_to_fill"]
+
+
+def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state to save: what the optimizer has, and nothing more."""
+    with _left_as_it_is(optimizer):
+        return dict(get_optimizer_state_dict(model, optimizer))
+
+
+def state_to_fill(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    stored: Collection[str],
+) -> dict[str, Any]:
+    """A state to load into: of those parameters of which the checkpoint has a state.
+
+    Args:
+        name: the optimizer's name in the checkpoint.
+        stored: the names of all values in the checkpoint.
+    """
+    with _without_gradients(optimizer):
+        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    found = {
+        parameter: values
+        for parameter, values in state["state"].items()
+        if any(f"{name}.state.{parameter}.{key}" in stored for key in values)
+    }
+    return {**state, "state": found}
+
+
+def set_optimizer_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+) -> None:
+    """Give the optimizer a loaded state. Parameters of which it has none have none afterwards."""
+    set_optimizer_state_dict(
+        model, optimizer, optim_state_dict=state, options=StateDictOptions(strict=False)
+    )
+
+
+@contextlib.contextmanager
+def _left_as_it_is(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from making an optimizer's first state: it does not where a parameter has a gradient."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    if optimizer.state or not parameters or any(each.grad is not None for each in parameters):
+        yield
+        return
+    smallest = min(parameters, key=torch.Tensor.numel)
+    smallest.grad = torch.zeros_like(smallest)
+    try:
+        yield
+    finally:
+        smallest.grad = None
+
+
+@contextlib.contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let torch make an optimizer's first state: it does not where a parameter has a gradient."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    gradients = [each.grad for each in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
