@@ -439,14 +439,19 @@ def train(state, steps=1):
         state["optimizer"].zero_grad()
 
 
-def test_a_parameter_without_a_state_has_none_after_a_restore(tmp_path):
+@pytest.mark.parametrize("trained", ["anew", "with gradients", "by a step"])
+def test_a_parameter_without_a_state_has_none_after_a_restore(trained, tmp_path):
     first, second = two_layers(), two_layers()
     train(first, 2)
     with manager(tmp_path) as checkpoints:
         checkpoints.save(1, first)
-    train(second, 1)  # the state is replaced
+    if trained == "by a step":  # the state is replaced
+        train(second)
+    elif trained == "with gradients":
+        second["model"]["used"](torch.ones(2, 4)).sum().backward()
     with manager(tmp_path) as checkpoints:
         checkpoints.restore_latest(second)
+    second["optimizer"].zero_grad()
     assert second["optimizer"].state_dict()["state"].keys() == {0, 1}
     train(first), train(second)
     assert_same(second["model"].state_dict(), first["model"].state_dict())
