@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
@@ -39,6 +40,9 @@ def run(options: argparse.Namespace) -> int:
     except DataStatesError as error:
         complain(str(error))
         return DAMAGED if isinstance(error, CheckpointCorruptError) else TROUBLE
+    except Exception:  # a defect: not the answer "damaged" or "different"
+        traceback.print_exc()
+        return TROUBLE
 
 
 @contextlib.contextmanager

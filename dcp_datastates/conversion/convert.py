@@ -21,7 +21,12 @@ from dcp_datastates.conversion.write_datastates import datastates_job
 from dcp_datastates.conversion.write_safetensors import hf_job, safetensors_job
 from dcp_datastates.conversion.write_stock import stock_job
 from dcp_datastates.conversion.write_torch import torch_job
-from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.dcp.loading import nested
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    ConfigurationError,
+    IncompatibleStateError,
+)
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
@@ -93,6 +98,21 @@ class _Options:
     memory: int
 
 
+_FLAT: Final = ("hf", "safetensors")
+"""Formats without nested states."""
+
+
+def _check_nesting(source: Source) -> None:
+    """Refuse names of which one would lie within another's value: a load would lose one of them."""
+    names = [*source.tensors, *source.objects]
+    try:
+        nested(dict.fromkeys(names, True), source.paths)
+    except CheckpointCorruptError as error:
+        raise ConfigurationError(
+            f"the selected values cannot be in one nested state; rename or exclude some: {error}"
+        ) from None
+
+
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -158,6 +178,8 @@ def convert(
         check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
         selected = select(opened, checked.selection)
         skipped = _without_objects(selected, chosen_format, checked.strict)
+        if chosen_format not in _FLAT:
+            _check_nesting(selected)
         total = sum(info.nbytes for info in selected.tensors.values())
         limits = _limits(opened, selected, checked)
         with appearing(there, checked.overwrite) as path:

@@ -14,7 +14,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from dcp_datastates.checkpoints.listing import is_committed
+from dcp_datastates.checkpoints.listing import committed_in, is_committed
+from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.storage import local, operations
 
@@ -24,9 +25,13 @@ __all__ = ["appearing", "check_destination"]
 def check_destination(source: Path, target: Path, is_directory: bool, overwrite: bool) -> None:
     """Raise :class:`CheckpointExistsError` or :class:`ConfigurationError` unless ``target`` may be written."""
     real, real_source = Path(os.path.realpath(target)), Path(os.path.realpath(source))
-    if real == real_source or real in real_source.parents:
+    if (
+        real == real_source
+        or real in real_source.parents
+        or (real_source in real.parents and target.exists())
+    ):
         raise ConfigurationError(
-            f"the destination {str(target)!r} is the source, or a directory that it lies in; choose another place"
+            f"the destination {str(target)!r} is the source, or they lie in each other; choose another place"
         )
     if target.is_symlink():
         raise ConfigurationError(
@@ -42,9 +47,22 @@ def check_destination(source: Path, target: Path, is_directory: bool, overwrite:
         )
     if not overwrite:
         raise _exists(target)
+    if is_directory:
+        _check_replaceable(target)
     if is_directory and not (is_committed(target) or any(target.glob("*.safetensors"))):
         raise ConfigurationError(
             f"{str(target)!r} is not empty and holds no checkpoint; it is not replaced: choose another path"
+        )
+
+
+def _check_replaceable(target: Path) -> None:
+    if names := pins(target):
+        raise ConfigurationError(
+            f"the checkpoint {str(target)!r} is pinned ({', '.join(names)}); dcp_datastates.unpin first"
+        )
+    if below := committed_in(target):
+        raise ConfigurationError(
+            f"{str(target)!r} holds checkpoints, such as {below[-1].name!r}, which would be lost; choose another path"
         )
 
 
@@ -89,10 +107,11 @@ def _publish(work: Path, target: Path, overwrite: bool) -> None:
     if new.is_dir():
         for folder, _, _ in os.walk(new, topdown=False):
             operations.sync_directory(Path(folder), "convert")
-        if _is_taken(target):
+    is_directory = new.is_dir()
+    try:
+        if is_directory and _is_taken(target):
             # A directory that is not empty cannot be replaced in one step.
             operations.rename(target, old, "convert")
-    try:
         operations.rename(new, target, "convert")
     except BaseException:  # an interrupt, too
         if old.exists() and not target.exists():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -21,9 +22,12 @@ from dcp_datastates.errors import (
 
 __all__ = ["Array", "Files", "as_bytes"]
 
+_MOST_OPEN: Final = 200
+"""Files that stay open: a process may have 1,024."""
+
 
 class Files:
-    """Files that are opened at first use, and stay open. Any thread may read."""
+    """Files that are opened at first use. The first ones stay open. Any thread may read."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _open
@@ -31,7 +35,8 @@ class Files:
 
     def nbytes(self, path: Path) -> int:
         """The size of the file in bytes."""
-        return os.fstat(self._descriptor(path)).st_size
+        with self._opened(path) as descriptor:
+            return os.fstat(descriptor).st_size
 
     def read(self, path: Path, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of the file from ``offset``.
@@ -39,32 +44,23 @@ class Files:
         Raises :class:`CheckpointCorruptError` if the file ends before, :class:`CheckpointNotFoundError` or
         :class:`StorageError`.
         """
-        descriptor = self._descriptor(path)
-        done = 0
-        while done < len(into):
-            try:
-                read = os.preadv(descriptor, [into[done:]], offset + done)
-            except OSError as error:
-                raise StorageError(
-                    error.errno, f"reading {path} failed: {error.strerror}", str(path)
-                ) from error
-            if not read:
-                raise CheckpointCorruptError(
-                    f"{path} is cut short: it ends before byte {offset + len(into)}"
-                )
-            done += read
+        with self._opened(path) as descriptor:
+            _read(descriptor, path, offset, into)
 
-    def _descriptor(self, path: Path) -> int:
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[int]:
         with self._lock:
-            if path not in self._open:
-                try:
-                    self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
-                    raise kind(
-                        error.errno, f"opening {path} failed: {error.strerror}", str(path)
-                    ) from error
-            return self._open[path]
+            descriptor = self._open.get(path)
+            if descriptor is None and len(self._open) < _MOST_OPEN:
+                descriptor = self._open[path] = _open(path)
+        if descriptor is not None:
+            yield descriptor
+            return
+        descriptor = _open(path)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         """Close all files."""
@@ -72,6 +68,30 @@ class Files:
             for descriptor in self._open.values():
                 os.close(descriptor)
             self._open.clear()
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
+        raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error
+
+
+def _read(descriptor: int, path: Path, offset: int, into: memoryview) -> None:
+    done = 0
+    while done < len(into):
+        try:
+            read = os.preadv(descriptor, [into[done:]], offset + done)
+        except OSError as error:
+            raise StorageError(
+                error.errno, f"reading {path} failed: {error.strerror}", str(path)
+            ) from error
+        if not read:
+            raise CheckpointCorruptError(
+                f"{path} is cut short: it ends before byte {offset + len(into)}"
+            )
+        done += read
 
 
 @dataclass(frozen=True)

@@ -131,11 +131,11 @@ def weights_in(folder: Path) -> SafetensorsSource | None:
     indexes = sorted(folder.glob(f"*{_INDEX}"))
     files = sorted(folder.glob("*.safetensors"))
     preferred = folder / f"model{_INDEX}"
-    if preferred in indexes or len(indexes) == 1:
+    if (folder / "model.safetensors") in files:  # as transformers does
+        files, indexes = [folder / "model.safetensors"], []
+    elif preferred in indexes or len(indexes) == 1:
         only = _read_index(preferred if preferred in indexes else indexes[0])
         return SafetensorsSource(folder, sorted(set(only.values())), only)
-    if (folder / "model.safetensors") in files:
-        files = [folder / "model.safetensors"]
     if len(indexes) + len(files) > 1:
         raise ConfigurationError(
             f"{folder} has several files that may be meant, such as {(indexes or files)[0].name!r}, and no "
@@ -174,7 +174,9 @@ def _check_is_whole(file: Path, header: Header) -> None:
         )
     try:
         shards = json.loads(header.metadata.get("DCP_SHARDING_INFO", "{}"))
-        cut = [name for name, each in shards.items() if any(each["saved_offsets"])]
+        # The first rank's shards begin at zero, too: only the name of the file tells them from whole tensors.
+        of_one_rank = file.name.startswith("shard-")
+        cut = [name for name, each in shards.items() if any(each["saved_offsets"]) or of_one_rank]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointCorruptError(f"{file}: its DCP_SHARDING_INFO are malformed") from None
     if cut:

@@ -10,10 +10,11 @@ import io
 import itertools
 import pickle
 import threading
+import types
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import torch
@@ -117,10 +118,6 @@ class StockSource(Source):
             if index not in self._arrays:
                 info = self._info(index)
                 file = self._file(info)
-                if self._files.nbytes(file) < info.offset + info.length:
-                    raise CheckpointCorruptError(
-                        f"{file} is cut short: it lacks the end of {name!r}"
-                    )
                 with _Slice(self._files, file, info) as archive:
                     found, records = load_fake(archive, f"{file} at byte {info.offset}", False)  # type: ignore[arg-type]
                 if not isinstance(found, torch.Tensor):
@@ -139,6 +136,13 @@ class StockSource(Source):
         if not isinstance(info, _StorageInfo):
             raise CheckpointCorruptError(
                 f"{self.path}: the metadata do not say where {index.fqn!r} is stored"
+            )
+        if not (
+            type(info.offset) is type(info.length) is int and info.offset >= 0 and info.length >= 0
+        ) or (info.offset + info.length > self._files.nbytes(self._file(info))):
+            raise CheckpointCorruptError(
+                f"{self.path}: {index.fqn!r} is said to lie at {info.offset!r} with {info.length!r} bytes in "
+                f"{info.relative_path}, which is cut short, or the metadata are damaged"
             )
         extensions = getattr(info, "transform_descriptors", None)
         if extensions:
@@ -214,8 +218,17 @@ class _Slice(io.RawIOBase):
         return count
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
     """Unpickles what stock DCP writes, and nothing else."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        if isinstance(self.stack[-2], (type, types.FunctionType)):  # type: ignore[attr-defined]
+            raise pickle.UnpicklingError("Unsupported operation: it changes a class")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch.distributed.checkpoint.metadata" and "." not in name:

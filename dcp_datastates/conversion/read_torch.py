@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -116,6 +117,7 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
     :class:`StorageError`.
     """
     try:
+        _check_byte_order(file, said)
         with FakeTensorMode():
             value = torch.load(file, map_location="cpu", weights_only=not allow_objects)
         return value, _records(file)
@@ -131,6 +133,17 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
         raise CheckpointCorruptError(
             f"{said}: torch cannot read it: {type(error).__name__}: {str(error)[:200]}"
         ) from error
+
+
+def _check_byte_order(file: BinaryIO, said: str) -> None:
+    """Torch swaps the bytes of tensors in memory; of fake tensors it has none, and crashes."""
+    with zipfile.ZipFile(file) as archive:
+        for name in archive.namelist():
+            if name.endswith("/byteorder") and archive.read(name) != sys.byteorder.encode():
+                raise IncompatibleStateError(
+                    f"{said} has another byte order than this machine; load it with torch.load, and save it again"
+                )
+    file.seek(0)
 
 
 def _records(file: BinaryIO) -> Records:

@@ -95,7 +95,9 @@ class _Writing:
                     tensors = self._read(batch)
                     for (name, (offsets, _, _)), tensor in zip(batch, tensors, strict=True):
                         begin = stream.tell()
-                        torch.save(tensor, stream)
+                        packed = io.BytesIO()  # torch's own words for a full disk do not name it
+                        torch.save(tensor, packed)
+                        stream.write(packed.getbuffer())
                         self._put(MetadataIndex(name, offsets), file, begin, stream.tell())
                         done(tensor.nbytes)
                     del tensor, tensors

@@ -6,6 +6,7 @@ for them. The archive's CRC-32 of the tensors are not those of their bytes then,
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import zipfile
@@ -43,7 +44,12 @@ def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool)
         values[name] = value_of(source, name, allow_objects)
     state = nested(values, source.paths)
     with explained("writing", target), torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(state, target)
+        try:
+            torch.save(state, target)
+        except RuntimeError as error:  # torch's words for a write that failed
+            raise OSError(
+                errno.EIO, f"torch.save failed: {str(error)[:200]}", str(target)
+            ) from error
     name_of = {id(fake): name for name, fake in fakes.items()}
     names = [name_of[id(fake)] for fake in _tensors(state)]
     with target.open("rb") as file:

@@ -147,6 +147,10 @@ def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
     return torch.empty(saved.size, dtype=saved.properties.dtype)
 
 
+_MOST_SKIPPED = 1 << 20
+"""Elements of a list that a checkpoint may lack before one that it has."""
+
+
 def nested(values: Mapping[str, Any], paths: Any) -> dict[str, Any]:
     """The values, nested by the paths that the save's planner stored."""
     nested: dict[str, Any] = {}
@@ -166,11 +170,15 @@ def _put(root: dict[str, Any], path: tuple[str | int, ...], value: Any) -> None:
     container: Any = root
     for key, following in zip(path, (*path[1:], None), strict=True):
         if isinstance(key, int):
+            if not 0 <= key <= len(container) + _MOST_SKIPPED:
+                raise TypeError("no index into a list")
             container.extend([None] * (key + 1 - len(container)))
             present = container[key]
         else:
             present = container.get(key)
         if following is None:
+            if present is not None:
+                raise TypeError("there is a value already")
             container[key] = value
         elif present is None:
             present = container[key] = [] if isinstance(following, int) else {}

@@ -88,7 +88,7 @@ def _track(engine: DeepSpeedEngine) -> Defer:
     elif type(outer) is DeepSpeedZeroOptimizer:
         inner = [outer.optimizer]
         # ZeRO copies its fp32 partitions into the parameters after the inner step. Others may change in forward.
-        also = [each for each in engine.module.parameters() if each.requires_grad]
+        also = [each for group in outer.bit16_groups for each in group]
     elif type(outer) is DeepSpeedZeroOptimizer_Stage3:
         inner = [outer.optimizer, getattr(outer, "backup_optimizer", None)]
         # The inner optimizer has them in its groups only while it steps.

@@ -109,7 +109,11 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             path = Path(os.path.expanduser(output_dir))
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
             for hook in self._save_model_state_pre_hook.values():
-                hook(self._models, [], folder)
+                sharded = (
+                    self.distributed_type == DistributedType.FSDP
+                )  # Accelerate passes none then
+                weights = [] if sharded else [each.state_dict() for each in self._models]
+                hook(self._models, weights, folder)
             save_accelerator_state(
                 folder,
                 [],

@@ -93,7 +93,7 @@ class DataStatesTrainerMixin:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         run = super()._get_output_dir(trial)  # type: ignore[misc]
         state = self.state  # type: ignore[attr-defined]
-        if state.best_global_step:
+        if state.best_global_step and state.best_global_step == state.global_step:
             state.best_model_checkpoint = os.path.join(run, f"checkpoint-{state.best_global_step}")
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
             self._written_to = folder
@@ -132,10 +132,12 @@ class DataStatesTrainerMixin:
         if limit is None or limit <= 0:
             return
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
-        best_name = "" if best is None else os.path.basename(best)
 
         def counts(path: Path) -> bool:
-            return path.name != best_name and _NAME.fullmatch(path.name) is not None
+            # The best one when it was asked for, and the best one now: the deletion comes later.
+            now = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+            spared = {os.path.basename(each) for each in (best, now) if each is not None}
+            return path.name not in spared and _NAME.fullmatch(path.name) is not None
 
         keep = max(1, limit if best is None else limit - 1)
         self._saves.when_committed(partial(retain_here, run, keep=keep, among=counts))

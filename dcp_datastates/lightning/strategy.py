@@ -102,7 +102,9 @@ class DataStatesStrategyMixin:
         # Each rank's own, because the positions of data loaders may differ.
         files = {_META: _packed(meta), self._rng_name: packed(RngState())}
         self._saves.start(with_files(state, files), path)
-        if self._trainer.state.status != TrainerStatus.RUNNING:  # the caller may read it next
+        # Lightning's handler for SLURM saves, and then has the job queued again and ended.
+        requeued = os.path.basename(path).startswith("hpc_ckpt_")
+        if requeued or self._trainer.state.status != TrainerStatus.RUNNING:  # it may be read next
             self._saves.wait()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

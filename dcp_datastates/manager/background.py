@@ -70,6 +70,7 @@ class BackgroundSaves:
         self._lock = threading.Lock()  # guards what follows
         self._started = 0
         self._committed = 0  # the number of the last save that was committed
+        self._failed: set[int] = set()
         self._waiting: list[tuple[int, Path | None, Callable[[], object]]] = []
 
     def start(self, state: Mapping[str, Any], path: str | os.PathLike[str]) -> SaveHandle | None:
@@ -93,6 +94,7 @@ class BackgroundSaves:
         except ConfigurationError:
             raise
         except Exception as error:
+            self._fail(number)
             if self._strict:
                 raise
             logger.error("the save to %s could not begin, and training goes on: %s", path, error)
@@ -121,14 +123,15 @@ class BackgroundSaves:
     ) -> None:
         """Call ``action``, on the first rank, once the newest save, or a later one, is committed.
 
-        It is a deletion, and runs in a background thread; its errors are logged. If ``deletes`` names a path, and a
-        later save goes there, ``action`` is not called any more.
+        It is a deletion, and runs in a background thread; its errors are logged. If ``deletes`` names the path of what
+        the newest save replaces, ``action`` is not called if that save fails, or if a later save goes to the path.
         """
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         path = None if deletes is None else Path(os.path.abspath(deletes))
         with self._lock:
-            self._waiting.append((self._started, path, action))
+            if path is None or self._started not in self._failed:
+                self._waiting.append((self._started, path, action))
         self._delete_what_is_due()
 
     def _ended(self, number: int, outcome: Future[None]) -> None:
@@ -136,6 +139,13 @@ class BackgroundSaves:
             with self._lock:
                 self._committed = max(self._committed, number)
             self._delete_what_is_due()
+        else:
+            self._fail(number)
+
+    def _fail(self, number: int) -> None:
+        with self._lock:
+            self._failed.add(number)
+            self._waiting = [each for each in self._waiting if each[1] is None or each[0] != number]
 
     def _delete_what_is_due(self) -> None:
         with self._lock:

@@ -64,9 +64,11 @@ def stepped(optimizer: Optimizer) -> None:
 
 
 def _is_announced(optimizer: Optimizer) -> bool:
-    """Whether a hook is called before every step of ``optimizer``."""
+    """Whether a hook is called before every change that ``optimizer`` makes."""
     if optimizer in _captured:
         return False
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        return False  # schedule-free optimizers exchange the parameters there
     # A capturable optimizer may have been captured before this module knew it, unless it has been seen to step.
     # (torch.compile sets ``capturable``, and calls the hooks.)
     return optimizer in _stepped or not any(

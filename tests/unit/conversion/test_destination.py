@@ -7,14 +7,22 @@ import os
 
 import pytest
 import torch
-from support.checkpoints import assert_same, save
+from support.checkpoints import assert_same, raises, save
 from support.failing import armed, fired
 from support.files import put_back
 from support.scripts import run_script
 from support.tiers import sampled
 
 import dcp_datastates
-from dcp_datastates import CheckpointExistsError, ConfigurationError, StorageError, convert
+from dcp_datastates import (
+    CheckpointExistsError,
+    ConfigurationError,
+    StorageError,
+    convert,
+    load,
+    pin,
+)
+from dcp_datastates.storage import operations
 
 from .conftest import SMALL
 
@@ -133,7 +141,7 @@ def test_paths_that_must_not_be_replaced(source, tmp_path):
         ("mine", "torch", "is a directory"),
         ("link", "hf", "is the source"),
         ("source", "hf", "is the source"),
-        (".", "hf", "a directory that it lies in"),
+        (".", "hf", "or they lie in each other"),
         ("file/below", "hf", "is a file"),
     ]:
         with put_back(tmp_path), pytest.raises(ConfigurationError, match=words):
@@ -170,3 +178,35 @@ def test_the_source_stays_as_it_is(source, tmp_path):
         convert(source, tmp_path / to, to, **SMALL)
     assert {path: path.read_bytes() for path in source.rglob("*") if path.is_file()} == before
     assert_same(dcp_datastates.load(source), {"a": torch.arange(9.0), "b": torch.ones(3)})
+
+
+def test_what_is_pinned_or_holds_checkpoints_is_not_replaced(tmp_path):
+    save({"w": torch.ones(2)}, tmp_path / "in")
+    save({"w": torch.ones(2)}, tmp_path / "out")
+    pin(tmp_path / "out", "eval")
+    with raises(ConfigurationError, "pinned (eval)"):
+        convert(tmp_path / "in", tmp_path / "out", "datastates", overwrite=True)
+    folder = tmp_path / "run"
+    convert(tmp_path / "in", folder, "hf")
+    save({"w": torch.ones(2)}, folder / "checkpoint-500")
+    with raises(ConfigurationError, "checkpoint-500"):
+        convert(tmp_path / "in", folder, "hf", overwrite=True)
+    with raises(ConfigurationError, "lie in each other"):
+        convert(tmp_path / "in", tmp_path / "in" / ".metadata", "torch", overwrite=True)
+
+
+def test_an_interrupt_between_the_renames_leaves_the_old_one(tmp_path, monkeypatch):
+    save({"w": torch.ones(2)}, tmp_path / "in")
+    save({"w": torch.zeros(2)}, tmp_path / "out")
+    real = operations.rename
+
+    def interrupted(path, target, phase):
+        real(path, target, phase)
+        if target.name == "old":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(operations, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "in", tmp_path / "out", "datastates", overwrite=True)
+    assert load(tmp_path / "out")["w"].eq(0).all()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in", "out"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import assert_same, save
+from support.checkpoints import assert_same, raises, save
 
 import dcp_datastates
 from dcp_datastates import ConfigurationError, IncompatibleStateError, convert
@@ -120,3 +120,13 @@ def test_lists_stay_lists(tmp_path):
     save(state, tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", "torch", **SMALL)
     assert_same(torch.load(tmp_path / "out"), state)
+
+
+@pytest.mark.parametrize("names", ["xy", "yx"])
+@pytest.mark.parametrize("to", ["torch", "dcp", "datastates"])
+def test_no_value_may_come_to_lie_in_another(to, names, tmp_path):
+    values = {"y": {"z": torch.ones(2)}, "x": torch.zeros(3)}
+    torch.save({name: values[name] for name in names}, tmp_path / "in")
+    with raises(ConfigurationError, "one nested state"):
+        convert(tmp_path / "in", tmp_path / "out", to, rename={"y.": "x."})
+    assert not (tmp_path / "out").exists()

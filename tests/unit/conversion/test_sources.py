@@ -8,11 +8,12 @@ import json
 import pickle
 import shutil
 import zipfile
+from pathlib import PosixPath
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import assert_same, save
+from support.checkpoints import assert_same, raises, save
 from support.files import data_files, flip_bit, read_file
 from support.states import Opinion, filled
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -22,6 +23,7 @@ from dcp_datastates import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ConfigurationError,
+    DataStatesError,
     ForeignCheckpointError,
     IncompatibleStateError,
     UnsafeObjectError,
@@ -359,3 +361,70 @@ def test_a_source_is_found_through_a_link(tmp_path):
     convert(tmp_path / "folder", tmp_path / "out", **SMALL)
     assert_same(dcp_datastates.load(tmp_path / "out"), {"a": torch.ones(3)})
     shutil.rmtree(tmp_path / "out")
+
+
+def test_a_torch_file_of_another_byte_order_is_refused(tmp_path):
+    plain, other = tmp_path / "plain", tmp_path / "other"
+    torch.save({"w": torch.arange(3)}, plain)
+    with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(other, "w") as changed:
+        for name in archive.namelist():
+            data = b"big" if name.endswith("/byteorder") else archive.read(name)
+            changed.writestr(name, data)
+    with raises(IncompatibleStateError, "byte order"):
+        dcp_datastates.convert(other, tmp_path / "out", "safetensors")
+
+
+def test_stock_metadata_change_no_class(tmp_path):
+    """The C unpickler sets attributes of any class that it is given."""
+    save_stock({"w": torch.ones(3)}, tmp_path / "in")
+    hostile = b"\x80\x02cpathlib\nPosixPath\nN}X\x06\x00\x00\x00parentK\x01s\x86b."
+    (tmp_path / "in" / ".metadata").write_bytes(hostile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PosixPath, "parent", PosixPath.parent)  # and put back, whatever happens
+        parent = PosixPath.parent
+        with raises(DataStatesError, "changes a class"):
+            dcp_datastates.convert(tmp_path / "in", tmp_path / "out", "safetensors")
+        assert PosixPath.parent is parent
+
+
+def test_the_first_shard_of_a_rank_is_no_file_of_whole_tensors(tmp_path):
+    file = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
+    sharding = {"w": {"saved_offsets": [0, 0]}}
+    save_file({"w": torch.ones(2, 3)}, file, {"DCP_SHARDING_INFO": json.dumps(sharding)})
+    with raises(ConfigurationError, "'w'"):
+        dcp_datastates.convert(file, tmp_path / "out", "torch")
+
+
+def test_a_single_file_goes_before_an_index_as_in_transformers(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    save_file({"a": torch.ones(1)}, folder / "model.safetensors")
+    save_file({"a": torch.zeros(1)}, folder / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    dcp_datastates.convert(folder, tmp_path / "out", "torch")
+    assert torch.load(tmp_path / "out")["a"] == 1
+
+
+@pytest.mark.parametrize("length", [2**50, -1, "7"])
+def test_stock_metadata_with_an_impossible_length(length, tmp_path):
+    def change(metadata):
+        for info in metadata.storage_data.values():
+            info.length = length
+
+    source = _stock_with(change, tmp_path)
+    _refused(source, CheckpointCorruptError, "cut short", tmp_path)
+
+
+def test_more_files_than_may_be_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("dcp_datastates.conversion.files._MOST_OPEN", 1)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    state = {f"t{number}": torch.full((4,), float(number)) for number in range(5)}
+    for number in range(5):
+        save_file({f"t{number}": state[f"t{number}"]}, folder / f"model-{number}.safetensors")
+    index = {"weight_map": {f"t{number}": f"model-{number}.safetensors" for number in range(5)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    dcp_datastates.convert(folder, tmp_path / "out", "torch")
+    found = torch.load(tmp_path / "out")
+    assert all(torch.equal(found[name], state[name]) for name in state)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from support.failing import armed
 
 import dcp_datastates as ds
 from dcp_datastates.manager.background import BackgroundSaves, take_options
@@ -19,22 +21,43 @@ def is_committed(path: Path) -> bool:
     return (path / ".metadata").exists()
 
 
-def test_a_deletion_waits_for_a_later_commit(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_deletion_waits_for_the_commit_of_what_replaces_it(tmp_path: Path) -> None:
+    saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
+    saves.start(STATE, old)
+    with armed("publish.rename.before@1=sleep:0.3"):
+        saves.start(STATE, new)
+        saves.when_committed(lambda: seen.append(is_committed(new)) or ds.delete(old), deletes=old)
+        seen: list[bool] = []
+        saves.wait()
+    assert seen == [True]
+    assert not old.exists()
+
+
+@pytest.mark.parametrize("when", ["at the call", "later"])
+def test_what_a_failed_save_was_to_replace_stays(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saves, old, new = BackgroundSaves({}), tmp_path / "old", tmp_path / "new"
     saves.start(STATE, old)
     saves.wait()
-    with caplog.at_level(logging.ERROR):
-        assert saves.start(REFUSED, new) is None
-    assert "could not begin" in caplog.text
-    saves.when_committed(lambda: ds.delete(old), deletes=old)
+    fails = armed("publish.rename.before@1=error:EIO") if when == "later" else nullcontext()
+    with caplog.at_level(logging.ERROR), fails:
+        saves.start(STATE if when == "later" else REFUSED, new)
+        saves.when_committed(lambda: ds.delete(old), deletes=old)
+        saves.wait()
+    assert "could not begin" in caplog.text or "failed" in caplog.text
+    saves.start(STATE, tmp_path / "another")  # another callback's, perhaps
     saves.wait()
     assert is_committed(old)
-    saves.start(STATE, new)
+
+
+def test_a_rule_goes_by_any_later_commit(tmp_path: Path) -> None:
+    saves, called = BackgroundSaves({}), []
+    saves.start(REFUSED, tmp_path / "first")
+    saves.when_committed(lambda: called.append(1))
+    saves.start(STATE, tmp_path / "second")
     saves.wait()
-    assert not old.exists()
-    assert is_committed(new)
+    assert called == [1]
 
 
 def test_a_later_save_to_the_path_cancels_its_deletion(tmp_path: Path) -> None:

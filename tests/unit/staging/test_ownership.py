@@ -9,6 +9,7 @@ import torch
 from support.wrapped import Blocks, blocks
 from torch.optim import Optimizer
 
+import dcp_datastates
 from dcp_datastates.staging.ownership import Ownership, never_defer, track
 
 
@@ -97,3 +98,24 @@ def test_what_is_tracked_beside_an_optimizer_is_not_kept_alive(parameter: torch.
     gone = weakref.ref(flat)
     del flat
     assert gone() is None
+
+
+def test_an_optimizer_that_exchanges_its_parameters_outside_of_steps_is_copied(tmp_path):
+    """Schedule-free optimizers do, in ``train()`` and ``eval()``."""
+
+    class ScheduleFree(torch.optim.SGD):
+        def eval(self):
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        parameter.neg_()
+
+        train = eval  # noqa: A003
+
+    weights = torch.nn.Parameter(torch.ones(100_000))
+    optimizer = ScheduleFree([weights], lr=0.1)
+    dcp_datastates.track(optimizer)
+    handle = dcp_datastates.async_save({"w": weights}, tmp_path / "1", read_deadline=600.0)
+    optimizer.eval()
+    handle.result()
+    assert dcp_datastates.load(tmp_path / "1")["w"].eq(1).all()
