@@ -259,7 +259,7 @@ def trainer(
     sharded = isinstance(next(job.model.parameters()), DTensor)
     assert sharded == fsdp
     loaded = 0
-    if args.load_best_model_at_end:
+    if args.load_best_model_at_end and job.state.best_model_checkpoint is not None:
         stored = ds.load(job.state.best_model_checkpoint, keys="model")["model"]
         for name, parameter in job.model.named_parameters():
             loaded += torch.equal(full(parameter), stored[name])

@@ -217,6 +217,22 @@ def test_the_best_checkpoint_is_kept_and_loaded(tmp_path: Path) -> None:
     assert found["loaded"] == 21
 
 
+def test_a_best_step_without_a_checkpoint_is_none(tmp_path: Path) -> None:
+    """The loss is greatest after the first step, and every second one is saved."""
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "save_total_limit": 2,
+        "max_steps": 6,
+    }
+    found = train(TRAINER, tmp_path / "best", tmp_path, **settings)
+    assert found["best"] is None
+    assert committed(tmp_path / "best") == {"checkpoint-4", "checkpoint-6"}
+
+
 @pytest.mark.parametrize("library", BOTH)
 def test_a_checkpoint_of_the_library_itself_loads(tmp_path: Path, library: Library) -> None:
     sharded = {} if library is ACCELERATE else {"state_dict_type": "SHARDED_STATE_DICT"}
