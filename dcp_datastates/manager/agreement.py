@@ -21,6 +21,7 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.errors import NoAnswerError, RankLostError
+from dcp_datastates.process.forks import after_fork
 from dcp_datastates.process.waiting import WaitLog
 
 __all__ = ["Agreement"]
@@ -42,6 +43,11 @@ _LEAST: Final = -(2**62)
 
 _made: dict[str, Iterator[int]] = defaultdict(itertools.count)
 """Numbers the agreements of each set of ranks."""
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _made.clear()  # the child is no rank of the parent's job
 
 
 class Agreement:

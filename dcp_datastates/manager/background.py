@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +46,15 @@ def take_options(keywords: dict[str, Any]) -> dict[str, Any]:
     return chosen
 
 
+@dataclass(frozen=True)
+class _Deletion:
+    number: int
+    """Of the save whose commit it waits for."""
+    path: Path | None
+    """What it deletes, if that is one path."""
+    action: Callable[[], object]
+
+
 class BackgroundSaves:
     """The saves of one training job, one after the other, to paths that the framework chooses.
 
@@ -70,8 +80,11 @@ class BackgroundSaves:
         self._lock = threading.Lock()  # guards what follows
         self._started = 0
         self._committed = 0  # the number of the last save that was committed
+        self._paths: dict[int, Path] = {}  # of the saves that are not committed
         self._failed: set[int] = set()
-        self._waiting: list[tuple[int, Path | None, Callable[[], object]]] = []
+        self._waiting: list[_Deletion] = []
+        self._orphaned: dict[Path, list[_Deletion]] = {}
+        """By the path of a save that failed: what it was to replace."""
 
     def start(self, state: Mapping[str, Any], path: str | os.PathLike[str]) -> SaveHandle | None:
         """Start the save of ``state`` to ``path``. Returns None if it could not begin, which is logged.
@@ -86,7 +99,8 @@ class BackgroundSaves:
         with self._lock:
             self._started += 1  # also if it fails: then what it should replace stays
             number = self._started
-            self._waiting = [each for each in self._waiting if each[1] != directory]
+            self._paths[number] = directory
+            self._waiting = [each for each in self._waiting if each.path != directory]
         try:
             if self._writer is None:
                 self._writer = DataStatesWriter(**self._options)
@@ -124,20 +138,31 @@ class BackgroundSaves:
         """Call ``action``, on the first rank, once the newest save, or a later one, is committed.
 
         It is a deletion, and runs in a background thread; its errors are logged. If ``deletes`` names the path of what
-        the newest save replaces, ``action`` is not called if that save fails, or if a later save goes to the path.
+        the newest save replaces, ``action`` is not called if a later save goes to the path; and if the newest save
+        fails, only when what replaces that is committed.
         """
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         path = None if deletes is None else Path(os.path.abspath(deletes))
         with self._lock:
-            if path is None or self._started not in self._failed:
-                self._waiting.append((self._started, path, action))
+            self._await(_Deletion(self._started, path, action))
+            if path is not None:
+                for each in self._orphaned.pop(path, ()):
+                    self._await(_Deletion(self._started, each.path, each.action))
         self._delete_what_is_due()
+
+    def _await(self, deletion: _Deletion) -> None:
+        if deletion.path is not None and deletion.number in self._failed:
+            replacing = self._paths[deletion.number]
+            self._orphaned.setdefault(replacing, []).append(deletion)
+        else:
+            self._waiting.append(deletion)
 
     def _ended(self, number: int, outcome: Future[None]) -> None:
         if outcome.exception() is None:
             with self._lock:
                 self._committed = max(self._committed, number)
+                self._paths.pop(number, None)
             self._delete_what_is_due()
         else:
             self._fail(number)
@@ -145,12 +170,14 @@ class BackgroundSaves:
     def _fail(self, number: int) -> None:
         with self._lock:
             self._failed.add(number)
-            self._waiting = [each for each in self._waiting if each[1] is None or each[0] != number]
+            waiting, self._waiting = self._waiting, []
+            for each in waiting:
+                self._await(each)
 
     def _delete_what_is_due(self) -> None:
         with self._lock:
-            due = [each[2] for each in self._waiting if each[0] <= self._committed]
-            self._waiting = [each for each in self._waiting if each[0] > self._committed]
+            due = [each.action for each in self._waiting if each.number <= self._committed]
+            self._waiting = [each for each in self._waiting if each.number > self._committed]
             if due and self._deleting is None:
                 self._deleting = ThreadPoolExecutor(1, "dcp_datastates-delete")
         for action in due:

@@ -49,6 +49,10 @@ def test_what_a_failed_save_was_to_replace_stays(
     saves.start(STATE, tmp_path / "another")  # another callback's, perhaps
     saves.wait()
     assert is_committed(old)
+    saves.start(STATE, tmp_path / "third")
+    saves.when_committed(lambda: None, deletes=new)  # this replaces the one that failed
+    saves.wait()
+    assert not old.exists()
 
 
 def test_a_rule_goes_by_any_later_commit(tmp_path: Path) -> None:

@@ -555,10 +555,14 @@ def test_a_handler_that_was_there_is_called_and_put_back(tmp_path):
 
 
 def test_a_second_interrupt_is_one(tmp_path):
-    with manager(tmp_path, on_signal=(signal.SIGINT,)):
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        with manager(tmp_path, on_signal=(signal.SIGINT,)):
+            os.kill(os.getpid(), signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_forked_child_ends_as_it_would_without(tmp_path):

@@ -57,8 +57,8 @@ def _modules() -> list[ModuleType]:
     names = [info.name for info in found if not info.name.endswith(("__main__", "_native"))]
     modules = []
     for name in names:
-        # Some of it needs torchtitan itself:
-        optional = name.startswith("dcp_datastates.torchtitan")
+        # What integrates a library needs the library itself:
+        optional = name.split(".")[1] in ("torchtitan", "deepspeed", "lightning", "huggingface")
         with contextlib.suppress(*[ImportError] * optional):
             modules.append(importlib.import_module(name))
     return modules
