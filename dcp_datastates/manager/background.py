@@ -175,17 +175,17 @@ class BackgroundSaves:
                 self._await(each)
 
     def _delete_what_is_due(self) -> None:
-        with self._lock:
+        with self._lock:  # wait() comes behind what is submitted here
             due = [each.action for each in self._waiting if each.number <= self._committed]
             self._waiting = [each for each in self._waiting if each.number > self._committed]
             if due and self._deleting is None:
                 self._deleting = ThreadPoolExecutor(1, "dcp_datastates-delete")
-        for action in due:
-            assert self._deleting is not None
-            try:
-                self._deleting.submit(_logging_errors, action)
-            except RuntimeError:  # the process ends
-                logger.info("old checkpoints are not deleted, because the process ends")
+            for action in due:
+                assert self._deleting is not None
+                try:
+                    self._deleting.submit(_logging_errors, action)
+                except RuntimeError:  # the process ends
+                    logger.info("old checkpoints are not deleted, because the process ends")
 
 
 def _logging_errors(action: Callable[[], object]) -> None:

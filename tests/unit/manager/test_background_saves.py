@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +56,31 @@ def test_what_a_failed_save_was_to_replace_stays(
     saves.start(STATE, tmp_path / "third")
     saves.when_committed(lambda: None, deletes=new)  # this replaces the one that failed
     saves.wait()
+    assert not old.exists()
+
+
+def test_a_wait_includes_what_the_commit_thread_is_about_to_delete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That thread has taken the deletion, and is held up before it passes it on."""
+    taken, old = threading.Event(), tmp_path / "old"
+    real = ThreadPoolExecutor.submit
+
+    def late(pool: ThreadPoolExecutor, action: Any, *arguments: Any) -> Any:
+        if threading.current_thread().name == "dcp_datastates-commit":
+            taken.set()
+            time.sleep(0.3)
+        return real(pool, action, *arguments)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", late)
+    saves = BackgroundSaves({})
+    saves.start(STATE, old)
+    saves.wait()
+    with armed("publish.rename.before@1=sleep:0.2"):
+        saves.start(STATE, tmp_path / "new")
+        saves.when_committed(lambda: ds.delete(old), deletes=old)
+        assert taken.wait(60)
+        saves.wait()
     assert not old.exists()
 
 
