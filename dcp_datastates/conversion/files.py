@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,13 +14,14 @@ from typing import Any, Final
 import torch
 
 from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.source import Want, boxes
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     StorageError,
 )
 
-__all__ = ["Array", "Files", "as_bytes"]
+__all__ = ["Array", "Files", "as_bytes", "fill_from"]
 
 _MOST_OPEN: Final = 200
 """Files that stay open: a process may have 1,024."""
@@ -142,3 +143,14 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(bytearray())
     data: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(data)
+
+
+def fill_from(arrays: Mapping[str, Array], files: Files, wants: Sequence[Want]) -> None:
+    """Read what ``wants`` asks for from ``arrays``, by name."""
+    for want in wants:
+        array = arrays[want.name]
+        done = 0
+        for offsets, sizes in boxes(array.shape, want.begin, want.end):
+            count = torch.Size(sizes).numel()
+            array.read(files, offsets, sizes, want.into[done : done + count].view(sizes))
+            done += count

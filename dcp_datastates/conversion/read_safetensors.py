@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.files import Array, Files
-from dcp_datastates.conversion.source import Source, TensorInfo, Want, boxes
+from dcp_datastates.conversion.files import Array, Files, fill_from
+from dcp_datastates.conversion.source import Source, TensorInfo, Want
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -69,13 +69,7 @@ class SafetensorsSource(Source):
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
-        for want in wants:
-            array = self._arrays[want.name]
-            done = 0
-            for offsets, sizes in boxes(array.shape, want.begin, want.end):
-                count = torch.Size(sizes).numel()
-                array.read(self._files, offsets, sizes, want.into[done : done + count].view(sizes))
-                done += count
+        fill_from(self._arrays, self._files, wants)
 
     def close(self) -> None:
         """See :class:`Source`."""

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Final
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from dcp_datastates.conversion.files import Array, Files
-from dcp_datastates.conversion.source import KeyPath, Source, TensorInfo, Want, boxes, unsafe
+from dcp_datastates.conversion.files import Array, Files, fill_from
+from dcp_datastates.conversion.source import KeyPath, Source, TensorInfo, Want, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     DataStatesError,
@@ -69,13 +69,7 @@ class TorchSource(Source):
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
-        for want in wants:
-            array = self._arrays[want.name]
-            done = 0
-            for offsets, sizes in boxes(array.shape, want.begin, want.end):
-                count = torch.Size(sizes).numel()
-                array.read(self._files, offsets, sizes, want.into[done : done + count].view(sizes))
-                done += count
+        fill_from(self._arrays, self._files, wants)
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""

@@ -124,11 +124,6 @@ class CostMeter:
         self._call = 0.0
         self._began: float | None = None
 
-    @property
-    def quiet_steps(self) -> int:
-        """How many quiet steps are remembered."""
-        return len(self._quiet)
-
     def step(self, seconds: float) -> None:
         """A step took ``seconds``, without the call of a save."""
         if self._began is None:
