@@ -12,59 +12,22 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import CACHE, assert_same, raises
+from support.checkpoints import assert_same, raises
 from support.failing import armed
 from support.files import data_files, flip_bit
+from support.loops import Loop, manager
 from support.roots import committed_names, save_stock
 
 import dcp_datastates as ds
 from dcp_datastates import (
     AutoInterval,
     CheckpointCorruptError,
-    CheckpointManager,
     CheckpointSkipped,
     ConfigurationError,
     ForeignCheckpointError,
     Keep,
-    PerRank,
-    RngState,
     StorageError,
 )
-
-
-def manager(root, every=1, **options):
-    return CheckpointManager(root, every=every, **{"host_cache_size": CACHE, **options})
-
-
-class Loop:
-    """A model with dropout, an optimizer, a scheduler, and data that depend on the generators."""
-
-    def __init__(self, seed=0):
-        torch.manual_seed(seed)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(8, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 1)
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.state = {
-            "model": self.model,
-            "optimizer": self.optimizer,
-            "scheduler": self.scheduler,
-            "rng": RngState(),
-            "seen": 0,
-            "average": torch.zeros(()),
-        }
-
-    def step(self):
-        noise = random.random() + float(np.random.rand())
-        loss = (self.model(torch.randn(4, 8)) + noise).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.scheduler.step()
-        self.state["seen"] += 4
-        self.state["average"] += loss.detach()
-        return float(loss)
 
 
 def test_a_loop_goes_on_where_its_checkpoint_was_taken(tmp_path):
@@ -333,195 +296,6 @@ def test_an_option_that_cannot_work_is_refused_at_once(options, tmp_path):
     with pytest.raises((ConfigurationError, TypeError), match=name):
         manager(tmp_path, **options)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-# --- states --------------------------------------------------------------------------------------------
-
-
-def test_an_optimizer_needs_its_model(tmp_path):
-    loop = Loop()
-    with manager(tmp_path) as checkpoints:
-        with raises(ConfigurationError, "no model"):
-            checkpoints.save(1, {"optimizer": loop.optimizer})
-        halves = {"a": loop.model[0], "b": loop.model[2], "optimizer": loop.optimizer}
-        with raises(ConfigurationError, "several models"):
-            checkpoints.save(1, halves)
-        with raises(ConfigurationError, "nested.deep.model"):
-            checkpoints.save(1, {"nested": {"deep": {"model": loop.model}}})
-        with raises(ConfigurationError, "names must be strings"):
-            checkpoints.save(1, {1: 1})
-
-
-def test_two_models_with_an_optimizer_each(tmp_path):
-    def both():
-        torch.manual_seed(0)
-        models = {name: torch.nn.Linear(4, 4) for name in ("generator", "critic")}
-        made = {
-            f"{name}-adam": torch.optim.Adam(each.parameters()) for name, each in models.items()
-        }
-        return {**models, **made}
-
-    first, second = both(), both()
-    for name in ("generator", "critic"):
-        first[name](torch.randn(2, 4)).sum().backward()
-        first[f"{name}-adam"].step()
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.restore_latest(second)
-    for name in ("generator", "critic"):
-        assert_same(second[name].state_dict(), first[name].state_dict())
-        old, new = (each[f"{name}-adam"].state_dict()["state"] for each in (first, second))
-        assert torch.equal(new[0]["exp_avg"], old[0]["exp_avg"])
-
-
-class Position:
-    def __init__(self):
-        self.at = {}
-
-    def state_dict(self):
-        return {"at": self.at}
-
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-
-def test_a_state_of_a_rank_keeps_its_types_and_need_not_exist_before(tmp_path):
-    position = Position()
-    position.at = {3: (1, 2), "tensor": torch.arange(3)}
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, {"loader": PerRank(position)})
-    again = Position()
-    with manager(tmp_path) as checkpoints:
-        checkpoints.restore_latest({"loader": PerRank(again)})
-    assert again.at[3] == (1, 2)
-    assert torch.equal(again.at["tensor"], torch.arange(3))
-
-
-def test_a_loader_of_torchdata_has_a_state_for_each_rank(tmp_path):
-    loaders = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loader():
-        return loaders.StatefulDataLoader(list(range(20)), batch_size=2)
-
-    first = loader()
-    seen = [batch.tolist() for _, batch in zip(range(3), first, strict=False)]
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, {"loader": first})
-    assert [each.name for each in ds.inspect(tmp_path / "step-1").objects] == ["loader.rank-0"]
-    second = loader()
-    with manager(tmp_path) as checkpoints:
-        checkpoints.restore_latest({"loader": second})
-    assert next(iter(second)).tolist() == [6, 7], seen
-
-
-def test_states_of_another_number_of_ranks_are_left_out(tmp_path, caplog):
-    stored = {"loader": {"rank-0": b"", "rank-1": b""}, "step": 5}
-    ds.save(stored, tmp_path / "step-5")
-    position, state = Position(), {"step": 0}
-    with manager(tmp_path) as checkpoints:
-        assert checkpoints.restore_latest({**state, "loader": PerRank(position)}) == 5
-    assert position.at == {}
-    assert "states of 2 ranks, and there are 1 now" in caplog.text
-
-
-def two_layers():
-    torch.manual_seed(0)
-    model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 4), "unused": torch.nn.Linear(4, 4)})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    return {"model": model, "optimizer": optimizer}
-
-
-def train(state, steps=1):
-    for _ in range(steps):
-        state["model"]["used"](torch.ones(2, 4)).square().sum().backward()
-        state["optimizer"].step()
-        state["optimizer"].zero_grad()
-
-
-@pytest.mark.parametrize("trained", ["anew", "with gradients", "by a step"])
-def test_a_parameter_without_a_state_has_none_after_a_restore(trained, tmp_path):
-    first, second = two_layers(), two_layers()
-    train(first, 2)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, first)
-    if trained == "by a step":  # the state is replaced
-        train(second)
-    elif trained == "with gradients":
-        second["model"]["used"](torch.ones(2, 4)).sum().backward()
-    with manager(tmp_path) as checkpoints:
-        checkpoints.restore_latest(second)
-    second["optimizer"].zero_grad()
-    assert second["optimizer"].state_dict()["state"].keys() == {0, 1}
-    train(first), train(second)
-    assert_same(second["model"].state_dict(), first["model"].state_dict())
-
-
-@pytest.mark.parametrize("gradients", [False, True])
-def test_a_save_before_the_first_step_changes_nothing_and_can_be_restored(gradients, tmp_path):
-    saved, plain = two_layers(), two_layers()
-    calls = []
-    saved["optimizer"].register_step_post_hook(lambda *_: calls.append(1))
-    if gradients:
-        saved["model"]["used"](torch.ones(2, 4)).sum().backward()
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(0, saved)
-    saved["optimizer"].zero_grad()
-    assert not saved["optimizer"].state
-    assert calls == []
-    train(saved, 3), train(plain, 3)
-    assert_same(saved["model"].state_dict(), plain["model"].state_dict())
-
-    restored = two_layers()
-    train(restored, 2)
-    restored["model"]["used"](torch.ones(2, 4)).sum().backward()  # and gradients are there
-    with manager(tmp_path) as checkpoints:
-        assert checkpoints.restore_latest(restored) == 0
-    restored["optimizer"].zero_grad()
-    assert not restored["optimizer"].state
-    train(restored, 3)
-    assert_same(restored["model"].state_dict(), plain["model"].state_dict())
-
-
-def test_an_optimizer_that_never_has_a_state_takes_no_step_in_a_save(tmp_path):
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    steps = []
-    optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    with manager(tmp_path) as checkpoints:
-        for step in range(3):
-            checkpoints.save(step, {"model": model, "optimizer": optimizer})
-    assert steps == []
-    optimizer.param_groups[0]["lr"] = 0.7
-    with manager(tmp_path) as checkpoints:
-        checkpoints.restore_latest({"model": model, "optimizer": optimizer})
-    assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_random_generators_are_restored_last(tmp_path):
-    class Draws(Position):
-        def load_state_dict(self, state):
-            torch.rand(3)
-            super().load_state_dict(state)
-
-    state = {"rng": RngState(), "zebra": Draws(), "zoo": PerRank(Draws())}
-    with manager(tmp_path) as checkpoints:
-        checkpoints.save(1, state)
-    expected = torch.rand(4)
-    with manager(tmp_path) as checkpoints:
-        checkpoints.restore_latest(state)
-    assert torch.equal(torch.rand(4), expected)
-
-
-@pytest.mark.parametrize(
-    "wrap", [list, tuple, lambda each: {"deep": list(each)}], ids=["list", "tuple", "dict"]
-)
-def test_objects_with_a_state_must_be_at_the_top(wrap, tmp_path):
-    loop = Loop()
-    with manager(tmp_path) as checkpoints:
-        for value in (loop.model, loop.optimizer, loop.scheduler, RngState(), PerRank(Position())):
-            with raises(ConfigurationError, type(value).__name__):
-                checkpoints.save(1, {"things": wrap([value])})
 
 
 # --- signals -------------------------------------------------------------------------------------------
