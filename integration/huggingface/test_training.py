@@ -261,6 +261,23 @@ def test_options_are_checked_when_the_accelerator_is_made() -> None:
         DataStatesAccelerator(cpu=True, strict="yes")
 
 
+def test_a_hook_that_takes_the_weights_gets_them_without_fsdp(tmp_path: Path) -> None:
+    """Hooks that save a model by themselves take its weights out of the list."""
+    import torch
+
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    accelerator = DataStatesAccelerator(cpu=True, host_cache_size="64MiB")
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    taken = []
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: taken.append(sorted(weights.pop()))
+    )
+    accelerator.save_state(str(tmp_path / "saved"))
+    accelerator.wait_for_saves()
+    assert taken == [["bias", "weight"]]
+
+
 @pytest.mark.parametrize("library", BOTH)
 def test_the_training_does_not_wait_for_storage(tmp_path: Path, library: Library) -> None:
     """Storage hangs in the first save, and the training comes to its last one all the same."""
