@@ -41,6 +41,49 @@ def sample_words(
     0, too; takes several times as long.
     """
 
+class ExpectedBytes:
+    """What tensors held at the call: some words of each, or all bytes. A job compares them with what it has copied.
+
+    Build it in one thread, and then pass it to a job. ``tensors`` are numbers of the caller's, for
+    :attr:`SaveJob.difference`; ``sizes`` are in bytes. Empty tensors are left out.
+    """
+
+    MOST_WORD_BYTES: int
+    """The bytes that the words of one tensor take, at most."""
+
+    def __init__(self) -> None: ...
+    def add_words(
+        self, tensors: Sequence[int], addresses: Sequence[int], sizes: Sequence[int], seed: int
+    ) -> None:
+        """Read words from all over each tensor, at places drawn from ``seed``. Host memory, in the calling thread.
+
+        Each tensor is divided into n equal parts, with one word of 8 bytes from each: n is 4, and one more for each
+        4 MiB, up to 16. Tensors below 64 bytes are read whole.
+        """
+    def add_device_words(
+        self,
+        tensors: Sequence[int],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        seed: int,
+        base: int,
+        offset: int,
+        device: int,
+    ) -> Transfer:
+        """The same for memory of ``device``. Make the copies that this returns before the job begins.
+
+        They write into ``MOST_WORD_BYTES`` for each tensor from ``base + offset`` on. ``base`` is where byte 0 of
+        the returned content goes. That memory must live until the job has read everything.
+        """
+    def add_whole(
+        self,
+        tensors: Sequence[int],
+        addresses: Sequence[int],
+        sizes: Sequence[int],
+        copies: Sequence[int],
+    ) -> None:
+        """Expect all bytes of each tensor to be those at the address in ``copies``. No tensor may be empty."""
+
 def metadata_pickle(
     opcodes: Buffer,
     memo_size: int,
@@ -64,7 +107,9 @@ class Fault:
     """Why a job failed. Errors travel as values; Python decides what to raise."""
 
     @property
-    def kind(self) -> Literal["io", "corrupt", "cancelled", "shutdown", "lost", "device"]: ...
+    def kind(
+        self,
+    ) -> Literal["io", "corrupt", "cancelled", "shutdown", "lost", "torn", "device"]: ...
     @property
     def errno(self) -> int:
         """The system's error number for ``io``, the driver's for ``device`` (0 otherwise).
@@ -259,6 +304,9 @@ class SaveJob:
     def fault(self) -> Fault | None:
         """None while running and after success."""
     @property
+    def difference(self) -> tuple[int, int, int] | None:
+        """For a ``"torn"`` fault: the tensor's number, and begin and end of bytes of it that differ."""
+    @property
     def done(self) -> bool: ...
     @property
     def bytes_read(self) -> int: ...
@@ -387,12 +435,14 @@ class Engine:
         window: Window,
         keepalive: Any,
         fences: Sequence[DeviceEvent] = (),
+        expected: ExpectedBytes | None = None,
     ) -> SaveJob:
         """Start writing ``files`` (their directories exist; the files must not) and return at once.
 
         When all files are written and fdatasynced, ``sync_directories`` are fsynced in the order given;
         then the job is done. ``order`` is the save's sequence number: older saves get segments first.
-        Copies by devices come after ``fences``.
+        Copies by devices come after ``fences``. The job fails with a ``"torn"`` fault, before it has read the group, if
+        what is copied from memory of a group other than 0 is not as ``expected``.
 
         Raises ValueError for a region on a device that was not opened.
         """
@@ -403,6 +453,7 @@ class Engine:
         window: Window,
         keepalive: Any,
         fences: Sequence[DeviceEvent] = (),
+        expected: ExpectedBytes | None = None,
     ) -> SaveJob:
         """``save`` before it is known where the files go: ``SaveJob.place`` says it later.
 

@@ -154,6 +154,7 @@ class WriterConfig:
     exit_timeout: float = 600.0
     max_in_flight: int = 4
     when_behind: WhenBehind = "wait"
+    audit: bool = False
 
     @staticmethod
     def checked(host_cache_size: int | str, **options: Any) -> WriterConfig:
@@ -187,4 +188,5 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     ),
     "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
+    "audit": _flag,
 }

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -39,6 +40,7 @@ from dcp_datastates.format.stored_names import Box, as_keys, is_under, unread, w
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import restore
+from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage import local
 
 __all__ = ["DataStatesReader", "explain_missing"]
@@ -199,7 +201,7 @@ class DataStatesReader(StorageReader):
         native = engine(self._host_cache_bytes)
 
         def read(plan: LoadPlan, planner: LoadPlanner) -> None:
-            restore(plan, planner, metadata, note, directory, native, self._allow_cast)
+            restore(plan, planner, metadata, note, directory, native, self._allow_cast, _release)
 
         wrapped = {item.dest_index.fqn for item in plan.items if self._is_wrapper(item)}
         try:
@@ -284,3 +286,8 @@ def explain_missing(directory: Path, note: Note, error: CheckpointNotFoundError)
             f"loaded; load again"
         )
     return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
+
+
+def _release(storages: set[torch.UntypedStorage]) -> None:
+    """Return when no save in flight reads the memory that a load is about to overwrite."""
+    release_memory(storages, "a load")

@@ -102,6 +102,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             the oldest save that has not begun. The ranks agree on the last two, and the future of a save that is left
             out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that
             were behind; on others it raises :class:`SaveAbandonedError`.)
+        audit: For one run, to find out what writes to deferred tensors: copy them at the call, too, and compare every
+            byte that is written with that copy. A difference fails the save, and names the tensor and the bytes. Takes
+            the time and the host memory of such a copy.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or ``path`` is a file.
@@ -132,6 +135,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         exit_timeout: float = 600.0,
         max_in_flight: int = 4,
         when_behind: str = "wait",
+        audit: bool = False,
         no_dist: bool = False,
     ) -> None:
         super().__init__()
@@ -146,6 +150,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             exit_timeout=exit_timeout,
             max_in_flight=max_in_flight,
             when_behind=when_behind,
+            audit=audit,
         )
         self._process_group = process_group
         self._no_dist = no_dist

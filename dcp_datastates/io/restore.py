@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -77,18 +77,30 @@ def restore(
     directory: Path,
     engine: Engine,
     allow_cast: bool,
+    release: Callable[[set[torch.UntypedStorage]], None] | None = None,
 ) -> None:
-    """Load every item of ``plan``. Checks all destinations before it reads the first byte.
+    """Load every item of ``plan``. Checks all destinations before it reads the first byte, and then passes their
+    storages to ``release``, which returns when they may be written to.
 
     Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
     :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
     requests = [_request(item, planner, metadata, engine, allow_cast) for item in plan.items]
     _check_object_files(requests, note, directory)
+    if release is not None:
+        release({s for request in requests if (s := _storage(request)) is not None})
     for batch in _batches(requests):
         _read(batch, metadata, note, directory, engine)
         for request in batch:
             _deliver(request, planner)
+
+
+def _storage(request: _Request) -> torch.UntypedStorage | None:
+    """That of the destination; None for an object, and for tensors that torch writes to in its own way (sparse)."""
+    try:
+        return None if request.target is None else local_tensor(request.target).untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 def _request(
@@ -227,6 +239,7 @@ def _read(
             raise CheckpointCorruptError(
                 f"{path}: the metadata have tensors or objects lie where others do: {error}"
             ) from error
+    _say_written(requests)  # before and after: a save may begin, or look, at any moment
     # Kernels that write to the target tensors may still be running.
     job = engine.restore(plan, requests, fences(engine, {each.device for each in requests}))
     try:
@@ -237,8 +250,16 @@ def _read(
         while not job.wait(_POLL_SECONDS):
             pass
         raise
+    _say_written(requests)
     if job.fault is not None:
         raise _error(job.fault, requests, metadata, note, directory)
+
+
+def _say_written(requests: list[_Request]) -> None:
+    """Move the version counters: the engine's writes bypass torch."""
+    for request in requests:
+        if request.memory is not None:
+            torch.autograd.graph.increment_version(request.memory)
 
 
 def _add(content: Transfer, request: _Request) -> None:
@@ -295,9 +316,6 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
     if request.memory is not None and request.memory is not local_tensor(request.target):
         request.target.copy_(request.memory)
         request.memory = None
-    elif request.memory is not None:
-        # the engine's write bypassed autograd
-        torch.autograd.graph.increment_version(request.memory)
     planner.commit_tensor(request.item, request.target)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from dcp_datastates.format.stored_names import WRAPPER, Box, shard_name
 from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor
 
-__all__ = ["box", "inner_tensors", "kind", "opened", "parts"]
+__all__ = ["box", "inner_tensors", "kind", "layers", "opened", "parts", "wrappers_in"]
 
 _CANNOT_CONTAIN: Final = frozenset(
     {torch.Tensor, torch.nn.Parameter, type(None), bool, int, float, complex, str, bytes}
@@ -92,6 +92,27 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     wrapper = local_tensor(tensor)
     names, _context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
     return [inner for name in names for inner in inner_tensors(getattr(wrapper, name))]
+
+
+def layers(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """``tensor`` and all tensors within it: the local tensor of a DTensor, the inner tensors of a wrapper. Each has a
+    version counter of its own.
+    """
+    if isinstance(tensor, DTensor):
+        return [tensor, *layers(tensor._local_tensor)]
+    if not is_wrapper(tensor):
+        return [tensor]
+    names, _context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [tensor, *(layer for name in names for layer in layers(getattr(tensor, name)))]
+
+
+def wrappers_in(value: Any) -> list[torch.Tensor]:
+    """The wrappers in nested dicts and lists, and the DTensors around them."""
+    if isinstance(value, Mapping):
+        return [wrapper for each in value.values() for wrapper in wrappers_in(each)]
+    if type(value) is list:
+        return [wrapper for each in value for wrapper in wrappers_in(each)]
+    return [value] if is_wrapper(value) else []
 
 
 @functools.lru_cache(maxsize=256)

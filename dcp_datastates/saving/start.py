@@ -101,7 +101,15 @@ def _stage(call: SaveCall, state_dict: Mapping[str, Any], stats: SaveStats) -> D
     immediate = config.read_window == "immediate"
     window = Window(0.0 if immediate else config.read_deadline)
     try:
-        staged = stage_state(state_dict, ownership, config.defer, native, buffers.allocate)
+        staged = stage_state(
+            state_dict,
+            ownership,
+            config.defer,
+            native,
+            buffers.allocate,
+            call.order,
+            config.audit,
+        )
         reads = DeferredReads(
             staged, buffers.slab, window, call.order, stats, config.commit_timeout
         )

@@ -124,7 +124,9 @@ def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
     native = engine(save.call.config.host_cache_bytes)
 
     def start(window: Window) -> SaveJob:
-        job = native.save_unplaced(files, save.call.order, window, keep, after)
+        job = native.save_unplaced(
+            files, save.call.order, window, keep, after, reads.staged.expected
+        )
         save.progress.follow(job)
         return job
 
@@ -210,7 +212,13 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
                 nonlocal samples
                 samples = _samples(write)  # while the gate still holds
                 job = native.save(
-                    content.files, directories, save.call.order, window, write.keep, content.fences
+                    content.files,
+                    directories,
+                    save.call.order,
+                    window,
+                    write.keep,
+                    content.fences,
+                    None if reads is None else reads.staged.expected,
                 )
                 save.progress.follow(job)
                 return job
@@ -339,7 +347,7 @@ def _error(fault: Fault, nbytes: int) -> DataStatesError:
         return StorageError(fault.errno or None, text, fault.path)
     if fault.kind == "device":
         return DeviceError(fault.message)
-    if fault.kind == "lost":
+    if fault.kind in ("lost", "torn"):
         return SnapshotTornError(fault.message)
     return DataStatesError(fault.message)
 

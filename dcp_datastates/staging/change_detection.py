@@ -1,8 +1,14 @@
 """Change detection: groups of deferred tensors, and checks that none changed before it was read.
 
-The step gate holds optimizers back. This module detects writes that bypass the gate: it compares each tensor's version
-counter, and a few sampled words of its memory. A write that changes neither the counter nor a sampled word goes
-undetected, so sampling is a second line of defence, not the guarantee.
+The step gate holds optimizers back. This module detects writes that bypass the gate:
+
+* A write that torch knows of moves a version counter. Each tensor has a counter, and what is an in-place write to a
+  DTensor moves only the DTensor's, not that of its local tensor. So the counters of all tensors over the memory count:
+  those of the state, those of the optimizer, and all their layers.
+* Torch increments the counter after the write. So the counters are compared again when no operation that was running at
+  the end of the reads can still be running (:mod:`dcp_datastates.io.running_calls`).
+* A write that torch does not know of (through ``.data``, by numpy, another process) shows only in the bytes: the engine
+  compares what it has copied with words of the call (:mod:`dcp_datastates.staging.expected`).
 
 Memory that was moved, resized or freed is always detected: the address and size of each storage are compared before and
 after the reads. (A reference to a storage keeps the object alive, not its memory.) C++ code that moves a storage's
@@ -14,18 +20,51 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
-from dcp_datastates._native import sample_words
 from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.io.devices import HOST
 from dcp_datastates.io.tensor_memory import local_tensor
-from dcp_datastates.staging.ownership import STABLE
-from dcp_datastates.staging.stage import DeferredTensors
+from dcp_datastates.io.wrappers import inner_tensors, layers
+from dcp_datastates.staging.ownership import STABLE, Ownership
+from dcp_datastates.staging.stage import DeferredTensors, StagedState
 
-__all__ = ["Portion", "Regions", "portions"]
+__all__ = ["Portion", "Regions", "changed", "portions"]
+
+_VERSION: Final = operator.attrgetter("_version")
+
+_WAYS_OUT: Final = (
+    'Wait for writer.captured before such writes, or use defer="none". Usual causes: clipping or averaging of weights '
+    "outside of optimizer.step() (p.data.clamp_(), weights of an average that are swapped in), an optimizer around "
+    "another one (SAM), load_state_dict(). audit=True finds every such write"
+)
+
+
+class _Counters:
+    """The version counters of some tensors."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._then = _versions(tensors)
+
+    def moved(self) -> list[torch.Tensor]:
+        """The tensors that torch has written to since construction."""
+        now = _versions(self._tensors)
+        if now == self._then:
+            return []
+        triples = zip(self._tensors, now, self._then, strict=True)
+        return [tensor for tensor, version, before in triples if version != before]
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return list(map(_VERSION, tensors))
+    except RuntimeError:  # one of them is an inference tensor
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @dataclass
@@ -35,7 +74,9 @@ class Portion:
     group: int
     deferred: DeferredTensors
     """The tensors of this group only."""
-    seed: int
+    ownership: Ownership
+    wrappers: Sequence[torch.Tensor] = ()
+    """The wrappers of the state, whose parts are among all deferred tensors."""
     settled: bool = False
     """The tensors were unchanged when all reads were done; or, on a device, when the first gate let an optimizer pass,
     whose stream waits for the reads. From then on the tensors may change.
@@ -44,31 +85,23 @@ class Portion:
     """The host has seen all reads end, from unmoved memory. From then on the memory may move."""
 
     def __post_init__(self) -> None:
-        locals_ = self.deferred.columns.locals
         self.on_device = set(self.deferred.devices) != {HOST}
         """Whether the gate must hold streams, and not only the host."""
-        # Sampling a word of a device's memory would wait for the device.
-        self._sizes = self.deferred.sizes
-        if self.on_device:
-            self._sizes = [
-                size if device == HOST else 0
-                for size, device in zip(self.deferred.sizes, self.deferred.devices, strict=True)
-            ]
-        try:
-            self._versions = [tensor._version for tensor in locals_]
-        except RuntimeError:  # one of them is an inference tensor
-            self._versions = list(map(_version, locals_))
-        self._samples = sample_words(self.deferred.addresses, self._sizes, self.seed)
-        self._storages: dict[torch.UntypedStorage, None] | None = None
+        self.storages = dict.fromkeys(self.deferred.storages)
+        """The tensors' storages. They compare by identity: torch keeps one object per storage."""
+        self._counters = _Counters(self._writable())
         self._memory: list[tuple[int, int]] = []  # address and size of each storage, set by pin()
 
-    @property
-    def storages(self) -> dict[torch.UntypedStorage, None]:
-        """The tensors' storages, cached. They compare by identity: torch keeps one object per storage."""
-        if self._storages is None:
-            locals_ = self.deferred.columns.locals
-            self._storages = dict.fromkeys(map(torch.Tensor.untyped_storage, locals_))
-        return self._storages
+    def _writable(self) -> list[torch.Tensor]:
+        """The tensors through which torch may write to the memory."""
+        columns = self.deferred.columns
+        found = columns.locals + self.ownership.tensors_over(self.storages)
+        if set(map(type, columns.tensors)) != {torch.Tensor}:
+            found += [tensor for tensor in columns.tensors if type(tensor) is not torch.Tensor]
+        for wrapper in self.wrappers:
+            if any(inner.untyped_storage() in self.storages for inner in inner_tensors(wrapper)):
+                found += layers(wrapper)
+        return found
 
     def pin(self) -> None:
         """Before the reads: note the address and size of each storage.
@@ -86,7 +119,7 @@ class Portion:
             if tensor is not local and local_tensor(tensor) is not local:
                 moved[position] = True
         if True in moved:
-            raise _moved(columns.name(moved.index(True)))
+            raise self._moved(columns.name(moved.index(True)))
 
     def check_memory(self) -> None:
         """After the reads: raise :class:`SnapshotTornError` if the memory has moved since :meth:`pin`.
@@ -100,8 +133,8 @@ class Portion:
         pairs = zip(self.storages, memory, self._memory, strict=True)
         moved = {storage for storage, now, before in pairs if now != before}
         columns = self.deferred.columns
-        of = list(map(torch.Tensor.untyped_storage, columns.locals))
-        raise _moved(columns.name(next((i for i, one in enumerate(of) if one in moved), 0)))
+        of = self.deferred.storages
+        raise self._moved(columns.name(next((i for i, one in enumerate(of) if one in moved), 0)))
 
     def _look(self) -> list[tuple[int, int]]:
         storages = self.storages
@@ -109,46 +142,59 @@ class Portion:
         return list(zip(map(kind.data_ptr, storages), map(kind.nbytes, storages), strict=True))
 
     def check(self) -> None:
-        """Raise :class:`SnapshotTornError` if a tensor has changed since construction and is not ``settled``."""
-        # A thread without the GIL may free the memory at any moment.
-        samples = sample_words(self.deferred.addresses, self._sizes, self.seed, guarded=True)
-        versions = list(map(_version, self.deferred.columns.locals))
-        if (samples == self._samples and versions == self._versions) or self.settled:
+        """Raise :class:`SnapshotTornError` if torch has written to a tensor since construction and the portion is not
+        ``settled``.
+        """
+        moved = self._counters.moved()
+        if not moved or self.settled:
             return
-        torn = [
-            position
-            for position, (then, now) in enumerate(
-                zip(
-                    zip(self._samples, self._versions, strict=True),
-                    zip(samples, versions, strict=True),
-                    strict=True,
-                )
-            )
-            if then != now
-        ]
-        raise SnapshotTornError(
-            f"{len(torn)} deferred tensor(s) changed before they were read, "
-            f"{self.deferred.columns.name(torn[0])!r} first: something other than a known optimizer's "
-            f"step() writes to them. Wait for writer.captured before such writes, or use "
-            f'defer="none"'
+        names = list(dict.fromkeys(map(self._name_over, moved)))
+        raise self._torn(
+            f"{len(names)} deferred tensor(s) changed before they were read, {names[0]!r} first: something other than "
+            f"a known optimizer's step() writes to them. {_WAYS_OUT}"
         )
 
+    def _name_over(self, tensor: torch.Tensor) -> str:
+        """The name of a deferred tensor that has its memory in common with ``tensor``."""
+        over = {inner.untyped_storage() for inner in inner_tensors(tensor)}
+        numbers = (n for n, storage in enumerate(self.deferred.storages) if storage in over)
+        return self.deferred.columns.name(next(numbers))
 
-def portions(deferred: DeferredTensors, seed: int) -> list[Portion]:
+    def _moved(self, name: str) -> SnapshotTornError:
+        return self._torn(
+            f"the memory of deferred tensor {name!r} was replaced, resized or freed before it was read "
+            f'(tensor.data = …, resize_()); wait for writer.captured before that, or use defer="none"'
+        )
+
+    def _torn(self, message: str) -> SnapshotTornError:
+        self.ownership.stop_deferring(self.group)
+        return SnapshotTornError(message)
+
+
+def portions(staged: StagedState) -> list[Portion]:
     """One portion per group."""
+    deferred, ownership, wrappers = staged.deferred, staged.ownership, staged.traversal.wrappers
     groups = set(deferred.groups)
     if len(groups) <= 1:
-        return [Portion(group, deferred, seed) for group in groups]
+        return [Portion(group, deferred, ownership, wrappers) for group in groups]
     return [
-        Portion(group, deferred.where([other == group for other in deferred.groups]), seed)
+        Portion(
+            group,
+            deferred.where([other == group for other in deferred.groups]),
+            ownership,
+            wrappers,
+        )
         for group in groups
     ]
 
 
-def _moved(name: str) -> SnapshotTornError:
+def changed(staged: StagedState, number: int, begin: int, end: int) -> SnapshotTornError:
+    """The error for bytes [``begin``, ``end``) of a deferred tensor that were not copied as they were at the call."""
+    staged.ownership.stop_deferring(staged.deferred.groups[number])
     return SnapshotTornError(
-        f"the memory of deferred tensor {name!r} was replaced, resized or freed before it was read (tensor.data = …, "
-        f'resize_()); wait for writer.captured before that, or use defer="none"'
+        f"deferred tensor {staged.deferred.columns.name(number)!r} changed before it was read: of its "
+        f"{staged.deferred.sizes[number]} bytes, some in [{begin}, {end}) are not those at the call, and no version "
+        f"counter of torch has moved (p.data, numpy, another process). {_WAYS_OUT}"
     )
 
 
@@ -187,7 +233,3 @@ def _span(tensor: torch.Tensor) -> int:
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
     return (extent + 1) * tensor.element_size()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version

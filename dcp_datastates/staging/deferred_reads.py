@@ -22,7 +22,7 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -37,11 +37,12 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.devices import follow, stream
 from dcp_datastates.io.engine import moved
+from dcp_datastates.io.running_calls import Places, RunningCalls, places
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import Latch, Stall
 from dcp_datastates.staging import step_gate
-from dcp_datastates.staging.change_detection import Portion, Regions, portions
+from dcp_datastates.staging.change_detection import Portion, Regions, changed, portions
 from dcp_datastates.staging.ownership import STABLE, Ownership
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.stats import SaveStats
@@ -52,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
 """How often a waiting gate checks that the thread that plans the save is alive."""
+
+_LOOK_SECONDS: Final = 0.001
+"""How often a thread that waits for other threads' operations looks at them."""
 
 _YIELD_SECONDS: Final = 0.002
 """How long the thread that plans leaves the GIL to the training thread before it begins."""
@@ -119,6 +123,7 @@ class DeferredReads:
         self._thread: threading.Thread | None = None
         self._job: SaveJob | None = None
         self._foreseen: SaveJob | None = None
+        self._idle: Places = {}  # where other threads were at the call
         self._end: dict[None, BaseException | None] = {}
         """How the reads ended: settled (None) or failed. ``setdefault`` is atomic: the first entry counts."""
         self._wanted = False  # whether a thread waits for the reads
@@ -126,7 +131,8 @@ class DeferredReads:
         if staged is None:
             return
         try:
-            self._portions = portions(staged.deferred, order)
+            self._portions = portions(staged)
+            self._idle = places()
             _not_submitted.add(order)
             if self._portions:
                 step_gate.gate(self)
@@ -221,18 +227,19 @@ class DeferredReads:
             "optimizer.step()",
         )
 
-    def release_memory(self, storage: torch.UntypedStorage) -> None:
-        """Return when no native thread reads the memory of ``storage``, like :meth:`release_for`. Device copies must be
-        done, not only enqueued: freed device memory may get another owner.
+    def release_memory(self, storages: Iterable[torch.UntypedStorage], what: str) -> None:
+        """Return when no native thread reads the memory of ``storages``, like :meth:`release_for`. Device copies must
+        be done, not only enqueued: freed device memory may get another owner.
         """
+        storages = set(storages)
         self._release(
             [
                 portion
                 for portion in self._portions
-                if not portion.read and storage in portion.storages
+                if not (portion.read or storages.isdisjoint(portion.storages))
             ],
             self._settle,
-            "a storage whose memory moves (a resize, share_memory_())",
+            what,
         )
 
     def _release(
@@ -274,12 +281,32 @@ class DeferredReads:
             return
         self._await(job.wait_read, portion, stall)
         if job.fault is not None:
-            if job.fault.kind == "lost":
-                portion.check_memory()
+            self._raise_change(job, portion)
             return  # the writer reports the fault
         portion.check_memory()
-        portion.check()
+        self._check(portion, stall)
         portion.settled = portion.read = True
+
+    def _raise_change(self, job: SaveJob, portion: Portion) -> None:
+        """Raise :class:`SnapshotTornError` with the tensor's name if that is what the job has failed for."""
+        assert job.fault is not None
+        if job.fault.kind == "lost":
+            portion.check_memory()
+        elif job.fault.kind == "torn" and job.difference is not None:
+            portion.check()  # it knows which write torch has seen
+            raise changed(self.staged, *job.difference)
+
+    def _check(self, portion: Portion, stall: Stall | None) -> None:
+        """Check that the tensors are unchanged, now and once all operations have ended that run now: torch increments
+        the counter of a tensor after it has written to it.
+        """
+        portion.check()
+        running = RunningCalls(self._idle)
+        stall = stall or Stall(logger, f"save {self.order}", self._timeout)
+        while not (running.ended() or portion.settled):
+            time.sleep(_LOOK_SECONDS)
+            stall.look(None, "calls of other threads to return, which may write to what was read")
+        portion.check()
 
     def _let_pass(
         self, portion: Portion, optimizer: Optimizer, on_host: bool, stall: Stall
@@ -295,8 +322,9 @@ class DeferredReads:
             return
         self._await(job.wait_read if on_host else job.wait_queued, portion, stall)
         if job.fault is not None:
+            self._raise_change(job, portion)
             return
-        portion.check()
+        self._check(portion, stall)
         if not on_host:
             self._hold(job, portion.group)
         portion.settled = portion.settled or self._ownership.may_change(

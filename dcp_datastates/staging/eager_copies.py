@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -15,7 +16,7 @@ from dcp_datastates.io.devices import HOST, dense, stream
 from dcp_datastates.io.tensor_memory import add_region
 from dcp_datastates.staging.ownership import STABLE
 
-__all__ = ["EagerCopies"]
+__all__ = ["EagerCopies", "copy_on_stream"]
 
 DENSE_BYTES: Final = 256 << 20
 """Tensors on a device that are not contiguous are made dense there up to this size at a time, if each is smaller."""
@@ -34,32 +35,32 @@ class EagerCopies:
     nbytes: int
     """Of the buffer, all copies together."""
 
-    def gather(self, engine: Engine) -> None:
-        """Copy the tensors on the host."""
+    def make(self, engine: Engine, copying: DeviceCopies) -> None:
+        """Copy the tensors on the host, and enqueue the copies of the others; what is under way is added to
+        ``copying``.
+
+        Raises :class:`DeviceError` if the driver refuses. Then no copy is under way.
+        """
+        self._gather(engine)
+        try:
+            for device in set(self.devices or ()) - {HOST}:
+                self._enqueue(engine, device, copying)
+        except BaseException:
+            with contextlib.suppress(DeviceError):
+                copying.wait()  # the buffer is about to be freed
+            raise
+
+    def _gather(self, engine: Engine) -> None:
         places = self._places(HOST)
         content = self._content(places, [self.tensors[place] for place in places], HOST)
         engine.gather(content, self.buffer.data_ptr(), self.nbytes)
 
-    def enqueue(self, engine: Engine, device: int, copying: DeviceCopies) -> None:
-        """Enqueue the copies of the tensors of ``device`` on its current stream, in order with the stream's other work.
-        So the training thread need not wait. What is under way is added to ``copying``.
-
-        Raises :class:`DeviceError` if the driver refuses; some copies may be under way then, too.
-        """
+    def _enqueue(self, engine: Engine, device: int, copying: DeviceCopies) -> None:
         for places in self._batches(self._places(device)):
             # Kept until their copies are enqueued: then torch may reuse what was made dense, in the stream's order.
             tensors = [dense(self.tensors[place]) for place in places]
             content = self._content(places, tensors, device)
-            try:
-                event, fault = engine.copy_to_host(
-                    content, self.buffer.data_ptr(), self.nbytes, device, stream(device)
-                )
-            except RuntimeError as error:
-                raise DeviceError(str(error)) from error
-            if event is not None:
-                copying.add(event)
-            if fault is not None:
-                raise DeviceError(fault.message)
+            copy_on_stream(engine, content, self.buffer, device, copying)
 
     def _places(self, device: int) -> list[int]:
         if self.devices is None:
@@ -100,3 +101,23 @@ class EagerCopies:
             for tensor, offset, nbytes in zip(tensors, offsets, sizes, strict=True):
                 add_region(content, offset, tensor, nbytes, STABLE, device)
         return content
+
+
+def copy_on_stream(
+    engine: Engine, content: Transfer, buffer: torch.Tensor, device: int, copying: DeviceCopies
+) -> None:
+    """Enqueue the copies of ``content`` into ``buffer`` on the current stream of ``device``, in order with the stream's
+    other work: so the training thread need not wait. What is under way is added to ``copying``.
+
+    Raises :class:`DeviceError` if the driver refuses; some copies may be under way then, too.
+    """
+    try:
+        event, fault = engine.copy_to_host(
+            content, buffer.data_ptr(), buffer.nbytes, device, stream(device)
+        )
+    except RuntimeError as error:
+        raise DeviceError(str(error)) from error
+    if event is not None:
+        copying.add(event)
+    if fault is not None:
+        raise DeviceError(fault.message)

@@ -6,9 +6,11 @@ module learns of an optimizer at its first step, or from :func:`track`.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 from typing import Any, Final
 
@@ -16,7 +18,7 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.io.wrappers import inner_tensors
+from dcp_datastates.io.wrappers import inner_tensors, layers
 from dcp_datastates.process.forks import ProcessLock
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
     "stepped",
     "track",
 ]
+
+logger = logging.getLogger(__name__)
 
 STABLE: Final = 0
 """Group of memory that does not change: copies made at the call, serialized objects."""
@@ -42,6 +46,8 @@ _lock = ProcessLock()  # guards what follows
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_torn: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers whose tensors something else has changed under a deferred read."""
 _also: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[torch.Tensor]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -65,7 +71,7 @@ def stepped(optimizer: Optimizer) -> None:
 
 def _is_announced(optimizer: Optimizer) -> bool:
     """Whether a hook is called before every change that ``optimizer`` makes."""
-    if optimizer in _captured:
+    if optimizer in _captured or optimizer in _torn:
         return False
     if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
         return False  # schedule-free optimizers exchange the parameters there
@@ -79,7 +85,8 @@ def _is_announced(optimizer: Optimizer) -> bool:
 def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
     """Register an optimizer before its first ``step()``, so that even the first save defers its tensors.
 
-    Otherwise the first save of a job copies all tensors inside ``async_save``. Keeps only weak references. Raises
+    Otherwise the first save of a job copies all tensors inside ``async_save``. After a torn save, the optimizer's
+    tensors are copied at the call; another ``track`` defers them again. Keeps only weak references. Raises
     :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
 
     Args:
@@ -95,6 +102,7 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
         )
     with _lock:
         _known.add(optimizer)
+        _torn.discard(optimizer)
         _also[optimizer] = list(map(weakref.ref, also))
 
 
@@ -105,7 +113,7 @@ def known_optimizers() -> list[Optimizer]:
 
 
 def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
-    """The local tensors that ``optimizer`` owns; step counts on the host are left out."""
+    """The tensors that ``optimizer`` owns; step counts on the host are left out."""
     tensors: list[torch.Tensor] = []
     for group in optimizer.param_groups:
         tensors += group["params"]
@@ -121,19 +129,23 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
     tensors += [tensor for tensor in further if tensor is not None]
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         return tensors
-    return [
-        inner
+    return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+
+def _by_storage(
+    tensors: list[torch.Tensor],
+) -> tuple[list[torch.UntypedStorage], list[torch.Tensor]]:
+    """The storages of ``tensors``, and for each the tensor: a wrapper or a DTensor for those of its inner tensors."""
+    if set(map(type, tensors)) <= _PLAIN_TYPES:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # one has no storage: sparse
+            return list(map(torch.Tensor.untyped_storage, tensors)), tensors
+    pairs = [
+        (inner.untyped_storage(), tensor)
         for tensor in tensors
-        if isinstance(tensor, torch.Tensor)
-        for inner in ([tensor] if type(tensor) in _PLAIN_TYPES else inner_tensors(tensor))
+        for inner in inner_tensors(tensor)
+        if _has_storage(inner)
     ]
-
-
-def _storages(tensors: list[torch.Tensor]) -> list[torch.UntypedStorage]:
-    try:
-        return list(map(torch.Tensor.untyped_storage, tensors))
-    except (RuntimeError, NotImplementedError):  # one has no storage: sparse, a wrapper
-        return [tensor.untyped_storage() for tensor in tensors if _has_storage(tensor)]
+    return [storage for storage, _ in pairs], [tensor for _, tensor in pairs]
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -157,19 +169,22 @@ class Ownership:
         self._owners: dict[int, frozenset[int]] = {}
         self._unannounced: set[torch.UntypedStorage] = set()
         self._optimizers = list(optimizers)  # strong references keep their ids unique
+        self._held: list[tuple[list[torch.UntypedStorage], list[torch.Tensor]]] = []
+        """Of each optimizer, the storages and the tensors over them, as of :func:`_by_storage`."""
         group_of_owners: dict[frozenset[int], int] = {}
         announced = list(map(_is_announced, self._optimizers))
         for optimizer in compress(self._optimizers, announced):
             self._add(optimizer, group_of_owners)
         for optimizer in compress(self._optimizers, map(operator.not_, announced)):
-            for storage in _storages(_owned(optimizer)):  # other optimizers may own it, too
+            for storage in _by_storage(_owned(optimizer))[0]:  # other optimizers may own it, too
                 self._group_of_storage.pop(storage, None)
                 self._unannounced.add(storage)
 
     def _add(self, optimizer: Optimizer, group_of_owners: dict[frozenset[int], int]) -> None:
         groups = self._group_of_storage
         mine = self._group(frozenset({id(optimizer)}), group_of_owners)
-        storages = _storages(_owned(optimizer))
+        storages, tensors = _by_storage(_owned(optimizer))
+        self._held.append((storages, tensors))
         if groups.keys().isdisjoint(storages):
             groups.update(dict.fromkeys(storages, mine))
         else:
@@ -182,12 +197,36 @@ class Ownership:
         self._owners[group] = owners
         return group
 
-    def groups(self, tensors: list[torch.Tensor]) -> list[int | None]:
-        """Each (local) tensor's group, or None if no optimizer owns its storage.
+    def groups(self, storages: list[torch.UntypedStorage]) -> list[int | None]:
+        """Each storage's group, or None if no optimizer owns it."""
+        return list(map(self._group_of_storage.get, storages))
 
-        Works by columns: a C-level call per tensor and attribute costs half of what it costs in a Python loop.
+    def tensors_over(self, storages: Collection[torch.UntypedStorage]) -> list[torch.Tensor]:
+        """The optimizers' tensors over any of ``storages``, with all their layers: each has a version counter."""
+        found: list[torch.Tensor] = []
+        for mine, tensors in self._held:
+            over = compress(tensors, map(storages.__contains__, mine))
+            if set(map(type, tensors)) <= _PLAIN_TYPES:
+                found += over
+            else:
+                found += [layer for tensor in over for layer in layers(tensor)]
+        return found
+
+    def stop_deferring(self, group: int) -> None:
+        """Copy the tensors of the owners of ``group`` at the call from the next save on: something else writes to them
+        between the call and the step.
         """
-        return list(map(self._group_of_storage.get, map(torch.Tensor.untyped_storage, tensors)))
+        owners = self._owners.get(group, frozenset())
+        for optimizer in self._optimizers:
+            if id(optimizer) not in owners or optimizer in _torn:
+                continue
+            with _lock:
+                _torn.add(optimizer)
+            logger.warning(
+                "from now on, saves copy the tensors of %s at the call: a save of them was torn. track(optimizer) "
+                "defers them again",
+                type(optimizer).__name__,
+            )
 
     def owns(self, tensors: list[torch.Tensor]) -> tuple[bool, ...]:
         """Whether an optimizer owns each of the (local) tensors, in any group or none."""
@@ -202,7 +241,7 @@ class Ownership:
         """Whether a step of ``optimizer`` may legitimately change the (local) ``tensors`` of ``group``."""
         if group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset()):
             return True
-        return not set(_storages(_owned(optimizer))).isdisjoint(_storages(list(tensors)))
+        return not set(_by_storage(_owned(optimizer))[0]).isdisjoint(_by_storage(list(tensors))[0])
 
     def is_gated_by(self, group: int, optimizer: Any) -> bool:
         """Whether ``optimizer`` may change tensors of ``group`` when it steps.

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
-from dcp_datastates._native import DeviceEvent, Engine
+from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.chunk_table import Ints
@@ -43,6 +43,7 @@ from dcp_datastates.io.tensor_memory import (
     tensor_over,
 )
 from dcp_datastates.staging.eager_copies import EagerCopies
+from dcp_datastates.staging.expected import Expectation
 from dcp_datastates.staging.fingerprint import Fingerprint, fingerprint
 from dcp_datastates.staging.ownership import STABLE, UNOWNED, Ownership, known_optimizers
 from dcp_datastates.staging.traverse import Columns, Traversal, traverse
@@ -72,6 +73,7 @@ class DeferredTensors:
     sizes: list[int] = field(default_factory=list)
     devices: list[int] = field(default_factory=list)
     """Each tensor's device; -1 for the host."""
+    storages: list[torch.UntypedStorage] = field(default_factory=list)
 
     def where(self, mask: list[bool]) -> DeferredTensors:
         """The entries for which ``mask`` is true."""
@@ -81,6 +83,7 @@ class DeferredTensors:
             list(compress(self.addresses, mask)),
             list(compress(self.sizes, mask)),
             list(compress(self.devices, mask)),
+            list(compress(self.storages, mask)),
         )
 
 
@@ -108,7 +111,9 @@ class StagedState:
     moment: list[Any] = field(default_factory=list)
     """Events of the call, which work that another thread gives to devices must wait for."""
     copying: DeviceCopies = field(default_factory=DeviceCopies)
-    """The eager copies that devices are making."""
+    """The copies into ``buffer`` that devices are making."""
+    expected: ExpectedBytes | None = None
+    """What the deferred tensors hold at the call; None if there are none."""
     further: list[tuple[Any, ...]] = field(default_factory=list)
     """The result of :func:`further_values` for all tensors at the call: copies may have other properties."""
     ownership: Ownership = field(default_factory=lambda: Ownership(()))
@@ -191,11 +196,18 @@ def stage_state(
     defer: Defer,
     engine: Engine,
     allocate: Callable[[int, bool], torch.Tensor],
+    seed: int,
+    audit: bool,
 ) -> StagedState:
     """Classify every leaf of ``state_dict``, and copy those that cannot be read later.
 
-    ``allocate`` returns a ``uint8`` host buffer of a given size, pinned if a device will write to it; it is called at
-    most once. Raises :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be stored, or
+    Args:
+        allocate: returns a ``uint8`` host buffer of a given size, pinned if a device will write to it; called at most
+            once.
+        seed: determines which words of the deferred tensors are noted, for comparison with what is read.
+        audit: whether to note all of their bytes.
+
+    Raises :class:`~dcp_datastates.errors.UnsupportedTensorError` naming a tensor that cannot be stored, or
     :class:`~dcp_datastates.errors.DeviceError`.
     """
     root, traversal = traverse(state_dict)
@@ -221,23 +233,38 @@ def stage_state(
     )
     made.ownership = ownership
     made.further = further_values(everything.locals)
+    expectation = Expectation(
+        deferred.columns.locals, deferred.addresses, deferred.sizes, deferred.devices, audit
+    )
+    further = expectation.nbytes
+    if offsets or further:
+        devices_of_copies = {*compress(eager_devices or (), sizes), *deferred.devices}
+        made.buffer = allocate(max(nbytes + further, 1), bool(devices_of_copies - {HOST}))
     if offsets:
-        on_devices = set(compress(eager_devices or (), sizes)) - {HOST}
-        made.buffer = allocate(max(nbytes, 1), bool(on_devices))
+        assert made.buffer is not None
         copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, made.buffer, nbytes)
-        copies.gather(engine)
-        try:
-            for device in on_devices:
-                copies.enqueue(engine, device, made.copying)
-        except BaseException:
-            with contextlib.suppress(DeviceError):
-                made.copying.wait()  # the buffer is about to be freed
-            raise
+        copies.make(engine, made.copying)
+    if deferred.sizes:
+        made.expected = _expect(expectation, engine, seed, made, nbytes)
     if devices is not None:
         made.fences = fences(engine, devices)
         report(engine)
     made.moment = mark(set(devices or ()))
     return made
+
+
+def _expect(
+    expectation: Expectation, engine: Engine, seed: int, made: StagedState, offset: int
+) -> ExpectedBytes:
+    buffer = made.buffer
+    if buffer is None:  # host memory only: nothing is written to it
+        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+    try:
+        return expectation.look(engine, seed, buffer, offset, made.copying)
+    except BaseException:
+        with contextlib.suppress(DeviceError):
+            made.copying.wait()  # the buffer is about to be freed
+        raise
 
 
 def look(state_dict: Mapping[str, Any]) -> StagedState:
@@ -335,7 +362,8 @@ def _classify(
     if defer == "none":
         return DeferredTensors(), columns, devices, [False] * len(columns.tensors)
     sizes = list(map(_NBYTES, columns.locals))
-    owners = ownership.groups(columns.locals)
+    storages = list(map(torch.Tensor.untyped_storage, columns.locals))
+    owners = ownership.groups(storages)
     if defer == "all":
         owners = [UNOWNED if group is None else group for group in owners]
     # Copy tensors that are not dense now: reading them later takes many pieces, which is slow on a device, and on the
@@ -353,7 +381,8 @@ def _classify(
         cast("list[int]", list(compress(owners, late))),
         list(map(torch.Tensor.data_ptr, chosen.locals)),
         list(compress(sizes, late)),
-        [HOST] * len(sizes) if devices is None else list(compress(devices, late)),
+        [HOST] * len(chosen.locals) if devices is None else list(compress(devices, late)),
+        list(compress(storages, late)),
     )
     early = list(map(operator.not_, late))
     eager = Columns() if chosen is columns else columns.where(early)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any, Final, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from dcp_datastates.process.ending import at_end
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.staging.ownership import known_optimizers, never_defer, stepped
 
-__all__ = ["Gated", "arm_backward", "gate", "open_windows", "ungate"]
+__all__ = ["Gated", "arm_backward", "gate", "open_windows", "release_memory", "ungate"]
 
 _WATCHED_PER_OPTIMIZER = 4
 
@@ -54,8 +55,10 @@ class Gated(Protocol):
         streams from now on, or, with ``on_host``, by any work. Never raises for a failed save.
         """
 
-    def release_memory(self, storage: torch.UntypedStorage) -> None:
-        """Return when the save no longer reads the memory of ``storage``. Never raises for a failed save."""
+    def release_memory(self, storages: Iterable[torch.UntypedStorage], what: str) -> None:
+        """Return when the save no longer reads the memory of ``storages``. ``what`` needs them, for the log. Never
+        raises for a failed save.
+        """
 
 
 # No lock: a signal handler or a garbage collection may call this code at any point. Single dict operations, including
@@ -92,6 +95,12 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         reads.release_for(optimizer, captured)
 
 
+def release_memory(storages: Iterable[torch.UntypedStorage], what: str) -> None:
+    """Return when no save reads the memory of ``storages`` any more. ``what`` needs them, for the log."""
+    for reads in _gated.copy():
+        reads.release_memory(storages, what)
+
+
 def _gate_moves(name: str) -> None:
     """Make a method of ``torch.UntypedStorage`` wait until the memory that it moves has been read."""
     move = getattr(torch.UntypedStorage, name)
@@ -99,10 +108,8 @@ def _gate_moves(name: str) -> None:
     @functools.wraps(move)
     def gated(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if _gated:
-            for storage in (self, *args):
-                if isinstance(storage, torch.UntypedStorage):
-                    for reads in _gated.copy():
-                        reads.release_memory(storage)
+            storages = [each for each in (self, *args) if isinstance(each, torch.UntypedStorage)]
+            release_memory(storages, "a storage whose memory moves (a resize, share_memory_())")
         return move(self, *args, **kwargs)
 
     setattr(torch.UntypedStorage, name, gated)

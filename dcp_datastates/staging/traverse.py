@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.io.shards import take_shards_of
 from dcp_datastates.io.tensor_memory import copy_sharded, local_tensor
-from dcp_datastates.io.wrappers import opened
+from dcp_datastates.io.wrappers import opened, wrappers_in
 
 __all__ = ["Columns", "Traversal", "check_mapping", "traverse"]
 
@@ -75,6 +75,8 @@ class Traversal:
     columns: Columns = field(default_factory=Columns)
     structure: list[tuple[Any, tuple[type, ...]]] = field(default_factory=list)
     """For every container: the keys of a mapping, or the name of a list; and the types of the values."""
+    wrappers: list[torch.Tensor] = field(default_factory=list)
+    """The wrappers whose parts are among the tensors."""
 
 
 def traverse(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Traversal]:
@@ -86,7 +88,10 @@ def traverse(state_dict: Mapping[Any, Any]) -> tuple[dict[Any, Any], Traversal]:
     """
     check_mapping(state_dict)
     found = Traversal()
-    return _mapping(opened(state_dict), "", found), found
+    source = opened(state_dict)
+    if source is not state_dict:
+        found.wrappers = wrappers_in(state_dict)
+    return _mapping(source, "", found), found
 
 
 def check_mapping(state: object) -> None:

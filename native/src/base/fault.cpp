@@ -69,6 +69,8 @@ std::string_view kind_name(FaultKind kind) {
             return "shutdown";
         case FaultKind::kLost:
             return "lost";
+        case FaultKind::kTorn:
+            return "torn";
         case FaultKind::kDevice:
             return "device";
     }
@@ -79,6 +81,7 @@ std::string describe(const Fault& fault) {
     if (fault.kind == FaultKind::kCancelled) return "the job was cancelled";
     if (fault.kind == FaultKind::kShutdown) return "the engine was shut down";
     if (fault.kind == FaultKind::kLost) return "memory was freed before it was read";
+    if (fault.kind == FaultKind::kTorn) return "memory changed before it was read";
     if (fault.kind == FaultKind::kDevice) return fault.operation + " failed: " + fault.detail;
     std::string text = fault.operation;
     if (!fault.path.empty()) text += " of '" + fault.path + "'";

@@ -15,6 +15,7 @@ enum class FaultKind : std::uint8_t {
     kCancelled,  ///< the caller asked for it
     kShutdown,   ///< the engine was shut down
     kLost,       ///< memory that was to be read is not mapped any more
+    kTorn,       ///< memory that was to be read has changed
     kDevice,     ///< an accelerator's driver refused; `error` is its code, `detail` its words
     kStuck,      ///< a system call did not return, and the process ends; to Python, `kIo`
 };

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "memory/guarded_copy.h"
+#include "memory/random_places.h"
 
 namespace datastates {
 namespace {
@@ -19,19 +20,6 @@ constexpr std::uint64_t kWindow = 4096;
 
 /// Regions whose words are fetched together: a sampled word is nearly always a cache miss.
 constexpr std::size_t kBatch = 8;
-
-/// The finalizer of splitmix64 (S. Vigna, public domain).
-constexpr std::uint64_t mix(std::uint64_t x) {
-    x = (x ^ (x >> 30U)) * 0xBF58476D1CE4E5B9U;
-    x = (x ^ (x >> 27U)) * 0x94D049BB133111EBU;
-    return x ^ (x >> 31U);
-}
-
-/// An even-ish draw from [0, bound), by the high half of a product (D. Lemire).
-std::uint64_t draw(std::uint64_t random, std::uint64_t bound) {
-    __extension__ using Wide = unsigned __int128;
-    return static_cast<std::uint64_t>((static_cast<Wide>(random) * bound) >> 64U);
-}
 
 std::uint64_t load(const std::byte* from, std::size_t size) {
     std::uint64_t word = 0;
@@ -60,7 +48,7 @@ struct Places {
         const std::uint64_t window = std::min<std::uint64_t>(region.size(), kWindow);
         const std::byte* const at = region.data() + draw(random, region.size() - window + 1);
         for (DeviceCopy& piece : pieces) {
-            random = mix(random + 0x9E3779B97F4A7C15U);
+            random = next_draw(random);
             piece = {.to = fetched.data() + count++ * kWord,
                      .from = at + draw(random, window - kWord + 1),
                      .nbytes = kWord};

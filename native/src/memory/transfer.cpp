@@ -227,7 +227,8 @@ StreamContent::Filled StreamContent::fill(Range part, std::byte* out) const {
                                            : region.list(Direction::kGather, part, out, guarded));
     }
     zero_until(part.end);
-    return {.groups = std::move(copied), .error = copy_guarded(guarded)};
+    const int error = copy_guarded(guarded);
+    return {.groups = std::move(copied), .unstable = std::move(guarded), .error = error};
 }
 
 void StreamContent::copy(Direction direction, Range part, std::byte* stream) const {

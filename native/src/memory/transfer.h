@@ -112,6 +112,7 @@ class StreamContent {
     /// What `fill` has copied; or why it could not (an errno; EFAULT: memory is gone).
     struct Filled {
         std::vector<GroupBytes> groups;
+        std::vector<DeviceCopy> unstable;  ///< the copies from memory that is not stable
         int error = 0;
     };
 

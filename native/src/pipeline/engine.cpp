@@ -99,7 +99,7 @@ MaybeFault Engine::copy_to_host(const StreamContent& content, std::byte* out, in
 std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
                                          std::vector<std::string> sync_directories,
                                          std::uint64_t order, const std::shared_ptr<Window>& window,
-                                         Fences fences) {
+                                         Fences fences, std::shared_ptr<ExpectedBytes> expected) {
     std::vector<std::string> paths;
     paths.reserve(files.size());
     for (const SaveFile& file : files) {
@@ -108,16 +108,17 @@ std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
     }
     check_distinct(paths);
     return submit(std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_,
-                                            std::move(fences)));
+                                            std::move(fences), std::move(expected)));
 }
 
 std::shared_ptr<SaveHandle> Engine::save_unplaced(const std::vector<SaveFile>& files,
                                                   std::uint64_t order,
                                                   const std::shared_ptr<Window>& window,
-                                                  Fences fences) {
+                                                  Fences fences,
+                                                  std::shared_ptr<ExpectedBytes> expected) {
     for (const SaveFile& file : files) require_open(*file.content);
-    return submit(
-        std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_, std::move(fences)));
+    return submit(std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_,
+                                            std::move(fences), std::move(expected)));
 }
 
 std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) {

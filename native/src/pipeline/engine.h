@@ -95,17 +95,19 @@ class Engine {
     void grow(std::uint64_t nbytes);
 
     /// Throws std::invalid_argument for a path named twice or a device that is not open,
-    /// std::runtime_error after `shutdown`.
+    /// std::runtime_error after `shutdown`. Fails with kTorn if what is read is not as `expected`.
     std::shared_ptr<SaveHandle> save(const std::vector<SaveFile>& files,
                                      std::vector<std::string> sync_directories, std::uint64_t order,
-                                     const std::shared_ptr<Window>& window, Fences fences = {});
+                                     const std::shared_ptr<Window>& window, Fences fences = {},
+                                     std::shared_ptr<ExpectedBytes> expected = nullptr);
 
     /// The same, before it is known where the files go: their paths are only names, and nothing is
     /// written until SaveHandle::place. What callers must heed is in save_pipeline.h.
     std::shared_ptr<SaveHandle> save_unplaced(const std::vector<SaveFile>& files,
                                               std::uint64_t order,
                                               const std::shared_ptr<Window>& window,
-                                              Fences fences = {});
+                                              Fences fences = {},
+                                              std::shared_ptr<ExpectedBytes> expected = nullptr);
 
     /// Throws std::invalid_argument for a device that is not open, std::runtime_error after
     /// `shutdown`.

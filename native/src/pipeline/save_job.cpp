@@ -20,6 +20,11 @@ double seconds_between(Clock::time_point from, Clock::time_point to) {
     return std::chrono::duration<double>(std::max(to, from) - from).count();
 }
 
+std::shared_ptr<const ExpectedBytes> indexed(std::shared_ptr<ExpectedBytes> expected) {
+    if (expected) expected->index();
+    return expected;
+}
+
 void check_path(const std::string& path) {
     if (path.empty()) throw std::invalid_argument("path is empty");
     if (path.find('\0') != std::string::npos) {
@@ -78,10 +83,12 @@ SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
 
 SaveJob::SaveJob(const std::vector<SaveFile>& files,
                  std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
-                 std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences)
+                 std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences,
+                 std::shared_ptr<ExpectedBytes> expected)
     : order_(order),
       window_(std::move(window)),
       ops_(std::move(ops)),
+      expected_(indexed(std::move(expected))),
       fences_(std::move(fences)),
       submitted_(Clock::now()),
       placed_(sync_directories.has_value()),
@@ -151,6 +158,11 @@ MaybeFault SaveJob::fault() const {
     return fault_;
 }
 
+std::optional<ExpectedBytes::Difference> SaveJob::difference() const {
+    const std::scoped_lock lock(mutex_);
+    return difference_;
+}
+
 bool SaveJob::direct() const {
     return std::ranges::all_of(files_, [](const auto& file) { return file->output.direct(); });
 }
@@ -212,7 +224,10 @@ MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory, std::vector<Grou
         spec.content->list(Direction::kGather, part, memory, work);
         const SysResult watched = ops_->gather_ended();
         error = filled.error != 0 ? filled.error : watched.error;
-        if (error == 0) groups = std::move(filled.groups);
+        if (error == 0) {
+            if (auto torn = compare(unit, filled.unstable)) return torn;
+            groups = std::move(filled.groups);
+        }
     }
     if (error == 0) return std::nullopt;
     const std::scoped_lock lock(mutex_);  // `place` may give it another path
@@ -220,6 +235,20 @@ MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory, std::vector<Grou
                  .error = error,
                  .path = spec.path,
                  .offset = begin,
+                 .operation = "copy",
+                 .detail = {}};
+}
+
+/// Comes before what was read is counted: a group counts as read only if it was as expected.
+MaybeFault SaveJob::compare(const Unit& unit, std::span<const DeviceCopy> copies) {
+    if (!expected_) return std::nullopt;
+    const auto difference = expected_->differing(copies);
+    if (!difference) return std::nullopt;
+    const std::scoped_lock lock(mutex_);
+    if (!fault_) difference_ = difference;
+    return Fault{.kind = FaultKind::kTorn,
+                 .path = files_[unit.file]->spec.path,
+                 .offset = unit.segment * kSegmentBytes,
                  .operation = "copy",
                  .detail = {}};
 }
@@ -291,16 +320,22 @@ void SaveJob::queued(int device, const std::vector<GroupBytes>& groups,
     changed_.notify_all();
 }
 
-std::optional<ReadUnit> SaveJob::end_read(DeviceRead read, bool failed) {
+SaveJob::Gathered SaveJob::end_read(DeviceRead read, bool failed) {
+    MaybeFault torn;
+    if (!failed) {
+        for (const auto& [device, work] : read.work) {
+            if (!torn) torn = compare(read.read.unit, work.copies);
+        }
+    }
     Passed passed;
     const std::scoped_lock lock(mutex_);
     --reading_;
-    if (!failed) {
+    if (!failed && !torn) {
         for (const auto& [device, work] : read.work) count_read(work.groups, passed);
     }
     changed_.notify_all();
-    if (failed || fault_) return std::nullopt;
-    return hand_out(std::move(read.read));
+    if (failed || torn || fault_) return {.writable = {}, .unread = {}, .fault = std::move(torn)};
+    return {.writable = hand_out(std::move(read.read)), .unread = {}, .fault = {}};
 }
 
 std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "base/sizes.h"
 #include "device/device.h"
 #include "files/output_file.h"
+#include "memory/expected_bytes.h"
 #include "memory/host_cache.h"
 #include "memory/transfer.h"
 #include "pipeline/pin.h"
@@ -71,10 +73,11 @@ struct DeviceRead {
 class SaveJob {
   public:
     /// Without `sync_directories`, the job is unplaced: it is read, but its files' paths are only
-    /// names for faults, and what is read waits for `place`.
+    /// names for faults, and what is read waits for `place`. What is read must be as `expected`.
     SaveJob(const std::vector<SaveFile>& files,
             std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
-            std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences = {});
+            std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences = {},
+            std::shared_ptr<ExpectedBytes> expected = nullptr);
 
     // --- for the handle -------------------------------------------------------------------
 
@@ -95,6 +98,8 @@ class SaveJob {
     [[nodiscard]] bool all_read() const;
     [[nodiscard]] bool done() const;
     [[nodiscard]] MaybeFault fault() const;
+    /// What a torn job has found.
+    [[nodiscard]] std::optional<ExpectedBytes::Difference> difference() const;
     [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
     [[nodiscard]] std::uint64_t bytes_written() const { return bytes_written_; }
     [[nodiscard]] bool direct() const;
@@ -136,9 +141,9 @@ class SaveJob {
     /// Reports that a device will have read these when `event` comes (null: it will not).
     void queued(int device, const std::vector<GroupBytes>& groups,
                 const std::shared_ptr<DeviceEvent>& event);
-    /// Reports that devices have read their part, or `failed`. Returns what may be written now, as
-    /// `read` does.
-    std::optional<ReadUnit> end_read(DeviceRead read, bool failed);
+    /// Reports that devices have read their part, or `failed`. Returns what may be written now, or
+    /// a fault, as `read` does.
+    Gathered end_read(DeviceRead read, bool failed);
 
     MaybeFault open_file(std::size_t file) { return files_[file]->output.ensure_open(); }
 
@@ -201,6 +206,7 @@ class SaveJob {
     [[nodiscard]] bool is_last(const Unit& unit) const;
     MaybeFault gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
                       std::map<int, DeviceWork>& work);
+    MaybeFault compare(const Unit& unit, std::span<const DeviceCopy> copies);
     MaybeFault write_table(File& file, std::byte* memory);
     std::optional<ReadUnit> hand_out(ReadUnit read);                         // mutex_ held
     void count_read(const std::vector<GroupBytes>& groups, Passed& passed);  // mutex_ held
@@ -210,6 +216,7 @@ class SaveJob {
     const std::uint64_t order_;
     const std::shared_ptr<Window> window_;
     const std::shared_ptr<FileOps> ops_;
+    const std::shared_ptr<const ExpectedBytes> expected_;  // null: nothing
     JobFences fences_;
     std::vector<std::string> directories_;  // like all paths: once placed, never changed
     std::vector<std::unique_ptr<File>> files_;
@@ -232,6 +239,7 @@ class SaveJob {
     std::size_t unfinished_files_ = 0;
     std::size_t pins_ = 0;
     MaybeFault fault_;
+    std::optional<ExpectedBytes::Difference> difference_;
     bool ending_ = false;  // it has failed and its last pin went; a late one does not count
     bool done_ = false;
     Clock::time_point read_at_;

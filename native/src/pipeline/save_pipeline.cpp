@@ -232,7 +232,7 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
         if (failed) self->fail(of.job(), std::move(*outcome.fault));
         if (!outcome.finished) reading->read.read.memory.abandon();
         try {
-            self->write_later(of, of->end_read(std::move(reading->read), failed));
+            self->proceed(of, of->end_read(std::move(reading->read), failed));
         } catch (const std::exception&) {
             self->fail(of.job(), out_of_memory("copy"));
         }

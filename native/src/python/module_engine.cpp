@@ -108,7 +108,7 @@ void gather_into(const PyEngine& self, const Transfer& transfer, std::uint64_t a
 std::unique_ptr<PySaveJob> save(const PyEngine& self, const std::vector<SaveFile>& files,
                                 const py::sequence& sync_directories, std::int64_t order,
                                 const PyWindow& window, py::object keepalive,
-                                const PyFences& fences) {
+                                const PyFences& fences, std::shared_ptr<ExpectedBytes> expected) {
     const auto engine = usable(self);
     auto events = to_fences(fences);
     auto directories = to_paths(sync_directories);
@@ -116,21 +116,23 @@ std::unique_ptr<PySaveJob> save(const PyEngine& self, const std::vector<SaveFile
     const auto opens = required(window.window, "window");
     auto handle = [&] {
         const GilRelease release;  // a job of many regions takes a while to make
-        return engine->save(files, std::move(directories), number, opens, std::move(events));
+        return engine->save(files, std::move(directories), number, opens, std::move(events),
+                            std::move(expected));
     }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
 
 std::unique_ptr<PySaveJob> save_unplaced(const PyEngine& self, const std::vector<SaveFile>& files,
                                          std::int64_t order, const PyWindow& window,
-                                         py::object keepalive, const PyFences& fences) {
+                                         py::object keepalive, const PyFences& fences,
+                                         std::shared_ptr<ExpectedBytes> expected) {
     const auto engine = usable(self);
     auto events = to_fences(fences);
     const auto number = to_size(order, "order");
     const auto opens = required(window.window, "window");
     auto handle = [&] {
         const GilRelease release;
-        return engine->save_unplaced(files, number, opens, std::move(events));
+        return engine->save_unplaced(files, number, opens, std::move(events), std::move(expected));
     }();
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
@@ -233,9 +235,10 @@ void bind_engine(const py::module_& module) {
         .def("slab", &make_slab, py::arg("nbytes"), py::arg("order"), py::arg("timeout"))
         .def("gather", &gather_into, py::arg("content"), py::arg("address"), py::arg("nbytes"))
         .def("save", &save, py::arg("files"), py::arg("sync_directories"), py::arg("order"),
-             py::arg("window"), py::arg("keepalive"), py::arg("fences") = PyFences())
+             py::arg("window"), py::arg("keepalive"), py::arg("fences") = PyFences(),
+             py::arg("expected") = nullptr)
         .def("save_unplaced", &save_unplaced, py::arg("files"), py::arg("order"), py::arg("window"),
-             py::arg("keepalive"), py::arg("fences") = PyFences())
+             py::arg("keepalive"), py::arg("fences") = PyFences(), py::arg("expected") = nullptr)
         .def("restore", &restore, py::arg("plan"), py::arg("keepalive"),
              py::arg("fences") = PyFences())
         .def("open_device", &open_device, py::arg("device"))

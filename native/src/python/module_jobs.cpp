@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "base/fault.h"
@@ -179,6 +180,14 @@ void bind_save(const py::module_& module) {
              })
         .def_property_readonly("fault",
                                [](const PySaveJob& self) { return (*handle_of(self))->fault(); })
+        .def_property_readonly(
+            "difference",
+            [](const PySaveJob& self)
+                -> std::optional<std::tuple<std::size_t, std::uint64_t, std::uint64_t>> {
+                const auto found = (*handle_of(self))->difference();
+                if (!found) return std::nullopt;
+                return std::tuple(found->tensor, found->begin, found->end);
+            })
         .def_property_readonly("done",
                                [](const PySaveJob& self) { return (*handle_of(self))->done(); })
         .def_property_readonly(

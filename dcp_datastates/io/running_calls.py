@@ -1,0 +1,129 @@
+"""Torch operations that other Python threads are running: whether they have ended.
+
+An operation that writes in place increments its tensor's version counter *after* it has written. So a counter that has
+not moved says nothing about an operation that is still running. This module tells when those have ended that were
+running at some moment.
+
+A thread is in an operation if its innermost frame waits for a call into C, or if a frame further out waits for an
+operation that torch carries out in Python (``__torch_dispatch__``: tensor subclasses). The call has ended once the
+frame has gone on to another instruction, or has returned. Frames are compared by identity and instruction only: a
+thread that repeats one instruction in a loop seems to stand still, so this may wait too long, but never too little.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Final
+
+__all__ = ["Places", "RunningCalls", "places"]
+
+Places = dict[int, tuple[tuple[int, int], ...]]
+"""For each thread (``threading.get_ident()``), the frames that may wait for an operation, and their instructions."""
+
+_STANDARD_LIBRARY: Final = str(Path(os.__file__).parent)
+_PACKAGE: Final = str(Path(__file__).parent.parent)
+_CALLS_ANYTHING: Final = frozenset({"run", "_run"})
+"""Functions of the standard library that call what they were given: of threads, executors and event loops."""
+
+_DTENSOR_DISPATCH: Final = os.path.join("torch", "distributed", "tensor", "_dispatch.py")
+"""Torch calls DTensor's dispatch directly, not by ``__torch_dispatch__``."""
+
+_ASLEEP_SECONDS: Final = 0.1
+"""A thread that sleeps at every look for so long waits for something else than the threads of an operation."""
+
+
+class RunningCalls:
+    """The calls that other threads may be running when this is constructed."""
+
+    def __init__(self, idle: Places | None = None) -> None:
+        """``idle``: :func:`places` at an earlier moment. A thread that sleeps where it was then is not waited for."""
+        idle = {} if idle is None else idle
+        self._running = {
+            thread: place
+            for thread, place in places().items()
+            if place != idle.get(thread) or not _is_asleep(thread)
+        }
+        self._awake_at = time.monotonic()
+
+    def ended(self) -> bool:
+        """Whether all of them have ended."""
+        if not self._running:
+            return True
+        frames = sys._current_frames()
+        self._running = {
+            thread: still
+            for thread, place in self._running.items()
+            if (still := _still_at(place, frames.get(thread)))
+        }
+        del frames  # they keep their variables alive
+        if not all(map(_is_asleep, self._running)):
+            self._awake_at = time.monotonic()
+        elif time.monotonic() > self._awake_at + _ASLEEP_SECONDS:
+            self._running = {}
+        return not self._running
+
+
+def places() -> Places:
+    """Where all other threads may be in an operation."""
+    me = threading.get_ident()
+    return {
+        thread: place
+        for thread, frame in sys._current_frames().items()
+        if thread != me and (place := _place(frame))
+    }
+
+
+def _place(innermost: FrameType) -> tuple[tuple[int, int], ...]:
+    place = []
+    if not _never_operates(innermost.f_code):
+        place.append((id(innermost), innermost.f_lasti))
+    inner, outer = innermost, innermost.f_back
+    while outer is not None:
+        if _is_dispatch(inner.f_code):
+            place.append((id(outer), outer.f_lasti))
+        inner, outer = outer, outer.f_back
+    return tuple(place)
+
+
+def _still_at(
+    place: tuple[tuple[int, int], ...], frame: FrameType | None
+) -> tuple[tuple[int, int], ...]:
+    """The part of ``place`` where the thread still is."""
+    now = set()
+    while frame is not None:
+        now.add((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return tuple(each for each in place if each in now)
+
+
+def _never_operates(code: CodeType) -> bool:
+    """Whether this function calls no operation of torch: it waits for a lock or a file, say."""
+    file = code.co_filename
+    if file.startswith(_STANDARD_LIBRARY):
+        return "-packages" not in file and code.co_name not in _CALLS_ANYTHING
+    return file.startswith((_PACKAGE, "<frozen "))
+
+
+def _is_dispatch(code: CodeType) -> bool:
+    return code.co_name.endswith("__torch_dispatch__") or code.co_filename.endswith(
+        _DTENSOR_DISPATCH
+    )
+
+
+def _is_asleep(thread: int) -> bool:
+    """Whether the system says that a thread waits, and neither runs nor could run."""
+    # Not threading.enumerate(): that takes a lock, which a frame that a signal handler interrupts may hold.
+    known = getattr(threading, "_active", {}).get(thread)
+    number = None if known is None else known.native_id
+    if number is None:
+        return False
+    try:
+        status = Path(f"/proc/self/task/{number}/stat").read_bytes()
+    except OSError:
+        return False
+    return status.rpartition(b")")[2].split(None, 1)[0] == b"S"
