@@ -16,6 +16,7 @@ from dcp_datastates.process.memory_limit import default_host_cache_bytes
 __all__ = [
     "Commit",
     "Defer",
+    "EngineConfig",
     "ReadWindow",
     "WhenBehind",
     "WriterConfig",
@@ -43,6 +44,12 @@ MAX_COMMIT_TIMEOUT = 86400.0
 
 MAX_IN_FLIGHT = 32
 """Most saves that may be in flight at once."""
+
+MAX_THREADS = 256
+"""Most threads of one kind."""
+
+MIN_COPY_RATE = 64 << 20
+"""Smallest ``copy_rate``, in bytes per second: below it, the end of the process would wait for single copies."""
 
 _UNITS = {
     "": 1,
@@ -138,6 +145,31 @@ def _count(name: str, value: Any, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
         raise ConfigurationError(f"{name}={value!r} must be an int between 1 and {most}")
     return value
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Checked options of the process's engine; :func:`~dcp_datastates.configure_engine` documents them."""
+
+    copy_threads: int = 2
+    flush_threads: int = 4
+    restore_threads: int = 4
+    copy_rate: int = 0
+    """0: no limit."""
+
+    @staticmethod
+    def checked(*, copy_rate: int | str | None, **threads: Any) -> EngineConfig:
+        """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
+        counts = {name: _count(name, value, MAX_THREADS) for name, value in threads.items()}
+        if copy_rate is None:
+            return EngineConfig(**counts)
+        rate = parse_size(copy_rate, name="copy_rate")
+        if rate < MIN_COPY_RATE:
+            raise ConfigurationError(
+                f"copy_rate={copy_rate!r} is below the minimum of {MIN_COPY_RATE >> 20}MiB per second; give at least "
+                f"that, or None for no limit"
+            )
+        return EngineConfig(**counts, copy_rate=rate)
 
 
 @dataclass(frozen=True)

@@ -7,19 +7,21 @@ interpreter exit. A forked child starts without an engine, and constructs one at
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import itertools
 import logging
 from collections.abc import Hashable
 from typing import Final
 
 from dcp_datastates._native import CacheStats, Engine, SaveJob
+from dcp_datastates.config import EngineConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
 
-__all__ = ["engine", "moved", "next_order", "stats"]
+__all__ = ["configure_engine", "engine", "moved", "next_order", "stats"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,44 @@ DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
 
 _lock = ProcessLock()  # guards _engine
 _engine: Engine | None = None
+_config = EngineConfig()
 _orders = itertools.count(1)
+
+
+def configure_engine(
+    *,
+    copy_threads: int = 2,
+    flush_threads: int = 4,
+    restore_threads: int = 4,
+    copy_rate: int | str | None = None,
+) -> None:
+    """Set the options of this process's native engine. Call it before the first writer, reader, save or load.
+
+    Args:
+        copy_threads: Threads that copy tensors on the host into the cache, and tell devices to copy theirs.
+        flush_threads: Threads that compute checksums and write files.
+        restore_threads: Threads that read files, verify checksums, and copy into tensors.
+        copy_rate: Bytes per second, or a string such as ``"8GB"``: deferred tensors are copied from each device no
+            faster, so that training's own copies find more room. At least 64 MiB. The next step waits for longer then.
+            None: no limit.
+
+    Raises:
+        ConfigurationError: an option has a value that cannot work, or the engine exists already, with others.
+    """
+    global _config
+    chosen = EngineConfig.checked(
+        copy_threads=copy_threads,
+        flush_threads=flush_threads,
+        restore_threads=restore_threads,
+        copy_rate=copy_rate,
+    )
+    with _lock:
+        if _engine is not None and chosen != _config:
+            raise ConfigurationError(
+                "configure_engine() comes too late: this process's engine has its threads already; call it before the "
+                "first writer, reader, save or load"
+            )
+        _config = chosen
 
 
 def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
@@ -54,6 +93,7 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
             if _engine is None:
                 _engine = Engine(
                     host_cache_bytes,
+                    **dataclasses.asdict(_config),
                     failpoints=failpoints.current(),
                     trace_path=operations.trace_path(),
                 )
