@@ -177,6 +177,8 @@ class WriterConfig:
     """Checked options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them."""
 
     host_cache_bytes: int
+    cache_grows: bool = False
+    """Whether the cache grows to the size of a state on devices: with ``host_cache_size="auto"``."""
     read_window: ReadWindow = "backward"
     read_deadline: float = 1.0
     defer: Defer = "owned"
@@ -191,7 +193,9 @@ class WriterConfig:
     def checked(host_cache_size: int | str, **options: Any) -> WriterConfig:
         """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
         checked = {name: _CHECKS[name](name, value) for name, value in options.items()}
-        return WriterConfig(parse_host_cache_size(host_cache_size), **checked)
+        return WriterConfig(
+            parse_host_cache_size(host_cache_size), host_cache_size == "auto", **checked
+        )
 
 
 _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {

@@ -13,7 +13,13 @@ import logging
 from collections.abc import Hashable
 from typing import Final
 
-from dcp_datastates._native import CacheStats, Engine, SaveJob
+from dcp_datastates._native import (
+    MIN_HOST_CACHE_BYTES,
+    SEGMENT_BYTES,
+    CacheStats,
+    Engine,
+    SaveJob,
+)
 from dcp_datastates.config import EngineConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end
@@ -21,16 +27,20 @@ from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
 
-__all__ = ["configure_engine", "engine", "moved", "next_order", "stats"]
+__all__ = ["configure_engine", "engine", "fit_cache", "moved", "next_order", "stats"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
 """Host cache of a process that only restores: restores may use only a few segments."""
 
+_SPARE_BYTES: Final = MIN_HOST_CACHE_BYTES
+"""What a cache has beside a state that fits it: for the loads' share, and for copies at the call."""
+
 _lock = ProcessLock()  # guards _engine
 _engine: Engine | None = None
 _config = EngineConfig()
+_too_small = False  # the log says so
 _orders = itertools.count(1)
 
 
@@ -106,6 +116,32 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
                 f"({error}); a checkpoint may be larger than the cache, so ask for less"
             ) from error
         return _engine
+
+
+def fit_cache(nbytes: int, most: int) -> None:
+    """Grow the cache, up to ``most`` bytes, for a state of which this rank writes ``nbytes`` from devices. Says once if
+    the state is larger than the cache all the same.
+
+    It grows with the first plan, not with the engine: only then is it known how much of the state this rank writes.
+    """
+    global _too_small
+    native = engine(MIN_HOST_CACHE_BYTES)  # that which there is
+    wanted = -(-nbytes // SEGMENT_BYTES) * SEGMENT_BYTES + _SPARE_BYTES
+    fault = ""
+    if native.host_cache_bytes < min(wanted, most):
+        try:
+            native = engine(min(wanted, most))
+        except ConfigurationError as error:  # as before, saves go through a smaller cache
+            fault = f" ({error})"
+    if nbytes > native.host_cache_bytes and not _too_small:
+        _too_small = True
+        logger.info(
+            "this rank writes %d MiB, more than its host cache of %d MiB holds%s: reads from the device wait for "
+            "storage, and the next step for the reads; give host_cache_size=... if there is memory to spare",
+            nbytes >> 20,
+            native.host_cache_bytes >> 20,
+            fault,
+        )
 
 
 def stats() -> CacheStats | None:

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 
+from dcp_datastates._native import MIN_HOST_CACHE_BYTES
 from dcp_datastates.io import devices, engine
 from dcp_datastates.io.tensor_memory import local_tensor
 from support.fake_kernels import DevicePool, Graph, Kernels, at_address
@@ -117,7 +118,7 @@ class FakeCuda:
         return made
 
     def mark(self, devices_: Iterable[int]) -> list[Any]:
-        native = engine.engine()
+        native = engine.engine(MIN_HOST_CACHE_BYTES)
         moment = []
         for device in {device for device, _ in self._adopted.values()} | set(devices_):
             with contextlib.suppress(RuntimeError):  # without a driver
