@@ -48,6 +48,7 @@ from dcp_datastates.errors import (
     UnsupportedStateError,
     UnsupportedTensorError,
 )
+from dcp_datastates.io.engine import configure_engine
 from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveStats
@@ -92,6 +93,7 @@ __all__ = [
     "UnsupportedStateError",
     "UnsupportedTensorError",
     "async_save",
+    "configure_engine",
     "convert",
     "delete",
     "diff",

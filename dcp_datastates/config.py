@@ -16,6 +16,7 @@ from dcp_datastates.process.memory_limit import default_host_cache_bytes
 __all__ = [
     "Commit",
     "Defer",
+    "EngineConfig",
     "ReadWindow",
     "WhenBehind",
     "WriterConfig",
@@ -43,6 +44,12 @@ MAX_COMMIT_TIMEOUT = 86400.0
 
 MAX_IN_FLIGHT = 32
 """Most saves that may be in flight at once."""
+
+MAX_THREADS = 256
+"""Most threads of one kind."""
+
+MIN_COPY_RATE = 64 << 20
+"""Smallest ``copy_rate``, in bytes per second: below it, the end of the process would wait for single copies."""
 
 _UNITS = {
     "": 1,
@@ -141,10 +148,37 @@ def _count(name: str, value: Any, most: int) -> int:
 
 
 @dataclass(frozen=True)
+class EngineConfig:
+    """Checked options of the process's engine; :func:`~dcp_datastates.configure_engine` documents them."""
+
+    copy_threads: int = 2
+    flush_threads: int = 4
+    restore_threads: int = 4
+    copy_rate: int = 0
+    """0: no limit."""
+
+    @staticmethod
+    def checked(*, copy_rate: int | str | None, **threads: Any) -> EngineConfig:
+        """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
+        counts = {name: _count(name, value, MAX_THREADS) for name, value in threads.items()}
+        if copy_rate is None:
+            return EngineConfig(**counts)
+        rate = parse_size(copy_rate, name="copy_rate")
+        if rate < MIN_COPY_RATE:
+            raise ConfigurationError(
+                f"copy_rate={copy_rate!r} is below the minimum of {MIN_COPY_RATE >> 20}MiB per second; give at least "
+                f"that, or None for no limit"
+            )
+        return EngineConfig(**counts, copy_rate=rate)
+
+
+@dataclass(frozen=True)
 class WriterConfig:
     """Checked options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them."""
 
     host_cache_bytes: int
+    cache_grows: bool = False
+    """Whether the cache grows to the size of a state on devices: with ``host_cache_size="auto"``."""
     read_window: ReadWindow = "backward"
     read_deadline: float = 1.0
     defer: Defer = "owned"
@@ -160,7 +194,9 @@ class WriterConfig:
     def checked(host_cache_size: int | str, **options: Any) -> WriterConfig:
         """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
         checked = {name: _CHECKS[name](name, value) for name, value in options.items()}
-        return WriterConfig(parse_host_cache_size(host_cache_size), **checked)
+        return WriterConfig(
+            parse_host_cache_size(host_cache_size), host_cache_size == "auto", **checked
+        )
 
 
 _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {

@@ -1,7 +1,9 @@
 """Deletes one checkpoint, in an order such that a crash cannot leave a checkpoint that loads wrongly.
 
-First ``.metadata`` is removed and its directory synced, so the rest is not a checkpoint any more; then the data files,
-by this package's names; then the directories, unless they contain foreign files.
+A deletion claims an attempt, as a save does (docs/commit.md, "Deleting"). It withdraws all older attempts, checks that
+``.metadata`` is still the file that is to be deleted, and moves it into its own slot: with one rename, which fails if a
+newer save has begun to publish. From then on the rest is not a checkpoint any more. Then the data files go, by this
+package's names; then the directories, unless they contain foreign files.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dcp_datastates.checkpoints.listing import Found, open_found
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage import attempts, local, lock, operations
+from dcp_datastates.storage import attempts, claims, local, lock, operations
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["NotDeleted", "delete", "delete_committed", "delete_rest"]
@@ -74,50 +76,92 @@ def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
     path = victim.path
     if victim.committed is None and not victim.is_damaged:
         raise NotDeleted(path, str(victim.problem))
-    committed = None if victim.committed is None else victim.attempt
     with _locked(path):
         seen = local.signature(path)
         now = open_found(path)
         if now is None or now.attempt != victim.attempt:
             raise NotDeleted(path, "it was deleted or replaced meanwhile")
-        if pinned := pins(path):
-            raise NotDeleted(
-                path, f"it is pinned ({', '.join(pinned)}); dcp_datastates.unpin first"
-            )
-        claimed = attempts.present(path)
-        for attempt in claimed:
-            held = lock.in_flight(path / attempt.name)
-            if held or (held is None and (committed is None or attempt > committed)):
-                raise _in_flight(path, attempt, held)
+        _check_unused(victim)
         if dry_run:
             return
-        _withdraw(path, claimed)
-        if local.signature(path) != seen:
-            raise NotDeleted(path, "it was replaced a moment ago")
-        if victim.attempt is not None:
-            attempts.mark_deleted(path, victim.attempt, _PHASE)
-        # Without locks, another process may be deleting it at the same time.
-        with contextlib.suppress(FileNotFoundError):
-            operations.unlink(path / local.METADATA_NAME, _PHASE)
-        with contextlib.suppress(FileNotFoundError):
-            operations.sync_directory(path, _PHASE)
+        claimed = _unpublish(victim, seen)
         if not _remove(path, claimed) and path.exists():
             names = ", ".join(map(repr, sorted(os.listdir(path))[:3]))
             logger.warning("%s is deleted, but not its directory: it holds %s", path, names)
 
 
+def _check_unused(victim: Found) -> list[Attempt]:
+    """Raise :class:`NotDeleted` if the checkpoint is pinned, or a save is in flight; returns the attempts there."""
+    path = victim.path
+    if pinned := pins(path):
+        raise NotDeleted(path, f"it is pinned ({', '.join(pinned)}); dcp_datastates.unpin first")
+    claimed = attempts.present(path)
+    for attempt in claimed:
+        if attempts.is_rest(path, attempt):
+            continue
+        held = lock.in_flight(path / attempt.name)
+        if held or (held is None and (victim.committed is None or attempt > victim.attempt)):
+            raise _in_flight(path, attempt, held)
+    return claimed
+
+
+def _unpublish(victim: Found, seen: local.Signature | None) -> list[Attempt]:
+    """Remove ``.metadata``, if it is still the file ``seen``; returns the attempts that may be removed then."""
+    path = victim.path
+    try:
+        deletion = claims.claim_deletion(path)
+    except StorageError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        return _unlink(victim, seen)
+    try:
+        # Pins and saves that come after the claim see it, and withdraw it.
+        claimed = _check_unused(victim)
+        _withdraw(path, [attempt for attempt in claimed if attempt != deletion.attempt])
+        _check_still_there(victim, seen)
+        attempts.mark_deleted(path, victim.attempt, _PHASE)
+        if not attempts.unpublish(path, deletion.attempt):
+            raise NotDeleted(path, "it was replaced, pinned or deleted a moment ago")
+    except BaseException:
+        attempts.remove_attempt(path, deletion.attempt, _PHASE)
+        raise
+    finally:
+        deletion.hold.release()
+    return claimed
+
+
+def _unlink(victim: Found, seen: local.Signature | None) -> list[Attempt]:
+    """As :func:`_unpublish`, on a full file system, where no directory can be made: no save can begin there, either."""
+    path = victim.path
+    claimed = _check_unused(victim)
+    _withdraw(path, claimed)
+    _check_still_there(victim, seen)
+    # Without locks, another process may be deleting it at the same time.
+    with contextlib.suppress(FileNotFoundError):
+        operations.unlink(path / local.METADATA_NAME, _PHASE)
+    with contextlib.suppress(FileNotFoundError):
+        operations.sync_directory(path, _PHASE)
+    return claimed
+
+
+def _check_still_there(victim: Found, seen: local.Signature | None) -> None:
+    if local.signature(victim.path) != seen:
+        raise NotDeleted(victim.path, "it was replaced a moment ago")
+
+
 def delete_rest(path: Path, *, dry_run: bool = False) -> bool:
     """Delete the attempts at a path without a committed checkpoint; returns whether the directory is gone, too.
 
-    Works only if the file system has locks: without them, a slow save looks like an abandoned one. Raises as
-    :func:`delete_committed`.
+    Without locks, a slow save looks like an abandoned one: then only the rest of an interrupted deletion is deleted.
+    Raises as :func:`delete_committed`.
     """
     with _locked(path):
         if os.path.lexists(path / local.METADATA_NAME):
             raise NotDeleted(path, "it was committed a moment ago")
         claimed = attempts.present(path)
         for attempt in claimed:
-            if (held := lock.in_flight(path / attempt.name)) is not False:
+            held = lock.in_flight(path / attempt.name)
+            if held or (held is None and not attempts.is_rest(path, attempt)):
                 raise _in_flight(path, attempt, held)
         if dry_run:
             return True
@@ -149,6 +193,7 @@ def _remove(path: Path, claimed: list[Attempt]) -> bool:
     """Remove the attempts, and the directory if it is then empty; returns whether the directory is gone."""
     for attempt in claimed:
         attempts.remove_attempt(path, attempt, _PHASE)
+    attempts.remove_unborn(path)  # one that is only slow begins again
     try:
         operations.remove_directory(path, _PHASE)
     except OSError as error:

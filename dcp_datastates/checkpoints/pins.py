@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.listing import is_committed
-from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError, StorageError
+from dcp_datastates.errors import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    DataStatesError,
+    StorageError,
+)
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage import local, lock, operations
+from dcp_datastates.storage import attempts, local, lock, operations
 
 __all__ = ["pin", "pins", "unpin"]
 
@@ -36,15 +42,21 @@ def pin(path: str | os.PathLike[str], name: str = "keep") -> None:
     if not is_committed(directory):
         open_committed(directory)  # raises, and says what is there instead
     try:
-        with lock.exclusive(
-            directory, _LOCK_SECONDS
-        ):  # delete() looks for pins under the same lock
-            if not is_committed(directory):
-                raise CheckpointNotFoundError(f"{str(directory)!r} was deleted a moment ago")
+        # delete() looks for pins under the same lock, and without locks after its claim.
+        with lock.exclusive(directory, _LOCK_SECONDS):
             file.touch()
             operations.sync_directory(directory, _PHASE)
-    except StorageError:
+            for attempt in attempts.present(directory):
+                if attempts.is_deletion(directory, attempt):
+                    attempts.withdraw(directory, attempt)
+            if not is_committed(directory):
+                with contextlib.suppress(OSError):
+                    file.unlink(missing_ok=True)
+                raise CheckpointNotFoundError(f"{str(directory)!r} was deleted a moment ago")
+    except DataStatesError:
         raise
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"{str(directory)!r} was deleted a moment ago") from error
     except OSError as error:
         raise StorageError(
             error.errno, f"pinning the checkpoint failed: {error.strerror}", str(directory)

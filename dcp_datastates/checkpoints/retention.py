@@ -136,6 +136,8 @@ def _is_older(attempt: Attempt, path: Path, good: list[Found]) -> bool:
     job, which did not see the attempt, may have had another clock.
     """
     for newer in good:
+        if attempt >= newer.attempt:  # it was replaced while the checkpoints were listed
+            return False
         after = None if newer.committed is None else newer.committed.note.after
         same = attempt.incarnation == newer.attempt.incarnation
         if not same and (after is None or after < attempt):
@@ -164,7 +166,10 @@ def _finish_deleting(path: Path, good: list[Found], dry_run: bool) -> bool:
     if path.is_symlink() or os.path.lexists(path / local.METADATA_NAME):
         return False
     claimed = attempts.present(path)
-    if not claimed or claimed[-1] >= good[-1].attempt or not _is_older(claimed[-1], path, good):
+    if not claimed:
+        return False
+    saves = [attempt for attempt in claimed if not attempts.is_rest(path, attempt)]
+    if saves and (saves[-1] >= good[-1].attempt or not _is_older(saves[-1], path, good)):
         return False
     try:
         return delete_rest(path, dry_run=dry_run)

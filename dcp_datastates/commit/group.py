@@ -43,7 +43,7 @@ class Companion(Protocol):
     """What there is one of for a group, besides the group itself."""
 
     def close(self) -> None:
-        """End it when what was submitted is over. Does not wait."""
+        """End it when what was submitted is over, and return when its threads have ended, or after some seconds."""
 
 
 C = TypeVar("C", bound=Companion)
@@ -142,22 +142,18 @@ class CommitGroup:
             resolve(error)
 
     def close(self) -> None:
-        """Finish the submitted rounds and end the threads. Idempotent.
+        """Finish the submitted rounds and end the threads, the companion's first. Idempotent.
 
         A round that storage delays for long is abandoned: the process has already waited for its save.
         """
-        self._worker.close(_CLOSE_SECONDS)
-        if self.detector is not None:
-            self.detector.close()
-        self._voter.close()
-
-    def retire(self) -> None:
-        """The store is no more, and a new group takes over: :meth:`close`, with the companion."""
         with self._companion_lock:
             companion, self._companion = self._companion, None
         if companion is not None:
             companion.close()
-        self.close()
+        self._worker.close(_CLOSE_SECONDS)
+        if self.detector is not None:
+            self.detector.close()
+        self._voter.close()
 
     def _cause(self, error: BaseException) -> BaseException:
         if self.detector is None:

@@ -7,7 +7,7 @@ import ctypes
 import threading
 
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.rank_set import ALONE, RankSet, is_current
+from dcp_datastates.commit.rank_set import ALONE, RankSet, end_requests, is_current
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["commit_group"]
@@ -34,7 +34,7 @@ def commit_group(rank_set: RankSet) -> CommitGroup:
             found = _groups[key] = CommitGroup(rank_set)
     # In a separate thread: an operation in progress may take long to fail.
     for group in closing:
-        threading.Thread(target=group.retire, name="dcp_datastates-close", daemon=True).start()
+        threading.Thread(target=group.close, name="dcp_datastates-close", daemon=True).start()
     return found
 
 
@@ -44,6 +44,7 @@ def _close_all() -> None:
         _groups.clear()
     for group in groups:
         group.close()
+    end_requests()
 
 
 @after_fork

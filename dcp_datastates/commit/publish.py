@@ -13,7 +13,7 @@ Only then do the ranks remove older attempts, each rank its own files (12). Step
 could still be published: a later claim sees this attempt, and takes a newer number (``storage/claims.py``). So after
 step 10, ``.metadata`` never names an older attempt again, and the attempts that were there when the ranks voted may be
 removed. The attempt that ``.metadata`` names is always complete, whichever process is late, and with or without locks.
-The coordinator takes the path's lock only so that a job that deletes there waits.
+The coordinator takes the path's lock, if it is free, only so that a process that deletes there waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import attempts, local, operations
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.failpoints import hit
-from dcp_datastates.storage.lock import asking, exclusive
+from dcp_datastates.storage.lock import asking, if_free
 
 __all__ = [
     "check_overwrite",
@@ -87,7 +87,7 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
     published = False
     hit("publish.lock.before")
     try:
-        with exclusive(directory, round_.timeout, waiting):
+        with if_free(directory, waiting):
             hit("publish.lock.after")
             check_overwrite(directory, round_.overwrite)
             warn_if_replaced(directory)

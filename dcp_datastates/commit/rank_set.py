@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -21,9 +22,17 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.forks import ProcessLock, after_fork
 
-__all__ = ["ALONE", "Connection", "RankSet", "is_current", "of_store", "rank_set_of"]
+__all__ = [
+    "ALONE",
+    "Connection",
+    "RankSet",
+    "end_requests",
+    "is_current",
+    "of_store",
+    "rank_set_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +46,9 @@ _ANSWER_SECONDS: Final = 10.0
 """How long a request may take, connecting included. If the network is cut, torch's client waits for the answer without
 a limit.
 """
+
+_END_SECONDS: Final = 6.0
+"""How long the end of the process waits for requests: longer than a connection that cannot be made takes to fail."""
 
 _Asked = tuple[Callable[[Any], Any], "Future[Any]"]
 
@@ -83,9 +95,11 @@ class _Client:
 
     def _start(self) -> queue.SimpleQueue[_Asked | None]:
         line: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
-        threading.Thread(
+        thread = threading.Thread(
             target=_serve, args=(line, self._connect), name="dcp_datastates-store", daemon=True
-        ).start()
+        )
+        thread.start()
+        _lines[thread] = line
         self._end = weakref.finalize(self, line.put, None)
         self._end.atexit = False
         return line
@@ -99,6 +113,29 @@ class _Client:
 
 class _Overdue(RuntimeError):
     """The store did not answer in time."""
+
+
+_lines: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[_Asked | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The lines of the threads that make requests."""
+
+
+def end_requests() -> None:
+    """At the end of the process: end the threads that make requests, and wait for them, within a bound. Python before
+    3.14 aborts if it ends when a request returns.
+    """
+    lines = list(_lines.items())
+    for _, line in lines:
+        line.put(None)
+    deadline = time.monotonic() + _END_SECONDS
+    for thread, _ in lines:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _lines.clear()
 
 
 def _serve(line: queue.SimpleQueue[_Asked | None], connect: Callable[[], Any]) -> None:

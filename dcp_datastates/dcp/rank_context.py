@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -56,6 +57,12 @@ T = TypeVar("T")
 _REFUSING_SECONDS: Final = 300.0
 """How long a rank whose call failed waits for the other ranks, to tell them."""
 
+_LAST_SECONDS: Final = 3.0
+"""How long the end of the process lets a rank wait for others in vain. Saves in flight have been waited for before."""
+
+_CLOSE_SECONDS: Final = 10.0
+"""How long :meth:`RankContext.close` waits for the planning thread."""
+
 
 class DifferentSavesError(SaveFailedError):
     """The ranks met with calls for different paths: one of them left a call out."""
@@ -81,6 +88,7 @@ class RankContext:
         self._collectives: Collectives | None = None
         if group.detector is not None:
             self._collectives = Collectives(group.rank_set, group.detector, finish_saves)
+        self._closed_at: float | None = None
         self._entries = 0  # number of the latest meeting
         self._stray: set[str] = set()  # other ranks' paths in a meeting with different calls
 
@@ -137,10 +145,18 @@ class RankContext:
         return ended.result()
 
     def close(self) -> None:
-        """End the thread once all submitted work is done. Idempotent; does not wait."""
+        """End the thread when all submitted work is done, and wait for it, within a bound: Python before 3.14 aborts if
+        it ends while a thread is in torch's code. Idempotent.
+        """
+        self._closed_at = time.monotonic()
         if self._collectives is not None:
             self._worker.post(self._collectives.close)
-        self._worker.finish()
+        self._worker.close(_CLOSE_SECONDS)
+
+    def check_open(self) -> None:
+        """Raise :class:`SaveAbandonedError` if the process is ending, and has waited long enough."""
+        if self._closed_at is not None and time.monotonic() - self._closed_at > _LAST_SECONDS:
+            raise SaveAbandonedError("the process is ending")
 
     # ---- the planning thread -----------------------------------------------------------------
 
@@ -241,6 +257,7 @@ class _Presence:
     def __init__(
         self, context: RankContext, what: str, timeout: float, save: SaveOperation | None = None
     ) -> None:
+        self._context = context
         self._group = context.group
         self._timeout = timeout
         self._save = save
@@ -253,6 +270,7 @@ class _Presence:
 
     def look(self) -> None:
         """Called repeatedly while waiting. Raises :class:`RankLostError` after ``timeout`` seconds."""
+        self._context.check_open()
         waited = self._log.seconds
         if waited < 1:
             return

@@ -78,8 +78,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             once per save. None if every save passes ``checkpoint_id``.
         host_cache_size: Host memory for staging, bytes or a string such as ``"4GiB"``; at least 32 MiB. ``"auto"`` is 4
             GiB, or less if the ranks of a machine together would take more than a quarter of the memory that they may
-            use (physical, or a cgroup's limit). Memory is allocated on first use. All writers of the process share the
-            cache; the largest size requested counts. A checkpoint may be larger: then its reads wait for storage.
+            use (physical, or a cgroup's limit). For a state on CUDA devices, it grows to what this rank writes, within
+            that quarter. Memory is allocated on first use. All writers of the process share the cache; the largest size
+            requested counts. A checkpoint may be larger: then its reads wait for storage.
         read_window: When deferred reads start: ``"backward"``, with the next backward pass;
             ``"immediate"``, at the call.
         read_deadline: Seconds after the call at which deferred reads start in any case (0 to 3600).

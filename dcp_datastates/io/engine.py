@@ -7,28 +7,77 @@ interpreter exit. A forked child starts without an engine, and constructs one at
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import itertools
 import logging
 from collections.abc import Hashable
 from typing import Final
 
-from dcp_datastates._native import CacheStats, Engine, SaveJob
+from dcp_datastates._native import (
+    MIN_HOST_CACHE_BYTES,
+    SEGMENT_BYTES,
+    CacheStats,
+    Engine,
+    SaveJob,
+)
+from dcp_datastates.config import EngineConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
 
-__all__ = ["engine", "moved", "next_order", "stats"]
+__all__ = ["configure_engine", "engine", "fit_cache", "moved", "next_order", "stats"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_HOST_CACHE_BYTES: Final = 64 << 20
 """Host cache of a process that only restores: restores may use only a few segments."""
 
+_SPARE_BYTES: Final = MIN_HOST_CACHE_BYTES
+"""What a cache has beside a state that fits it: for the loads' share, and for copies at the call."""
+
 _lock = ProcessLock()  # guards _engine
 _engine: Engine | None = None
+_config = EngineConfig()
+_too_small = False  # the log says so
 _orders = itertools.count(1)
+
+
+def configure_engine(
+    *,
+    copy_threads: int = 2,
+    flush_threads: int = 4,
+    restore_threads: int = 4,
+    copy_rate: int | str | None = None,
+) -> None:
+    """Set the options of this process's native engine. Call it before the first writer, reader, save or load.
+
+    Args:
+        copy_threads: Threads that copy tensors on the host into the cache, and tell devices to copy theirs.
+        flush_threads: Threads that compute checksums and write files.
+        restore_threads: Threads that read files, verify checksums, and copy into tensors.
+        copy_rate: Bytes per second, or a string such as ``"8GB"``: deferred tensors are copied from each device no
+            faster, so that training's own copies find more room. At least 64 MiB. The next step waits for longer then.
+            None: no limit.
+
+    Raises:
+        ConfigurationError: an option has a value that cannot work, or the engine exists already, with others.
+    """
+    global _config
+    chosen = EngineConfig.checked(
+        copy_threads=copy_threads,
+        flush_threads=flush_threads,
+        restore_threads=restore_threads,
+        copy_rate=copy_rate,
+    )
+    with _lock:
+        if _engine is not None and chosen != _config:
+            raise ConfigurationError(
+                "configure_engine() comes too late: this process's engine has its threads already; call it before the "
+                "first writer, reader, save or load"
+            )
+        _config = chosen
 
 
 def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
@@ -54,6 +103,7 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
             if _engine is None:
                 _engine = Engine(
                     host_cache_bytes,
+                    **dataclasses.asdict(_config),
                     failpoints=failpoints.current(),
                     trace_path=operations.trace_path(),
                 )
@@ -66,6 +116,32 @@ def engine(host_cache_bytes: int = DEFAULT_HOST_CACHE_BYTES) -> Engine:
                 f"({error}); a checkpoint may be larger than the cache, so ask for less"
             ) from error
         return _engine
+
+
+def fit_cache(nbytes: int, most: int) -> None:
+    """Grow the cache, up to ``most`` bytes, for a state of which this rank writes ``nbytes`` from devices. Says once if
+    the state is larger than the cache all the same.
+
+    It grows with the first plan, not with the engine: only then is it known how much of the state this rank writes.
+    """
+    global _too_small
+    native = engine(MIN_HOST_CACHE_BYTES)  # that which there is
+    wanted = -(-nbytes // SEGMENT_BYTES) * SEGMENT_BYTES + _SPARE_BYTES
+    fault = ""
+    if native.host_cache_bytes < min(wanted, most):
+        try:
+            native = engine(min(wanted, most))
+        except ConfigurationError as error:  # as before, saves go through a smaller cache
+            fault = f" ({error})"
+    if nbytes > native.host_cache_bytes and not _too_small:
+        _too_small = True
+        logger.info(
+            "this rank writes %d MiB, more than its host cache of %d MiB holds%s: reads from the device wait for "
+            "storage, and the next step for the reads; give host_cache_size=... if there is memory to spare",
+            nbytes >> 20,
+            native.host_cache_bytes >> 20,
+            fault,
+        )
 
 
 def stats() -> CacheStats | None:

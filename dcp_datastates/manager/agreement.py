@@ -100,8 +100,8 @@ class Agreement:
         atexit.unregister(self.close)
         if self._pending is not None:
             wait([self._pending], _CLOSE_SECONDS)
-        self._worker.finish()
         self._tree.close()
+        self._worker.close(_CLOSE_SECONDS)  # a thread in torch's code must not outlive Python
 
     # ---- the thread ----------------------------------------------------------------------------------
 

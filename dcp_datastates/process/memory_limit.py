@@ -11,13 +11,21 @@ from typing import Final
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES
 
-__all__ = ["MemoryLimit", "default_host_cache_bytes", "memory_limit"]
+__all__ = ["MemoryLimit", "default_host_cache_bytes", "largest_host_cache_bytes", "memory_limit"]
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_BYTES: Final = 4 << 30
 _DEFAULT_SHARE: Final = 4
 """By default, the caches of all ranks on a machine take at most one part in this many of the memory."""
+
+_LOCAL_RANKS: Final = (
+    "LOCAL_WORLD_SIZE",  # torchrun
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
+"""Variables by which launchers tell how many ranks a machine has."""
 
 
 @dataclass(frozen=True, order=True)
@@ -43,7 +51,7 @@ def default_host_cache_bytes(root: Path = Path("/")) -> int:
     its memory.
     """
     limit = memory_limit(root)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1)
+    ranks = _local_ranks() or 1
     nbytes = min(_DEFAULT_BYTES, max(limit.nbytes // _DEFAULT_SHARE // ranks, MIN_HOST_CACHE_BYTES))
     if nbytes < _DEFAULT_BYTES:
         logger.info(
@@ -54,6 +62,19 @@ def default_host_cache_bytes(root: Path = Path("/")) -> int:
             ranks,
         )
     return nbytes
+
+
+def largest_host_cache_bytes(world: int, root: Path = Path("/")) -> int:
+    """How large this rank's cache may grow by default: a quarter of the memory, shared by the ranks of this machine. If
+    no launcher tells their number, all ``world`` ranks count.
+    """
+    return memory_limit(root).nbytes // _DEFAULT_SHARE // (_local_ranks() or world)
+
+
+def _local_ranks() -> int | None:
+    """None: unknown."""
+    found = (os.environ.get(name, "") for name in _LOCAL_RANKS)
+    return next((int(value) for value in found if value.isdigit() and int(value) > 0), None)
 
 
 def _physical(root: Path) -> MemoryLimit:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Window
+from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     ConfigurationError,
     DataStatesError,
@@ -30,11 +32,12 @@ from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.io.devices import fences
-from dcp_datastates.io.engine import engine
+from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.planning.exchange import Report, Told
 from dcp_datastates.planning.prepared_write import Prepared, report_of
 from dcp_datastates.planning.rank_memory import Share, SharesPlanner
 from dcp_datastates.planning.replicas import sample
+from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
 from dcp_datastates.stats import SaveStats
@@ -205,6 +208,8 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
             if reads is not None:
                 reads.discard()
             content = _content(write, native)
+            if reads is not None and reads.fences:  # from devices
+                _fit_cache(save.call.config, content)
             stats.steady = content.report is not None
             directories = _directories(folder, content.files)
 
@@ -250,6 +255,12 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
     told = _told(share, report, samples)
     _remember_told(save, share, report.digest)
     return [told], part
+
+
+def _fit_cache(config: WriterConfig, content: _Content) -> None:
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    most = largest_host_cache_bytes(ranks) if config.cache_grows else config.host_cache_bytes
+    fit_cache(sum(file.nbytes for file in content.sealed), most)
 
 
 def _directories(folder: Path, files: Sequence[object]) -> list[str]:

@@ -17,7 +17,15 @@ from typing import Any
 
 from dcp_datastates.process.forks import ProcessLock
 
-__all__ = ["Attempt", "Ticket", "TicketCarrier", "collect_ticket", "next_attempt", "take"]
+__all__ = [
+    "Attempt",
+    "Ticket",
+    "TicketCarrier",
+    "collect_ticket",
+    "next_attempt",
+    "next_deletion",
+    "take",
+]
 
 _NAME = re.compile(r"([0-9a-f]{16})-(\d{8,20})")
 
@@ -58,6 +66,12 @@ def next_attempt(after: Attempt | None) -> Attempt:
         if after is not None and after >= Attempt(_incarnation, _sequence):
             _incarnation = max(after.incarnation, time.time_ns()) + 1 + secrets.randbits(30)
         return Attempt(_incarnation, _sequence)
+
+
+def next_deletion(after: Attempt | None) -> Attempt:
+    """An attempt newer than ``after``, for a deletion: this process's saves are not numbered after it."""
+    newest = time.time_ns() if after is None else after.incarnation
+    return Attempt(newest + 1 + secrets.randbits(30), 0)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ process that removes the slot withdraws the attempt: after that, no rename from 
 progress or late. The file system decides whether the rename or the removal comes first, so this holds without locks,
 between hosts, and against a process that was taken for dead. The attempt's directory is created together with its slot,
 and no process creates a slot again.
+
+A deletion is an attempt, too: it moves ``.metadata`` *into* its slot, atomically. So a job that has withdrawn the
+deletion, and publishes, cannot lose what it publishes.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from dcp_datastates.storage.local import METADATA_NAME, Signature, explained, si
 __all__ = [
     "claim",
     "is_deleted",
+    "is_deletion",
+    "is_rest",
     "mark_deleted",
     "present",
     "publish",
@@ -31,6 +36,7 @@ __all__ = [
     "remove_attempt",
     "remove_files",
     "remove_unborn",
+    "unpublish",
     "withdraw",
 ]
 
@@ -43,26 +49,35 @@ _DELETING: Final = "deleting"
 all files are gone.
 """
 
+_DELETION: Final = "deletion"
+"""A directory in the attempt's directory that says that this attempt is a deletion, from its beginning."""
+
 _TRIES: Final = 100
 """After this many tries to empty a slot, it must contain files that are not this package's."""
 
 
-def claim(directory: Path, attempt: Attempt) -> bool:
-    """Create the attempt's directory, with its slot; False if another process has claimed it."""
+def claim(directory: Path, attempt: Attempt, *, deletes: bool = False) -> bool:
+    """Create the attempt's directory, with its slot; False if another process has claimed it.
+
+    ``deletes``: the attempt is a deletion.
+    """
     folder = directory / attempt.name
     unborn = directory / f".{attempt.name}"
+    inside = [unborn / _SLOT, unborn / _DELETION] if deletes else [unborn / _SLOT]
+    phase = "delete" if deletes else "plan"
     with explained("creating directory", folder):
         try:
-            operations.make_directory(unborn, "plan")
+            operations.make_directory(unborn, phase)
         except FileExistsError:
             return False
         try:
-            operations.make_directory(unborn / _SLOT, "plan")
-            operations.rename(unborn, folder, "plan")
+            for path in inside:
+                operations.make_directory(path, phase)
+            operations.rename(unborn, folder, phase)
         except OSError as error:
-            for path in (unborn / _SLOT, unborn):
+            for path in (*inside, unborn):
                 with contextlib.suppress(OSError):
-                    operations.remove_directory(path, "plan")
+                    operations.remove_directory(path, phase)
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT):
                 return False
             raise
@@ -157,6 +172,23 @@ def _was_renamed(
     ) from error
 
 
+def unpublish(directory: Path, deletion: Attempt) -> bool:
+    """Move ``.metadata`` into the slot of ``deletion``, durably: this deletes the checkpoint.
+
+    The caller has withdrawn all older attempts after ``deletion`` was claimed, and has then looked at ``.metadata``.
+    Only a newer attempt can have replaced that file since, and it has withdrawn ``deletion`` before. Returns False if
+    ``deletion`` was withdrawn, or ``.metadata`` is gone.
+    """
+    source, target = directory / METADATA_NAME, directory / deletion.name / _SLOT / METADATA_NAME
+    try:
+        operations.rename(source, target, "delete")
+    except FileNotFoundError:
+        return False
+    with contextlib.suppress(FileNotFoundError):  # another process completes this deletion
+        operations.sync_directory(directory, "delete")
+    return True
+
+
 def withdraw(directory: Path, attempt: Attempt) -> None:
     """Make it impossible to publish the attempt from now on. ``.metadata`` shows whether it was published before.
     Idempotent.
@@ -196,6 +228,16 @@ def is_deleted(directory: Path, attempt: Attempt) -> bool:
     return not names or _DELETING in names
 
 
+def is_deletion(directory: Path, attempt: Attempt) -> bool:
+    """Whether the attempt is a deletion, not a save."""
+    return os.path.lexists(directory / attempt.name / _DELETION)
+
+
+def is_rest(directory: Path, attempt: Attempt) -> bool:
+    """Whether the attempt is a deletion, or what one has left; so it is no save in flight. Raises OSError."""
+    return is_deletion(directory, attempt) or is_deleted(directory, attempt)
+
+
 def rank_of(name: str) -> int | None:
     """The rank that writes a data file with this name; None if it is not a name of this package."""
     match = _DATA_FILE.fullmatch(name)
@@ -226,9 +268,11 @@ def remove_files(
             with contextlib.suppress(OSError):
                 operations.unlink(folder / name, phase)
     with contextlib.suppress(OSError):
-        # the mark stays as long as there are files
-        if rank == 0 and os.listdir(folder) == [_DELETING]:
-            operations.remove_directory(folder / _DELETING, phase)
+        # the marks stay as long as there are files
+        marks = os.listdir(folder)
+        if rank == 0 and {_DELETING, _DELETION}.issuperset(marks):
+            for mark in marks:
+                operations.remove_directory(folder / mark, phase)
         operations.remove_directory(folder, phase)
 
 
@@ -237,15 +281,17 @@ def remove_attempt(directory: Path, attempt: Attempt, phase: str = "cleanup") ->
     remove_files(directory, attempt, 0, 1, phase)
 
 
-def remove_unborn(directory: Path, before: Attempt) -> None:
-    """Remove the leftovers of interrupted claims older than ``before``. If such a claim is only slow, it claims again.
+def remove_unborn(directory: Path, before: Attempt | None = None) -> None:
+    """Remove the leftovers of interrupted claims older than ``before`` (None: all). If such a claim is only slow, it
+    claims again.
 
     Never raises.
     """
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
             attempt = Attempt.parse(name[1:]) if name.startswith(".") else None
-            if attempt is not None and attempt < before:
-                for path in (directory / name / _SLOT, directory / name):
+            if attempt is not None and (before is None or attempt < before):
+                folder = directory / name
+                for path in (folder / _SLOT, folder / _DELETION, folder):
                     with contextlib.suppress(OSError):
                         operations.remove_directory(path, "cleanup")

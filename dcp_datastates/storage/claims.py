@@ -13,17 +13,17 @@ from typing import Final
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.storage import attempts, local
-from dcp_datastates.storage.attempt import Attempt, next_attempt
+from dcp_datastates.storage.attempt import Attempt, next_attempt, next_deletion
 from dcp_datastates.storage.lock import Hold
 
-__all__ = ["Claim", "Neighbours", "claim"]
+__all__ = ["Claim", "Neighbours", "claim", "claim_deletion"]
 
 _CLAIMS: Final = 100
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claimed attempt, which the coordinator holds while its save is in flight.
+    """A claimed attempt, held while its save, or its deletion, is in flight.
 
     Attributes:
         after: the newest attempt at the path or beside it before the claim; None if there was none, or the parent
@@ -83,25 +83,40 @@ def claim(directory: Path, neighbours: Neighbours) -> Claim:
     Two jobs that claim at one path at the same time get different attempts, and at least one of them sees the other's:
     so a publisher has seen and withdrawn every older attempt that could still be published.
     """
+    made = _claim(directory, neighbours)
+    neighbours.note(made.attempt)
+    return made
+
+
+def claim_deletion(directory: Path) -> Claim:
+    """Claim an attempt that deletes what is committed at ``directory``.
+
+    The same holds as for a save: the deleting process has seen every older attempt that could still be published, and a
+    job that publishes a newer one has seen this deletion, and withdraws it first.
+    """
+    return _claim(directory, None)
+
+
+def _claim(directory: Path, neighbours: Neighbours | None) -> Claim:
     for _ in range(_CLAIMS):
         seen = local.signature(directory)
-        beside = neighbours.newest(directory.parent)
+        beside = None if neighbours is None else neighbours.newest(directory.parent)
         there = [*attempts.present(directory), *([] if beside is None else [beside])]
         after = max(there, default=None)
-        attempt = next_attempt(after)
-        if not attempts.claim(directory, attempt):  # another job has claimed it
-            continue
+        deletes = neighbours is None
+        attempt = next_deletion(after) if deletes else next_attempt(after)
+        if not attempts.claim(directory, attempt, deletes=deletes):
+            continue  # another job has claimed it
         # If a job commits in between, it removes attempts that no process holds, as leftovers.
         hold = Hold.on(directory / attempt.name)
         if hold is None:
             continue
         if attempts.present(directory)[-1:] == [attempt]:
-            neighbours.note(attempt)
             return Claim(attempt, after, seen, hold)
         hold.release()
         attempts.remove_attempt(directory, attempt)
     raise StorageError(
         None,
-        "other jobs keep taking away the directory of this save; are several saving to one path?",
+        "other jobs keep taking away the directory of this attempt; are several saving to one path?",
         str(directory),
     )

@@ -20,7 +20,7 @@ from typing import Final
 from dcp_datastates.errors import StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
-__all__ = ["Hold", "asking", "exclusive", "in_flight"]
+__all__ = ["Hold", "asking", "exclusive", "if_free", "in_flight"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ _ASKING_SECONDS: Final = 5.0
 """How long processes that only ask may keep a :class:`Hold` waiting."""
 
 _ASKING_PAUSE: Final = 0.001
+_FREE_SECONDS: Final = 2.0
+"""How long a publication waits for a process that deletes or pins there."""
 _UNSUPPORTED: Final = (
     errno.EBADF,
     errno.EINVAL,
@@ -136,29 +138,58 @@ def asking(directory: Path) -> Iterator[bool | None]:
 
 
 @contextlib.contextmanager
-def exclusive(
-    directory: Path, seconds: float, waiting: Callable[[], None] = lambda: None
-) -> Iterator[bool]:
-    """Hold the path's lock; yields False if there are no locks. Calls ``waiting`` now and then while it waits.
+def exclusive(directory: Path, seconds: float) -> Iterator[None]:
+    """Hold the path's lock, if the file system has locks.
 
     Raises :class:`StorageError` if another process does not release the lock within ``seconds``.
     """
     descriptor = _open(directory)
     try:
-        deadline = time.monotonic() + seconds
-        while (got := _try(descriptor, fcntl.LOCK_EX)) is False:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    errno.EWOULDBLOCK,
-                    f"another process has been publishing a checkpoint there for {seconds:g} s; is a job "
-                    f"stopped in the middle of it?",
-                    str(directory),
-                )
-            waiting()
-            time.sleep(_POLL_SECONDS)
-        yield bool(got)
+        if not _wait_for(descriptor, seconds, lambda: None):
+            raise StorageError(
+                errno.EWOULDBLOCK,
+                f"another process has held the lock of the directory for {seconds:g} s; is a job stopped while it "
+                f"publishes, pins or deletes there?",
+                str(directory),
+            )
+        yield
     finally:
         _close(descriptor)
+
+
+@contextlib.contextmanager
+def if_free(directory: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the path's lock if it can be had soon; calls ``waiting`` now and then until then.
+
+    For a publication, which needs no lock: it only lets a process that deletes or pins there finish first. Whoever may
+    read the directory may lock it, for as long as they like.
+    """
+    try:
+        descriptor = _open(directory)
+    except OSError:  # the publication finds the cause
+        yield
+        return
+    try:
+        if not _wait_for(descriptor, _FREE_SECONDS, waiting):
+            logger.warning(
+                "another process has held the lock of %s for %g s; publishing without it",
+                directory,
+                _FREE_SECONDS,
+            )
+        yield
+    finally:
+        _close(descriptor)
+
+
+def _wait_for(descriptor: int, seconds: float, waiting: Callable[[], None]) -> bool:
+    """Take the lock; returns False if it is not free within ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while _try(descriptor, fcntl.LOCK_EX) is False:
+        if time.monotonic() > deadline:
+            return False
+        waiting()
+        time.sleep(_POLL_SECONDS)
+    return True
 
 
 @after_fork

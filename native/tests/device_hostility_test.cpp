@@ -149,6 +149,51 @@ void a_bounded_number_of_copies_is_outstanding() {
     check(most <= DeviceLane::kMostOutstanding + kEventsAndFences, std::to_string(most));
 }
 
+/// One tensor of device 0.
+struct LargeTensor {
+    explicit LargeTensor(std::uint64_t nbytes) : memory(device_memory(0, nbytes)) {
+        transfer.add(0, nbytes, memory.data(), 0, Access::kReadWrite, 0);
+    }
+    [[nodiscard]] SaveFile save_file(const std::string& path) const {
+        return {path, memory.size(), transfer};
+    }
+
+    std::span<std::byte> memory;
+    Transfer transfer;
+};
+
+/// What is outstanding is what a small copy of training's may have to wait for.
+void a_bounded_number_of_bytes_is_outstanding() {
+    const TemporaryDirectory directory;
+    const HostileDriver driver;
+    const LargeTensor tensor(12 * kSegmentBytes);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, 1);
+    std::shared_ptr<SaveHandle> save;
+    {
+        const Stall stall;
+        save = engine.save({tensor.save_file(directory.file("f"))}, {}, 0, open_window());
+        wait_until("there are copies", [] {
+            return fake_cuda_count("most_bytes") >= DeviceLane::kMostOutstandingBytes;
+        });
+    }
+    check_durable(*save);
+    check_equal(fake_cuda_count("most_bytes"), DeviceLane::kMostOutstandingBytes);
+}
+
+void saves_copy_no_faster_than_they_may() {
+    const TemporaryDirectory directory;
+    const HostileDriver driver;
+    const LargeTensor tensor(4 * kSegmentBytes);
+    constexpr std::uint64_t kRate = std::uint64_t{128} << 20U;
+    Engine engine(kCache, {}, posix_file_ops(), driver.api, Patience::kDefault, kRate);
+    open_devices(engine, 1);
+    const auto began = Clock::now();
+    check_durable(*engine.save({tensor.save_file(directory.file("f"))}, {}, 0, open_window()));
+    // The first part may go at once.
+    check(Clock::now() - began >= std::chrono::duration<double>(3.0 * kSegmentBytes / kRate));
+}
+
 void a_stream_waits_once_for_the_fences_of_a_job() {
     const TemporaryDirectory directory;
     const HostileDriver driver;
@@ -359,6 +404,8 @@ int main() {
          between_pieces_the_lock_is_free_as_long_as_it_was_held},
         {"what_is_waited_for_is_pinned_first", what_is_waited_for_is_pinned_first},
         {"a_bounded_number_of_copies_is_outstanding", a_bounded_number_of_copies_is_outstanding},
+        {"a_bounded_number_of_bytes_is_outstanding", a_bounded_number_of_bytes_is_outstanding},
+        {"saves_copy_no_faster_than_they_may", saves_copy_no_faster_than_they_may},
         {"a_stream_waits_once_for_the_fences_of_a_job",
          a_stream_waits_once_for_the_fences_of_a_job},
         {"after_a_sticky_error_each_event_is_asked_once",

@@ -12,6 +12,7 @@ import errno
 import itertools
 import os
 import shutil
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,8 @@ from support.tiers import tries
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates import CommitOutcomeUnknown, DataStatesError, StorageError
+from dcp_datastates.checkpoints import delete, retention
+from dcp_datastates.checkpoints.listing import open_found
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit import publish
 from dcp_datastates.commit.round import FailedPart, Round
@@ -51,8 +54,14 @@ class World:
     schedule: Schedule
     told: dict[tuple[Path, Attempt], Told] = field(default_factory=dict)
     settled: int = 0
+    deleted: int = 0
     committed: list[Attempt] = field(default_factory=list)  # in the order in which it was told
     named: dict[bytes, Attempt] = field(default_factory=dict)
+    meant: Counter[tuple[Path, Attempt]] = field(default_factory=Counter)
+    """How many processes delete it, or have deleted it, on purpose."""
+    stays: set[tuple[Path, Attempt]] = field(default_factory=set)
+    """What was committed, and not replaced."""
+    replaced: set[tuple[Path, Attempt]] = field(default_factory=set)
 
     def tell(self, round_: Round, committed: bool) -> None:
         assert round_.attempt is not None
@@ -81,9 +90,26 @@ class World:
             for name in FILES:
                 assert (path / named.name / name).exists(), f"{named.name} is named, {name} is gone"
             assert not self.told.get((path, named), Told()).failed, "a failed save is there"
-        if self.committed:
+        self.stays.update(there.items())
+        for path, named in list(self.stays):
+            now = there.get(path)
+            if now is not None and now > named:
+                self.stays.remove((path, named))
+                self.replaced.add((path, named))
+            else:
+                is_meant = self.meant[path, named] > 0
+                assert now == named or is_meant, f"{named.name} was committed, and is gone"
+        newest = self.newest
+        if newest is not None:
             assert there, "all is gone"
-            assert max(there.values()) >= max(self.committed), "latest went back"
+            assert max(there.values()) >= newest, "latest went back"
+
+    @property
+    def newest(self) -> Attempt | None:
+        """Of those that were told to be committed, were not replaced, and that no process deletes."""
+        gone = {one for (_, one), count in self.meant.items() if count}
+        gone |= {one for _, one in self.replaced}
+        return max((one for one in self.committed if one not in gone), default=None)
 
 
 def _key(round_: Round) -> tuple[Path, Attempt]:
@@ -149,7 +175,7 @@ class Job:
 
     def _begin(self, path: Path, neighbours: claims.Neighbours) -> Round:
         local.make_directories(path)
-        before = max(self.world.committed, default=None)
+        before = self.world.newest
         claim = claims.claim(path, neighbours)
         assert before is None or claim.attempt > before, "it does not count as newer"
         for name in FILES:
@@ -198,7 +224,11 @@ class Job:
             return  # another job has deleted all of it meanwhile
         self.world.settled += 1
         if committed is None:
-            assert self.world.there()[round_.path] > round_.attempt, "it could be known"
+            others = {*self.world.there().items(), *self.world.replaced, *self.world.meant}
+            replaced = any(
+                path == round_.path and other >= round_.attempt for path, other in others
+            )
+            assert replaced, "it could be known"
         else:
             self._end(round_, 1, committed)
 
@@ -228,11 +258,21 @@ def _play(world: World) -> None:
         for _ in range(6):
             world.schedule.pause("retain")
             with contextlib.suppress(OSError):
-                retain_here(world.root, keep=1)
+                world.deleted += len(retain_here(world.root, keep=1).deleted)
+
+    def delete_one() -> None:
+        for _ in range(12):
+            world.schedule.pause("delete")
+            with contextlib.suppress(OSError):
+                found = open_found(world.root / f"step-{random.randrange(PATHS)}")
+                if found is not None:
+                    retention.delete_committed(found)
+                    world.deleted += 1
 
     begin()
     begin()
-    world.schedule.start("retain", retain)
+    for name, body in (("retain", retain), ("delete", delete_one), ("delete too", delete_one)):
+        world.schedule.start(name, body)
 
     def check() -> None:
         world.check()
@@ -270,30 +310,23 @@ def interleaved(monkeypatch):
         job = current[0].schedule.here._body.__self__
         return job.next_attempt(after)
 
-    holders = []
+    @contextlib.contextmanager
+    def exclusive(directory, *_):
+        directory.stat()
+        yield
 
-    def keeping_apart(deletes):
-        """The lock that keeps deletions and publications apart, not one publication from another."""
+    monkeypatch.setattr(lock, "exclusive", exclusive)
 
-        @contextlib.contextmanager
-        def exclusive(directory, seconds, waiting=None):
-            directory.stat()
-            me = current[0].schedule.here, directory, deletes
-            while any(
-                where == directory and (deletes or deleting) and not actor.gone
-                for actor, where, deleting in holders
-            ):
-                pause("await the lock")
-            holders.append(me)
-            try:
-                yield True
-            finally:
-                holders.remove(me)
+    def delete_committed(victim, **more):
+        meant, key = current[0].meant, (victim.path, victim.attempt)
+        meant[key] += 1
+        try:
+            delete.delete_committed(victim, **more)
+        except delete.NotDeleted:
+            meant[key] -= 1
+            raise
 
-        return exclusive
-
-    monkeypatch.setattr(lock, "exclusive", keeping_apart(True))
-    monkeypatch.setattr(publish, "exclusive", keeping_apart(False))
+    monkeypatch.setattr(retention, "delete_committed", delete_committed)
     for module in (operations, publish):
         monkeypatch.setattr(module, "hit", hit)
     for module, name in (
@@ -316,7 +349,7 @@ def interleaved(monkeypatch):
 
 @pytest.mark.parametrize("schedules", tries(30, 500, "INTERLEAVINGS"))
 def test_whatever_comes_late_what_is_named_is_whole(schedules, interleaved, tmp_path):
-    settled = committed = failed = 0
+    settled = committed = failed = deleted = 0
     for seed in [int(ONE)] if ONE else range(schedules):
         root = tmp_path / str(seed)
         root.mkdir()
@@ -327,11 +360,15 @@ def test_whatever_comes_late_what_is_named_is_whole(schedules, interleaved, tmp_
             print(f"INTERLEAVING={seed}", *world.schedule.trace[-80:], sep="\n")
             raise
         settled += world.settled
+        deleted += world.deleted
         committed += sum(told.committed for told in world.told.values())
         failed += sum(told.failed for told in world.told.values())
         shutil.rmtree(root)
-    print(f"{committed} commits, {failed} failures, {settled} settled by survivors")
+    print(
+        f"{committed} commits, {failed} failures, {settled} settled by survivors, {deleted} deleted"
+    )
     if not ONE:
         assert committed > schedules
         assert failed > schedules / 10
         assert settled > schedules / 10
+        assert deleted > schedules / 4

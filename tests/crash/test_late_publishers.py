@@ -205,11 +205,11 @@ def test_a_claim_that_comes_late_is_newer(monkeypatch, tmp_path):
     """It chose its number before another job's claim, and makes its directory after it."""
     real, claimed = attempts.claim, []
 
-    def late(directory, mine):
+    def late(directory, mine, *, deletes):
         monkeypatch.setattr(attempts, "claim", real)
         monkeypatch.setattr(attempt, "_incarnation", 2**62)
         claimed.append(claims.claim(directory, claims.Neighbours()))
-        return real(directory, mine)
+        return real(directory, mine, deletes=deletes)
 
     monkeypatch.setattr(attempts, "claim", late)
     mine = claims.claim(tmp_path, claims.Neighbours())

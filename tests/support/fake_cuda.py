@@ -2,6 +2,25 @@
 
 What is done to them goes through the driver's streams (:meth:`FakeCuda.write`), and happens when the fake driver
 pleases, in no other order than CUDA promises. ``native/tests/fake_cuda/fake_cuda.h`` has the rules.
+
+A test that wants ordinary torch code to run on the device puts memory there, and runs the code within
+:meth:`FakeCuda.kernels`, which makes every operation on that memory a kernel::
+
+    def test_a_write(cuda: FakeCuda, tmp_path: Path) -> None:       # the fixture of tests/device
+        model = cuda.adopt_module(Model())                          # or cuda.adopt(tensor): its storage
+        with cuda.kernels():
+            optimizer = track(torch.optim.AdamW(model.parameters()))    # its state is on the device, too
+            then = cuda.values(model.weight)                        # as the stream will have made it; waits for nothing
+            future = save(tmp_path / "a", model.state_dict())
+            with torch.no_grad():
+                model.weight.clamp_(min=0)                          # returns at once; the bytes change later
+            error = future.exception()
+
+``cuda.configure(seed=..., max_delay_us=20000, piece=16384)`` makes kernels and copies late and slow;
+``cuda.current(cuda.new_stream())`` changes the current stream; ``cuda.synchronize()`` waits for all;
+``with cuda.capture() as graph`` captures, and ``graph.replay()`` replays. DTensors, FSDP2's modules and other wrappers
+are adopted by their local tensors, and need nothing else. Outside ``kernels()``, torch changes adopted memory at once,
+behind the driver's back. ``support/fake_kernels.py`` says how it works.
 """
 
 from __future__ import annotations
@@ -14,15 +33,17 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from dcp_datastates._native import MIN_HOST_CACHE_BYTES
 from dcp_datastates.io import devices, engine
 from dcp_datastates.io.tensor_memory import local_tensor
+from support.fake_kernels import DevicePool, Graph, Kernels, at_address
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "fake-cuda"
@@ -67,17 +88,18 @@ class FakeCuda:
         self.lib = ctypes.CDLL(str(library))
         self.lib.fake_cuda_count.restype = ctypes.c_uint64
         self.lib.fake_cuda_contexts_created.restype = ctypes.c_uint64
-        self._adopted: dict[int, tuple[int, torch.Tensor]] = {}
+        self._adopted: dict[int, tuple[int, Any]] = {}  # by address: device, what keeps it
         self._here = threading.local()
+        self._kernels: Kernels | None = None
+        self._launched: list[Any] = []  # kernels may run until the reset
+        self.pool = DevicePool()
         self.in_capture = False
 
     # ---- devices.Accelerator -----------------------------------------------------------------
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        return [
-            self._adopted.get(tensor.untyped_storage().data_ptr(), (devices.HOST, None))[0]
-            for tensor in tensors
-        ]
+        found = map(self.device_of, tensors)
+        return [devices.HOST if device is None else device for device in found]
 
     def used(self) -> list[int]:
         return sorted({device for device, _ in self._adopted.values()})
@@ -88,12 +110,15 @@ class FakeCuda:
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_contiguous():
             return tensor
-        self.synchronize()
-        device, _ = self._adopted[tensor.untyped_storage().data_ptr()]
-        return self.adopt(tensor.contiguous(), device)
+        device = self.device_of(tensor) or 0
+        made = torch.empty(0, dtype=tensor.dtype, device="cpu")
+        made.set_(self.allocate(tensor.nbytes, device), 0, tensor.shape)
+        source, target = at_address(tensor), at_address(made)
+        self.launch(lambda: target().copy_(source()), device)
+        return made
 
     def mark(self, devices_: Iterable[int]) -> list[Any]:
-        native = engine.engine()
+        native = engine.engine(MIN_HOST_CACHE_BYTES)
         moment = []
         for device in {device for device, _ in self._adopted.values()} | set(devices_):
             with contextlib.suppress(RuntimeError):  # without a driver
@@ -121,13 +146,78 @@ class FakeCuda:
         """From now on ``tensor`` and all that shares its storage are on ``device``."""
         storage = local_tensor(tensor.detach()).untyped_storage()
         if storage.nbytes():
+            self._adopt(storage, device)
+            if self._kernels is not None:
+                self._kernels.adopted(storage)
+        return tensor
+
+    def _adopt(self, storage: torch.UntypedStorage, device: int) -> None:
+        _check(
+            self.lib.fake_cuda_adopt(
+                device, ctypes.c_void_p(storage.data_ptr()), ctypes.c_uint64(storage.nbytes())
+            )
+        )
+        self._adopted[storage.data_ptr()] = (device, storage)
+
+    def adopt_module(self, module: torch.nn.Module, device: int = 0) -> torch.nn.Module:
+        """From now on its parameters and buffers are on ``device``."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.adopt(tensor, device)
+        return module
+
+    def device_of(self, tensor: torch.Tensor) -> int | None:
+        """None: on the host."""
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            return None
+        return self._adopted.get(tensor.untyped_storage().data_ptr(), (None,))[0]
+
+    def allocate(self, nbytes: int, device: int = 0) -> torch.UntypedStorage:
+        """Memory of the device, from a caching allocator that reuses memory in the order of the current stream."""
+        storage, block = self.pool.take(device, self.stream(device), nbytes)
+        if storage.data_ptr() not in self._adopted:
             _check(
                 self.lib.fake_cuda_adopt(
-                    device, ctypes.c_void_p(storage.data_ptr()), ctypes.c_uint64(storage.nbytes())
+                    device,
+                    ctypes.c_void_p(storage.data_ptr()),
+                    ctypes.c_uint64(ctypes.sizeof(block)),
                 )
             )
-            self._adopted[storage.data_ptr()] = (device, tensor)
-        return tensor
+            self._adopted[storage.data_ptr()] = (device, block)
+        return storage
+
+    @contextmanager
+    def kernels(self) -> Iterator[None]:
+        """Whatever torch does to memory of devices, in this thread, is a kernel on the current stream."""
+        self.synchronize()
+        self._kernels = Kernels(self)
+        try:
+            with self._kernels:
+                yield
+        finally:
+            self._kernels = None
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``tensor`` will hold when all that torch did within :meth:`kernels` has run."""
+        assert self._kernels is not None
+        return self._kernels.values(local_tensor(tensor.detach()))
+
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What ``tensor``, which is dense, holds at this moment, whatever the streams still have to do."""
+        local = local_tensor(tensor.detach())
+        taken = bytearray(ctypes.string_at(local.data_ptr(), local.nbytes))
+        return torch.frombuffer(taken, dtype=local.dtype).view(local.shape)
+
+    def capture(self) -> contextlib.AbstractContextManager[Graph]:
+        """What torch does to memory of devices within is captured into a graph, and does not run."""
+        assert self._kernels is not None
+        return self._kernels.capture()
+
+    def launch(self, kernel: Callable[[], Any], device: int = 0) -> None:
+        """Enqueue a function on the current stream; a thread of the driver calls it."""
+        callback = _KERNEL(lambda _: kernel() and None)
+        self._launched.append(callback)
+        stream = ctypes.c_size_t(self.stream(device))
+        _check(self.lib.fake_cuda_launch(device, stream, callback, None))
 
     def main_stream(self, device: int) -> int:
         """The stream that the training thread uses where it says nothing else."""
@@ -159,15 +249,21 @@ class FakeCuda:
         assert local.is_contiguous()
         assert local.shape == values.shape
         if local.numel():
-            _check(
-                self.lib.fake_cuda_write(
-                    device,
-                    ctypes.c_size_t(self.stream(device)),
-                    ctypes.c_void_p(local.data_ptr()),
-                    ctypes.c_void_p(values.data_ptr()),
-                    ctypes.c_uint64(local.nbytes),
-                )
+            self.write_bytes(local.data_ptr(), values.data_ptr(), local.nbytes, device)
+        if self._kernels is not None:
+            self._kernels.written(local, values)
+
+    def write_bytes(self, to: int, values: int, nbytes: int, device: int) -> None:
+        """:meth:`write`, by addresses."""
+        _check(
+            self.lib.fake_cuda_write(
+                device,
+                ctypes.c_size_t(self.stream(device)),
+                ctypes.c_void_p(to),
+                ctypes.c_void_p(values),
+                ctypes.c_uint64(nbytes),
             )
+        )
 
     def synchronize(self) -> None:
         _check(self.lib.fake_cuda_synchronize_all(ctypes.c_double(PATIENCE)))
@@ -202,10 +298,15 @@ class FakeCuda:
     # ---- life ------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        self._adopted.clear()
         self.__dict__.pop("_main", None)
         self.in_capture = False
         self.lib.fake_cuda_reset()
+        self._adopted.clear()
+        self._launched.clear()
+        self.pool = DevicePool()
+
+
+_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _check(code: int) -> None:

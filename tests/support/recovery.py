@@ -67,11 +67,11 @@ class Recovery:
         start: Tree,
         records: Sequence[Record],
         before: int | None,
-        after: int,
+        after: int | None,
         *,
         first: bool = False,
     ) -> Verdicts:
-        """Every state must load as checkpoint ``before`` or ``after``: as ``after`` once a rank was told.
+        """Every state must load as checkpoint ``before`` or ``after`` (None: none): as ``after`` once a rank was told.
 
         ``first``: stop at the first finding.
         """
@@ -110,7 +110,7 @@ def _name(verdict: Verdict) -> str:
     return "none" if verdict is None else f"checkpoint {verdict}"
 
 
-def _why(verdict: Verdict, before: int | None, after: int, told: bool) -> str:
+def _why(verdict: Verdict, before: int | None, after: int | None, told: bool) -> str:
     if isinstance(verdict, str):
         return verdict
     if told and verdict != after:

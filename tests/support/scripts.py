@@ -58,6 +58,17 @@ class Ended(subprocess.CompletedProcess[str]):
         assert "Traceback" not in self.stderr, said
         assert "terminate" not in self.stderr, said
 
+    def assert_ended_by_errors(self, count: int, processes: int) -> None:
+        """``count`` of the script's ``processes``, which it prints as "ended with", ended by an exception of Python's,
+        the others well.
+        """
+        said = f"exit code {self.returncode}\n{self.stdout}\n{self.stderr}"
+        ended = sorted(line.removeprefix("ended with ") for line in self.stdout.splitlines())
+        assert ended == ["0"] * (processes - count) + ["1"] * count, said
+        assert self.stderr.count("Traceback (most recent call last)") >= count, said
+        for sign in ("terminate", "Fatal Python error", "Aborted"):
+            assert sign not in self.stderr, said
+
 
 _FORKING = """
 import json, os, sys

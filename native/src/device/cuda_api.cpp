@@ -189,10 +189,7 @@ MaybeFault CudaApi::exchange_capture(CaptureMode& mode) {
 }
 
 MaybeFault CudaApi::create_stream(StreamHandle& stream) {
-    int least = 0;
-    int greatest = 0;
-    if (auto fault = run(table_.priority_range, &least, &greatest)) return fault;
-    return run(table_.stream_create, &stream, cuda::kStreamNonBlocking, least);
+    return run(table_.stream_create, &stream, cuda::kStreamNonBlocking);
 }
 
 void CudaApi::destroy_stream(StreamHandle stream) {

@@ -86,7 +86,6 @@ MaybeFault load(const std::string& library, Table& table) {
     finder.find(table.context_release);
     finder.find(table.context_push);
     finder.find(table.context_pop);
-    finder.find(table.priority_range);
     finder.find(table.stream_create);
     finder.find(table.stream_destroy);
     finder.find(table.stream_wait);

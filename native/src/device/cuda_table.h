@@ -35,8 +35,7 @@ struct Table {
     Call<Context> context_push{"cuCtxPushCurrent_v2", 4000};
     Call<Context*> context_pop{"cuCtxPopCurrent_v2", 4000};
 
-    Call<int*, int*> priority_range{"cuCtxGetStreamPriorityRange", 5050};
-    Call<Stream*, unsigned, int> stream_create{"cuStreamCreateWithPriority", 5050};
+    Call<Stream*, unsigned> stream_create{"cuStreamCreate", 2000};
     Call<Stream> stream_destroy{"cuStreamDestroy_v2", 4000};
     Call<Stream, Event, unsigned> stream_wait{"cuStreamWaitEvent", 3020};
     Call<CaptureMode*> exchange_capture_mode{"cuThreadExchangeStreamCaptureMode", 10010};

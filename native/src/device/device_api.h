@@ -68,7 +68,8 @@ class DeviceApi {
     /// Gives the calling thread another mode, and `mode` the one that it had.
     virtual MaybeFault exchange_capture(CaptureMode& mode) = 0;
 
-    /// A stream that does not wait for the legacy default stream, of the lowest priority.
+    /// A stream that does not wait for the legacy default stream. (A priority would change nothing:
+    /// copies ignore it.)
     virtual MaybeFault create_stream(StreamHandle& stream) = 0;
     virtual void destroy_stream(StreamHandle stream) = 0;
 

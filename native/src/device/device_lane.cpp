@@ -1,6 +1,7 @@
 #include "device/device_lane.h"
 
 #include <algorithm>
+#include <chrono>
 #include <new>
 #include <utility>
 
@@ -13,16 +14,23 @@ namespace {
 /// Copies that are enqueued together, so that some are under way while others are seen to be done.
 constexpr std::size_t kPart = DeviceLane::kMostOutstanding / 2;
 
+std::uint64_t bytes_of(std::span<const DeviceCopy> copies) {
+    std::uint64_t nbytes = 0;
+    for (const DeviceCopy& copy : copies) nbytes += copy.nbytes;
+    return nbytes;
+}
+
 }  // namespace
 
 DeviceLane::DeviceLane(std::shared_ptr<Device> device, Direction direction,
-                       const Patience& patience)
+                       const Patience& patience, std::uint64_t bytes_per_second)
     : device_(std::move(device)),
       direction_(direction),
       stream_(direction == Direction::kGather ? device_->save_stream() : device_->restore_stream()),
       name_((direction == Direction::kGather ? "ds-from-" : "ds-to-") +
             std::to_string(device_->number())),
-      patience_(patience) {}
+      patience_(patience),
+      bytes_per_second_(bytes_per_second) {}
 
 void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, const Queued& queued,
                       Done done) {
@@ -64,11 +72,8 @@ MaybeFault DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences&
     static const Fences kNone;
     while (true) {
         const auto now = copies.first(std::min(copies.size(), kPart));
-        {
-            std::unique_lock lock(mutex_);
-            room_.wait(lock, [&] { return outstanding_ + now.size() <= kMostOutstanding; });
-            if (hangs_) return shut_down();
-        }
+        const std::uint64_t nbytes = bytes_of(now);
+        if (auto fault = wait_for_room(now.size(), nbytes)) return fault;
         std::shared_ptr<DeviceEvent> event;
         MaybeFault fault;
         try {
@@ -81,14 +86,33 @@ MaybeFault DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences&
             Part& part = parts.front();
             part.event = std::move(event);
             part.copies = now.size();
+            part.nbytes = nbytes;
             part.since = Clock::now();
             const std::scoped_lock lock(mutex_);
             outstanding_ += now.size();
+            outstanding_bytes_ += nbytes;
         }
         copies = copies.subspan(now.size());
         if (fault || copies.empty()) return fault;
         hand_over(parts);
     }
+}
+
+/// Returns when so much more may be enqueued. With order_ held.
+MaybeFault DeviceLane::wait_for_room(std::size_t copies, std::uint64_t nbytes) {
+    if (bytes_per_second_ > 0) {
+        std::this_thread::sleep_until(next_);  // as long as one part takes, at most
+        const std::chrono::duration<double> takes(static_cast<double>(nbytes) /
+                                                  static_cast<double>(bytes_per_second_));
+        next_ = std::max(next_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(takes);
+    }
+    std::unique_lock lock(mutex_);
+    room_.wait(lock, [&] {
+        return outstanding_ == 0 || (outstanding_ + copies <= kMostOutstanding &&
+                                     outstanding_bytes_ + nbytes <= kMostOutstandingBytes);
+    });
+    if (hangs_) return shut_down();
+    return std::nullopt;
 }
 
 /// Gives the first of `parts` to the thread.
@@ -134,6 +158,7 @@ void DeviceLane::loop() {
         {
             const std::scoped_lock lock(mutex_);
             outstanding_ -= part.copies;
+            outstanding_bytes_ -= part.nbytes;
             hangs_ = !idle;
             room_.notify_one();
         }

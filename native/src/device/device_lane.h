@@ -5,6 +5,7 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <list>
 #include <memory>
@@ -23,6 +24,10 @@ class DeviceLane {
     /// Copies that were enqueued and are not known to be done. More would fill the device's launch
     /// queue, in which training's own launches then wait.
     static constexpr std::size_t kMostOutstanding = 128;
+    /// Likewise their bytes, but for one larger copy. A device makes copies of one direction one
+    /// after the other, and may finish those of a stream first: a copy of training's waits for
+    /// them.
+    static constexpr std::uint64_t kMostOutstandingBytes = std::uint64_t{32} << 20U;
 
     /// How copies ended. Not `finished`: the device still may use the memory.
     struct Outcome {
@@ -32,9 +37,10 @@ class DeviceLane {
     using Queued = std::function<void(const std::shared_ptr<DeviceEvent>&)>;
     using Done = std::function<void(Outcome)>;
 
-    /// Copies on the device's stream for `direction`. Waits for what is under way, as long as
-    /// `patience` lasts.
-    DeviceLane(std::shared_ptr<Device> device, Direction direction, const Patience& patience);
+    /// Copies on the device's stream for `direction`, at most `bytes_per_second` (0: no limit).
+    /// Waits for what is under way, as long as `patience` lasts.
+    DeviceLane(std::shared_ptr<Device> device, Direction direction, const Patience& patience,
+               std::uint64_t bytes_per_second = 0);
     DeviceLane(const DeviceLane&) = delete;
     DeviceLane& operator=(const DeviceLane&) = delete;
     DeviceLane(DeviceLane&&) = delete;
@@ -59,6 +65,7 @@ class DeviceLane {
     struct Part {
         std::shared_ptr<DeviceEvent> event;
         std::size_t copies = 0;
+        std::uint64_t nbytes = 0;
         MaybeFault fault;
         Done done;                               ///< null if it is not the last
         Clock::time_point since = Clock::now();  ///< what hangs is waited for from here on
@@ -67,6 +74,7 @@ class DeviceLane {
     bool start();  // false when stopping
     MaybeFault enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
                        std::list<Part>& parts, std::shared_ptr<DeviceEvent>& last);
+    MaybeFault wait_for_room(std::size_t copies, std::uint64_t nbytes);
     void hand_over(std::list<Part>& parts);
     void loop();
 
@@ -75,16 +83,19 @@ class DeviceLane {
     const StreamHandle stream_;
     const std::string name_;
     const Patience& patience_;
+    const std::uint64_t bytes_per_second_;
     std::mutex order_;  // held while a call is enqueued and told of: `queued` comes in stream order
+    Clock::time_point next_;  // guarded by order_: when the rate allows the next copies
 
     std::mutex mutex_;                 // guards what follows; taken after order_
     std::condition_variable changed_;  // parts_, stopping_
     std::condition_variable room_;     // outstanding_
     std::list<Part> parts_;            // a list, to which a node is added without fail
     std::size_t outstanding_ = 0;      // copies
-    bool hangs_ = false;               // patience was over before what was waited for last was done
-    bool stopping_ = false;            // set with order_ held, too
-    std::jthread thread_;  // ends when stopping_ and nothing is left; joined by `shutdown`
+    std::uint64_t outstanding_bytes_ = 0;
+    bool hangs_ = false;     // patience was over before what was waited for last was done
+    bool stopping_ = false;  // set with order_ held, too
+    std::jthread thread_;    // ends when stopping_ and nothing is left; joined by `shutdown`
 };
 
 }  // namespace datastates

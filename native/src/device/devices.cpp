@@ -50,7 +50,7 @@ MaybeFault Devices::open(int device) {
     }
     std::shared_ptr<Device> opened;
     if (auto fault = Device::open(api_, device, opened)) return fault;
-    auto lanes = std::make_unique<Opened>(opened, patience_);
+    auto lanes = std::make_unique<Opened>(opened, patience_, bytes_per_second_);
     const std::scoped_lock lock(mutex_);
     if (stopping_) return shut_down();
     pinner_.start(opened);

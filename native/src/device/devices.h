@@ -21,10 +21,14 @@ namespace datastates {
 
 class Devices {
   public:
-    /// Without an `api`, CUDA's is opened when the first device is.
+    /// Without an `api`, CUDA's is opened when the first device is. Saves copy at most
+    /// `bytes_per_second` from each device (0: no limit).
     Devices(std::shared_ptr<HostCache> cache, std::shared_ptr<DeviceApi> api,
-            Clock::duration patience)
-        : patience_(patience), pinner_(std::move(cache), patience_), api_(std::move(api)) {}
+            Clock::duration patience, std::uint64_t bytes_per_second = 0)
+        : patience_(patience),
+          bytes_per_second_(bytes_per_second),
+          pinner_(std::move(cache), patience_),
+          api_(std::move(api)) {}
     Devices(const Devices&) = delete;
     Devices& operator=(const Devices&) = delete;
     Devices(Devices&&) = delete;
@@ -58,8 +62,9 @@ class Devices {
 
   private:
     struct Opened {
-        Opened(const std::shared_ptr<Device>& device, const Patience& patience)
-            : from(device, Direction::kGather, patience),
+        Opened(const std::shared_ptr<Device>& device, const Patience& patience,
+               std::uint64_t bytes_per_second)
+            : from(device, Direction::kGather, patience, bytes_per_second),
               to(device, Direction::kScatter, patience) {}
 
         DeviceLane from;
@@ -69,6 +74,7 @@ class Devices {
     [[nodiscard]] Opened* find_opened(int device) const;
 
     Patience patience_;
+    const std::uint64_t bytes_per_second_;
     Pinner pinner_;
 
     std::mutex opening_;  // held while the driver is called; guards api_; taken before mutex_

@@ -61,10 +61,10 @@ void RestoreHandle::cancel() {
 }
 
 Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops,
-               std::shared_ptr<DeviceApi> api, Clock::duration patience)
+               std::shared_ptr<DeviceApi> api, Clock::duration patience, std::uint64_t copy_rate)
     : ops_(std::make_shared<AbandonableFileOps>(std::move(ops), patience)),
       cache_(make_cache(host_cache_bytes, threads)),
-      devices_(std::make_shared<Devices>(cache_, std::move(api), patience)),
+      devices_(std::make_shared<Devices>(cache_, std::move(api), patience, copy_rate)),
       saves_(std::make_shared<SavePipeline>(cache_, devices_, ops_, threads.copy, threads.flush)),
       restores_(std::make_shared<RestorePipeline>(cache_, devices_, ops_, threads.restore)) {}
 

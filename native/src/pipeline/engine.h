@@ -75,11 +75,12 @@ class Engine {
     /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
     /// Devices are CUDA's where no other `api` is given. A shutdown waits `patience` for devices
     /// that hang, and for file operations that do not return; it abandons the memory that they may
-    /// still use, and the threads that are in such operations.
+    /// still use, and the threads that are in such operations. Saves copy at most `copy_rate` bytes
+    /// per second from each device (0: no limit); not what is copied at the call.
     explicit Engine(std::uint64_t host_cache_bytes, ThreadCounts threads = {},
                     std::shared_ptr<FileOps> ops = posix_file_ops(),
                     std::shared_ptr<DeviceApi> api = nullptr,
-                    Clock::duration patience = Patience::kDefault);
+                    Clock::duration patience = Patience::kDefault, std::uint64_t copy_rate = 0);
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
     Engine(Engine&&) = delete;

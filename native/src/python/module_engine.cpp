@@ -44,6 +44,7 @@ std::size_t thread_count(std::int64_t value, const char* name) {
 
 std::unique_ptr<PyEngine> make_engine(std::int64_t host_cache_bytes, std::int64_t copy_threads,
                                       std::int64_t flush_threads, std::int64_t restore_threads,
+                                      std::int64_t copy_rate,
                                       std::shared_ptr<Failpoints> failpoints,
                                       std::string trace_path) {
     const ThreadCounts threads{.copy = thread_count(copy_threads, "copy_threads"),
@@ -54,7 +55,8 @@ std::unique_ptr<PyEngine> make_engine(std::int64_t host_cache_bytes, std::int64_
                                                    .trace_path = std::move(trace_path)});
     try {
         return std::make_unique<PyEngine>(
-            std::make_shared<Engine>(nbytes, threads, std::move(ops)));
+            std::make_shared<Engine>(nbytes, threads, std::move(ops), nullptr, Patience::kDefault,
+                                     to_size(copy_rate, "copy_rate")));
     } catch (const std::bad_alloc&) {
         raise_memory_error(host_cache_bytes);
     }
@@ -218,8 +220,8 @@ void bind_engine(const py::module_& module) {
     py::class_<PyEngine>(module, "Engine", py::is_final())
         .def(py::init(&make_engine), py::arg("host_cache_bytes"),
              py::arg("copy_threads") = defaults.copy, py::arg("flush_threads") = defaults.flush,
-             py::arg("restore_threads") = defaults.restore, py::arg("failpoints") = nullptr,
-             py::arg("trace_path") = "")
+             py::arg("restore_threads") = defaults.restore, py::arg("copy_rate") = 0,
+             py::arg("failpoints") = nullptr, py::arg("trace_path") = "")
         .def("grow", &grow, py::arg("host_cache_bytes"))
         .def_property_readonly("host_cache_bytes",
                                [](const PyEngine& self) {

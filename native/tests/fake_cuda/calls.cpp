@@ -173,16 +173,8 @@ Result cuCtxPopCurrent_v2(Context* context) {
     });
 }
 
-Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-    return call("cuCtxGetStreamPriorityRange", Needs::kContext, [&](Driver&, Caller&) {
-        *least = 0;
-        *greatest = -5;
-        return kSuccess;
-    });
-}
-
-Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int /*priority*/) {
-    return call("cuStreamCreateWithPriority", Needs::kContext, [&](Driver& driver, Caller& caller) {
+Result cuStreamCreate(Stream* stream, unsigned flags) {
+    return call("cuStreamCreate", Needs::kContext, [&](Driver& driver, Caller& caller) {
         if (flags > kStreamNonBlocking) return kInvalidValue;
         const bool blocking = flags != kStreamNonBlocking;
         *stream = driver.streams.add_stream(caller.device, blocking, true);

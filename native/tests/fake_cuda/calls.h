@@ -24,9 +24,8 @@ Result cuDevicePrimaryCtxRetain(Context* context, Device device);
 Result cuDevicePrimaryCtxRelease_v2(Device device);
 Result cuCtxPushCurrent_v2(Context context);
 Result cuCtxPopCurrent_v2(Context* context);
-Result cuCtxGetStreamPriorityRange(int* least, int* greatest);
 
-Result cuStreamCreateWithPriority(Stream* stream, unsigned flags, int priority);
+Result cuStreamCreate(Stream* stream, unsigned flags);
 Result cuStreamDestroy_v2(Stream stream);
 Result cuStreamWaitEvent(Stream stream, Event event, unsigned flags);
 Result cuThreadExchangeStreamCaptureMode(CaptureMode* mode);

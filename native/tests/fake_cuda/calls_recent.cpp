@@ -75,7 +75,7 @@ void* address_of(Signature* function) {
 }
 
 const auto& functions() {
-    static const std::array<Entry, 29> kFunctions{{
+    static const std::array<Entry, 28> kFunctions{{
         {"cuInit", 2000, address_of(cuInit)},
         {"cuGetErrorName", 6000, address_of(cuGetErrorName)},
         {"cuGetErrorString", 6000, address_of(cuGetErrorString)},
@@ -89,8 +89,7 @@ const auto& functions() {
         {"cuDevicePrimaryCtxRelease", 11000, address_of(cuDevicePrimaryCtxRelease_v2)},
         {"cuCtxPushCurrent", 4000, address_of(cuCtxPushCurrent_v2)},
         {"cuCtxPopCurrent", 4000, address_of(cuCtxPopCurrent_v2)},
-        {"cuCtxGetStreamPriorityRange", 5050, address_of(cuCtxGetStreamPriorityRange)},
-        {"cuStreamCreateWithPriority", 5050, address_of(cuStreamCreateWithPriority)},
+        {"cuStreamCreate", 2000, address_of(cuStreamCreate)},
         {"cuStreamDestroy", 4000, address_of(cuStreamDestroy_v2)},
         {"cuStreamWaitEvent", 3020, address_of(cuStreamWaitEvent)},
         {"cuThreadExchangeStreamCaptureMode", 10010, address_of(cuThreadExchangeStreamCaptureMode)},

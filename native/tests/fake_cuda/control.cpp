@@ -213,10 +213,12 @@ uint64_t fake_cuda_count(const char* what) {
                 std::chrono::duration_cast<std::chrono::microseconds>(time).count());
         };
         uint64_t most_commands = 0;
+        uint64_t most_bytes = 0;
         for (int device = 0; device < all.devices; ++device) {
             most_commands = std::max(most_commands, all.scheduler.queue(device).most_of_engine);
+            most_bytes = std::max(most_bytes, all.scheduler.queue(device).most_engine_bytes);
         }
-        const std::array<std::pair<std::string_view, uint64_t>, 18> counts{{
+        const std::array<std::pair<std::string_view, uint64_t>, 19> counts{{
             {"bytes_to_host", all.counts.bytes_to_host},
             {"bytes_to_device", all.counts.bytes_to_device},
             {"copies", all.counts.copies},
@@ -235,6 +237,7 @@ uint64_t fake_cuda_count(const char* what) {
             {"hasty_pins", all.pinning.hasty},
             {"near_pins", all.pinning.near},
             {"most_commands", most_commands},
+            {"most_bytes", most_bytes},
         }};
         for (const auto& [known, count] : counts) {
             if (known == name) return count;

@@ -11,7 +11,7 @@ namespace datastates::fake_cuda {
 namespace {
 
 /// All that are exported and counted.
-constexpr std::array<std::string_view, 29> kSymbols{
+constexpr std::array<std::string_view, 28> kSymbols{
     "cuInit",
     "cuGetErrorName",
     "cuGetErrorString",
@@ -25,8 +25,7 @@ constexpr std::array<std::string_view, 29> kSymbols{
     "cuDevicePrimaryCtxRelease_v2",
     "cuCtxPushCurrent_v2",
     "cuCtxPopCurrent_v2",
-    "cuCtxGetStreamPriorityRange",
-    "cuStreamCreateWithPriority",
+    "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamWaitEvent",
     "cuThreadExchangeStreamCaptureMode",

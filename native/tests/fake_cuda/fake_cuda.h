@@ -137,7 +137,8 @@ void fake_cuda_show_accesses(int on);
  * - pages_faulted_in: by pinning
  * - hasty_pins: that began sooner after the one before than that had taken
  * - near_pins: by threads that prefer memory of one NUMA node
- * - most_commands: of the engine, in the queue of a device at a time */
+ * - most_commands: of the engine, in the queue of a device at a time
+ * - most_bytes: of the engine's copies, in the queue of a device at a time */
 uint64_t fake_cuda_count(const char* what);
 
 /* References to the primary context of `device`; 0: it does not exist. */

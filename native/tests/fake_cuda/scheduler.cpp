@@ -50,6 +50,8 @@ void Scheduler::submit(const WorkPointer& work, std::span<const WorkPointer> lea
     Queue& queue = queues_[work->device];
     (work->engines ? queue.engine : queue.training) += work->commands();
     queue.most_of_engine = std::max(queue.most_of_engine, queue.engine);
+    if (work->engines) queue.engine_bytes += work->nbytes();
+    queue.most_engine_bytes = std::max(queue.most_engine_bytes, queue.engine_bytes);
     if (work->blockers > 0) return;
     ready_.push_back(work);
     may_run_.notify_all();
@@ -161,6 +163,7 @@ void Scheduler::finish(Work& work) {
     work.done_at = Clock::now();
     Queue& queue = queues_[work.device];
     (work.engines ? queue.engine : queue.training) -= work.commands();
+    if (work.engines) queue.engine_bytes -= work.nbytes();
     if (work.when_finished) work.when_finished();
     work.kernel = nullptr;  // streams and events may keep this
     work.copies = {};

@@ -48,6 +48,11 @@ struct Work {
     [[nodiscard]] std::uint64_t commands() const {
         return std::max<std::uint64_t>(copies.size(), 1);
     }
+    [[nodiscard]] std::uint64_t nbytes() const {
+        std::uint64_t all = 0;
+        for (const Piecewise& each : copies) all += each.nbytes;
+        return all;
+    }
 };
 using WorkPointer = std::shared_ptr<Work>;
 
@@ -88,6 +93,8 @@ class Scheduler {
         std::uint64_t training = 0;
         std::uint64_t engine = 0;
         std::uint64_t most_of_engine = 0;
+        std::uint64_t engine_bytes = 0;  ///< of copies
+        std::uint64_t most_engine_bytes = 0;
     };
     [[nodiscard]] Queue& queue(int device) { return queues_[device]; }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import itertools
 import os
 import shutil
 
@@ -20,6 +22,8 @@ from dcp_datastates import (
     ForeignCheckpointError,
     StorageError,
     delete,
+    pin,
+    unpin,
 )
 from dcp_datastates.storage import lock, operations
 
@@ -63,40 +67,102 @@ class _Crash(BaseException):
     pass
 
 
-@pytest.mark.parametrize("when", range(9))
+_OPERATIONS = ("make_directory", "rename", "unlink", "sync_directory", "remove_directory")
+
+
+@pytest.mark.parametrize("locks", [True, False])
+@pytest.mark.parametrize("when", range(17))
 def test_a_crash_leaves_a_whole_checkpoint_or_none_and_another_call_finishes(
-    when, path, monkeypatch
+    when, locks, path, monkeypatch
 ):
+    """It is deleted with the rename of ``.metadata``, and not before."""
     done = []
+    if not locks:
+        monkeypatch.setattr(lock, "_try", lambda descriptor, how: None)
 
     def counted(name):
         real = getattr(operations, name)
 
-        def operation(where, phase):
-            if len(done) == when:
+        def operation(*arguments):
+            if len(done) >= when:
                 raise _Crash
-            done.append((name, where.name))
-            real(where, phase)
+            real(*arguments)
+            done.append((name, arguments[0].name))
 
         return operation
 
-    for name in ("unlink", "sync_directory", "remove_directory"):
-        monkeypatch.setattr(operations, name, counted(name))
-    try:
-        delete(path)
-    except _Crash:
-        monkeypatch.undo()
-        if when <= 1:
-            assert load_everything(path)["step"] == 3
-        assert committed(path) == (when <= 1), "the metadata go first"
-        if path.exists() and os.listdir(path):
+    with monkeypatch.context() as crashing:
+        for name in _OPERATIONS:
+            crashing.setattr(operations, name, counted(name))
+        try:
             delete(path)
-    else:
-        assert when >= 6
-    withdrawn = ("remove_directory", "publishing")
-    first = [withdrawn, ("unlink", ".metadata"), ("sync_directory", "step-3")]
-    assert done[:3] == first[: len(done)]
+        except _Crash:
+            pass
+        else:
+            assert when == 16, "each step of the deletion is a case"
+    is_gone = ("rename", ".metadata") in done
+    assert committed(path) == (not is_gone)
+    if not is_gone:
+        assert load_everything(path)["step"] == 3
+    if path.exists() and os.listdir(path):
+        delete(path)
     assert not path.exists() or not os.listdir(path)
+
+
+def _during_each_step(monkeypatch, of, do):
+    """Call ``of`` again and again, and ``do`` before its first step, then before its second, and so on."""
+    for when in itertools.count():
+        steps, done = [], []
+
+        def hit(name, steps=steps, done=done, when=when):
+            if name.endswith(".before") and not done:
+                steps.append(name)
+                if len(steps) > when:
+                    done.append(name)
+                    do(when)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(operations, "hit", hit)
+            with contextlib.suppress(StorageError):
+                of()
+        if not done:
+            assert when > 10
+            return
+        yield when, done[0]
+
+
+def test_what_is_committed_during_a_deletion_stays(path, monkeypatch):
+    """Without locks, a save may be committed at any step; the deletion then removes none of it."""
+    monkeypatch.setattr(lock, "_try", lambda descriptor, how: None)
+    saved = []
+
+    def save_over(number):
+        save({"w": torch.full((1000,), float(number)), "step": number}, path)
+        saved.append(number)
+
+    for when, step in _during_each_step(monkeypatch, lambda: delete(path), save_over):
+        assert saved == [when]
+        assert load_everything(path)["step"] == saved.pop(), step
+
+
+def test_what_is_pinned_during_a_deletion_stays(path, monkeypatch):
+    """Or :func:`pin` says that it is gone."""
+    monkeypatch.setattr(lock, "_try", lambda descriptor, how: None)
+    pinned = []
+
+    def pin_it(_):
+        with contextlib.suppress(CheckpointNotFoundError):
+            pin(path)
+            pinned.append(1)
+
+    ends = set()
+    for _, step in _during_each_step(monkeypatch, lambda: delete(path), pin_it):
+        assert committed(path) or not pinned, step
+        ends.add(bool(pinned))
+        pinned.clear()
+        unpin(path)
+        save({"w": torch.arange(1000.0), "step": 3}, path)
+    assert ends == {True, False}
 
 
 def test_a_save_that_failed_can_be_deleted(path):

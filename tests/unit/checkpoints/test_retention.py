@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 from support.checkpoints import committed, raises, save
+from support.failing import armed
 from support.files import data_files, flip_bit
 from support.roots import (
     NEWER,
@@ -19,8 +20,10 @@ from support.roots import (
     the_first_version,
     uncommitted,
 )
+from support.tiers import sampled
 
 from dcp_datastates import ConfigurationError, StorageError, latest, retain, verify
+from dcp_datastates.checkpoints import listing
 from dcp_datastates.storage import lock, operations
 
 
@@ -183,7 +186,10 @@ class _Crash(BaseException):
     pass
 
 
-@pytest.mark.parametrize("when", range(18))
+_OPERATIONS = ("make_directory", "rename", "unlink", "sync_directory", "remove_directory")
+
+
+@pytest.mark.parametrize("when", sampled(range(37), keep=[1, 4, 6, 7, 9, 14, 36]))
 def test_a_crash_at_any_operation_leaves_no_half_checkpoint_and_the_next_call_finishes(
     when, root, monkeypatch
 ):
@@ -192,27 +198,27 @@ def test_a_crash_at_any_operation_leaves_no_half_checkpoint_and_the_next_call_fi
     def counted(name):
         real = getattr(operations, name)
 
-        def operation(path, phase):
-            assert phase in ("withdraw", "delete")
-            if len(done) == when:
+        def operation(*arguments):
+            assert arguments[-1] in ("withdraw", "delete")
+            if len(done) >= when:
                 raise _Crash
-            done.append((name, path))
-            real(path, phase)
+            done.append((name, arguments[0]))
+            real(*arguments)
 
         return operation
 
-    for name in ("unlink", "sync_directory", "remove_directory"):
-        monkeypatch.setattr(operations, name, counted(name))
-    crashed = False
-    try:
-        retain(root, keep=1)
-    except _Crash:
-        crashed = True
-    assert crashed == (when <= 15), "else this has tried what it did not mean to"
+    with monkeypatch.context() as crashing:
+        for name in _OPERATIONS:
+            crashing.setattr(operations, name, counted(name))
+        crashed = False
+        try:
+            retain(root, keep=1)
+        except _Crash:
+            crashed = True
+    assert crashed == (when <= 35), "else this has tried what it did not mean to"
     for name in committed_names(root):
         assert verify(root / name).whole
     assert latest(root) == root / "step-11"
-    monkeypatch.undo()
     retain(root, keep=1)
     # A crash between the last attempt's end and its directory's leaves that one empty.
     emptied = [path for path in root.glob("step-*") if not os.listdir(path)]
@@ -224,47 +230,82 @@ def test_a_crash_at_any_operation_leaves_no_half_checkpoint_and_the_next_call_fi
 
 def test_each_victim_is_unpublished_durably_before_its_data_go(root, monkeypatch):
     done = []
-    for name in ("unlink", "sync_directory", "remove_directory"):
+    for name in _OPERATIONS:
         real = getattr(operations, name)
 
-        def operation(path, phase, name=name, real=real):
+        def operation(path, *more, name=name, real=real):
             done.append((name, path.relative_to(root).as_posix()))
-            real(path, phase)
+            real(path, *more)
 
         monkeypatch.setattr(operations, name, operation)
     (file,) = data_files(root / "step-9")
     folder = f"step-9/{file.parent.name}"
     retain(root, keep=2)
+    (deletion,) = {path for name, path in done if name == "unlink" and path.endswith(".metadata")}
+    deletion = deletion.removesuffix("/publishing/.metadata")
+    unborn = deletion.replace("step-9/", "step-9/.")
     assert done == [
+        ("make_directory", unborn),
+        ("make_directory", f"{unborn}/publishing"),
+        ("make_directory", f"{unborn}/deletion"),
+        ("rename", unborn),
         ("remove_directory", f"{folder}/publishing"),  # it is not there any more: a save has ended
-        ("unlink", "step-9/.metadata"),
+        ("make_directory", f"{folder}/deleting"),
+        ("rename", "step-9/.metadata"),
         ("sync_directory", "step-9"),
         ("unlink", f"{folder}/{file.name}"),
         ("remove_directory", f"{folder}/deleting"),
         ("remove_directory", folder),
+        ("remove_directory", f"{deletion}/publishing"),
+        ("unlink", f"{deletion}/publishing/.metadata"),
+        ("remove_directory", f"{deletion}/publishing"),
+        ("remove_directory", f"{deletion}/deletion"),
+        ("remove_directory", deletion),
         ("remove_directory", "step-9"),
         ("sync_directory", "."),
     ]
 
 
-def test_what_the_system_refuses_is_an_error_that_names_the_checkpoint(root, monkeypatch):
-    def refuse(path, phase):
+@pytest.mark.parametrize("name", ["make_directory", "rename"])
+def test_what_the_system_refuses_is_an_error_that_names_the_checkpoint(name, root, monkeypatch):
+    def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(operations, "unlink", refuse)
+    monkeypatch.setattr(operations, name, refuse)
     with raises(StorageError, "step-9", "Permission denied"):
         retain(root, keep=2)
     assert verify(root / "step-9").whole
 
 
-def test_another_process_that_deletes_it_too_is_no_error(root, monkeypatch):
-    real = operations.unlink
+def test_old_checkpoints_go_on_a_full_file_system(root):
+    """No directory can be made there."""
+    with armed("delete.mkdir.before=error:ENOSPC"):
+        assert retain(root, keep=1) == [root / "step-10", root / "step-9"]
+    assert not (root / "step-9").exists()
 
-    def unlink(path, phase):
+
+def test_what_is_replaced_while_checkpoints_are_listed_stays(root, monkeypatch):
+    """Its directory was looked at before, and seemed to be the oldest."""
+    real = listing.open_found
+
+    def open_found(path):
+        monkeypatch.setattr(listing, "open_found", real)
+        save(state_of(12), root / "step-9")
+        return real(path)
+
+    monkeypatch.setattr(listing, "open_found", open_found)
+    retain(root, keep=1)
+    assert latest(root) == root / "step-9"
+
+
+def test_another_process_that_deletes_it_too_is_no_error(root, monkeypatch):
+    real = operations.rename
+
+    def rename(path, target, phase):
         if path.name == ".metadata":
             shutil.rmtree(path.parent)
-        real(path, phase)
+        real(path, target, phase)
 
-    monkeypatch.setattr(operations, "unlink", unlink)
+    monkeypatch.setattr(operations, "rename", rename)
     retain(root, keep=1)
     assert committed_names(root) == ["step-11"]

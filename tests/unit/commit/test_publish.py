@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import pickle
@@ -25,6 +26,7 @@ from support.scripts import run_script
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_datastates import DataStatesError, track
+from dcp_datastates.storage import lock
 
 
 def _state(number):
@@ -238,3 +240,17 @@ def test_a_job_that_replaces_its_own_or_an_older_jobs_checkpoint_says_nothing(tm
     (tmp_path / "copy").rename(tmp_path / "c")  # the same attempt in other files
     save(_state(4), tmp_path / "c")
     assert _replaced(caplog) == []
+
+
+def test_whoever_may_read_a_directory_cannot_keep_saves_out(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(lock, "_FREE_SECONDS", 0.1)
+    path = tmp_path / "c"
+    save({"step": 1}, path)
+    other = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        save({"step": 2}, path)
+    finally:
+        os.close(other)
+    assert load_everything(path)["step"] == 2
+    assert "publishing without it" in caplog.text

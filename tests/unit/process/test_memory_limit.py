@@ -11,7 +11,12 @@ from support.checkpoints import raises
 from dcp_datastates import ConfigurationError, DataStatesWriter
 from dcp_datastates.config import parse_host_cache_size
 from dcp_datastates.io import engine
-from dcp_datastates.process.memory_limit import MemoryLimit, default_host_cache_bytes, memory_limit
+from dcp_datastates.process.memory_limit import (
+    MemoryLimit,
+    default_host_cache_bytes,
+    largest_host_cache_bytes,
+    memory_limit,
+)
 
 GIB = 1 << 30
 
@@ -102,6 +107,26 @@ def test_the_ranks_of_a_machine_share_the_quarter(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert default_host_cache_bytes(_machine(tmp_path, gibibytes=16)) == GIB // 2
+
+
+@pytest.mark.parametrize(
+    ("variables", "largest"),
+    [
+        ({"LOCAL_WORLD_SIZE": "8"}, 16 * GIB),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 32 * GIB),
+        ({"LOCAL_WORLD_SIZE": "", "SLURM_NTASKS_PER_NODE": "2"}, 64 * GIB),
+        ({"SLURM_NTASKS_PER_NODE": "8(x2)"}, 8 * GIB),  # not understood
+        ({}, 8 * GIB),  # all ranks may be here
+    ],
+)
+def test_for_devices_the_ranks_of_a_machine_share_a_quarter_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], largest: int
+) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert largest_host_cache_bytes(16, _machine(tmp_path, gibibytes=512)) == largest
 
 
 def test_the_default_is_never_less_than_the_engine_needs(tmp_path: Path) -> None:

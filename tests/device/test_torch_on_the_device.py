@@ -1,0 +1,167 @@
+"""Ordinary torch code whose tensors are on the fake device: what the fake promises, and saves of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.fake_cuda import FakeCuda
+from support.fake_training import CACHE, differing, save
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dcp_datastates
+from dcp_datastates.io.tensor_memory import local_tensor
+
+LATE = {"max_delay_us": 20000, "piece": 16384}
+"""Kernels and copies begin late, and run piece by piece."""
+
+
+@pytest.fixture(params=["plain", "FSDP2"])
+def make_model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], nn.Module]]:
+    """Makes the same model each time, on the host."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 256), nn.BatchNorm1d(256), nn.Linear(256, 256))
+        if request.param == "FSDP2":
+            for module in (*model, model):
+                fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        return model
+
+    if request.param == "FSDP2":
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield make
+    if request.param == "FSDP2":
+        dist.destroy_process_group()
+
+
+def stepped_by(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    dcp_datastates.track(optimizer)
+    return optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 256)).square().sum().backward()
+    optimizer.step()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = dict(model.state_dict())
+    for index, values in optimizer.state_dict()["state"].items():
+        state.update({f"{index}.{name}": value for name, value in values.items()})
+    return state
+
+
+# ---- the fake --------------------------------------------------------------------------------------
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda w: w.add_(1),
+    "clamp_": lambda w: w.clamp_(min=0),
+    "indexed": lambda w: w.__setitem__((slice(None), 3), 7.0),
+    "index_put_": lambda w: w.index_put_((torch.tensor([0, 5]),), torch.tensor(2.0)),
+    "out=": lambda w: torch.add(w, 1, out=w),
+    "_foreach_": lambda w: torch._foreach_mul_([w, w.t()], 2.0),
+    ".data": lambda w: w.data.zero_(),
+    "a view": lambda w: w.t()[1:3].fill_(4),
+    "from the host": lambda w: w.copy_(torch.ones(64, 64)),
+    "made on the device": lambda w: w.copy_(w @ w),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_an_operation_is_a_kernel(cuda: FakeCuda, write: Callable[..., object]) -> None:
+    """Torch counts it at once; the memory changes when the driver pleases, and to what torch says."""
+    start = torch.randn(64, 64)
+    on_host, on_device = start.clone(), cuda.adopt(start.clone())
+    with cuda.kernels():
+        cuda.lib.fake_cuda_stall(1)
+        before = on_host._version, on_device._version
+        write(on_host)
+        write(on_device)
+        assert on_host._version - before[0] == on_device._version - before[1]
+        assert torch.equal(cuda.values(on_device), on_host)
+        assert torch.equal(cuda.memory(on_device), start)
+        cuda.lib.fake_cuda_stall(0)
+        cuda.synchronize()
+        assert torch.equal(cuda.memory(on_device), on_host)
+
+
+def test_training_computes_what_the_host_does(
+    cuda: FakeCuda, make_model: Callable[[], nn.Module]
+) -> None:
+    model, on_host = cuda.adopt_module(make_model()), make_model()
+    optimizer, beside = stepped_by(model), stepped_by(on_host)
+    cuda.configure(seed=1, **LATE)
+    with cuda.kernels():
+        for seed in range(3):
+            for each in ((model, optimizer), (on_host, beside)):
+                torch.manual_seed(seed)
+                step(*each)
+        found = {name: cuda.values(value) for name, value in state_of(model, optimizer).items()}
+    for name, value in state_of(on_host, beside).items():
+        assert torch.equal(found[name], local_tensor(value)), name
+
+
+def test_freed_memory_is_reused_in_the_order_of_the_stream(cuda: FakeCuda) -> None:
+    weight = cuda.adopt(torch.ones(1000))
+    with cuda.kernels():
+        cuda.lib.fake_cuda_stall(1)
+        first = weight + 1
+        address = first.data_ptr()
+        other = cuda.adopt(torch.empty(1000))
+        other.copy_(first)
+        del first
+        second = weight + 5
+        assert second.data_ptr() == address
+        cuda.lib.fake_cuda_stall(0)
+        cuda.synchronize()
+    assert torch.equal(other, torch.full((1000,), 2.0))
+    assert torch.equal(second, torch.full((1000,), 6.0))
+
+
+def test_a_graph_runs_when_it_is_replayed(cuda: FakeCuda) -> None:
+    weight = cuda.adopt(torch.ones(1000))
+    with cuda.kernels():
+        with cuda.capture() as graph:
+            doubled = weight * 2
+            weight.add_(doubled)
+        assert torch.equal(cuda.values(weight), torch.ones(1000))
+        counted = weight._version
+        graph.replay()
+        graph.replay()
+        assert torch.equal(cuda.values(weight), torch.full((1000,), 9.0))
+        assert torch.equal(cuda.values(doubled), torch.full((1000,), 6.0))
+        assert weight._version == counted
+
+
+# ---- saves -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", ["backward", "immediate"])
+def test_saves_of_training(
+    cuda: FakeCuda, make_model: Callable[[], nn.Module], tmp_path: Path, window: str
+) -> None:
+    model = cuda.adopt_module(make_model())
+    optimizer = stepped_by(model)
+    cuda.await_pinned(CACHE)
+    with cuda.kernels():
+        for index in range(4):
+            cuda.configure(seed=index + 1, max_delay_us=5000, piece=16384)
+            step(model, optimizer)
+            state = state_of(model, optimizer)
+            expected = {name: cuda.values(value) for name, value in state.items()}
+            future = save(tmp_path / f"{index}", state, read_window=window)
+            step(model, optimizer)
+            step(model, optimizer)
+            future.result()
+            assert differing(tmp_path / f"{index}", expected) == []
+    assert cuda.count("violations") == cuda.count("early_unregistrations") == 0

@@ -1,0 +1,79 @@
+"""A call that raises at once, on two ranks in processes of their own: each ends as Python ends, and soon."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from support.scripts import run_script
+from support.tiers import sampled
+
+CALLS = {
+    "async_save: a URL": "ds.async_save(state, 's3://bucket/x')",
+    "async_save: no path": "ds.async_save(state)",
+    "async_save: an option": "ds.async_save(state, path, host_cache_size='1MiB')",
+    "async_save: metrics": "ds.async_save(state, path, metrics={'loss': 'low'})",
+    "async_save: no state": "ds.async_save([1], path)",
+    "async_save: a part raises": "ds.async_save({'part': Raises()}, path)",
+    "save: a URL": "ds.save(state, 's3://bucket/x')",
+    "save: an option": "ds.save(state, path, commit_timeout=-1)",
+    "dcp.save: a URL": "dcp.save(state, storage_writer=ds.DataStatesWriter('s3://bucket/x'))",
+    "dcp.async_save: a URL": "dcp.async_save(state, storage_writer=ds.DataStatesWriter('s3://bucket/x'))",
+    "load: a URL": "ds.load(state, 's3://bucket/x')",
+    "load: nothing is there": "ds.load(state, path)",
+    "manager: every": "ds.CheckpointManager(path, every=0)",
+    "manager: a URL": "ds.CheckpointManager('s3://bucket/x', every=1)",
+    "manager: a step": "ds.CheckpointManager(path, every='10min').save(-1, state)",
+    "manager: a second step": "manager = ds.CheckpointManager(path, every='10min')\n"
+    "    manager.save(1, state); manager.save(0, state)",
+}
+
+PROGRAM = """
+import socket
+import torch.distributed as dist
+import dcp_datastates as ds
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+children = []
+for rank in range(2):
+    children.append(os.fork())
+    if children[-1] == 0:
+        break
+else:
+    for child in children:
+        print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    sys.exit()
+
+class Raises:
+    def state_dict(self):
+        raise RuntimeError("no state")
+    def load_state_dict(self, state):
+        pass
+
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=rank, world_size=2)
+state = {{"w": torch.ones(8)}}
+if rank in {raising}:
+    {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "raising"),
+    sampled(
+        [
+            *itertools.product(CALLS, [(0, 1)]),
+            *itertools.product(["async_save: a URL", "save: an option"], [(0,), (1,)]),
+            *itertools.product(["manager: a second step", "load: a URL"], [(1,)]),
+        ],
+        keep=[
+            ("async_save: a URL", (0, 1)),
+            ("manager: a step", (0, 1)),
+        ],
+    ),
+)
+def test_an_early_error_ends_a_rank_as_python_ends(call, raising, tmp_path):
+    # Where only rank 1 raises, rank 0 ends first, and takes the store with it.
+    ended = run_script(PROGRAM.format(call=CALLS[call], raising=raising), tmp_path / "c")
+    ended.assert_ended_by_errors(len(raising), 2)
