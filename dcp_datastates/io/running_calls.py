@@ -36,6 +36,9 @@ _DTENSOR_DISPATCH: Final = os.path.join("torch", "distributed", "tensor", "_disp
 _ASLEEP_SECONDS: Final = 0.1
 """A thread that sleeps at every look for so long waits for something else than the threads of an operation."""
 
+_UNKNOWN_SECONDS: Final = 1.0
+"""The same for threads of which the system's state is unknown: those that were not started by ``threading``."""
+
 
 class RunningCalls:
     """The calls that other threads may be running when this is constructed."""
@@ -46,7 +49,7 @@ class RunningCalls:
         self._running = {
             thread: place
             for thread, place in places().items()
-            if place != idle.get(thread) or not _is_asleep(thread)
+            if place != idle.get(thread) or _is_asleep(thread) is False
         }
         self._awake_at = time.monotonic()
 
@@ -61,9 +64,11 @@ class RunningCalls:
             if (still := _still_at(place, frames.get(thread)))
         }
         del frames  # they keep their variables alive
-        if not all(map(_is_asleep, self._running)):
+        asleep = set(map(_is_asleep, self._running))
+        patience = _UNKNOWN_SECONDS if None in asleep else _ASLEEP_SECONDS
+        if False in asleep:
             self._awake_at = time.monotonic()
-        elif time.monotonic() > self._awake_at + _ASLEEP_SECONDS:
+        elif time.monotonic() > self._awake_at + patience:
             self._running = {}
         return not self._running
 
@@ -115,15 +120,15 @@ def _is_dispatch(code: CodeType) -> bool:
     )
 
 
-def _is_asleep(thread: int) -> bool:
-    """Whether the system says that a thread waits, and neither runs nor could run."""
+def _is_asleep(thread: int) -> bool | None:
+    """Whether the system says that a thread waits, and neither runs nor could run. None if it is unknown."""
     # Not threading.enumerate(): that takes a lock, which a frame that a signal handler interrupts may hold.
     known = getattr(threading, "_active", {}).get(thread)
     number = None if known is None else known.native_id
     if number is None:
-        return False
+        return None
     try:
         status = Path(f"/proc/self/task/{number}/stat").read_bytes()
     except OSError:
-        return False
+        return None
     return status.rpartition(b")")[2].split(None, 1)[0] == b"S"

@@ -1,0 +1,157 @@
+"""Every way in which a program writes to a tensor in place: found by asking torch, not listed by hand.
+
+A *write* is a function of one tensor. :func:`writes` finds those that torch can carry out on a given tensor, by trying
+arguments until a call of each function succeeds on a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from dcp_datastates.io.wrappers import inner_tensors, layers
+
+__all__ = ["Write", "held_bytes", "writes"]
+
+Write = Callable[[torch.Tensor], object]
+
+NOT_WRITES = {
+    "requires_grad_",  # no bytes
+    "share_memory_",
+    "detach_",  # refused for leaves or views
+}
+
+CRASHES_ON_WRAPPERS = {"apply_", "map_", "map2_"}
+"""Torch itself writes to memory that a tensor subclass does not have."""
+
+
+def held_bytes(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Copies of the bytes of a tensor's local and inner tensors."""
+    return [
+        inner.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        for inner in inner_tensors(tensor)
+    ]
+
+
+def _arguments(tensor: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """Arguments to try for a function of this tensor, simplest first."""
+    detached = tensor.detach()
+    other = detached + 1
+    mask = other > 0
+    yield ()
+    yield (0.25,)
+    yield (other,)
+    yield (0, 1)
+    yield (other, 0.5)
+    yield (other, other)
+    yield (mask, 0.25)
+    if isinstance(tensor, DTensor):  # it refuses the rest with pages of log, or worse
+        return
+    yield (mask, other)
+    rows = torch.arange(2)
+    yield (0, rows, 0.25)
+    yield (0, rows, other[:2])
+    index = torch.zeros_like(other, dtype=torch.int64)
+    yield (0, index, other)
+    yield (0, index, other, "sum")
+    yield (0, rows, other[:2], "prod")
+    yield ((rows,), other[:2])
+    yield (rows, other.reshape(-1)[:2])
+    yield (2, 0, 0.5)
+    yield (lambda value: value + 1,)
+    yield (other, lambda value, _: value + 1)
+    yield (other, other, lambda value, *_: value + 1)
+
+
+def _tries(function: Callable[..., Any], make: Callable[[], torch.Tensor]) -> Write | None:
+    """The function with the first arguments with which it changes the bytes of what ``make`` returns."""
+    try:
+        arguments = list(_arguments(make()))
+    except Exception:
+        arguments = [(), (0.25,), (torch.rand(make().shape),)]
+    for given in arguments:
+        trial = make().detach()
+        before = held_bytes(trial)
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                function(trial, *given)
+                after = held_bytes(trial)
+        except Exception:
+            continue
+        if len(before) == len(after) and all(map(torch.equal, before, after)):
+            continue
+        return lambda target, given=given: function(target, *given)
+    return None
+
+
+def _out(function: Callable[..., Any]) -> Callable[..., Any]:
+    def write(target: torch.Tensor, *arguments: Any) -> None:
+        function(target.detach().clone(), *arguments, out=target)
+
+    return write
+
+
+def _foreach(function: Callable[..., Any]) -> Callable[..., Any]:
+    def write(target: torch.Tensor, *arguments: Any) -> None:
+        several = [[one] if isinstance(one, torch.Tensor) else one for one in arguments]
+        function([target], *several)
+
+    return write
+
+
+def _replace(target: torch.Tensor) -> None:
+    target.set_(torch.zeros_like(target))
+
+
+def _assign(target: torch.Tensor) -> None:
+    target[:2] = 0.25
+
+
+def _load_state_dict(target: torch.Tensor) -> None:
+    module = torch.nn.Module()
+    module.w = target if isinstance(target, torch.nn.Parameter) else torch.nn.Parameter(target)
+    module.load_state_dict({"w": target.detach() + 1})
+
+
+def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in sorted(vars(torch._C.TensorBase).keys() | vars(torch.Tensor).keys()):
+        if name.endswith("_") and not name.startswith("_") and name not in NOT_WRITES:
+            yield name, getattr(torch.Tensor, name)
+    for name in ("__iadd__", "__imul__", "__isub__", "__itruediv__", "__ipow__"):
+        yield name, getattr(torch.Tensor, name)
+    for name in dir(torch):
+        function = getattr(torch, name)
+        if name.startswith("_foreach_") and name.endswith("_"):
+            yield name, _foreach(function)
+        elif not name.startswith("_") and "out=None" in str(getattr(function, "__doc__", "")):
+            yield f"{name}(out=)", _out(function)
+    yield "[:2] =", _assign
+    yield "set_ (another storage)", _replace
+    yield "load_state_dict", _load_state_dict
+
+
+_known: dict[str, dict[str, Write]] = {}
+
+
+def writes(kind: str, make: Callable[[], torch.Tensor]) -> dict[str, Write]:
+    """The writes that torch can carry out on what ``make`` returns, by name. Found once for each ``kind``."""
+    if kind not in _known:
+        torch.manual_seed(0)
+        like = make()
+        logging.disable(logging.CRITICAL)  # DTensor logs what it cannot do
+        try:
+            found = {
+                name: _tries(function, make)
+                for name, function in _functions()
+                if len(layers(like)) == 1 or name not in CRASHES_ON_WRAPPERS
+            }
+        finally:
+            logging.disable(logging.NOTSET)
+        _known[kind] = {name: write for name, write in found.items() if write is not None}
+    return _known[kind]

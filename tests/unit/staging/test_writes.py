@@ -1,0 +1,354 @@
+"""Every in-place write that torch has, on every type of tensor, at every time of a save: the bytes of the call are
+committed, or the save fails. The oracle is a copy of the bytes that is made at the call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoints import CACHE
+from support.tiers import sampled
+from support.wrapped import Blocks
+from support.writes import Write, held_bytes, writes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import dcp_datastates
+from dcp_datastates import SnapshotTornError
+from dcp_datastates.staging import step_gate
+
+ROWS, COLUMNS = 160, 128  # 80 KiB: deferred
+FEW = ("add_", "clamp_", "copy_", "index_put_", "_foreach_mul_", "mul(out=)", "set_", "__imul__")
+
+
+class Kind(NamedTuple):
+    """One parameter, how it comes into the state, and through what it is written."""
+
+    make: Callable[[], torch.Tensor]
+    given: Callable[[torch.Tensor], Any] = torch.Tensor.detach
+    """What the state has."""
+    target: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter
+    """What the program writes to."""
+    known: bool = True
+    """Whether torch moves a counter: then every write is seen, and else every write to more than a few bytes."""
+
+
+def _plain() -> torch.Tensor:
+    return torch.nn.Parameter(torch.rand(ROWS, COLUMNS))
+
+
+def _sharded() -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (1,))
+    return torch.nn.Parameter(distribute_tensor(torch.rand(ROWS, COLUMNS), mesh, [Shard(0)]))
+
+
+def _wrapped() -> torch.Tensor:
+    return Blocks(torch.rand(ROWS, COLUMNS), torch.rand(ROWS // 2))
+
+
+def _quantized() -> torch.Tensor:
+    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
+    state = subclass.OptimState8bit.zeros((4 * ROWS, COLUMNS * 2), signed=True, block_size=256)
+    state.codes.random_()
+    return state
+
+
+KINDS = {
+    "plain": Kind(_plain),
+    "plain, itself in the state": Kind(_plain, given=lambda p: p),
+    "plain, its .data in the state": Kind(_plain, given=lambda p: p.data),
+    "plain, by a view": Kind(_plain, target=lambda p: p.view(COLUMNS, ROWS)),
+    "plain, by .data": Kind(_plain, target=lambda p: p.data, known=False),
+    "DTensor": Kind(_sharded),
+    "DTensor, itself in the state": Kind(_sharded, given=lambda p: p),
+    "DTensor, its .data in the state": Kind(_sharded, given=lambda p: p.data),
+    "DTensor, by to_local()": Kind(_sharded, target=lambda p: p.to_local()),
+    "DTensor, by .data": Kind(_sharded, target=lambda p: p.data, known=False),
+    "wrapper": Kind(_wrapped),
+    "wrapper, by a part": Kind(_wrapped, target=lambda p: p.codes),
+    "torchao's 8-bit state": Kind(_quantized),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "s"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Owner(torch.optim.Optimizer):
+    """Owns one tensor, and never steps."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__([torch.nn.Parameter(torch.zeros(1))], {})
+        self.state[self.param_groups[0]["params"][0]] = {"tensor": tensor}
+        dcp_datastates.track(self)
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+def _bytes(state: Any) -> dict[str, bytes]:
+    """All bytes of a nested state by name; a DTensor's local ones."""
+    if isinstance(state, dict):
+        return {f"{k}.{n}": b for k, v in state.items() for n, b in _bytes(v).items()}
+    return {"": b"".join(held.numpy().tobytes() for held in held_bytes(state))}
+
+
+def _saved(tensor: torch.Tensor, path: Path, **options: Any) -> Any:
+    return dcp_datastates.async_save({"w": tensor}, path, host_cache_size=CACHE, **options)
+
+
+def _stored(like: torch.Tensor, path: Path) -> bytes:
+    """The tensor's bytes in the checkpoint: read into a fresh one, or its parts one by one."""
+    found = dcp_datastates.load(path)["w"]
+    if not isinstance(found, dict):
+        return _bytes(found)[""]
+    parts = found
+    while "__wrapper__" not in parts:
+        parts = next(iter(parts.values()))
+    names, _ = like.__tensor_flatten__()  # type: ignore[attr-defined]
+    return b"".join(_bytes(parts[name])[""] for name in names)
+
+
+def _outcome(handle: Any, tensor: torch.Tensor, expected: bytes, path: Path) -> str:
+    try:
+        handle.result()
+    except SnapshotTornError:
+        assert not (path / ".metadata").exists()
+        return "torn"
+    return "right" if _stored(tensor, path) == expected else "WRONG"
+
+
+def _targets(name: str) -> dict[str, Write]:
+    kind = KINDS[name]
+    return writes(name, lambda: kind.target(kind.make()))
+
+
+def _all_or_few(names: dict[str, Write], some: bool) -> list[str]:
+    return [name for name in names if name in FEW] if some else list(names)
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_extent = pytest.mark.parametrize(
+    "some", [pytest.param(True, id="some"), *sampled([False], keep=lambda _: True)]
+)
+EXTENTS = pytest.mark.parametrize("some", sampled([True, False], keep=[True]))
+
+
+@pytest.mark.parametrize("audit", [False, True])
+@EXTENTS
+@each_kind
+def test_a_write_before_the_reads_is_never_committed(
+    kind: str, some: bool, audit: bool, tmp_path: Path
+) -> None:
+    found = _targets(kind)
+    assert found
+    wrong = []
+    for number, name in enumerate(_all_or_few(found, some) or list(found)):
+        tensor = KINDS[kind].make()
+        owner = Owner(tensor)
+        expected = _bytes(tensor)[""]
+        path = tmp_path / str(number)
+        handle = _saved(
+            KINDS[kind].given(tensor), path, read_window="backward", read_deadline=600, audit=audit
+        )
+        with torch.no_grad():
+            found[name](KINDS[kind].target(tensor))
+        if _outcome(handle, tensor, expected, path) == "WRONG":
+            wrong.append(name)
+        del owner
+    assert not wrong
+
+
+@EXTENTS
+@each_kind
+def test_a_write_after_the_reads_is_not_seen(kind: str, some: bool, tmp_path: Path) -> None:
+    found = _targets(kind)
+    for number, name in enumerate(_all_or_few(found, some) or list(found)):
+        tensor = KINDS[kind].make()
+        owner = Owner(tensor)
+        expected = _bytes(tensor)[""]
+        path = tmp_path / str(number)
+        handle = _saved(KINDS[kind].given(tensor), path, read_window="immediate")
+        handle.captured.result(60)
+        with torch.no_grad():
+            found[name](KINDS[kind].target(tensor))
+        assert _outcome(handle, tensor, expected, path) == "right", name
+        del owner
+
+
+def _one_value(target: torch.Tensor) -> None:
+    target.reshape(-1)[12_345] = 7.0
+
+
+SMALL = {
+    "plain": lambda p: _one_value(p.view(-1)),
+    "plain, its .data in the state": lambda p: _one_value(p.view(-1)),
+    "DTensor": lambda p: p.mul_((torch.arange(ROWS * COLUMNS) != 12_345).view(ROWS, COLUMNS)),
+    "DTensor, by to_local()": lambda p: _one_value(p.to_local().view(-1)),
+    "wrapper, by a part": lambda p: _one_value(p.codes.view(-1)),
+}
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_a_write_of_one_value_that_torch_knows_of_is_seen(kind: str, tmp_path: Path) -> None:
+    tensor = KINDS[kind].make()
+    owner = Owner(tensor)
+    handle = _saved(KINDS[kind].given(tensor), tmp_path, read_window="backward", read_deadline=600)
+    with torch.no_grad():
+        if kind == "DTensor":
+            mask = (torch.arange(ROWS * COLUMNS) != 12_345).view(ROWS, COLUMNS).float()
+            tensor.mul_(distribute_tensor(mask, tensor.device_mesh, [Shard(0)]))
+        else:
+            SMALL[kind](tensor)
+    with pytest.raises(SnapshotTornError, match="'w"):
+        handle.result()
+    assert owner
+
+
+UNKNOWN: dict[str, Callable[[torch.Tensor], object]] = {
+    ".data": lambda p: p.data.view(-1).__setitem__(12_345, 7.0),
+    "numpy": lambda p: p.detach().numpy().reshape(-1).__setitem__(12_345, 7.0),
+    "a memory view": lambda p: memoryview(p.detach().numpy()).cast("B").__setitem__(99, 1),
+}
+
+
+@pytest.mark.parametrize("write", UNKNOWN)
+def test_an_audit_names_a_write_of_one_value_that_torch_does_not_know_of(
+    write: str, tmp_path: Path
+) -> None:
+    tensor = torch.nn.Parameter(torch.rand(ROWS, COLUMNS))
+    owner = Owner(tensor)
+    handle = _saved(
+        tensor.detach(), tmp_path, read_window="backward", read_deadline=600, audit=True
+    )
+    UNKNOWN[write](tensor)
+    first = 99 if write == "a memory view" else 4 * 12_345
+    with pytest.raises(SnapshotTornError, match=rf"'w'.*\[{first // 4 * 4 // 1 if first != 99 else 99}"):
+        handle.result()
+    assert owner
+
+
+@pytest.mark.parametrize("kind", ["plain", "DTensor", "DTensor, by to_local()"])
+def test_a_write_that_ends_after_the_reads_is_seen(kind: str, tmp_path: Path) -> None:
+    """Torch moves the counter when the kernel is done. The kernel changes one value at once, and then takes long."""
+    rows = 1 << 14
+    mesh = init_device_mesh("cpu", (1,))
+    dense = torch.rand(rows, 512)  # 32 MiB
+    tensor = torch.nn.Parameter(
+        dense if kind == "plain" else distribute_tensor(dense, mesh, [Shard(0)])
+    )
+    local = tensor if kind == "plain" else tensor.to_local()
+    owner = Owner(tensor)
+    expected = _bytes(tensor)[""]
+    first = torch.arange(rows * 512)
+    last = torch.randperm(rows * 512)
+    order = torch.cat([first[:1], last, last, last, last])
+    values = local.detach().view(-1)[order]
+    values[order == 0] = 7.0
+    handle = _saved(tensor.detach(), tmp_path, read_window="backward", read_deadline=600)
+    opener = threading.Timer(0.02, step_gate.open_windows)
+    opener.start()
+    with torch.no_grad():
+        if kind == "DTensor":  # an operation that changes the first row only, and computes all
+            factor = torch.ones(rows, 512)
+            factor[0] = 0.5
+            tensor.mul_(distribute_tensor(factor, mesh, [Shard(0)]))
+        else:
+            local.view(-1)[order] = values
+    opener.join()
+    assert _outcome(handle, tensor, expected, tmp_path) != "WRONG"
+    assert owner
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_weights_that_are_swapped_out_and_in_again_while_they_are_read_are_not_committed(
+    first: bool, tmp_path: Path
+) -> None:
+    head = torch.nn.Parameter(torch.rand(1 << 20))  # 4 MiB
+    body = torch.nn.Parameter(torch.rand(24 << 20))  # 96 MiB, more than the cache
+    owners = [Owner(head), Owner(body)]
+    state = {"head": head, "body": body} if first else {"body": body, "head": head}
+    expected = {name: _bytes(value)[""] for name, value in state.items()}
+    handle = dcp_datastates.async_save(
+        state, tmp_path, host_cache_size="32MiB", read_window="immediate"
+    )
+    kept = head.detach().clone()
+    while not handle.captured.done():
+        head.data.add_(1)
+        head.data.copy_(kept)
+    try:
+        handle.result()
+    except SnapshotTornError:
+        pass
+    else:
+        found = dcp_datastates.load(tmp_path)
+        assert {name: _bytes(found[name])[""] for name in state} == expected
+    assert owners
+
+
+LOADS: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    "load": lambda state, path: dcp_datastates.load(path, state),
+    "dcp.load": lambda state, path: dist.checkpoint.load(  # type: ignore[attr-defined]
+        state, storage_reader=dcp_datastates.DataStatesReader(path)
+    ),
+}
+
+
+@pytest.mark.parametrize("audit", [False, True])
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("kind", ["plain", "plain, by .data", "DTensor", "DTensor, by .data"])
+def test_a_load_waits_for_the_reads_of_what_it_overwrites(
+    kind: str, load: str, audit: bool, tmp_path: Path
+) -> None:
+    tensor = KINDS[kind].make()
+    owner = Owner(tensor)
+    dcp_datastates.save({"w": tensor.detach() + 1}, tmp_path / "other", host_cache_size=CACHE)
+    expected = _bytes(tensor)[""]
+    path = tmp_path / "mine"
+    handle = _saved(
+        tensor.detach(), path, read_window="backward", read_deadline=600, audit=audit
+    )
+    LOADS[load]({"w": KINDS[kind].target(tensor).detach()}, tmp_path / "other")
+    assert _bytes(tensor)[""] != expected
+    assert _outcome(handle, tensor, expected, path) == "right"
+    assert owner
+
+
+def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensor, other = _plain(), _plain()
+    owner, another = Owner(tensor), Owner(other)
+    outcomes = []
+    for number in range(3):
+        expected = {"w": tensor.detach().clone(), "other": other.detach().clone()}
+        handle = dcp_datastates.async_save(
+            {"w": tensor, "other": other}, tmp_path / str(number), host_cache_size=CACHE, read_deadline=600
+        )
+        tensor.data.clamp_(0.25, 0.75 - number / 10)
+        outcomes.append(handle.committed.exception())
+        if number:
+            found = dcp_datastates.load(tmp_path / str(number))
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            assert handle.stats.eager_bytes == handle.stats.deferred_bytes == tensor.nbytes
+    assert [type(outcome) for outcome in outcomes] == [SnapshotTornError, type(None), type(None)]
+    assert sum("copy the tensors" in message for message in caplog.messages) == 1
+    dcp_datastates.track(owner)
+    handle = dcp_datastates.async_save(
+        {"w": tensor}, tmp_path / "again", host_cache_size=CACHE, read_deadline=600
+    )
+    assert handle.stats.deferred_bytes == tensor.nbytes
+    handle.result()
+    assert another
+
+
