@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.commit.rank_set import Connection
+from dcp_datastates.commit.connection import Connection
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["GlooGroup", "GroupBroken", "Meeting", "abandoned", "let_go", "said_as_broken"]

@@ -23,6 +23,7 @@ from typing import Final
 
 import torch
 
+from dcp_datastates.commit.connection import Connection
 from dcp_datastates.commit.gloo_group import (
     Check,
     GlooGroup,
@@ -30,7 +31,7 @@ from dcp_datastates.commit.gloo_group import (
     Meeting,
     said_as_broken,
 )
-from dcp_datastates.commit.rank_set import Connection, RankSet
+from dcp_datastates.commit.rank_set import RankSet
 
 __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
 
@@ -44,6 +45,9 @@ _STORE_PAUSE_PER_RANK: Final = 75e-6
 """Longest time between two requests for the other ranks of a group, in seconds. A request takes 11.3 us of the store's
 only thread: 16,384 ranks that wait at once, each asking every 1.2 s, take 15 % of it.
 """
+
+_KNOWN_PAUSE: Final = 0.05
+"""Longest time between two calls of ``check`` while this rank has not met rank 0, in seconds."""
 
 _LOOK_SECONDS: Final = 5.0
 _LOOK_SECONDS_PER_RANK: Final = 1e-3
@@ -124,6 +128,10 @@ class GlooTree:
         if self._met:
             return False
         try:
+            while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
+                check()
+                if self._closed:
+                    raise GroupBroken("these connections were closed: the process is ending")
             with said_as_broken("the store fails"):
                 if self._store is None:
                     self._store = self._rank_set.connect(self._name)
