@@ -42,10 +42,13 @@ _lock = ProcessLock()  # guards what follows
 _known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_also: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[torch.Tensor]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Of each optimizer, the further tensors that were passed to :func:`track`."""
+
+_ALSO: Final = "_dcp_datastates_also"
+"""The attribute of an optimizer that holds the further tensors passed to :func:`track`.
+
+They live as long as their optimizer. Weak references to tensors would keep torch from swapping them (``swap_tensors``,
+and so ``Module.to`` under FSDP2). Optimizers neither pickle nor copy attributes that they do not know.
+"""
 
 
 def never_defer(optimizer: Optimizer) -> None:
@@ -79,14 +82,14 @@ def _is_announced(optimizer: Optimizer) -> bool:
 def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
     """Register an optimizer before its first ``step()``, so that even the first save defers its tensors.
 
-    Otherwise the first save of a job copies all tensors inside ``async_save``. Keeps only weak references. Raises
-    :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
+    Otherwise the first save of a job copies all tensors inside ``async_save``. Keeps only a weak reference to the
+    optimizer. Raises :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
 
     Args:
         optimizer: the optimizer.
         also: further tensors that change only in ``step()``, or after it and before the next save: the parameters in
             low precision, say, into which mixed precision copies the optimizer's. They are deferred and gated like its
-            own. Replaces those of an earlier call.
+            own, and live as long as the optimizer. Replaces those of an earlier call.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
@@ -95,7 +98,7 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
         )
     with _lock:
         _known.add(optimizer)
-        _also[optimizer] = list(map(weakref.ref, also))
+        vars(optimizer)[_ALSO] = list(also)
 
 
 def known_optimizers() -> list[Optimizer]:
@@ -117,8 +120,7 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
                 for name, value in state.items()
                 if name != "step" or (isinstance(value, torch.Tensor) and not value.is_cpu)
             ]
-    further = [reference() for reference in _also.get(optimizer, ())]
-    tensors += [tensor for tensor in further if tensor is not None]
+    tensors += vars(optimizer).get(_ALSO, ())
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         return tensors
     return [
