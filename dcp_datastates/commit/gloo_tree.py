@@ -31,6 +31,7 @@ from dcp_datastates.commit.gloo_group import (
     Meeting,
     said_as_broken,
 )
+from dcp_datastates.commit.own_address import own_address
 from dcp_datastates.commit.rank_set import RankSet
 
 __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
@@ -109,6 +110,7 @@ class GlooTree:
         self._met = False
         self._groups: list[tuple[Place, GlooGroup]] = []
         self._closed = False
+        self._address: str | None = None  # this machine's, for the other ranks
         self._keys: list[str] = []  # set by this rank; deleted once all ranks are connected
         self._looked = 0.0
 
@@ -233,7 +235,16 @@ class GlooTree:
             meeting = Meeting(store, name, place.rank, place.size, pause, looking)
             self._keys.append(meeting.key(place.rank))
             plain_store = functools.partial(self._rank_set.raw_store, f"{self._name}/{name}/gloo")
-            self._groups.append((place, GlooGroup(meeting, plain_store)))
+            self._groups.append((place, GlooGroup(meeting, plain_store, self._own_address())))
+
+    def _own_address(self) -> str:
+        if self._address is None:
+            try:
+                self._address = own_address(self._rank_set.host)
+            except OSError as error:
+                logger.info("gloo chooses its address: %s", error)
+                self._address = ""
+        return self._address
 
     def _while_waiting(self, check: Check, seconds: float | None = None) -> Check:
         """A check that calls ``check``, and asks the store every ``seconds`` whether another rank has left."""
