@@ -1,55 +1,66 @@
 """One rank computes an answer, and the others receive it through the store of the job's default group.
 
 No collective runs on any of the job's process groups, so this works under NCCL, before the first collective, and while
-other collectives are running. Each call has a separate key, which the last rank to read it deletes.
+other collectives are running. The ranks number their calls, and each call has a separate key, which the last rank to
+read it deletes. The keys belong to the incarnation of the job (``commit/incarnation.py``): no rank takes an answer that
+a former job has left in the store.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import itertools
 import pickle
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+import time
+import weakref
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d
 
+from dcp_datastates.commit.connection import Connection
+from dcp_datastates.commit.incarnation import Incarnation
+from dcp_datastates.commit.rank_set import RankSet, rank_set_of
 from dcp_datastates.errors import ConfigurationError, DataStatesError, NoAnswerError
-from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.ending import Phase, at_end
+from dcp_datastates.process.forks import after_fork
 
 __all__ = ["DEFAULT_TIMEOUT", "from_first_rank"]
 
 DEFAULT_TIMEOUT: Final = 300.0
 """How long the other ranks wait, in seconds."""
 
+_FIRST_PAUSE: Final = 0.002
+_LONGEST_PAUSE: Final = 0.1
+_LONGEST_PAUSE_PER_RANK: Final = 75e-6
+"""Longest time between two requests for the answer, in seconds: see ``commit/gloo_tree.py``."""
+
+_LINGER_SECONDS: Final = 5.0
+"""How long the first rank's process waits at its end for ranks that have not met it: they cannot read its answers."""
+
 T = TypeVar("T")
 
-_lock = ProcessLock()  # guards _calls
-# By default group: if a job creates another default group, it has another store, and the counts start anew.
-_calls: WeakKeyDictionary[dist.ProcessGroup, dict[str, Iterator[int]]] = WeakKeyDictionary()
+_answered: weakref.WeakSet[Incarnation] = weakref.WeakSet()
+"""The incarnations in which this process has answered."""
 
 
 def from_first_rank(
     compute: Callable[[], T],
+    key: str,
     purpose: str,
     process_group: dist.ProcessGroup | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> T:
     """Call ``compute()`` on the first rank of ``process_group``, and return its result on every rank.
 
-    Like a collective: every rank of the group calls this with the same ``purpose``, and makes the calls of one purpose
-    in the same order. The first rank does not wait for the others. If ``compute`` raises, every rank raises its error
-    (of the same type, if it can be pickled). Without ``torch.distributed``, or in a group of one, this only calls
-    ``compute``.
+    Like a collective: every rank of the group calls this with the same ``key``, and makes the calls of one key in the
+    same order. The first rank does not wait for the others. If ``compute`` raises, every rank raises its error (of the
+    same type, if it can be pickled). Without ``torch.distributed``, or in a group of one, this only calls ``compute``.
 
     Args:
         compute: Called on the first rank only. Its result must be picklable.
-        purpose: The name of the answer, for the key and for error messages: "the latest checkpoint".
+        key: Names the question in the store, in a word. It must not depend on the rank: no path, which ranks may spell
+            differently.
+        purpose: What is asked for, for error messages: "the latest checkpoint".
         process_group: Any group that this rank is in; None for all ranks.
         timeout: Seconds that the other ranks wait.
 
@@ -65,35 +76,27 @@ def from_first_rank(
         raise ConfigurationError(
             f"process_group={process_group!r} is no group that this rank is in; only its members take part"
         )
-    ranks = dist.get_process_group_ranks(process_group)
-    if len(ranks) == 1:
+    rank_set = rank_set_of(process_group)
+    if rank_set.world == 1:
         return compute()
-    name = f"dcp_datastates/{purpose}/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
-    key = str(_count(name))
-    # A clone has a separate connection: waiting on it does not block other threads' requests.
-    job_store: Any = distributed_c10d._get_default_store()
-    store: Any = PrefixStore(name, job_store.clone())
-    if dist.get_rank() == ranks[0]:
-        return _answer(compute, store, key)
-    value: T = _await(store, key, purpose, ranks[0], len(ranks) - 1, timeout)
+    number = f"{key}/{rank_set.incarnation.count(f'answers/{key}')}"
+    store = rank_set.connect("answers")
+    if rank_set.rank == 0:
+        _answered.add(rank_set.incarnation)
+        return _answer(compute, store, number)
+    value: T = _await(rank_set, store, number, purpose, timeout)
     return value
 
 
-def _count(name: str) -> int:
-    default = distributed_c10d._get_default_group()
-    with _lock:
-        return next(_calls.setdefault(default, {}).setdefault(name, itertools.count(1)))
-
-
-def _answer(compute: Callable[[], T], store: Any, key: str) -> T:
+def _answer(compute: Callable[[], T], store: Connection, number: str) -> T:
     try:
         value = compute()
         packed = pickle.dumps((value, None))
     except BaseException as error:
         with contextlib.suppress(RuntimeError):  # the store is lost: the other ranks will notice
-            store.set(key, _packed(error))
+            store.set(number, _packed(error))
         raise
-    store.set(key, packed)
+    store.set(number, packed)
     return value
 
 
@@ -107,23 +110,58 @@ def _packed(error: BaseException) -> bytes:
     return pickle.dumps((None, DataStatesError(f"rank {rank}: {type(error).__name__}: {error}")))
 
 
-def _await(store: Any, key: str, purpose: str, first: int, readers: int, timeout: float) -> Any:
+def _await(rank_set: RankSet, store: Connection, number: str, purpose: str, timeout: float) -> Any:
+    first, incarnation = rank_set.ranks[0], rank_set.incarnation
     try:
-        store.wait([key], timedelta(seconds=timeout))
-        value, error = pickle.loads(store.get(key))
-        if store.add(f"{key}/read", 1) == readers:
-            store.delete_key(key)
-            store.delete_key(f"{key}/read")
-    except dist.DistNetworkError as lost:
+        found = _find(rank_set, store, number, timeout)
+        if found is not None and store.add(f"{number}/read", 1) == rank_set.world - 1:
+            store.delete_key(number)
+            store.delete_key(f"{number}/read")
+    except RuntimeError as lost:
         raise NoAnswerError(
             f"waiting for rank {first} to tell {purpose}: the job's store was lost ({lost}); has the rank "
             f"that hosts it ended?"
         ) from lost
-    except RuntimeError as late:
+    if found is None:
+        why = "it has not answered" if incarnation.await_known(0.0) else incarnation.problem
         raise NoAnswerError(
-            f"rank {first} did not tell {purpose} within {timeout:g} s ({late}); is it still looking, or did "
+            f"rank {first} did not tell {purpose} within {timeout:g} s ({why}); is it still looking, or did "
             f"it not make this call? A longer timeout= may help"
-        ) from late
+        )
+    value, error = pickle.loads(found)
     if error is not None:
         raise error
     return value
+
+
+def _find(rank_set: RankSet, store: Connection, number: str, timeout: float) -> bytes | None:
+    """Wait for the answer, up to ``timeout`` seconds; None if the store does not have it then."""
+    deadline = time.monotonic() + timeout
+    incarnation = rank_set.incarnation
+    while not incarnation.await_known(min(_LONGEST_PAUSE, max(0.0, deadline - time.monotonic()))):
+        if incarnation.store_error is not None:
+            raise RuntimeError(incarnation.store_error)
+        if time.monotonic() > deadline:
+            return None
+    pause, longest = _FIRST_PAUSE, max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * rank_set.world)
+    while not store.check([number]):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return None
+        time.sleep(min(pause, left))
+        pause = min(longest, 2 * pause)
+    return store.get(number)
+
+
+def _linger() -> None:
+    deadline = time.monotonic() + _LINGER_SECONDS
+    for incarnation in list(_answered):
+        incarnation.await_all(max(0.0, deadline - time.monotonic()))
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _answered.clear()  # the child is no rank of the parent's job
+
+
+at_end(_linger, Phase.FINISH)

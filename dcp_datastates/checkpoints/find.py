@@ -62,7 +62,11 @@ def latest(
     directory = local.local_path(root)
     check_verification(verify)
     return from_first_rank(
-        lambda: _latest(directory, verify), "the latest checkpoint", process_group, timeout
+        lambda: _latest(directory, verify),
+        "latest",
+        "the latest checkpoint",
+        process_group,
+        timeout,
     )
 
 

@@ -66,6 +66,7 @@ def retain(
     check_verification(verify)
     return from_first_rank(
         lambda: retain_here(directory, keep=keep, verify=verify).deleted,
+        "retain",
         "which checkpoints were deleted",
         process_group,
         timeout,

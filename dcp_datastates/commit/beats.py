@@ -6,12 +6,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from dcp_datastates.commit.vote import Reason
 from dcp_datastates.errors import RankLostError
 
 __all__ = ["Beat", "Loss"]
+
+_LISTED: Final = 8
+"""How many lost ranks the coordinator's beat lists."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Beat:
     ``progress`` is a number that changes while the rank makes progress; ``doing`` names the present phase; ``calls``
     counts the calls of ``async_save`` on the rank; ``ended`` is the last round whose outcome the rank knows. Only the
     coordinator fills in the rest: ``lost``, the lost ranks, as the fields of :class:`Loss`; ``pulse``, the address at
-    which it listens for the other ranks' pulses.
+    which it listens for the other ranks' pulses. ``lost`` lists the first few: 16,384 ranks read it. ``more``: how
+    many further ranks are lost.
     """
 
     voted: int = -1
@@ -31,6 +35,7 @@ class Beat:
     ended: int = -1
     lost: Sequence[Sequence[Any]] = ()
     pulse: Sequence[Any] = ()
+    more: int = 0
 
     def encode(self, count: int) -> str:
         return json.dumps([count, *dataclasses.astuple(self)])
@@ -39,21 +44,34 @@ class Beat:
     def decode(value: bytes) -> Beat:
         return Beat(*json.loads(value)[1:])
 
+    def with_losses(self, losses: Sequence[Loss]) -> Beat:
+        """This beat, telling of ``losses``."""
+        lost = [dataclasses.astuple(loss) for loss in losses[:_LISTED]]
+        return dataclasses.replace(self, lost=lost, more=max(0, len(losses) - _LISTED))
+
+    @property
+    def losses(self) -> list[Loss]:
+        """The losses that this beat tells of; the last stands for those that it does not list."""
+        told = [Loss(*loss) for loss in self.lost]
+        return [*told, Loss(-1, "is lost", count=self.more)] if self.more else told
+
 
 @dataclass(frozen=True)
 class Loss:
     """Why a rank counts as lost. ``certain``: its process has ended; the kernel may still finish a system call that it
-    made.
+    made. ``count``: how many ranks it stands for; if several, ``rank`` is -1.
     """
 
     rank: int
     reason: str
     certain: bool = False
+    count: int = 1
 
     @staticmethod
     def reason_of(losses: Sequence[Loss]) -> Reason:
         """The reason for a decision: which ranks are lost, and why. It names the first three ranks."""
-        more = f"; and {len(losses) - 3} more ranks" if len(losses) > 3 else ""
+        others = sum(loss.count for loss in losses[3:])
+        more = f"; and {others} more ranks" if others else ""
         return Reason.of(RankLostError("; ".join(map(str, losses[:3])) + more))
 
     def __str__(self) -> str:

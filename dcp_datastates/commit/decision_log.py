@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from typing import Final
 
+from dcp_datastates.commit.connection import Connection
 from dcp_datastates.commit.protocol import Collected
-from dcp_datastates.commit.rank_set import Connection
 from dcp_datastates.commit.vote import Decision, Reason
 
 __all__ = ["DecisionLog"]

@@ -4,7 +4,8 @@ gloo alone is slow to notice a lost rank and never names it. So every rank write
 coordinator reads all beats, and lists the lost ranks in its own; the other ranks read the coordinator's beat. This
 costs two requests per second and rank, less in a large job. A rank is
 
-- *dead* if its process is gone: ranks on the same machine see that at once, and for certain;
+- *dead* if its process is gone: ranks on the same machine that have met it (``incarnation.py``) see that at once, and
+  for certain;
 - *silent* if neither its beat nor its pulse has changed for :data:`SILENCE_SECONDS`: it is dead, stopped, or cut off.
   The pulse (``pulse.py``) continues while a call holds the GIL; if the network does not carry pulses, a rank may be
   silent for longer before it counts as lost;
@@ -27,11 +28,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_datastates.commit.beats import Beat, Loss
+from dcp_datastates.commit.connection import Connection
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.processes import identity, is_gone, is_near
+from dcp_datastates.commit.processes import is_gone, is_near
 from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.pulse import Pulse
-from dcp_datastates.commit.rank_set import Connection, RankSet
+from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.process.forks import ProcessLock
 
 __all__ = ["SILENCE_SECONDS", "FailureDetector", "seconds_between_beats"]
@@ -75,15 +77,17 @@ class _Watched:
     """What this rank knows of another."""
 
     value: bytes = b""
-    # A second beat has arrived: the first may be left over from a former group on the same store.
-    heard: bool = False
     beat: Beat = field(default_factory=Beat)
     pulses: int = 0
     silent: float = 0.0  # seconds without a new beat or pulse, counted while this rank was looking
     beatless: float = 0.0  # seconds without a new beat
     still: float = 0.0  # seconds without progress
-    who: str | None = None
-    near: bool = False  # on this machine, so this rank can see its process
+    near: str | None = None  # the identity of its process, if this rank can see it
+
+    @property
+    def heard(self) -> bool:
+        """Whether the rank has ever beaten."""
+        return bool(self.value)
 
 
 class FailureDetector:
@@ -121,12 +125,13 @@ class FailureDetector:
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
         self._listeners: list[Callable[[list[Loss]], None]] = []
-        self._identity = identity()
         self._thread = threading.Thread(
             target=self._run, name="dcp_datastates-heartbeat", daemon=True
         )  # joined by close()
         self._started = False
-        self._introduced = threading.Event()  # set when the store has this rank's identity
+        # The thread's:
+        self._has_keys = False  # the store has a key for each watched rank's beat
+        self._processes: Mapping[int, str] = {}  # those that this rank has met, when it last looked
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -156,14 +161,14 @@ class FailureDetector:
         self._wake.set()
 
     def introduce(self, seconds: float) -> None:
-        """Start the thread, once. Returns when the store has this rank's identity, so that other ranks can see whether
-        its process exists, or after ``seconds``.
+        """Start the thread, once. Returns when this rank has met rank 0, which can then see whether the process exists,
+        or after ``seconds``.
         """
         with self._lock:
             if not self._started:
                 self._thread.start()
                 self._started = True
-        self._introduced.wait(seconds)
+        self._rank_set.incarnation.await_known(seconds)
 
     def _expect_unheard(self) -> None:
         for watched in self._watched.values():
@@ -217,7 +222,7 @@ class FailureDetector:
             now = time.monotonic()
             if now - self._visited > _NEIGHBOUR_SECONDS:
                 self._visited = now
-                near = [rank for rank, watched in self._watched.items() if watched.near]
+                near = [rank for rank, watched in self._watched.items() if watched.near is not None]
                 self._gone = [loss for rank in near if (loss := self._visit(rank))]
             certain = {loss.rank for loss in self._gone}
             others = [loss for loss in self._told + self._silent if loss.rank not in certain]
@@ -230,7 +235,7 @@ class FailureDetector:
             return self._gone + others
 
     def _visit(self, rank: int) -> Loss | None:
-        who = self._watched[rank].who
+        who = self._watched[rank].near
         if who is None or not is_gone(who):
             return None
         host, _, pid, _ = who.split("|")
@@ -320,15 +325,13 @@ class FailureDetector:
             self._wake.clear()
             began = time.monotonic()
             try:
-                if not self._introduced.is_set():
-                    self._store.set(f"who/{self._rank_set.rank}", self._identity)
-                    self._introduced.set()
                 if self._rank_set.rank == 0:  # look first: the beat contains the losses
                     self._look(pulse)
-                self._beat(pulse)
+                if self._has_met:
+                    self._beat(pulse)
                 if self._rank_set.rank != 0:
                     self._look(pulse)
-                error = None
+                error = self._rank_set.incarnation.store_error
             except Exception as failed:
                 error = str(failed).partition("\n")[0][:200] or type(failed).__name__
             pulse.vouch(error is None)
@@ -361,8 +364,8 @@ class FailureDetector:
         beat = self._status()
         if self._rank_set.rank == 0:
             # Leave out rank 0: the store's failure counts as its loss, and is over once this beat is written.
-            lost = [dataclasses.astuple(loss) for loss in self.losses() if loss.rank != 0]
-            beat = dataclasses.replace(beat, lost=lost, pulse=pulse.place)
+            beat = beat.with_losses([loss for loss in self.losses() if loss.rank != 0])
+            beat = dataclasses.replace(beat, pulse=pulse.place)
         self._count += 1
         self._store.set(f"beat/{self._rank_set.rank}", beat.encode(self._count))
 
@@ -377,7 +380,7 @@ class FailureDetector:
             return
         coordinator = self._watched[0]
         pulse.follow(coordinator.beat.pulse)
-        told = [Loss(*loss) for loss in coordinator.beat.lost if loss[0] != self._rank_set.rank]
+        told = [loss for loss in coordinator.beat.losses if loss.rank != self._rank_set.rank]
         with self._lock:
             news = coordinator.heard and coordinator.value != self._old_news
             self._told = told if news else []
@@ -389,18 +392,29 @@ class FailureDetector:
             if self._round == round_number:
                 self._said = Said(decision)
 
+    def _values(self) -> dict[int, bytes]:
+        """The watched ranks' beats, by one request."""
+        keys = [f"beat/{rank}" for rank in self._watched]
+        if not self._has_keys:  # a request for a key that is missing would wait for it
+            if self._rank_set.rank == 0:
+                self._store.multi_set(dict.fromkeys(keys, ""))
+            elif not self._store.check(keys):
+                return {}
+            self._has_keys = True
+        values = zip(self._watched, self._store.multi_get(keys), strict=True)
+        return {rank: value for rank, value in values if value}
+
+    @property
+    def _has_met(self) -> bool:
+        return self._rank_set.incarnation.await_known(0.0)
+
     def _read_beats(self, passed: float, pulses: Mapping[int, int]) -> None:
-        for rank, watched in self._watched.items():
-            if watched.who is None and self._store.check([f"who/{rank}"]):
-                watched.who = self._store.get(f"who/{rank}").decode()
-                watched.near = is_near(watched.who)
-        ranks = [rank for rank, watched in self._watched.items() if watched.value]
-        new = [rank for rank, watched in self._watched.items() if not watched.value]
-        if new and self._store.check([f"beat/{rank}" for rank in new]):
-            ranks += new
-        else:
-            ranks += [rank for rank in new if self._store.check([f"beat/{rank}"])]
-        values = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        values = self._values() if self._has_met else {}
+        processes = self._rank_set.incarnation.processes
+        if processes is not self._processes:
+            self._processes = processes
+            for rank in filter(self._watched.__contains__, processes):
+                self._watched[rank].near = processes[rank] if is_near(processes[rank]) else None
         with self._lock:
             for rank, watched in self._watched.items():
                 watched.silent += passed
@@ -410,12 +424,11 @@ class FailureDetector:
                     watched.pulses = pulse
                     if watched.beatless < _HELD_SECONDS:
                         watched.silent = 0.0
-            for rank, value in zip(ranks, values, strict=True):
+            for rank, value in values.items():
                 watched = self._watched[rank]
                 if value == watched.value:
                     continue
                 beat = Beat.decode(value)
-                watched.heard = watched.heard or bool(watched.value)
                 watched.value, watched.silent, watched.beatless = value, 0.0, 0.0
                 if beat != watched.beat:
                     watched.beat, watched.still = beat, 0.0

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -23,7 +24,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.commit.rank_set import Connection
+from dcp_datastates.commit.connection import Connection
 from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["GlooGroup", "GroupBroken", "Meeting", "abandoned", "let_go", "said_as_broken"]
@@ -161,12 +162,14 @@ class GlooGroup:
         meeting: the rendezvous of its ranks.
         plain_store: makes a c10d store under the group's own prefix, in case a release of torch asks for more than
             ``meeting`` offers.
+        address: this machine's address for the other ranks; empty: gloo's default, that of the machine's name.
 
     Raises :class:`GroupBroken`, and what the meeting's ``check`` raises.
     """
 
-    def __init__(self, meeting: Meeting, plain_store: Callable[[], Any]) -> None:
+    def __init__(self, meeting: Meeting, plain_store: Callable[[], Any], address: str = "") -> None:
         self._rank, self._world = meeting.rank, meeting.world
+        self._address = address
         self._pending: Any = None
         # Not dist.new_group, which is a collective of the job's default group. The constructor waits without the GIL.
         # Held until the constructor returns: C++ does not keep the Python object alive.
@@ -183,7 +186,9 @@ class GlooGroup:
                 self._gloo = self._connected(plain_store())
 
     def _connected(self, store: Any) -> Any:
-        gloo = dist.ProcessGroupGloo(store, self._rank, self._world, _CONNECT_TIMEOUT)
+        options = _options_at(self._address)
+        limit = _CONNECT_TIMEOUT if options is None else options
+        gloo = dist.ProcessGroupGloo(store, self._rank, self._world, limit)
         gloo.set_timeout(_OPERATION_TIMEOUT)
         return gloo
 
@@ -260,6 +265,24 @@ class GlooGroup:
                 work.wait()  # returns at once; raises the operation's error
         finally:
             del work  # it holds the group, and a traceback may retain this frame
+
+
+def _options_at(address: str) -> Any:
+    """Options of a gloo group that listens at ``address``; None for gloo's defaults.
+
+    The user's choice counts: with ``GLOO_SOCKET_IFNAME``, gloo takes the address of that interface.
+    """
+    if not address or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    gloo: Any = dist.ProcessGroupGloo
+    try:
+        options = gloo._Options()
+        options._timeout = _CONNECT_TIMEOUT
+        options._devices = [gloo.create_device(hostname=address)]
+    except Exception as error:  # another release of torch, or an address that gloo cannot listen at
+        logger.info("gloo chooses its address: %s", error)
+        return None
+    return options
 
 
 _EMPTY: Final = torch.empty(0, dtype=torch.uint8)

@@ -23,6 +23,7 @@ from typing import Final
 
 import torch
 
+from dcp_datastates.commit.connection import Connection
 from dcp_datastates.commit.gloo_group import (
     Check,
     GlooGroup,
@@ -30,7 +31,8 @@ from dcp_datastates.commit.gloo_group import (
     Meeting,
     said_as_broken,
 )
-from dcp_datastates.commit.rank_set import Connection, RankSet
+from dcp_datastates.commit.own_address import own_address
+from dcp_datastates.commit.rank_set import RankSet
 
 __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
 
@@ -44,6 +46,9 @@ _STORE_PAUSE_PER_RANK: Final = 75e-6
 """Longest time between two requests for the other ranks of a group, in seconds. A request takes 11.3 us of the store's
 only thread: 16,384 ranks that wait at once, each asking every 1.2 s, take 15 % of it.
 """
+
+_KNOWN_PAUSE: Final = 0.05
+"""Longest time between two calls of ``check`` while this rank has not met rank 0, in seconds."""
 
 _LOOK_SECONDS: Final = 5.0
 _LOOK_SECONDS_PER_RANK: Final = 1e-3
@@ -105,6 +110,7 @@ class GlooTree:
         self._met = False
         self._groups: list[tuple[Place, GlooGroup]] = []
         self._closed = False
+        self._address: str | None = None  # this machine's, for the other ranks
         self._keys: list[str] = []  # set by this rank; deleted once all ranks are connected
         self._looked = 0.0
 
@@ -124,6 +130,10 @@ class GlooTree:
         if self._met:
             return False
         try:
+            while not self._rank_set.incarnation.await_known(_KNOWN_PAUSE):
+                check()
+                if self._closed:
+                    raise GroupBroken("these connections were closed: the process is ending")
             with said_as_broken("the store fails"):
                 if self._store is None:
                     self._store = self._rank_set.connect(self._name)
@@ -225,7 +235,16 @@ class GlooTree:
             meeting = Meeting(store, name, place.rank, place.size, pause, looking)
             self._keys.append(meeting.key(place.rank))
             plain_store = functools.partial(self._rank_set.raw_store, f"{self._name}/{name}/gloo")
-            self._groups.append((place, GlooGroup(meeting, plain_store)))
+            self._groups.append((place, GlooGroup(meeting, plain_store, self._own_address())))
+
+    def _own_address(self) -> str:
+        if self._address is None:
+            try:
+                self._address = own_address(self._rank_set.host)
+            except OSError as error:
+                logger.info("gloo chooses its address: %s", error)
+                self._address = ""
+        return self._address
 
     def _while_waiting(self, check: Check, seconds: float | None = None) -> Check:
         """A check that calls ``check``, and asks the store every ``seconds`` whether another rank has left."""

@@ -43,13 +43,17 @@ def is_gone(who: str) -> bool:
     """Whether the process with the :func:`identity` ``who`` has certainly ended. False if this process cannot
     see it.
     """
-    _, boot, pid, started = who.split("|")
+    _, _, pid, started = who.split("|")
     try:
-        return boot == _boot() != "" and _started(int(pid)) != started
+        return is_near(who) and _started(int(pid)) != started
     except OSError:
         return False
 
 
 def is_near(who: str) -> bool:
-    """Whether this process could see the process ``who``: same boot of the same machine, same PID namespace."""
-    return who.split("|")[1] == _boot() != ""
+    """Whether this process could see the process ``who``: same boot of the same machine, same PID namespace.
+
+    Machines that were copied while they ran may share the rest; so the host's name must be the same, too.
+    """
+    host, boot, _, _ = who.split("|")
+    return boot == _boot() != "" and host == socket.gethostname()

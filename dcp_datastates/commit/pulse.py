@@ -12,11 +12,11 @@ import atexit
 import contextlib
 import logging
 import secrets
-import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dcp_datastates._native import PulseClient, PulseServer
+from dcp_datastates.commit.own_address import addresses, own_address
 from dcp_datastates.commit.rank_set import RankSet
 
 __all__ = ["Pulse"]
@@ -45,7 +45,7 @@ class Pulse:
     def _serve(self) -> Sequence[Any]:
         token = secrets.randbits(63)
         try:
-            host = _own_host(self._rank_set.host or socket.gethostname())
+            host = own_address(self._rank_set.host)
             self._server = PulseServer(token, self._rank_set.world)
             return host, self._server.port, token
         except (OSError, RuntimeError) as error:
@@ -66,7 +66,7 @@ class Pulse:
         hosts = [host]
         try:
             if self._rank_set.host:  # this rank may not know the coordinator's name for itself
-                hosts.append(_addresses(self._rank_set.host)[0][1][0])
+                hosts.append(addresses(self._rank_set.host)[0][1][0])
             self._client = PulseClient(
                 token, self._rank_set.rank, self._interval, list(dict.fromkeys(hosts)), port
             )
@@ -100,16 +100,3 @@ class Pulse:
         for side in (server, client):
             if side is not None:
                 side.close()
-
-
-def _addresses(host: str) -> list[tuple[socket.AddressFamily, Any]]:
-    found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
-    return [(family, address) for family, _, _, _, address in found]
-
-
-def _own_host(towards: str) -> str:
-    """This machine's address on the route to ``towards``. Sends nothing."""
-    family, address = _addresses(towards)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

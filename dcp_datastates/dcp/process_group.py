@@ -79,9 +79,6 @@ class Collectives:
         self._hook = DestroyHook(f"dcp_datastates/{rank_set.digest}", on_destroy)
         self._store = rank_set.connect("planning")
         self._tree = GlooTree(rank_set, "planning")
-        # Part of the notes' keys: a store may outlive a default group, and keep its notes. The coordinator's clock,
-        # which all ranks receive in the first reduction.
-        self._since = time.time_ns() if rank_set.rank == 0 else 0
         self._noted: list[int] = []  # entries that this rank has noted
         self._in_step = False  # all ranks know that this rank fails its entry: it need not leave
         self._look: Callable[[], None] = lambda: None
@@ -138,10 +135,7 @@ class Collectives:
         while newest != -oldest:
             try:
                 self._tree.join(check)
-                # The same reduction distributes the coordinator's clock.
-                newest, oldest, self._since, greatest = self._tree.max(
-                    [entry, -entry, self._since, said], check
-                )
+                newest, oldest, greatest = self._tree.max([entry, -entry, said], check)
             except GroupBroken as broken:
                 self._tree.leave()
                 self._find_note(entry)
@@ -198,20 +192,20 @@ class Collectives:
     # ---- notes in the store; without the store, the failure detector says so ----------------------------------
 
     def _note(self, entry: int, error: BaseException) -> None:
-        if not self._since:
+        if not self._has_met:
             return
         why = str(error) or type(error).__name__
         if isinstance(error, GroupBroken):
             why = f"{_UNKNOWN}{why}"
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set(self._key(entry), "", why)
+            self._store.compare_set(_key(entry), "", why)
             self._noted.append(entry)
 
     def _find_note(self, entry: int) -> None:
         """Raise the noted reason if another rank has given the entry up."""
         with contextlib.suppress(RuntimeError):
-            if self._since and self._store.check([self._key(entry)]):
-                why = self._store.get(self._key(entry)).decode()
+            if self._has_met and self._store.check([_key(entry)]):
+                why = self._store.get(_key(entry)).decode()
                 if why.startswith(_UNKNOWN):
                     raise GroupBroken(why[len(_UNKNOWN) :])
                 raise RankLostError(why)
@@ -219,8 +213,14 @@ class Collectives:
     def _forget_notes(self, entry: int) -> None:
         with contextlib.suppress(RuntimeError):
             while self._noted and self._noted[0] <= entry - _KEPT_ENTRIES:
-                self._store.delete_key(self._key(self._noted[0]))
+                self._store.delete_key(_key(self._noted[0]))
                 self._noted.pop(0)
 
-    def _key(self, entry: int) -> str:
-        return f"given_up/{self._since}/{entry}"
+    @property
+    def _has_met(self) -> bool:
+        """Whether a request to the store need not wait for rank 0."""
+        return self._rank_set.incarnation.await_known(0.0)
+
+
+def _key(entry: int) -> str:
+    return f"given_up/{entry}"

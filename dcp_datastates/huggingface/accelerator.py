@@ -202,7 +202,7 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
     def _check_name(self, path: Path) -> None:
         """Of the first automatic name: raise ValueError if a checkpoint is committed there."""
         if not self._checked_names and from_first_rank(
-            partial(_is_committed, path), "whether a checkpoint is there"
+            partial(_is_committed, path), "is_committed", "whether a checkpoint is there"
         ):
             raise ValueError(
                 f"{path} is a checkpoint already; load the newest one with load_state(), or set "

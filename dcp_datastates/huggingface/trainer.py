@@ -171,7 +171,9 @@ class DataStatesTrainerMixin:
     def _newest(self) -> str:
         folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
         ours = latest(folder)
-        theirs = from_first_rank(partial(_newest_of_trainer, folder), "the Trainer's checkpoints")
+        theirs = from_first_rank(
+            partial(_newest_of_trainer, folder), "trainers", "the Trainer's checkpoints"
+        )
         found = [path for path in (ours, theirs) if path is not None and _NAME.fullmatch(path.name)]
         if not found:
             raise ValueError(f"no committed checkpoint in the output directory ({folder})")
@@ -205,7 +207,9 @@ class DataStatesTrainerMixin:
     def _finalize_training(self, *arguments: Any, **keywords: Any) -> Any:
         self._saves.wait()
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
-        if best is not None and from_first_rank(partial(_is_lost, best), "the best checkpoint"):
+        if best is not None and from_first_rank(
+            partial(_is_lost, best), "is_lost", "the best checkpoint"
+        ):
             logger.warning("the save of the best checkpoint, %s, was not committed", best)
             self.state.best_model_checkpoint = None  # type: ignore[attr-defined]
         return super()._finalize_training(*arguments, **keywords)  # type: ignore[misc]

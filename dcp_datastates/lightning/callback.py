@@ -27,7 +27,9 @@ class DataStatesModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
         found: set[str] = super()._find_last_checkpoints(trainer)
-        return from_first_rank(lambda: set(filter(_may_be_loaded, found)), "the last checkpoints")
+        return from_first_rank(
+            lambda: set(filter(_may_be_loaded, found)), "last", "the last checkpoints"
+        )
 
 
 def _may_be_loaded(path: str) -> bool:

@@ -8,11 +8,9 @@ numbers at the same step.
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Final
 
@@ -21,7 +19,6 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.worker import Worker
 from dcp_datastates.errors import NoAnswerError, RankLostError
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.process.waiting import WaitLog
 
 __all__ = ["Agreement"]
@@ -41,14 +38,6 @@ collectives end sooner.
 
 _LEAST: Final = -(2**62)
 
-_made: dict[str, Iterator[int]] = defaultdict(itertools.count)
-"""Numbers the agreements of each set of ranks."""
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _made.clear()  # the child is no rank of the parent's job
-
 
 class Agreement:
     """The exchanges of the ranks in ``rank_set``. The training thread calls the methods.
@@ -63,7 +52,8 @@ class Agreement:
     def __init__(self, rank_set: RankSet) -> None:
         self._rank_set = rank_set
         self._detector = commit_group(rank_set).detector
-        self._tree = GlooTree(rank_set, f"steps/{next(_made[rank_set.digest])}")
+        name = f"steps/{rank_set.incarnation.count('steps')}" if rank_set.world > 1 else "steps"
+        self._tree = GlooTree(rank_set, name)
         self._worker = Worker("dcp_datastates-steps")
         self._pending: Future[list[int]] | None = None
         self._closing = False

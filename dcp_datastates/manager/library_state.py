@@ -127,7 +127,7 @@ def files_from(path: str | os.PathLike[str]) -> dict[str, bytes]:
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
     """:func:`is_ours_here`, the same on every rank; all ranks call this."""
-    return from_first_rank(lambda: is_ours_here(path), f"who saved {path}")
+    return from_first_rank(lambda: is_ours_here(path), "is_ours", f"who saved {path}")
 
 
 def is_ours_here(path: str | os.PathLike[str]) -> bool:

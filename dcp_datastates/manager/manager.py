@@ -296,7 +296,7 @@ class CheckpointManager:
         damaged: list[str] = []
         while True:
             newest = self._on_first_rank(
-                lambda: self._newest(damaged), "the step to go on from", timeout
+                lambda: self._newest(damaged), "newest", "the step to go on from", timeout
             )
             if newest is None:
                 return None
@@ -318,7 +318,7 @@ class CheckpointManager:
         self._check_ranks()
         parts = TrainingState(state, self._rank_set)
         names = self._on_first_rank(
-            lambda: open_committed(path).table.catalog.names, f"the names in {path}"
+            lambda: open_committed(path).table.catalog.names, "names", f"the names in {path}"
         )
         loaded = parts.to_load(frozenset(names))
         load(path, loaded, process_group=self._group, no_dist=self._alone, **options)
@@ -362,20 +362,26 @@ class CheckpointManager:
         for each, handle in self._open:
             if each == step:
                 handle.result()
-        self._on_first_rank(lambda: pin(self.path(step), name), "that a checkpoint is pinned")
+        self._on_first_rank(
+            lambda: pin(self.path(step), name), "pin", "that a checkpoint is pinned"
+        )
 
     def unpin(self, step: int, name: str = "keep") -> None:
         """Remove the pin. Every rank calls this."""
-        self._on_first_rank(lambda: unpin(self.path(step), name), "that a checkpoint is unpinned")
+        self._on_first_rank(
+            lambda: unpin(self.path(step), name), "unpin", "that a checkpoint is unpinned"
+        )
 
     def _delete_old(self) -> list[Path]:
         assert self._keep is not None
         return retain_here(self.root, keep=self._keep, verify=self._verify, among=_is_step).deleted
 
     def _on_first_rank(
-        self, compute: Callable[[], T], purpose: str, timeout: float = DEFAULT_TIMEOUT
+        self, compute: Callable[[], T], key: str, purpose: str, timeout: float = DEFAULT_TIMEOUT
     ) -> T:
-        return compute() if self._alone else from_first_rank(compute, purpose, self._group, timeout)
+        if self._alone:
+            return compute()
+        return from_first_rank(compute, key, purpose, self._group, timeout)
 
     # ---- ending --------------------------------------------------------------------------------------
 

@@ -246,6 +246,8 @@ class RankMemory:
         looks = self._looks(session)
         if looks is None or session.staged is None:
             return
+        if session.staged.fingerprint() != session.fingerprint:
+            return  # a tensor was replaced after the call: this is the plan of another state
         leaves = Leaves.of(known, session.staged, root, mappings)
         if leaves is None:
             return

@@ -119,8 +119,8 @@ def _stage(call: SaveCall, state_dict: Mapping[str, Any], stats: SaveStats) -> D
     stats.eager_bytes = staged.eager_bytes
     stats.deferred_bytes = sum(staged.deferred.sizes)
     try:
-        if not immediate and staged.deferred.sizes:
-            step_gate.arm_backward()
+        if not immediate and staged.deferred.sizes and not step_gate.arm_backward():
+            window.open()
     except BaseException as error:
         reads.fail(error)
         raise

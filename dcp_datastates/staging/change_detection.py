@@ -155,10 +155,15 @@ class Portion:
         )
 
     def _name_over(self, tensor: torch.Tensor) -> str:
-        """The name of a deferred tensor that has its memory in common with ``tensor``."""
-        over = {inner.untyped_storage() for inner in inner_tensors(tensor)}
+        """The name of a deferred tensor that had its memory in common with ``tensor`` at the call."""
+        columns = self.deferred.columns
+        for number, (given, local) in enumerate(zip(columns.tensors, columns.locals, strict=True)):
+            if tensor is given or tensor is local:
+                return columns.name(number)
+        over = self.ownership.storages_under(tensor)
+        over = over or {inner.untyped_storage() for inner in inner_tensors(tensor)}
         numbers = (n for n, storage in enumerate(self.deferred.storages) if storage in over)
-        return self.deferred.columns.name(next(numbers))
+        return columns.name(next(numbers, 0))
 
     def _moved(self, name: str) -> SnapshotTornError:
         return self._torn(

@@ -48,10 +48,13 @@ _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _captured: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _torn: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers whose tensors something else has changed under a deferred read."""
-_also: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[torch.Tensor]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""Of each optimizer, the further tensors that were passed to :func:`track`."""
+
+_ALSO: Final = "_dcp_datastates_also"
+"""The attribute of an optimizer that holds the further tensors passed to :func:`track`.
+
+They live as long as their optimizer. Weak references to tensors would keep torch from swapping them (``swap_tensors``,
+and so ``Module.to`` under FSDP2). Optimizers neither pickle nor copy attributes that they do not know.
+"""
 
 
 def never_defer(optimizer: Optimizer) -> None:
@@ -86,14 +89,14 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
     """Register an optimizer before its first ``step()``, so that even the first save defers its tensors.
 
     Otherwise the first save of a job copies all tensors inside ``async_save``. After a torn save, the optimizer's
-    tensors are copied at the call; another ``track`` defers them again. Keeps only weak references. Raises
-    :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
+    tensors are copied at the call; another ``track`` defers them again. Keeps only a weak reference to the optimizer.
+    Raises :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
 
     Args:
         optimizer: the optimizer.
         also: further tensors that change only in ``step()``, or after it and before the next save: the parameters in
             low precision, say, into which mixed precision copies the optimizer's. They are deferred and gated like its
-            own. Replaces those of an earlier call.
+            own, and live as long as the optimizer. Replaces those of an earlier call.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(
@@ -103,7 +106,7 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
     with _lock:
         _known.add(optimizer)
         _torn.discard(optimizer)
-        _also[optimizer] = list(map(weakref.ref, also))
+        vars(optimizer)[_ALSO] = list(also)
 
 
 def known_optimizers() -> list[Optimizer]:
@@ -125,8 +128,7 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
                 for name, value in state.items()
                 if name != "step" or (isinstance(value, torch.Tensor) and not value.is_cpu)
             ]
-    further = [reference() for reference in _also.get(optimizer, ())]
-    tensors += [tensor for tensor in further if tensor is not None]
+    tensors += vars(optimizer).get(_ALSO, ())
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         return tensors
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
@@ -211,6 +213,15 @@ class Ownership:
             else:
                 found += [layer for tensor in over for layer in layers(tensor)]
         return found
+
+    def storages_under(self, tensor: torch.Tensor) -> set[torch.UntypedStorage]:
+        """The storages that ``tensor``, one of :meth:`tensors_over`, had at the call."""
+        return {
+            storage
+            for storages, tensors in self._held
+            for storage, owned in zip(storages, tensors, strict=True)
+            if any(layer is tensor for layer in layers(owned))
+        }
 
     def stop_deferring(self, group: int) -> None:
         """Copy the tensors of the owners of ``group`` at the call from the next save on: something else writes to them

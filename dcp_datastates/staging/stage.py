@@ -54,6 +54,7 @@ _SLOT: Final = 64
 """Eager copies are aligned to this many bytes in their buffer."""
 
 _DTYPE: Final = operator.attrgetter("dtype")
+_IS_INFERENCE: Final = torch.Tensor.is_inference
 _IS_NESTED: Final = operator.attrgetter("is_nested")
 _LAYOUT: Final = operator.attrgetter("layout")
 _NBYTES: Final = operator.attrgetter("nbytes")
@@ -366,6 +367,13 @@ def _classify(
     owners = ownership.groups(storages)
     if defer == "all":
         owners = [UNOWNED if group is None else group for group in owners]
+    # Writes to an inference tensor move no version counter: no check could see them.
+    for tensors in (columns.locals, columns.tensors):
+        if any(map(_IS_INFERENCE, tensors)):
+            owners = [
+                None if tensor.is_inference() else group
+                for tensor, group in zip(tensors, owners, strict=True)
+            ]
     # Copy tensors that are not dense now: reading them later takes many pieces, which is slow on a device, and on the
     # host, where each piece is guarded against being unmapped.
     contiguous = list(map(torch.Tensor.is_contiguous, columns.locals))

@@ -4,7 +4,7 @@
   ``Optimizer.step()`` waits for the reads, without holding the GIL. The methods of ``torch.UntypedStorage`` that free
   or replace memory in place (a resize, a move to shared memory) wait in the same way.
 * **The window.** Reads start when the next backward pass begins: a hook on a few chosen parameters fires when the first
-  of them has its gradient accumulated.
+  of them has its gradient accumulated. Where no such hook fires, reads start at once.
 
 The hooks stay installed. While no save is in flight, they only check an empty dict.
 """
@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dcp_datastates.io.devices import capturing
-from dcp_datastates.io.untraced import untraced
+from dcp_datastates.io.gradient_hooks import hooked, on_gradient
+from dcp_datastates.io.untraced import compiles_backward, untraced
 from dcp_datastates.process.ending import at_end
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.staging.ownership import known_optimizers, never_defer, stepped
@@ -85,6 +86,8 @@ def open_windows() -> None:
 # torch.compile would trace the gate of every new save. The first optimizer of a process has imported dynamo already.
 @untraced
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if (watch := _watches.get(optimizer)) is not None:
+        watch.stepped()
     captured = capturing()
     if captured:
         # A capture cannot wait for events, and no hook is called on replay.
@@ -118,19 +121,31 @@ def _gate_moves(name: str) -> None:
 class _Watch:
     """Hooks on a few parameters of one optimizer; the first gradient opens the windows. The hooks are removed with this
     object, which lives as long as the optimizer.
+
+    It refers to no parameter: torch does not swap tensors that have weak references (``swap_tensors``).
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.fires = bool(parameters)
+        """Whether to expect a gradient before the next step. The replay of a captured graph calls no hook, say."""
+        self._armed_at: int | None = None
         self._handles: list[Any] = []
         for parameter in parameters:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(_on_gradient))  # type: ignore[no-untyped-call]
+            self._handles.append(on_gradient(parameter, _on_gradient))
 
     def watches(self, parameters: list[torch.nn.Parameter]) -> bool:
-        return len(parameters) == len(self._parameters) and all(
-            reference() is parameter
-            for reference, parameter in zip(self._parameters, parameters, strict=True)
+        return len(parameters) == len(self._handles) and all(
+            hooked(parameter, handle)
+            for handle, parameter in zip(self._handles, parameters, strict=True)
         )
+
+    def arm(self) -> None:
+        self._armed_at = _gradients
+
+    def stepped(self) -> None:
+        if self._armed_at is not None:
+            self.fires = _gradients != self._armed_at
+            self._armed_at = None
 
     def __del__(self) -> None:
         for handle in self._handles:
@@ -139,23 +154,37 @@ class _Watch:
 
 _watches: weakref.WeakKeyDictionary[Optimizer, _Watch] = weakref.WeakKeyDictionary()
 
+_gradients = 0
+"""How many times the hooks were called. Threads may race; what matters is whether it changes."""
+
 
 def _on_gradient(_: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():  # compiled autograd; it would compile this anew for each save
+        return
+    global _gradients
+    _gradients += 1
     if _gated:
         open_windows()
 
 
-def arm_backward() -> None:
-    """Let the next backward pass through a known optimizer's parameters open the windows.
+def arm_backward() -> bool:
+    """Let the next backward pass through a known optimizer's parameters open the windows. Returns False if no gradient
+    can be expected to do so: then the caller opens its window at once.
 
     The training thread calls this. Gradients arrive in about the reverse order of the parameters, so this watches the
     last parameters, and some earlier ones in case the last get no gradient.
     """
+    if compiles_backward():
+        return False
+    expected = False
     for optimizer in known_optimizers():
         parameters = _spread(optimizer)
         watch = _watches.get(optimizer)
         if watch is None or not watch.watches(parameters):
-            _watches[optimizer] = _Watch(parameters)
+            watch = _watches[optimizer] = _Watch(parameters)
+        watch.arm()
+        expected = expected or watch.fires
+    return expected
 
 
 def _spread(optimizer: Optimizer) -> list[torch.nn.Parameter]:
@@ -182,8 +211,7 @@ def _offloaded(parameter: torch.Tensor) -> bool:
     """Whether FSDP2 keeps this parameter on the host (``CPUOffloadPolicy``).
 
     If such a parameter has a hook, FSDP2 waits for the copy of its gradient to the host. Without a hook the copy runs
-    behind the backward pass. FSDP2 runs no other hook of the parameter, so ``read_deadline`` or the gate opens the
-    window. On a CPU mesh there is no copy.
+    behind the backward pass. FSDP2 runs no other hook of the parameter. On a CPU mesh there is no copy.
     """
     return (
         isinstance(parameter, DTensor)

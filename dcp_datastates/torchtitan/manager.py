@@ -324,7 +324,9 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     def _newest(self) -> int:
         """The step of the newest intact checkpoint, the same on every rank; -1 if there is none."""
         folder, verify = Path(self.folder), self.config.verify
-        return from_first_rank(lambda: newest_step(folder, verify), "the step to resume from")
+        return from_first_rank(
+            lambda: newest_step(folder, verify), "newest_step", "the step to resume from"
+        )
 
     def _load_initial(self, path: str) -> None:
         if self.config.initial_load_in_hf:
@@ -361,7 +363,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(state)
 
     def _is_mine(self, path: str) -> bool:
-        found: Format = from_first_rank(lambda: format_of(path), f"who wrote {path}")
+        found: Format = from_first_rank(lambda: format_of(path), "format", f"who wrote {path}")
         return found is Format.DATASTATES
 
     # ---- ending --------------------------------------------------------------------------------

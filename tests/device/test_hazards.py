@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from dcp_datastates import DataStatesReader, DataStatesWriter
 from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.commit.beats import Beat
-from dcp_datastates.commit.rank_set import RankSet
+from dcp_datastates.commit.rank_set import of_store
 from dcp_datastates.io import engine
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.staging import eager_copies
@@ -357,7 +357,7 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     monkeypatch.setattr(detector, "is_gone", lambda who: False)  # other machines
 
     def beating(rank: int) -> detector.FailureDetector:
-        rank_set = RankSet(rank, (0, 1, 2), dist.FileStore(str(tmp_path / "store"), 3))
+        rank_set = of_store(rank, (0, 1, 2), dist.FileStore(str(tmp_path / "store"), 3))
         made = detector.FailureDetector(rank_set, rank_set.connect("commit"), Beat)
         made.quicken()
         return made

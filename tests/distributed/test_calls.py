@@ -19,8 +19,8 @@ from support.ranks import ranks
 
 import dcp_datastates
 from dcp_datastates import RankLostError, SaveFailedError
+from dcp_datastates.commit import connection
 from dcp_datastates.commit import failure_detector as detector
-from dcp_datastates.commit import rank_set as rank_set
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.process import waiting
 from dcp_datastates.staging import deferred_reads, step_gate
@@ -167,14 +167,14 @@ def test_a_failed_call_of_stock_dcp_is_seen_by_the_vote_of_the_next_save(shared_
 @ranks(2)
 def test_the_training_thread_asks_nothing_of_the_ranks_store(shared_dir):
     me, asked = threading.current_thread(), []
-    ask = rank_set._Client.ask
+    ask = connection.Client.ask
 
     def watched(client, request):
         asked.append(threading.current_thread())
         return ask(client, request)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_set._Client, "ask", watched)
+        patch.setattr(connection.Client, "ask", watched)
         for number in range(3):
             _begin(number, shared_dir / "c").result(60)
     assert asked, "the ranks have met without the store"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,20 +31,21 @@ def _keys():
 def test_every_rank_gets_the_first_ranks_answer_each_time():
     for call in range(3):
         rank = dist.get_rank()
-        assert from_first_rank(lambda: ("answer", rank, call), "a test") == ("answer", 0, call)  # noqa: B023
+        answer = from_first_rank(partial(tuple, ["answer", rank, call]), "test", "a test")
+        assert answer == ("answer", 0, call)
 
 
 @ranks(4)
 def test_only_the_first_rank_looks():
     looked = []
-    from_first_rank(lambda: looked.append(1), "a test")
+    from_first_rank(lambda: looked.append(1), "test", "a test")
     assert _gathered(len(looked)) == [1, 0, 0, 0]
 
 
 @ranks(4)
 def test_calls_of_different_purposes_do_not_meet():
-    first = from_first_rank(lambda: "one", "one purpose")
-    second = from_first_rank(lambda: "two", "another purpose")
+    first = from_first_rank(lambda: "one", "one", "one purpose")
+    second = from_first_rank(lambda: "two", "another", "another purpose")
     assert (first, second) == ("one", "two")
 
 
@@ -52,10 +55,10 @@ def test_an_error_of_the_first_rank_raises_on_every_rank_and_the_next_call_works
         raise FileNotFoundError(2, "the words of rank 0", "/some/path")
 
     with pytest.raises(FileNotFoundError, match="the words of rank 0") as caught:
-        from_first_rank(fail, "a test")
+        from_first_rank(fail, "test", "a test")
     assert caught.value.errno == 2
     assert caught.value.filename == "/some/path"
-    assert from_first_rank(lambda: dist.get_rank(), "a test") == 0
+    assert from_first_rank(lambda: dist.get_rank(), "test", "a test") == 0
 
 
 class _Unpicklable(Exception):
@@ -69,14 +72,14 @@ def test_an_error_that_does_not_travel_is_told_in_words():
         raise _Unpicklable(1, 2)
 
     with pytest.raises((_Unpicklable, DataStatesError), match="no second argument") as caught:
-        from_first_rank(fail, "a test")
+        from_first_rank(fail, "test", "a test")
     assert (caught.type is _Unpicklable) == (dist.get_rank() == 0)
 
 
 @ranks(4)
 def test_an_answer_that_does_not_pickle_is_an_error_everywhere_not_a_hang():
     with pytest.raises(Exception, match="pickle"):
-        from_first_rank(lambda: lambda: None, "a test", timeout=20)
+        from_first_rank(lambda: lambda: None, "test", "a test", timeout=20)
 
 
 @ranks(4)
@@ -84,36 +87,36 @@ def test_a_group_asks_its_own_first_rank():
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[dist.get_rank() // 2]
     for _ in range(2):
-        answer = from_first_rank(lambda: dist.get_rank(), "a test", mine)
+        answer = from_first_rank(lambda: dist.get_rank(), "test", "a test", mine)
         assert answer == dist.get_rank() // 2 * 2
-    assert from_first_rank(lambda: dist.get_rank(), "a test") == 0
+    assert from_first_rank(lambda: dist.get_rank(), "test", "a test") == 0
 
 
 @ranks(4)
 def test_a_group_of_one_asks_no_other():
     groups = [dist.new_group([rank]) for rank in range(4)]
     mine = groups[dist.get_rank()]
-    assert from_first_rank(lambda: dist.get_rank(), "a test", mine) == dist.get_rank()
+    assert from_first_rank(lambda: dist.get_rank(), "test", "a test", mine) == dist.get_rank()
 
 
 @ranks(4)
 def test_who_is_not_in_the_group_is_told_so():
     group = dist.new_group([1, 2])
     if dist.get_rank() in (1, 2):
-        assert from_first_rank(lambda: dist.get_rank(), "a test", group) == 1
+        assert from_first_rank(lambda: dist.get_rank(), "test", "a test", group) == 1
     else:
         with pytest.raises(ConfigurationError, match="members"):
-            from_first_rank(lambda: dist.get_rank(), "a test", group)
+            from_first_rank(lambda: dist.get_rank(), "test", "a test", group)
 
 
 @ranks(4)
 def test_keys_are_deleted_when_all_have_read_them():
-    from_first_rank(lambda: None, "a test")
+    from_first_rank(lambda: None, "test", "a test")
     dist.barrier()
     before = _keys()
     dist.barrier()
     for _ in range(5):
-        from_first_rank(lambda: "x" * 1000, "a test")
+        from_first_rank(lambda: "x" * 1000, "test", "a test")
     dist.barrier()
     assert _keys() <= before
 
@@ -123,15 +126,17 @@ def test_an_answer_that_does_not_come_ends_in_an_error_that_says_what_was_waited
     others = [shared_dir / f"told{rank}" for rank in range(1, 4)]
     if dist.get_rank() == 0:
         await_that(lambda: all(each.exists() for each in others))
-        assert from_first_rank(lambda: 1, "the missing thing") == 1
+        assert from_first_rank(lambda: 1, "missing", "the missing thing") == 1
     else:
         with pytest.raises(
             NoAnswerError, match=r"rank 0 did not tell the missing thing within 1 s"
         ):
-            from_first_rank(lambda: 1, "the missing thing", timeout=1)
+            from_first_rank(lambda: 1, "missing", "the missing thing", timeout=1)
         others[dist.get_rank() - 1].touch()
     dist.barrier()
-    assert from_first_rank(lambda: dist.get_rank(), "the missing thing") == 0, "in step again"
+    assert from_first_rank(lambda: dist.get_rank(), "missing", "the missing thing") == 0, (
+        "in step again"
+    )
 
 
 @ranks(4)
@@ -155,7 +160,7 @@ def test_no_collective_runs():
         saved[name] = getattr(distributed_c10d, name)
         setattr(distributed_c10d, name, forbidden)
     try:
-        assert from_first_rank(lambda: dist.get_rank(), "a test") == 0
+        assert from_first_rank(lambda: dist.get_rank(), "test", "a test") == 0
     finally:
         for name, function in saved.items():
             setattr(distributed_c10d, name, function)
@@ -210,7 +215,7 @@ def test_a_job_on_a_tcp_store_too(shared_dir):
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     for call in range(3):
-        assert from_first_rank(lambda: (dist.get_rank(), call), "a test") == (0, call)  # noqa: B023
+        assert from_first_rank(lambda: (dist.get_rank(), call), "test", "a test") == (0, call)  # noqa: B023
     if rank == 1:
         with pytest.raises(NoAnswerError, match="within 1 s"):
-            from_first_rank(lambda: 1, "nothing", timeout=1)
+            from_first_rank(lambda: 1, "nothing", "nothing", timeout=1)

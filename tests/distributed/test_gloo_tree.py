@@ -119,7 +119,7 @@ def test_a_rank_that_leaves_wakes_all_others_and_they_meet_in_the_next_generatio
     )
     assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[world - 1]] * world
     _close(trees)
-    del trees
+    del trees, outcomes  # the errors' tracebacks hold a tree
     assert_nothing_left(before)
 
 
@@ -141,7 +141,7 @@ def test_keys_do_not_grow_with_generations_or_operations():
     store = MemoryStore()
     trees = _joined(20, store)
     keys = store.real.num_keys()
-    assert keys == 1, "more than the generation"
+    assert keys == 3, "more than the generation, who leads, and how many have asked to be admitted"
     for _ in range(3):
         together(trees, lambda tree, rank: tree.max([rank], _nothing))
         together(trees, lambda tree, _: tree.leave())
@@ -152,7 +152,13 @@ def test_keys_do_not_grow_with_generations_or_operations():
 
 def test_building_asks_the_store_for_little():
     store = MemoryStore()
-    trees = _joined(40, store)
+    trees = _trees(40, store)
+    incarnations = [tree._rank_set.incarnation for tree in trees]
+    assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * 40
+    assert together(incarnations, lambda each, _: each.await_all(30)) == [True] * 40
+    assert store.requests < 40 * 25, "to meet"
+    store.requests = 0
+    assert together(trees, lambda tree, _: tree.join(_nothing)) == [True] * 40
     # Without looks for those who are late: there are a few, as threads come one after the other.
     assert store.requests < 40 * 12
     built = store.requests

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_datastates.commit.rank_set import RankSet
+from dcp_datastates.commit.rank_set import RankSet, of_store
 
 __all__ = ["MemoryStore", "rank_set", "together"]
 
@@ -36,7 +36,7 @@ class MemoryStore:
 
 def rank_set(world: int, store: MemoryStore) -> list[RankSet]:
     """Each rank's view of ``world`` ranks."""
-    return [RankSet(rank, tuple(range(world)), store) for rank in range(world)]
+    return [of_store(rank, tuple(range(world)), store) for rank in range(world)]
 
 
 def together(ranks: Sequence[Any], work: Callable[[Any, int], Any]) -> list[Any]:

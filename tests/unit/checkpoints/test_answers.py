@@ -9,9 +9,9 @@ from dcp_datastates.checkpoints.answers import from_first_rank
 
 
 def test_an_answer_without_torch_distributed_is_just_computed():
-    assert from_first_rank(lambda: 42, "the answer") == 42
+    assert from_first_rank(lambda: 42, "answer", "the answer") == 42
     with raises(ZeroDivisionError):
-        from_first_rank(lambda: 1 // 0, "the answer")
+        from_first_rank(lambda: 1 // 0, "answer", "the answer")
 
 
 def test_no_answer_is_a_timeout_error():

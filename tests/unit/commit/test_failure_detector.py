@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 from support.residue import hears_all
+from support.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
 from dcp_datastates.commit import failure_detector as detector_module
@@ -19,7 +20,7 @@ from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.pulse import Pulse
-from dcp_datastates.commit.rank_set import RankSet
+from dcp_datastates.commit.rank_set import of_store
 from dcp_datastates.commit.vote import Decision, Outcome
 
 SILENCE = 1.5
@@ -72,9 +73,13 @@ class _Detectors:
         self._path = path
         self.made = []
         self.stores = {}
+        self._rank_sets = {}
 
     def rank_set(self, rank, world=2):
-        return RankSet(rank, tuple(range(world)), dist.FileStore(str(self._path), world))
+        if rank not in self._rank_sets:
+            store = dist.FileStore(str(self._path), world)
+            self._rank_sets[rank] = of_store(rank, tuple(range(world)), store)
+        return self._rank_sets[rank]
 
     def __call__(self, rank, world=2, status=None):
         rank_set = self.rank_set(rank, world)
@@ -153,9 +158,8 @@ def test_a_dead_process_on_this_machine_needs_no_silence_to_be_seen(detectors, m
     first = detectors(0)
     child = os.fork()
     if child == 0:
-        store = detectors.rank_set(1).connect("commit")
-        store.set("who/1", processes.identity())
-        store.set("beat/1", Beat().encode(1))
+        detectors(1)
+        await_that(lambda: hears_all(detectors.made[-1]))
         os._exit(0)
     os.waitpid(child, 0)
     await_that(first.losses)
@@ -354,6 +358,45 @@ def test_beats_travel():
     found = Beat.decode(beat.encode(9).encode())
     assert found == beat
     assert [Loss(*loss) for loss in found.lost] == losses
+
+
+def test_a_beat_lists_a_few_of_the_lost_and_counts_the_others():
+    losses = [Loss(rank, "has been silent") for rank in range(1, 2049)]
+    beat = Beat().with_losses(losses)
+    assert len(beat.encode(1)) < 1000
+    found = Beat.decode(beat.encode(1).encode())
+    assert found.losses[:8] == losses[:8]
+    assert sum(loss.count for loss in found.losses) == 2048
+    assert Loss.reason_of(found.losses) == Loss.reason_of(losses)
+    assert "and 2045 more ranks" in Loss.reason_of(losses).message
+
+
+def test_the_coordinator_reads_all_beats_by_one_request(monkeypatch):
+    world = 200
+    store = MemoryStore()
+    ranks = rank_set(world, store)
+    incarnations = [each.incarnation for each in ranks]
+    assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * world
+    assert all(each.await_all(30) for each in incarnations)
+    detectors = [FailureDetector(each, each.connect("commit"), Beat) for each in ranks]
+    no_pulse = SimpleNamespace(counts=dict, place=())
+    for late in (False, True):  # at first the others have no beats yet
+        store.requests = 0
+        detectors[0]._look(no_pulse)
+        assert store.requests <= 2, "a request for each rank"
+        assert [rank for rank in detectors[0].absent(0) if late] == []
+        for detector in detectors[1:]:
+            detector._beat(no_pulse)
+    assert detectors[0].ended(-1) == list(range(1, world))
+    assert not detectors[0].losses()
+
+
+def test_a_process_of_a_host_with_another_name_is_not_near():
+    """Machines that were copied while they ran share all the rest."""
+    host, boot, pid, started = processes.identity().split("|")
+    assert processes.is_near("|".join([host, boot, pid, started]))
+    assert not processes.is_near("|".join([host + "-2", boot, pid, started]))
+    assert not processes.is_gone("|".join([host + "-2", boot, pid, "0"]))
 
 
 def test_a_listener_that_raises_does_not_end_the_heart(detectors, monkeypatch):

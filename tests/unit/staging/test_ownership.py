@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 import weakref
 
 import pytest
@@ -92,12 +95,32 @@ def test_what_is_tracked_beside_an_optimizer_is_deferred_with_its_tensors(
     assert Ownership([owner]).groups([flat]) == [None]
 
 
-def test_what_is_tracked_beside_an_optimizer_is_not_kept_alive(parameter: torch.Tensor) -> None:
+@pytest.mark.parametrize("cycle", [False, True])
+def test_what_is_tracked_beside_an_optimizer_lives_no_longer_than_it(
+    parameter: torch.Tensor, cycle: bool
+) -> None:
     flat = torch.zeros(8)
-    track(optimizer(parameter), also=[flat])
+    owner = optimizer(parameter)
+    track(owner, also=[flat])
+    if cycle:
+        flat.owner = owner
     gone = weakref.ref(flat)
     del flat
+    gc.collect()
+    assert gone() is not None
+    del owner
+    gc.collect()
     assert gone() is None
+
+
+def test_what_is_tracked_beside_an_optimizer_is_not_pickled_or_copied(
+    parameter: torch.Tensor,
+) -> None:
+    owner = optimizer(parameter)
+    before = pickle.dumps(owner)
+    track(owner, also=[torch.zeros(100_000)])
+    assert pickle.dumps(owner) == before
+    assert len(pickle.dumps(copy.deepcopy(owner))) == len(before)
 
 
 def test_an_optimizer_that_exchanges_its_parameters_outside_of_steps_is_copied(tmp_path):

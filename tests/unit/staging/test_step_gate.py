@@ -279,7 +279,7 @@ def test_offloaded_parameters_get_no_hook_and_are_saved_before_they_change(tmp_p
     parameter.grad = torch.ones_like(parameter)
     future = async_save({"w": parameter}, tmp_path, read_deadline=3600)
     assert not parameter._post_accumulate_grad_hooks
-    optimizer.step()  # opens the window
+    optimizer.step()
     future.result(SECONDS)
     assert parameter._local_tensor.unique().tolist() == [1.0]
     assert load({"w": torch.zeros(1_000_000)}, tmp_path)["w"].unique().tolist() == [2.0]

@@ -233,7 +233,9 @@ def test_an_audit_names_a_write_of_one_value_that_torch_does_not_know_of(
     )
     UNKNOWN[write](tensor)
     first = 99 if write == "a memory view" else 4 * 12_345
-    with pytest.raises(SnapshotTornError, match=rf"'w'.*\[{first // 4 * 4 // 1 if first != 99 else 99}"):
+    with pytest.raises(
+        SnapshotTornError, match=rf"'w'.*\[{first // 4 * 4 // 1 if first != 99 else 99}"
+    ):
         handle.result()
     assert owner
 
@@ -315,9 +317,7 @@ def test_a_load_waits_for_the_reads_of_what_it_overwrites(
     dcp_datastates.save({"w": tensor.detach() + 1}, tmp_path / "other", host_cache_size=CACHE)
     expected = _bytes(tensor)[""]
     path = tmp_path / "mine"
-    handle = _saved(
-        tensor.detach(), path, read_window="backward", read_deadline=600, audit=audit
-    )
+    handle = _saved(tensor.detach(), path, read_window="backward", read_deadline=600, audit=audit)
     LOADS[load]({"w": KINDS[kind].target(tensor).detach()}, tmp_path / "other")
     assert _bytes(tensor)[""] != expected
     assert _outcome(handle, tensor, expected, path) == "right"
@@ -333,7 +333,10 @@ def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(
     for number in range(3):
         expected = {"w": tensor.detach().clone(), "other": other.detach().clone()}
         handle = dcp_datastates.async_save(
-            {"w": tensor, "other": other}, tmp_path / str(number), host_cache_size=CACHE, read_deadline=600
+            {"w": tensor, "other": other},
+            tmp_path / str(number),
+            host_cache_size=CACHE,
+            read_deadline=600,
         )
         tensor.data.clamp_(0.25, 0.75 - number / 10)
         outcomes.append(handle.committed.exception())
@@ -350,5 +353,3 @@ def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(
     assert handle.stats.deferred_bytes == tensor.nbytes
     handle.result()
     assert another
-
-

@@ -1,0 +1,239 @@
+"""The incarnation of a job: the ranks believe only what the processes of this job have written to the store.
+
+A store may outlive the processes that use it: torchrun's agent keeps its store when it restarts the workers, with the
+same ranks and the same keys. No variable of the environment tells a job from the one before (a change of membership
+does not raise ``TORCHELASTIC_RESTART_COUNT``). So rank 0 draws a name for the job, the *incarnation*, and the ranks of
+a set meet once:
+
+1. Rank 0 writes the incarnation under the key ``leader``.
+2. Every other rank reads it, which may be an old one, and asks to be admitted to it, with a *nonce* of its own.
+3. Rank 0 admits the first process that asks for a rank: it writes the nonce back.
+4. A rank that finds its nonce knows that the incarnation's rank 0 is alive, and rank 0 knows that the rank is. A rank
+   that finds none looks again who leads.
+
+From then on all keys of the ranks contain the incarnation (``rank_set.py`` adds it), so no key of a former job is ever
+read. A process of a former job that is still alive has an incarnation of its own. It does not ask again; if it is rank
+0, it admits no more ranks once another incarnation leads.
+
+One thread, ``dcp_datastates-meeting``, starts when the incarnation is first needed. It ends once all ranks have met, or
+the process group is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import secrets
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+from dcp_datastates.commit.connection import ANSWER_SECONDS, Client, Connection
+from dcp_datastates.commit.processes import identity
+from dcp_datastates.process.forks import ProcessLock
+
+__all__ = ["Incarnation"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 0.2
+_LONGEST_PAUSE_PER_RANK: Final = 75e-6
+"""Longest time between two requests of a rank that waits, in seconds: see ``gloo_tree.py``."""
+
+_LINGER_SECONDS: Final = 10.0
+"""How long rank 0 still admits ranks after its process group was destroyed: they may still want an answer of it."""
+
+_LEADER: Final = "leader"
+
+
+class Incarnation:
+    """The incarnation of the ranks of one set, as this rank knows it. Any thread may use it.
+
+    Args:
+        prefix: of these ranks' keys in the store, in any incarnation.
+        is_gone: whether the job has destroyed the process group, and whether it has another one since.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        prefix: str,
+        rank: int,
+        world: int,
+        is_gone: Callable[[], tuple[bool, bool]],
+    ) -> None:
+        self._store = Connection(client, lambda: prefix)
+        self._prefix = prefix
+        self._rank, self._world = rank, world
+        self._is_gone = is_gone
+        self._lock = ProcessLock()  # guards _thread and _counts
+        self._thread: threading.Thread | None = None
+        self._counts: dict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+        self._known = threading.Event()  # the incarnation's name is known
+        self._over = threading.Event()  # the thread has no more to do
+        self.problem = "it has not begun"
+        """Why the ranks have not met yet."""
+        self.store_error: str | None = None
+        """Why the store could not be asked when this rank last tried to meet rank 0."""
+        # Written by the thread:
+        self._name = ""
+        self._processes: dict[int, str] = {}
+        self._last_pause: Final = max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * world)
+        self._gone_since: float | None = None
+        # On rank 0:
+        self._read = 0  # how many requests were read
+        self._late: list[int] = []  # requests that were counted, and not there yet
+        self._nonces: dict[int, str] = {}  # of the admitted ranks
+        # On the others:
+        self._nonce: Final = secrets.token_hex(8)
+        self._asked = ""  # the incarnation that this rank last asked to be admitted to
+        self._request = ""  # the key of that request
+
+    @property
+    def processes(self) -> Mapping[int, str]:
+        """The :func:`~dcp_datastates.commit.processes.identity` of the processes that this one has met in this
+        incarnation: on rank 0 all that have come, elsewhere rank 0's.
+        """
+        return self._processes
+
+    def await_known(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until this rank has met rank 0 (on rank 0: until it leads); return whether it has."""
+        if not self._known.is_set():
+            self._start()
+            self._known.wait(seconds)
+        return self._known.is_set()
+
+    def await_all(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until all ranks have met rank 0 (elsewhere: until this one has)."""
+        return self._over.wait(seconds)
+
+    def prefix(self) -> str:
+        """The prefix of this incarnation's keys. Waits up to ten seconds for rank 0; then raises RuntimeError."""
+        if not self.await_known(ANSWER_SECONDS):
+            raise RuntimeError(f"this rank has not met rank 0 yet: {self.problem}")
+        return f"{self._prefix}/{self._name}"
+
+    def count(self, kind: str) -> int:
+        """How often this was called for ``kind``. Ranks that make the same calls get the same numbers."""
+        with self._lock:
+            return next(self._counts[kind])
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                return
+            thread = threading.Thread(
+                target=_run, args=(weakref.ref(self),), name="dcp_datastates-meeting", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process is ending, or has too many threads
+                self.problem = str(error)
+                return
+            self._thread = thread
+
+    # ---- the thread ----------------------------------------------------------------------------------
+
+    def _look(self) -> bool:
+        """Go a step further; return whether there are no more."""
+        try:
+            over = self._admit() if self._rank == 0 else self._ask()
+            self.store_error = None
+        except RuntimeError as error:
+            self.store_error = str(error).partition("\n")[0][:200] or type(error).__name__
+            self.problem = f"the store fails: {self.store_error}"
+            over = False
+        if over or self._has_ended():
+            self._over.set()
+            return True
+        return False
+
+    def _has_ended(self) -> bool:
+        gone, replaced = self._is_gone()
+        if not gone:
+            return False
+        self._gone_since = self._gone_since or time.monotonic()
+        return replaced or time.monotonic() - self._gone_since > _LINGER_SECONDS
+
+    def _admit(self) -> bool:
+        if not self._name:
+            name = secrets.token_hex(8)
+            self._store.set(_LEADER, json.dumps([name, identity()]))
+            self._name = name
+            self._known.set()
+        count = self._store.add(f"{self._name}/asked", 0)
+        self._late += range(self._read + 1, count + 1)
+        self._read = count
+        if self._late:
+            if self._leader()[0] != self._name:
+                self.problem = "another job leads in this store"
+                logger.warning("%s: rank 0 of a former job admits no more ranks", self.problem)
+                return True
+            self._answer()
+        return len(self._processes) >= self._world - 1
+
+    def _answer(self) -> None:
+        found = self._store.find([f"{self._name}/asked/{number}" for number in self._late])
+        # The client may have counted a request twice: then one number has none.
+        self._late = [n for n in self._late if f"{self._name}/asked/{n}" not in found]
+        answers: dict[str, str] = {}
+        coming: dict[int, str] = {}
+        for value in found.values():
+            rank, nonce, who = json.loads(value)
+            if self._nonces.setdefault(rank, nonce) == nonce:
+                coming[rank] = who
+                answers[f"{self._name}/admitted/{rank}"] = json.dumps([nonce, who])
+        if answers:
+            self._store.multi_set(answers)
+        self._processes = {**self._processes, **coming}
+
+    def _ask(self) -> bool:
+        name, leader = self._leader()
+        if not name:
+            self.problem = "rank 0 has not come"
+            return False
+        if name != self._asked:
+            number = self._store.add(f"{name}/asked", 1)
+            self._request = f"{name}/asked/{number}"
+            self._store.set(self._request, json.dumps([self._rank, self._nonce, identity()]))
+            self._asked = name
+            return False
+        answer = f"{name}/admitted/{self._rank}"
+        found = self._store.find([answer])
+        if not found:
+            self.problem = "rank 0 has not answered"
+            return False
+        nonce, who = json.loads(found[answer])
+        if nonce != self._nonce:
+            self.problem = f"rank 0 has met another process as rank {self._rank}: {who}"
+            return False
+        if self._leader()[0] != name:
+            return False
+        self._processes = {0: leader}
+        with contextlib.suppress(RuntimeError):
+            for key in (answer, self._request):
+                self._store.delete_key(key)
+        self._name = name
+        self._known.set()
+        return True
+
+    def _leader(self) -> tuple[str, str]:
+        found = self._store.find([_LEADER])
+        name, who = json.loads(found[_LEADER]) if found else ("", "")
+        return name, who
+
+
+def _run(incarnation: weakref.ref[Incarnation]) -> None:
+    """The thread. While it sleeps, it holds no reference: dropping the incarnation ends it."""
+    pause = _FIRST_PAUSE
+    while (this := incarnation()) is not None and not this._look():
+        longest = this._last_pause
+        del this
+        time.sleep(pause)
+        pause = min(longest, 2 * pause)
