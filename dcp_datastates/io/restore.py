@@ -209,7 +209,7 @@ def _read(
     for request in requests:
         if request.detour:
             assert request.target is not None
-            request.memory = torch.empty(request.target.shape, dtype=request.dtype)
+            request.memory = torch.empty(request.target.shape, dtype=request.dtype, device="cpu")
         _add(contents.setdefault(request.info.relative_path, Transfer()), request)
     plan = RestorePlan()
     for relative_path, content in contents.items():

@@ -98,7 +98,7 @@ def tensor_over(
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    result = torch.empty(0, dtype=dtype)
+    result = torch.empty(0, dtype=dtype, device="cpu")
     start = (buffer.storage_offset() + offset) // dtype.itemsize
     return result.set_(buffer.untyped_storage(), start, shape, strides[::-1])
 
