@@ -73,7 +73,7 @@ help:
 	@echo "                      (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
 	@echo "make native-test      the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
 	@echo "make simulate         $(SEEDS) schedules of the commit protocol (SEEDS=...)"
-	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty (SOAK_SAVES=...)"
+	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty; as many with restarts (SOAK_SAVES=...)"
 	@echo "make bench            the stall benchmark (BENCH_ARGS=... are passed on)"
 	@echo "make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
 	@echo "                      (SMOKE=1: on a machine without one, at a tiny size)"
@@ -124,7 +124,8 @@ simulate: $(VENV)/installed
 	SIMULATIONS=$(SEEDS) $(BIN)/python -m pytest -s --timeout 0 tests/crash/test_simulation.py $(PYTEST_ARGS)
 
 soak: $(VENV)/installed
-	SOAK_SAVES=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/crash/test_soak.py $(PYTEST_ARGS)
+	SOAK_SAVES=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/crash/test_soak.py \
+	    tests/crash/test_restarts.py::test_no_save_is_lost_over_many_restarts $(PYTEST_ARGS)
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/stall.py $(BENCH_ARGS)

@@ -510,6 +510,9 @@ class Engine:
     @property
     def pin_fault(self) -> Fault | None:
         """Why not all of it could be pinned. Copies to what is not are slower."""
+    @property
+    def node_fault(self) -> Fault | None:
+        """Why pinned memory may lie far from the device: the system did not let a thread prefer a NUMA node."""
     def keep_memory(self) -> None:
         """The process is about to end: the host cache is never unpinned nor unmapped. Unpinning would wait for a
         device that hangs.

@@ -89,7 +89,7 @@ class IncompatibleStateError(DataStatesError, ValueError):
 
 
 class UnsupportedTensorError(DataStatesError, TypeError):
-    """A tensor that has no dense bytes in memory (sparse, quantized, meta) cannot be stored."""
+    """A tensor without dense bytes in memory (sparse, quantized, masked, meta, fake, lazy) cannot be stored."""
 
 
 class UnsupportedStateError(DataStatesError, TypeError):

@@ -213,7 +213,7 @@ class GlooGroup:
 
     def gather(self, data: bytes, check: Check) -> list[bytes]:
         """All ranks' bytes on rank 0, elsewhere an empty list."""
-        sizes = self._collect(torch.tensor([len(data)], dtype=torch.int64), check)
+        sizes = self._collect(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), check)
         if self._rank:
             self._exchange(data, [len(data)] + [0] * (self._world - 1), [0] * self._world, check)
             return []
@@ -223,9 +223,9 @@ class GlooGroup:
 
     def scatter(self, parts: Sequence[bytes], check: Check) -> bytes:
         """This rank's element of the ``parts`` that rank 0 passes."""
-        sizes = torch.zeros(self._world, dtype=torch.int64)
+        sizes = torch.zeros(self._world, dtype=torch.int64, device="cpu")
         if self._rank == 0:
-            sizes = torch.tensor([0, *map(len, parts[1:])], dtype=torch.int64)
+            sizes = torch.tensor([0, *map(len, parts[1:])], dtype=torch.int64, device="cpu")
         self.broadcast(sizes, check)
         if self._rank == 0:
             self._exchange(b"".join(parts[1:]), sizes.tolist(), [0] * self._world, check)
@@ -244,7 +244,7 @@ class GlooGroup:
 
     def _exchange(self, data: bytes, going: list[int], coming: list[int], check: Check) -> bytes:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _EMPTY
-        got = torch.empty(sum(coming), dtype=torch.uint8)
+        got = torch.empty(sum(coming), dtype=torch.uint8, device="cpu")
         self._do(lambda gloo: gloo.alltoall_base(got, sent, coming, going), check)
         return got.numpy().tobytes()
 
@@ -285,7 +285,7 @@ def _options_at(address: str) -> Any:
     return options
 
 
-_EMPTY: Final = torch.empty(0, dtype=torch.uint8)
+_EMPTY: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _ended(work: Any, seconds: float) -> bool:
@@ -362,7 +362,11 @@ def _unblock(backend: Any, rank: int, world: int) -> None:
     """
     for offset in range(1, world):
         try:
-            work = backend.recv([torch.zeros(1)], (rank + offset) % world, _UNUSED_TAG)
+            work = backend.recv(
+                [torch.zeros(1, dtype=torch.uint8, device="cpu")],
+                (rank + offset) % world,
+                _UNUSED_TAG,
+            )
             work.wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "imed out" in str(error):

@@ -178,7 +178,7 @@ class GlooTree:
 
     def max(self, values: Sequence[int], check: Check) -> list[int]:
         """Elementwise maximum of 64-bit integers over all ranks, on all ranks."""
-        tensor = torch.tensor(values, dtype=torch.int64)
+        tensor = torch.tensor(values, dtype=torch.int64, device="cpu")
         groups = self._joined()
         for _, group in groups:
             group.max(tensor, self._while_waiting(check))
@@ -208,9 +208,9 @@ class GlooTree:
         """The bytes that rank 0 passes, on all ranks."""
         told = (data or b"") if self._rank_set.rank == 0 else b""
         for _, group in reversed(self._joined()):
-            size = torch.tensor([len(told)], dtype=torch.int64)
+            size = torch.tensor([len(told)], dtype=torch.int64, device="cpu")
             group.broadcast(size, self._while_waiting(check))
-            content = torch.zeros(int(size), dtype=torch.uint8)
+            content = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
             content.numpy()[: len(told)] = bytearray(told)
             if len(content):
                 group.broadcast(content, self._while_waiting(check))

@@ -20,7 +20,7 @@ def passing_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of ``count`` elements, (N,), on the host; its values are undefined."""
     nbytes = count * dtype.itemsize
     if nbytes < _MAPPED_FROM:
-        return torch.empty(count, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device="cpu")
     memory = mmap.mmap(-1, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)  # a hundredth of the page faults

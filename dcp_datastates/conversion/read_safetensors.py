@@ -88,7 +88,7 @@ class SafetensorsSource(Source):
                 raise IncompatibleStateError(
                     f"{file}: {entry.name!r} has the dtype {entry.dtype}, which torch does not have"
                 )
-            strides = torch.empty(entry.shape, device="meta").stride()
+            strides = torch.empty(entry.shape, dtype=dtype, device="meta").stride()
             self._arrays[entry.name] = Array(
                 file, header.data_start + entry.data_offsets[0], dtype, entry.shape, strides
             )

@@ -185,7 +185,7 @@ def _cast(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:
 
 def _check_cast(old: torch.dtype, new: torch.dtype) -> None:
     try:
-        torch.empty(1, dtype=new).copy_(torch.zeros(1).to(old))
+        torch.empty(1, dtype=new, device="cpu").copy_(torch.empty(1, dtype=old, device="cpu"))
     except (RuntimeError, NotImplementedError) as error:
         raise ConfigurationError(
             f"dtype={new}: torch cannot convert {old} to it ({str(error).splitlines()[0]}); exclude such tensors"

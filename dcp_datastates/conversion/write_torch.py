@@ -36,7 +36,8 @@ def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool)
     """
     with FakeTensorMode():
         fakes = {
-            name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()
+            name: torch.empty(info.shape, dtype=info.dtype, device="cpu")
+            for name, info in source.tensors.items()
         }
     values: dict[str, Any] = dict(fakes)
     for name in source.objects:

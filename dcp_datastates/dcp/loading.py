@@ -144,7 +144,7 @@ def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
             f"of {name!r}, {stored} of {math.prod(saved.size)} elements are stored (a rank saved its shard alone?); "
             f"choose others with keys, or load it into a sharded state"
         )
-    return torch.empty(saved.size, dtype=saved.properties.dtype)
+    return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 
 
 _MOST_SKIPPED = 1 << 20

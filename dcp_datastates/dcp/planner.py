@@ -296,7 +296,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def _planned(self) -> SavePlan:
         try:
             return create_default_local_save_plan(self.state_dict, self.is_coordinator)
-        except (RuntimeError, NotImplementedError):  # it does not name the tensor
+        except (RuntimeError, TypeError, ValueError):  # it does not name the tensor
             for name, value in self.state_dict.items():
                 if isinstance(value, torch.Tensor):
                     check_storable(local_tensor(value), name)

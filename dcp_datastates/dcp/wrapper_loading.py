@@ -118,7 +118,7 @@ class _Parts:
             entry = self.metadata.state_dict_metadata.get(name)
             if not isinstance(entry, TensorStorageMetadata):
                 raise IncompatibleStateError(f"the checkpoint has no tensor {name!r}")
-            made[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            made[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         return made
 
     @functools.cached_property
@@ -189,7 +189,7 @@ def _reshard(name: str, value: torch.Tensor, sources: Mapping[str, Box], parts_i
         parts_in.fill(inner)
         try:
             sizes = torch.Size(end - begin for begin, end in there)
-            strides = torch.empty(sizes, device="meta").stride()
+            strides = torch.empty(sizes, dtype=local.dtype, device="meta").stride()
             saved = type(local).__tensor_unflatten__(  # type: ignore[attr-defined]
                 dict(zip(names, inner.values(), strict=True)), context, sizes, strides
             )

@@ -181,7 +181,11 @@ def open_used(engine: Engine) -> None:
 
 
 def report(engine: Engine) -> None:
-    """Log, once, that the host cache could not be pinned in the background."""
+    """Log, once, that the host cache could not be pinned in the background, or not near the device."""
+    node = engine.node_fault
+    if node is not None and node.message not in _reported:
+        logger.info("pages of the host cache may be far from the device (%s)", node.message)
+        _reported.add(node.message)
     pinning = engine.pin_fault
     if pinning is not None and pinning.message not in _reported:
         logger.warning(

@@ -31,7 +31,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata import FileRecord, Note
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, place
-from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor
+from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor, without_bytes
 
 __all__ = ["restore"]
 
@@ -131,22 +131,30 @@ def _request(
         )
     request = _Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
     memory = local_tensor(target)
+    _check_loadable(memory, name)
     device = place(engine, memory)
     if (
         device != THROUGH_TORCH
-        and memory.layout is torch.strided
         and not is_wrapper(memory)
         and memory.dtype == dtype
         and not (memory.is_conj() or memory.is_neg())
-        and not any(
-            stride == 0 and size > 1
-            for stride, size in zip(memory.stride(), memory.shape, strict=True)
-        )
         and (device == HOST or _has_long_runs(memory, request.chunk_sizes))
     ):
         request.memory = memory
         request.device = device
     return request
+
+
+def _check_loadable(memory: torch.Tensor, name: str) -> None:
+    """Raise :class:`IncompatibleStateError` if no value can be written to this (local) tensor of the state."""
+    unfit = None if memory.is_quantized else without_bytes(memory)  # torch quantizes what it casts
+    reason, way_out = unfit or (None, "")
+    if reason is None and not is_wrapper(memory):
+        strides = zip(memory.stride(), memory.shape, strict=True)
+        if any(stride == 0 and size > 1 for stride, size in strides):
+            reason, way_out = "expanded: elements share memory", "load into a clone() of it"
+    if reason is not None:
+        raise IncompatibleStateError(f"{name!r} cannot be loaded: it is {reason}; {way_out}")
 
 
 def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
@@ -221,7 +229,7 @@ def _read(
     for request in requests:
         if request.detour:
             assert request.target is not None
-            request.memory = torch.empty(request.target.shape, dtype=request.dtype)
+            request.memory = torch.empty(request.target.shape, dtype=request.dtype, device="cpu")
         _add(contents.setdefault(request.info.relative_path, Transfer()), request)
     plan = RestorePlan()
     for relative_path, content in contents.items():

@@ -6,10 +6,13 @@ import copy
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.tensor import DTensor
+from torch.masked import MaskedTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dcp_datastates._native import Transfer
@@ -26,6 +29,7 @@ __all__ = [
     "is_wrapper",
     "local_tensor",
     "tensor_over",
+    "without_bytes",
 ]
 
 PLAIN_DTYPES: Final = frozenset(
@@ -62,31 +66,44 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 def check_storable(tensor: torch.Tensor, name: str) -> None:
     """Raise :class:`UnsupportedTensorError` unless ``tensor`` is dense strided memory on a device."""
-    if tensor.is_quantized:
-        reason, way_out = "quantized", "dequantize() it, or save its int_repr() and scales"
-    elif tensor.is_nested or tensor.layout is not torch.strided:
-        reason, way_out = f"of layout {tensor.layout}", "convert it to_dense(), or save its parts"
-    elif tensor.device.type == "meta":
-        reason, way_out = "on the meta device and has no data", "materialize it before saving"
-    elif is_wrapper(tensor):
+    reason, way_out = without_bytes(tensor) or (None, "")
+    if reason is None and is_wrapper(tensor):
         reason = f"a {type(tensor).__name__}, which wraps other tensors"
         way_out = (
             "pass planner=DataStatesSavePlanner(), which stores them, or save it with async_save"
         )
-    else:
-        return
-    raise UnsupportedTensorError(f"tensor {name!r} cannot be stored: it is {reason}; {way_out}")
+    if reason is not None:
+        raise UnsupportedTensorError(f"tensor {name!r} cannot be stored: it is {reason}; {way_out}")
+
+
+def without_bytes(tensor: torch.Tensor) -> tuple[str, str] | None:
+    """What ``tensor`` is, if it has no dense strided memory, and what to do instead; else None. A wrapper has its own
+    tensors' memory.
+    """
+    if is_lazy(tensor):  # first: it refuses further questions
+        return "uninitialized and has no data", "call the lazy module once, or initialize it"
+    if isinstance(tensor, FakeTensor):
+        return "a fake tensor and has no data", "make the state outside FakeTensorMode"
+    if isinstance(tensor, MaskedTensor):
+        return "masked", "use its get_data() and get_mask()"
+    if tensor.is_quantized:
+        return "quantized", "dequantize() it, or use its int_repr() and scales"
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        return f"of layout {tensor.layout}", "convert it to_dense(), or use its parts"
+    if tensor.device.type == "meta":
+        return "on the meta device and has no data", "materialize it first"
+    return None
 
 
 def is_unusual(local: torch.Tensor) -> bool:
     """Whether the memory at ``data_ptr()`` does not hold the plain values, dense or strided."""
     return (
-        local.dtype not in PLAIN_DTYPES
+        type(local) is not torch.Tensor  # first: an uninitialized one refuses further questions
+        or local.dtype not in PLAIN_DTYPES
         or local.device.type == "meta"
         or local.layout is not torch.strided
         or local.is_neg()
         or local.is_nested
-        or type(local) is not torch.Tensor
     )
 
 
@@ -98,7 +115,7 @@ def tensor_over(
     for size in reversed(shape):
         strides.append(step)
         step *= max(size, 1)
-    result = torch.empty(0, dtype=dtype)
+    result = torch.empty(0, dtype=dtype, device="cpu")
     start = (buffer.storage_offset() + offset) // dtype.itemsize
     return result.set_(buffer.untyped_storage(), start, shape, strides[::-1])
 

@@ -45,7 +45,9 @@ def opened(value: Any) -> Any:
         return value
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
         # This rank is not in the mesh: DCP leaves the DTensor out, but would store an empty dict.
-        return DTensor(torch.empty(0), value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return DTensor(
+            torch.empty(0, dtype=value.dtype, device="cpu"), value._spec, requires_grad=False
+        )  # type: ignore[no-untyped-call]
     return parts(value)
 
 

@@ -135,8 +135,9 @@ def _resolve_tensor(
         raise DataStatesError(
             f"the planner resolved {name!r} to a {type(data).__name__}; its plan says tensor"
         )
-    tensor = local_tensor(data).detach()
+    tensor = local_tensor(data)
     check_storable(tensor, name)
+    tensor = tensor.detach()
     as_planned = tuple(tensor.shape) == entry.sizes or tensor.numel() == entry.nbytes == 0
     if not as_planned or tensor.dtype != entry.dtype:
         raise DataStatesError(

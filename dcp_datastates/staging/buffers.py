@@ -33,7 +33,7 @@ class EagerBuffers:
         does not fit. May wait for older saves to leave the cache.
         """
         if nbytes <= _SMALL_BYTES and not pinned:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if nbytes > self._engine.max_slab_bytes:
             logger.warning(
                 "%d MiB must be copied at once and do not fit the host cache of %d MiB; using other "
@@ -42,7 +42,7 @@ class EagerBuffers:
                 nbytes >> 20,
                 self._engine.host_cache_bytes >> 20,
             )
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.slab = self._engine.slab(nbytes, self._order, 0.0)
         while self.slab is None:
             # Other saves hold the space. Start their reads: the backward pass that they wait for cannot begin before

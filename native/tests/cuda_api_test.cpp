@@ -11,9 +11,11 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "check.h"
+#include "device/cuda_abi.h"
 #include "device_support.h"
 #include "support.h"
 
@@ -157,13 +159,17 @@ void what_is_created_is_destroyed() {
     check_equal(fake_cuda_count("live_registrations"), 0U);
 }
 
-void memory_that_is_registered_already_is_no_fault() {
+void memory_that_others_have_registered_is_left_to_them() {
     const FakeDriver driver;
     const Entered entered(*driver.api, 0);
     Bytes memory(kMiB);
-    check_ok(driver.api->register_host(memory.data(), kMiB));
+    fake_cuda_fail_next("cuMemHostRegister_v2", 712, 0);  // by another library
     check_ok(driver.api->register_host(memory.data(), kMiB));
     driver.api->unregister_host(memory.data());
+    check_equal(fake_cuda_count("cuMemHostUnregister"), 0U);
+    check_ok(driver.api->register_host(memory.data(), kMiB));
+    driver.api->unregister_host(memory.data());
+    check_equal(fake_cuda_count("cuMemHostUnregister"), 1U);
     fake_cuda_fail_next("cuMemHostRegister_v2", 2, 0);
     check_error(driver.api->register_host(memory.data(), kMiB), 2);
 }
@@ -272,6 +278,62 @@ void memory_that_is_not_pinned_is_copied_one_by_one() {
     check_equal(fake_cuda_synchronize_all(60), 0);
     driver.api->unregister_host(middle);
     check_equal(batches_for(middle + 16), 0U);
+}
+
+void batches_are_for_devices_on_which_they_are_known_to_work() {
+    struct Case {
+        int attribute;
+        int value;
+        CopyBatches wanted;
+        std::uint64_t batches;
+    };
+    constexpr auto kKnown = CopyBatches::kWhereKnown;
+    for (const Case& each :
+         {Case{cuda::kComputeCapabilityMajor, 8, kKnown, 2},
+          Case{cuda::kComputeCapabilityMajor, 10, kKnown, 0},
+          Case{cuda::kComputeCapabilityMajor, 7, kKnown, 0},
+          Case{cuda::kUnifiedAddressing, 0, kKnown, 0}, Case{cuda::kUsesHostPointers, 0, kKnown, 0},
+          Case{cuda::kComputeCapabilityMajor, 10, CopyBatches::kAlways, 2},
+          Case{cuda::kComputeCapabilityMajor, 9, CopyBatches::kNever, 0}}) {
+        FakeDriver driver;
+        fake_cuda_set_attribute(each.attribute, each.value);
+        check_ok(open_cuda(FAKE_CUDA_LIBRARY, driver.api, each.wanted));
+        check_there_and_back(driver, kOwnStream);
+        check_equal(fake_cuda_count("cuMemcpyBatchAsync"), each.batches);
+    }
+}
+
+void the_environment_chooses_batches() {
+    const char* const name = "DCP_DATASTATES_CUDA_BATCH";
+    check_equal(::unsetenv(name), 0);
+    check(cuda_batches() == CopyBatches::kWhereKnown);
+    check_equal(::setenv(name, "0", 1), 0);
+    check(cuda_batches() == CopyBatches::kNever);
+    check_equal(::setenv(name, "1", 1), 0);
+    check(cuda_batches() == CopyBatches::kAlways);
+    check_equal(::unsetenv(name), 0);
+}
+
+void a_driver_of_12_8_takes_batches_and_one_before_does_not() {
+    for (const auto& [version, batches] : {std::pair{12080, 2U}, std::pair{12070, 0U}}) {
+        FakeDriver driver;
+        fake_cuda_set_version(version);
+        check_ok(open_cuda(FAKE_CUDA_LIBRARY, driver.api));
+        check_there_and_back(driver, kOwnStream);
+        check_equal(fake_cuda_count("cuMemcpyBatchAsync"), batches);
+    }
+}
+
+void a_batch_that_fails_half_way_is_made_one_by_one() {
+    const FakeDriver driver;
+    check_equal(fake_cuda_be_hostile("batch", 1), 0);
+    Entered entered(*driver.api, 0);
+    Scattered all(*driver.api);
+    all.gather.back().nbytes = kMiB % Scattered::kPart;
+    check_ok(driver.api->copy(Direction::kGather, all.gather, entered.stream()));
+    check_equal(fake_cuda_synchronize_all(60), 0);
+    check(all.pinned.bytes() == all.content);
+    check_equal(fake_cuda_count("cuMemcpyDtoHAsync_v2"), all.gather.size());
 }
 
 void many_copies_are_several_batches() {
@@ -478,8 +540,8 @@ int main() {
          a_device_that_is_not_retained_is_not_entered},
         {"contexts_nest", contexts_nest},
         {"what_is_created_is_destroyed", what_is_created_is_destroyed},
-        {"memory_that_is_registered_already_is_no_fault",
-         memory_that_is_registered_already_is_no_fault},
+        {"memory_that_others_have_registered_is_left_to_them",
+         memory_that_others_have_registered_is_left_to_them},
         {"copies_of_a_call_are_one_batch", copies_of_a_call_are_one_batch},
         {"the_legacy_stream_takes_no_batches", the_legacy_stream_takes_no_batches},
         {"a_driver_without_batches_copies_one_by_one", a_driver_without_batches_copies_one_by_one},
@@ -490,6 +552,13 @@ int main() {
          memory_that_devices_find_elsewhere_is_copied_one_by_one},
         {"memory_that_is_not_pinned_is_copied_one_by_one",
          memory_that_is_not_pinned_is_copied_one_by_one},
+        {"batches_are_for_devices_on_which_they_are_known_to_work",
+         batches_are_for_devices_on_which_they_are_known_to_work},
+        {"the_environment_chooses_batches", the_environment_chooses_batches},
+        {"a_driver_of_12_8_takes_batches_and_one_before_does_not",
+         a_driver_of_12_8_takes_batches_and_one_before_does_not},
+        {"a_batch_that_fails_half_way_is_made_one_by_one",
+         a_batch_that_fails_half_way_is_made_one_by_one},
         {"many_copies_are_several_batches", many_copies_are_several_batches},
         {"faults_are_in_the_words_of_the_driver", faults_are_in_the_words_of_the_driver},
         {"an_error_of_execution_fails_all_that_follows",

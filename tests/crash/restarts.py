@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,7 +44,7 @@ class Plan:
         saves: so many steps; a restarted job goes on after the newest.
         kills: for each start of the workers, the rank that dies, and where: "start", "latest", "restore", or a
             failpoint ("vote.before@2": the second time).
-        wait: end only when a file ``end`` is there.
+        wait: save until there is a file ``end`` in the root. A process whose agent was killed goes on saving.
     """
 
     root: str
@@ -83,9 +84,8 @@ class Job:
             if agent.poll() is None:
                 agent.kill()
                 agent.wait()
-        for pid in {line.pid for line in self.lines()}:
-            if _is_worker(pid):  # orphans
-                os.kill(pid, signal.SIGKILL)
+        for pid in self.workers():  # orphans
+            os.kill(pid, signal.SIGKILL)
 
     def start(
         self, *options: str, environment: Mapping[str, str] | None = None
@@ -111,6 +111,23 @@ class Job:
             if text.endswith("}")  # it may be just being written
         ]
 
+    def await_saves(self, world: int, since: Sequence[Line], seconds: float = 120.0) -> list[Line]:
+        """Wait until each of ``world`` processes, none of them in ``since``, has made three saves; return all lines."""
+        before = {line.pid for line in since}
+        deadline = time.monotonic() + seconds
+        while True:
+            lines = self.lines()
+            new = [line for line in lines if line.pid not in before and line.world == world]
+            saves = Counter(line.pid for line in new if line.what == "saved")
+            if sum(count >= 3 for count in saves.values()) >= world:
+                return lines
+            assert time.monotonic() < deadline, f"{new[-8:]}\n{self.log}"
+            time.sleep(0.1)
+
+    def workers(self) -> set[int]:
+        """The workers that are alive, by process."""
+        return {pid for pid in {line.pid for line in self.lines()} if _is_worker(pid)}
+
     @property
     def log(self) -> str:
         return (self._scratch / "log").read_text(errors="replace")[-8000:]
@@ -132,6 +149,7 @@ class _Rank:
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         self._notes = Path(notes, f"{time.time_ns()}-{os.getpid()}")
+        self._agent = os.getppid()
         rank, self.place = plan.kills[self.start] if self.start < len(plan.kills) else (-1, "")
         self.dies = rank == self.rank
 
@@ -175,8 +193,13 @@ class _Rank:
             step = state["step"] + 1
             self.note("restored", state["step"], began)
         while step < self.plan.saves or (self.plan.wait and not Path(root, "end").exists()):
-            self._save(f"{root}/step-{step}", step)
+            try:
+                self._save(f"{root}/step-{step}", step)
+            except dcp_datastates.DataStatesError:
+                if not self.plan.wait or os.getppid() == self._agent:
+                    raise
             step += 1
+            time.sleep(0.02 if self.plan.wait else 0.0)
 
     def _save(self, path: str, step: int) -> None:
         import torch

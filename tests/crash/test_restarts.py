@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
+import random
+import statistics
+import time
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 from crash.restarts import FAILPOINTS, Job, Plan
+from support.checkpoints import load_everything
 from support.ranks import under_torchrun
-from support.tiers import sampled
+from support.tiers import sampled, tries
 
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="starts torchrun itself")
 
 SECONDS = 240
+EVERY = 50
+"""Saves between two kills of the soak."""
+PASSED_ONCE = (
+    *("plan.before", "plan.after", "vote.before", "vote.after", "outcome.before", "outcome.after"),
+    *("cleanup.before", "publish.create.after", "publish.rename.before", "publish.rename.after"),
+)
+"""Failpoints that a rank passes once in each save."""
+SEED = int(os.environ.get("SOAK_SEED", random.randrange(1 << 30)))
 PHASES = ("start", "latest", "restore", *FAILPOINTS)
 
 
@@ -54,3 +68,41 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_nothing_that_the_restarted_jo
             pids = {each.pid for each in lines if each.start == line.start}
             named = [int(word) for word in line.value.split() if word.isdigit()]
             assert "(process" not in line.value or pids & set(named), line
+
+
+@pytest.mark.timeout(600 + 2 * int(os.environ.get("SOAK_SAVES", "200")))
+@pytest.mark.parametrize("saves", tries(8, 200, "SOAK_SAVES"))
+def test_no_save_is_lost_over_many_restarts(saves, tmp_path):
+    print(f"SOAK_SAVES={saves} SOAK_SEED={SEED}")
+    every = min(EVERY, saves // 2)
+    chance, kills = random.Random(SEED), []
+    for _ in range(saves // every - 1):
+        where = chance.choice(PASSED_ONCE)
+        rank = 0 if where.startswith("publish") else chance.randrange(2)
+        kills.append((rank, f"{where}@{every}"))
+    (tmp_path / "root").mkdir()
+    began = time.monotonic()
+    with Job(Plan(str(tmp_path / "root"), saves, kills), tmp_path) as job:
+        agent = job.start(
+            *("--standalone", "--nproc-per-node", "2", "--max-restarts", str(len(kills)))
+        )
+        code = agent.wait(500 + 2 * saves)
+        assert code == 0, f"{job.lines()[-4:]}\n{job.log}"
+        lines = job.lines()
+    _assert_all_told_the_same(lines)
+    told = -1  # the newest step that a rank was told is committed
+    for start in range(len(kills) + 1):
+        of_start = [line for line in lines if line.start == start]
+        assert {line.rank for line in of_start} == {0, 1}, f"start {start} was no start"
+        found = [line.value for line in of_start if line.what == "restored"] or [-1]
+        assert min(found) >= told, f"start {start} found step {found}, and {told} was committed"
+        told = max([told, *(line.value for line in of_start if line.what == "saved")])
+    assert told == saves - 1
+    for step in range(saves):
+        state = load_everything(Path(tmp_path, "root", f"step-{step}"))
+        assert [state[f"w{rank}"].unique().tolist() for rank in (0, 1)] == [[float(step)]] * 2
+    saved = [line.seconds for line in lines if line.what == "saved"]
+    print(
+        f"{saves} saves, {len(kills)} kills and restarts: none lost, {len(saved)} commits told, median "
+        f"{statistics.median(saved) * 1000:.0f} ms, longest {max(saved):.2f} s; {time.monotonic() - began:.0f} s"
+    )

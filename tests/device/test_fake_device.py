@@ -382,11 +382,9 @@ def test_what_saves_take_from_the_driver_is_given_back(cuda: FakeCuda, tmp_path:
         )
         stepper.step()
         future.result()
-        await_that(lambda: not cuda.count("live_events"))  # they go when DCP's thread has ended
-        names = ("live_streams", "live_events", "live_registrations")
-        counts.append([cuda.count(name) for name in names])
+        counts.append([cuda.count(name) for name in ("live_streams", "live_registrations")])
     assert counts[1:] == [counts[1]] * 5
-    assert counts[-1][names.index("live_events")] == 0
+    assert cuda.count("live_events") <= 16  # they are used again
     assert cuda.count("early_unregistrations") == 0
 
 

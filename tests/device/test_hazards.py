@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -407,6 +408,130 @@ def test_a_cache_that_cannot_be_pinned_is_told_of_once(
     told = [each for each in messages if "cannot be pinned" in each]
     assert len(told) == 1
     assert "cuMemHostRegister_v2" in told[0]
+
+
+def test_a_node_that_cannot_be_preferred_is_told_of_once(
+    cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "dcp_datastates")
+    cuda.lib.fake_cuda_set_attribute(134, 62)  # the device's node, which this machine lacks
+    stepper = Stepper(cuda, model(1))
+    cuda.await_pinned(CACHE)
+    for name in ("a", "b"):
+        save(tmp_path / name, stepper.named).result()
+    told = [each.getMessage() for each in caplog.records if "far from" in each.getMessage()]
+    assert len(told) == 1
+    assert "NUMA node 62" in told[0]
+
+
+def test_a_cache_pinned_half_way_serves_saves_and_loads(cuda: FakeCuda, tmp_path: Path) -> None:
+    stepper = Stepper(cuda, model(6, 2048))
+    cuda.fail_next("cuMemHostRegister_v2", 2, 2)
+    native = engine.engine(CACHE)
+    native.open_device(0)
+    await_that(lambda: native.devices_prepared)
+    assert 0 < native.pinned_bytes < CACHE
+    stepper.step()
+    expected = stepper.now()
+    save(tmp_path / "a", stepper.named).result()
+    assert differing(tmp_path / "a", expected) == []
+
+
+# ---- drivers that are not as one would wish ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "variable", "batched"),
+    [
+        (75, 9, None, True),
+        (75, 12, None, False),  # a device on which batches have crashed
+        (75, 12, "1", True),
+        (75, 9, "0", False),
+    ],
+)
+def test_batches_are_a_choice(
+    cuda: FakeCuda,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    attribute: int,
+    value: int,
+    variable: str | None,
+    batched: bool,
+) -> None:
+    monkeypatch.delenv("DCP_DATASTATES_CUDA_BATCH", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("DCP_DATASTATES_CUDA_BATCH", variable)
+    cuda.lib.fake_cuda_set_attribute(attribute, value)
+    stepper = Stepper(cuda, model(20, 64, 512))
+    cuda.await_pinned(CACHE)
+    expected = stepper.now()
+    save(tmp_path / "a", stepper.named).result()
+    assert (cuda.count("batches") > 0) == batched
+    assert differing(tmp_path / "a", expected) == []
+
+
+def test_batches_that_fail_half_way_are_copied_one_by_one(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.be_hostile("batch", 1)
+    stepper = Stepper(cuda, model(20, 64, 512))
+    cuda.await_pinned(CACHE)
+    for name in ("a", "b"):
+        stepper.step()
+        expected = stepper.now()
+        future = save(tmp_path / name, stepper.named)
+        stepper.step()
+        future.result()
+        assert differing(tmp_path / name, expected) == []
+    assert cuda.count("batches") == 1  # not asked again
+
+
+def test_a_batch_that_crashes_fails_the_save_by_name(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.be_hostile("batch", 2)
+    stepper = Stepper(cuda, model(20, 64, 512))
+    cuda.await_pinned(CACHE)
+    with pytest.raises(BaseException, match="ILLEGAL_ADDRESS"):
+        save(tmp_path / "a", stepper.named).result()
+    assert not (tmp_path / "a" / ".metadata").exists()
+
+
+def test_a_driver_of_12_8_alone(cuda: FakeCuda, tmp_path: Path) -> None:
+    cuda.lib.fake_cuda_set_version(12080)
+    stepper = Stepper(cuda, model(20, 64, 512))
+    cuda.await_pinned(CACHE)
+    expected = stepper.now()
+    future = save(tmp_path / "a", stepper.named)
+    stepper.step()
+    future.result()
+    assert differing(tmp_path / "a", expected) == []
+    assert cuda.count("cuMemcpyBatchAsync") > 0
+
+
+def test_one_copy_engine_for_each_direction(cuda: FakeCuda, tmp_path: Path) -> None:
+    """Saves and loads at the same time, and steps behind them."""
+    cuda.be_hostile("engines")
+    stepper = Stepper(cuda, model(6, 1024))
+    cuda.await_pinned(CACHE)
+    for index in range(4):
+        cuda.configure(seed=index + 1, max_delay_us=5000, piece=65536)
+        expected = stepper.now()
+        future = save(tmp_path / f"{index}", stepper.named)
+        stepper.step()
+        if index:
+            found = {name: cuda.adopt(torch.zeros_like(value)) for name, value in expected.items()}
+            dcp.load(found, storage_reader=DataStatesReader(tmp_path / f"{index - 1}"))
+        future.result()
+        assert differing(tmp_path / f"{index}", expected) == []
+
+
+def test_a_stream_of_another_context_fails_the_save_by_name(cuda: FakeCuda, tmp_path: Path) -> None:
+    stepper = Stepper(cuda, model(2))
+    cuda.await_pinned(CACHE)
+    foreign = cuda.new_stream(foreign=True)
+    with cuda.current(foreign), pytest.raises(BaseException, match="cuEventRecord"):
+        save(tmp_path / "a", stepper.named).result()
+    stepper.step()
+    expected = stepper.now()
+    save(tmp_path / "b", stepper.named).result()
+    assert differing(tmp_path / "b", expected) == []
 
 
 # ---- the end --------------------------------------------------------------------------------------------

@@ -165,3 +165,48 @@ def test_saves_of_training(
             future.result()
             assert differing(tmp_path / f"{index}", expected) == []
     assert cuda.count("violations") == cuda.count("early_unregistrations") == 0
+
+
+def test_memory_that_the_program_frees_is_not_reused_before_it_was_read(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    """The allocator gives it to the next tensor at once: only references keep it."""
+    cuda.await_pinned(CACHE)
+    source = cuda.adopt(torch.zeros(300, 1000))
+    with cuda.kernels():
+        for seed in range(4):
+            cuda.configure(seed=seed + 1, **LATE)
+            parameter = nn.Parameter(source + seed)
+            dcp_datastates.track(torch.optim.SGD([parameter]))
+            strided = (source + 10 * seed).t()
+            future = save(tmp_path / f"{seed}", {"w": parameter.detach(), "strided": strided})
+            del parameter, strided
+            for _ in range(3):
+                (source - 7).mul_(2)  # would take its place
+            future.result()
+            expected = {
+                "w": torch.full((300, 1000), float(seed)),
+                "strided": torch.full((1000, 300), 10.0 * seed),
+            }
+            assert differing(tmp_path / f"{seed}", expected) == []
+    assert cuda.pool.reused > 0
+
+
+def test_replays_of_a_captured_step_change_no_save(cuda: FakeCuda, tmp_path: Path) -> None:
+    model = cuda.adopt_module(nn.Linear(256, 256))
+    optimizer = stepped_by(model)
+    cuda.await_pinned(CACHE)
+    with cuda.kernels():
+        step(model, optimizer)
+        model(torch.randn(8, 256)).square().sum().backward()
+        with cuda.capture() as graph:
+            optimizer.step()
+        for seed in range(4):
+            cuda.configure(seed=seed + 1, **LATE)
+            state = state_of(model, optimizer)
+            expected = {name: cuda.values(value) for name, value in state.items()}
+            future = save(tmp_path / f"{seed}", state)
+            graph.replay()
+            assert not torch.equal(cuda.values(model.weight), expected["weight"])
+            future.result()
+            assert differing(tmp_path / f"{seed}", expected) == []

@@ -214,7 +214,11 @@ class FakeCuda:
 
     def launch(self, kernel: Callable[[], Any], device: int = 0) -> None:
         """Enqueue a function on the current stream; a thread of the driver calls it."""
-        callback = _KERNEL(lambda _: kernel() and None)
+
+        @_KERNEL
+        def callback(_: int) -> None:
+            kernel()
+
         self._launched.append(callback)
         stream = ctypes.c_size_t(self.stream(device))
         _check(self.lib.fake_cuda_launch(device, stream, callback, None))
@@ -226,9 +230,13 @@ class FakeCuda:
             streams[device] = self.new_stream(device)
         return int(streams[device])
 
-    def new_stream(self, device: int = 0) -> int:
+    def new_stream(self, device: int = 0, *, foreign: bool = False) -> int:
+        """A stream of the device's primary context, or of another one."""
         handle = ctypes.c_size_t()
-        _check(self.lib.fake_cuda_create_stream(device, 0, ctypes.byref(handle)))
+        if foreign:
+            _check(self.lib.fake_cuda_create_foreign_stream(device, ctypes.byref(handle)))
+        else:
+            _check(self.lib.fake_cuda_create_stream(device, 0, ctypes.byref(handle)))
         return handle.value
 
     @contextmanager

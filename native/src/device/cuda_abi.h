@@ -46,6 +46,11 @@ inline constexpr Result kUnknown = 999;
 /// An attribute of a device: the NUMA node of the host that is nearest, -1 for none. From
 /// CUDA 12.2.
 inline constexpr int kHostNumaId = 134;
+/// Others: one address space with the host; the first number of its compute capability; whether it
+/// finds registered host memory at the host's addresses.
+inline constexpr int kUnifiedAddressing = 41;
+inline constexpr int kComputeCapabilityMajor = 75;
+inline constexpr int kUsesHostPointers = 91;
 
 inline constexpr unsigned kStreamNonBlocking = 1;
 inline constexpr unsigned kEventDisableTiming = 2;
@@ -77,5 +82,7 @@ static_assert(sizeof(CopyAttributes) == 24);
 
 /// Sources are read in the order of the stream, and not before.
 inline constexpr int kSourceInStreamOrder = 1;
+/// A hint: by a copy engine, beside kernels.
+inline constexpr unsigned kOverlapWithCompute = 1;
 
 }  // namespace datastates::cuda

@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -48,8 +49,10 @@ struct Batch {
 
 class CudaApi final : public DeviceApi {
   public:
-    explicit CudaApi(const cuda::Table& table)
-        : table_(table), batches_(table.copy_batch.function != nullptr) {}
+    CudaApi(const cuda::Table& table, CopyBatches batches)
+        : table_(table),
+          wanted_(batches),
+          batches_(table.copy_batch.function != nullptr && batches != CopyBatches::kNever) {}
 
     MaybeFault device_count(int& count) override;
     MaybeFault retain(int device) override;
@@ -86,17 +89,24 @@ class CudaApi final : public DeviceApi {
     [[nodiscard]] std::string words_of(cuda::Result result) const;
     [[nodiscard]] MaybeFault copy_one(Direction direction, const DeviceCopy& copy,
                                       StreamHandle stream) const;
+    [[nodiscard]] int attribute(int which, cuda::Device device) const;
+    [[nodiscard]] bool takes_batches(cuda::Device device) const;
     [[nodiscard]] bool are_mapped(Direction direction, std::span<const DeviceCopy> copies) const;
     [[nodiscard]] MaybeFault copy_batches(std::span<const DeviceCopy> copies,
                                           StreamHandle stream) const;
 
+    /// Host memory that was registered.
+    struct Registered {
+        std::uint64_t mapped = 0;  ///< bytes that devices find at the host's addresses
+        bool ours = true;          ///< not pinned by others, who will unpin it
+    };
+
     const cuda::Table table_;
-    std::atomic<bool> batches_;  // the driver has a call for them, and has not refused it
+    const CopyBatches wanted_;
+    std::atomic<bool> batches_;  // the driver and all devices in use take them, none has refused
     mutable std::mutex mutex_;   // guards what follows
     std::map<int, Retained> retained_;
-    /// Host memory that was registered here and that devices find at the host's addresses, by where
-    /// it begins: bytes.
-    std::map<const std::byte*, std::uint64_t> mapped_;
+    std::map<const std::byte*, Registered> registered_;  // by where it begins
 };
 
 std::string CudaApi::words_of(cuda::Result result) const {
@@ -139,6 +149,7 @@ MaybeFault CudaApi::retain(int device) {
     if (auto fault = run(table_.init, 0U)) return fault;
     if (auto fault = run(table_.device_get, &retained.device, device)) return fault;
     if (auto fault = run(table_.context_retain, &retained.context, retained.device)) return fault;
+    if (!takes_batches(retained.device)) batches_ = false;
     retained_.emplace(device, retained);
     return std::nullopt;
 }
@@ -159,9 +170,24 @@ int CudaApi::near_node(int device) {
         if (found == retained_.end()) return -1;
         of = found->second.device;
     }
-    int node = -1;
-    const cuda::Result result = table_.device_attribute.function(&node, cuda::kHostNumaId, of);
-    return result == cuda::kSuccess ? node : -1;  // drivers before 12.2 do not know
+    return attribute(cuda::kHostNumaId, of);  // drivers before 12.2 do not know
+}
+
+/// -1 if the driver does not know.
+int CudaApi::attribute(int which, cuda::Device device) const {
+    int value = -1;
+    const cuda::Result result = table_.device_attribute.function(&value, which, device);
+    return result == cuda::kSuccess ? value : -1;
+}
+
+/// Valid batches have crashed and hung on devices of capability 10 and 12 (vllm-project/vllm issue
+/// 49276, InternLM/lmdeploy pull request 4838), so only those are trusted that others have used for
+/// long.
+bool CudaApi::takes_batches(cuda::Device device) const {
+    if (wanted_ == CopyBatches::kAlways) return true;
+    const int major = attribute(cuda::kComputeCapabilityMajor, device);
+    return (major == 8 || major == 9) && attribute(cuda::kUnifiedAddressing, device) == 1 &&
+           attribute(cuda::kUsesHostPointers, device) == 1;
 }
 
 MaybeFault CudaApi::enter(int device) {
@@ -252,10 +278,10 @@ bool CudaApi::are_mapped(Direction direction, std::span<const DeviceCopy> copies
     return std::ranges::all_of(copies, [&](const DeviceCopy& copy) {
         if (copy.nbytes == 0) return true;
         const std::byte* const host = direction == Direction::kGather ? copy.to : copy.from;
-        const auto after = mapped_.upper_bound(host);
-        if (after == mapped_.begin()) return false;
-        const auto& [begin, nbytes] = *std::prev(after);
-        return lies_in({begin, nbytes}, host, copy.nbytes);
+        const auto after = registered_.upper_bound(host);
+        if (after == registered_.begin()) return false;
+        const auto& [begin, memory] = *std::prev(after);
+        return lies_in({begin, memory.mapped}, host, copy.nbytes);
     });
 }
 
@@ -267,6 +293,7 @@ MaybeFault CudaApi::copy_batches(std::span<const DeviceCopy> copies, StreamHandl
         if (batch.nbytes.empty()) continue;
         cuda::CopyAttributes attributes;
         attributes.source_access_order = cuda::kSourceInStreamOrder;
+        attributes.flags = cuda::kOverlapWithCompute;
         std::size_t first = 0;  // of the copies with these attributes
         std::size_t failed = SIZE_MAX;
         if (auto fault =
@@ -281,19 +308,23 @@ MaybeFault CudaApi::copy_batches(std::span<const DeviceCopy> copies, StreamHandl
 MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
     {
         const std::scoped_lock lock(mutex_);
-        mapped_.try_emplace(data);  // now, as it may throw; of no size yet
+        registered_.try_emplace(data);  // now, as it may throw; nothing is mapped yet
     }
     const cuda::Result result =
         table_.host_register.function(data, static_cast<std::size_t>(nbytes),
                                       cuda::kHostRegisterPortable | cuda::kHostRegisterMapped);
-    if (result == cuda::kHostMemoryAlreadyRegistered) return std::nullopt;
+    if (result == cuda::kHostMemoryAlreadyRegistered) {
+        const std::scoped_lock lock(mutex_);
+        registered_[data].ours = false;
+        return std::nullopt;
+    }
     if (auto fault = outcome(table_.host_register.name, result)) return fault;
     // Devices with unified addressing all find it at one address: the host's, or none does.
     cuda::DevicePointer seen = 0;
     if (table_.host_device_pointer.function(&seen, data, 0U) == cuda::kSuccess &&
         seen == address_of(data)) {
         const std::scoped_lock lock(mutex_);
-        mapped_[data] = nbytes;
+        registered_[data].mapped = nbytes;
     }
     return std::nullopt;
 }
@@ -301,7 +332,10 @@ MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
 void CudaApi::unregister_host(std::byte* data) {
     {
         const std::scoped_lock lock(mutex_);
-        mapped_.erase(data);
+        const auto found = registered_.find(data);
+        const bool ours = found == registered_.end() || found->second.ours;
+        if (found != registered_.end()) registered_.erase(found);
+        if (!ours) return;
     }
     static_cast<void>(table_.host_unregister.function(data));
 }
@@ -313,10 +347,18 @@ std::string cuda_library() {
     return named != nullptr && *named != '\0' ? named : "libcuda.so.1";
 }
 
-MaybeFault open_cuda(const std::string& library, std::shared_ptr<DeviceApi>& api) {
+CopyBatches cuda_batches() {
+    const char* const chosen = std::getenv("DCP_DATASTATES_CUDA_BATCH");
+    const std::string_view value = chosen == nullptr ? "" : chosen;
+    if (value == "0") return CopyBatches::kNever;
+    return value == "1" ? CopyBatches::kAlways : CopyBatches::kWhereKnown;
+}
+
+MaybeFault open_cuda(const std::string& library, std::shared_ptr<DeviceApi>& api,
+                     CopyBatches batches) {
     cuda::Table table;
     auto fault = cuda::load(library, table);
-    if (!fault) api = std::make_shared<CudaApi>(table);
+    if (!fault) api = std::make_shared<CudaApi>(table, batches);
     return fault;
 }
 

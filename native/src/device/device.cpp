@@ -10,6 +10,9 @@
 namespace datastates {
 namespace {
 
+/// More than are in use at a time where copies are bounded.
+constexpr std::size_t kMostSpareEvents = 256;
+
 /// For calls before or after which copies are under way, which must be waited for.
 template <typename Call>
 MaybeFault caught(const Call& call) noexcept {
@@ -80,8 +83,9 @@ DeviceScope::~DeviceScope() {
     api_.leave();
 }
 
-Device::Device(std::shared_ptr<DeviceApi> api, int number)
-    : api_(std::move(api)), number_(number) {}
+Device::Device(std::shared_ptr<DeviceApi> api, int number) : api_(std::move(api)), number_(number) {
+    spare_events_.reserve(kMostSpareEvents);
+}
 
 MaybeFault Device::open(std::shared_ptr<DeviceApi> api, int number,
                         std::shared_ptr<Device>& device) {
@@ -111,6 +115,9 @@ Device::~Device() {
         for (const StreamHandle stream : {save_stream_, restore_stream_}) {
             if (stream != 0 && !scope.fault()) api_->destroy_stream(stream);
         }
+        for (const EventHandle event : spare_events_) {
+            if (!scope.fault()) api_->destroy_event(event);
+        }
     }
     api_->release(number_);
 }
@@ -131,9 +138,31 @@ MaybeFault Device::record(StreamHandle stream, std::shared_ptr<DeviceEvent>& eve
 
 MaybeFault Device::create_event(std::shared_ptr<DeviceEvent>& event) {
     auto made = std::make_shared<DeviceEvent>(shared_from_this());
-    if (auto fault = api_->create_event(made->handle_)) return fault;
+    {
+        const std::scoped_lock lock(mutex_);
+        if (!spare_events_.empty()) {
+            made->handle_ = spare_events_.back();
+            spare_events_.pop_back();
+        }
+    }
+    if (made->handle_ == 0) {
+        if (auto fault = api_->create_event(made->handle_)) return fault;
+    }
     event = std::move(made);
     return std::nullopt;
+}
+
+/// To be recorded anew: what waits for it by now waits for what it was.
+void Device::give_back(EventHandle event) {
+    {
+        const std::scoped_lock lock(mutex_);
+        if (spare_events_.size() < kMostSpareEvents) {
+            spare_events_.push_back(event);  // there is room
+            return;
+        }
+    }
+    const DeviceScope scope(*api_, number_);
+    if (!scope.fault()) api_->destroy_event(event);
 }
 
 MaybeFault Device::copy(Direction direction, std::span<const DeviceCopy> copies,
@@ -171,10 +200,7 @@ MaybeFault Device::hold(StreamHandle stream, const DeviceEvent& event) {
 }
 
 DeviceEvent::~DeviceEvent() {
-    if (handle_ == 0) return;
-    DeviceApi& api = device_->api();
-    const DeviceScope scope(api, device_->number());
-    if (!scope.fault()) api.destroy_event(handle_);
+    if (handle_ != 0) device_->give_back(handle_);
 }
 
 MaybeFault DeviceEvent::is_done(bool& done) const {

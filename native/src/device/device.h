@@ -105,7 +105,10 @@ class Device : public std::enable_shared_from_this<Device> {
   private:
     explicit Device(std::shared_ptr<DeviceApi> api, int number);
 
+    friend class DeviceEvent;
+
     MaybeFault create_event(std::shared_ptr<DeviceEvent>& event);
+    void give_back(EventHandle event);
 
     const std::shared_ptr<DeviceApi> api_;
     const int number_;
@@ -113,8 +116,12 @@ class Device : public std::enable_shared_from_this<Device> {
     StreamHandle save_stream_ = 0;  // these two are set by `open`
     StreamHandle restore_stream_ = 0;
     std::atomic<bool> dead_ = false;
+    std::mutex mutex_;  // guards what follows
+    std::vector<EventHandle> spare_events_;
 };
 
+/// One of the driver's, which is used again afterwards: creating and destroying one takes the
+/// driver's lock.
 class DeviceEvent {
   public:
     explicit DeviceEvent(std::shared_ptr<Device> device) : device_(std::move(device)) {}

@@ -34,6 +34,11 @@ bool Pinner::idle() const {
     return stopping_ || is_idle();
 }
 
+MaybeFault Pinner::node_fault() const {
+    const std::scoped_lock lock(mutex_);
+    return node_fault_;
+}
+
 bool Pinner::is_idle() const {
     return !device_ || (!look_ && !pinning_ && pieces_.empty());
 }
@@ -113,8 +118,10 @@ void Pinner::loop() {
         std::unique_lock lock(mutex_);
         wanted_.wait(lock, [&] { return device_ || stopping_; });
     }
-    if (device_) prefer_node(device_->near_node());  // set once
+    MaybeFault far;
+    if (device_) far = prefer_node(device_->near_node());  // set once
     std::unique_lock lock(mutex_);
+    node_fault_ = std::move(far);
     while (!stopping_) {
         try {
             if (look_) find_pieces();

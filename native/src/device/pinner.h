@@ -45,6 +45,8 @@ class Pinner {
     [[nodiscard]] std::uint64_t pinned_bytes() const { return pinned_bytes_; }
     /// Why some memory is not pinned.
     [[nodiscard]] MaybeFault fault() const;
+    /// Why memory may lie far from the device.
+    [[nodiscard]] MaybeFault node_fault() const;
 
     /// Waits until this memory is pinned, if it is the cache's and is going to be. A fault:
     /// patience is over, or `shutdown` came first.
@@ -86,6 +88,7 @@ class Pinner {
     bool pinning_ = false;  // a piece is in hand
     bool stopping_ = false;
     MaybeFault fault_;
+    MaybeFault node_fault_;
     std::jthread thread_;  // ends when stopping_; joined by `shutdown`
     std::atomic<std::uint64_t> pinned_bytes_ = 0;
 };

@@ -1,12 +1,16 @@
 #include "memory/arena.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <fstream>
 #include <limits>
 #include <new>
+#include <string>
 #include <utility>
 
 #include "base/sizes.h"
@@ -15,6 +19,20 @@ namespace datastates {
 namespace {
 
 constexpr std::uint64_t kHugePage = std::uint64_t{2} << 20U;
+
+/// False if the calling thread may not, or there is no such node.
+bool run_on_node(int node) {
+    std::ifstream file("/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");
+    cpu_set_t cpus;
+    CPU_ZERO(&cpus);
+    char after = 0;
+    for (unsigned first = 0; file >> first; file >> after) {  // such as 0-15,32-47
+        unsigned last = first;
+        if (file.peek() == '-') file >> after >> last;
+        for (unsigned cpu = first; cpu <= last && cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &cpus);
+    }
+    return CPU_COUNT(&cpus) > 0 && ::sched_setaffinity(0, sizeof(cpus), &cpus) == 0;
+}
 
 }  // namespace
 
@@ -58,12 +76,24 @@ void touch_pages(std::span<std::byte> memory) {
     }
 }
 
-void prefer_node(int node) {
+MaybeFault prefer_node(int node) {
     constexpr int kPreferred = 1;  // MPOL_PREFERRED
     constexpr int kBits = std::numeric_limits<unsigned long>::digits;
-    if (node < 0 || node >= kBits) return;
+    if (node < 0 || node >= kBits) return std::nullopt;
     const unsigned long nodes = 1UL << static_cast<unsigned>(node);
-    static_cast<void>(::syscall(SYS_set_mempolicy, kPreferred, &nodes, kBits));
+    // The kernel reads one bit less than it is told of.
+    if (::syscall(SYS_set_mempolicy, kPreferred, &nodes, kBits + 1) == 0) return std::nullopt;
+    const int error = errno;
+    try {
+        Fault fault;
+        fault.error = error;
+        fault.operation = "set_mempolicy for NUMA node " + std::to_string(node);
+        fault.detail = run_on_node(node) ? "the thread runs on the CPUs of that node instead"
+                                         : "nor can the thread run on the CPUs of that node";
+        return fault;
+    } catch (const std::bad_alloc&) {
+        return out_of_memory("set_mempolicy");
+    }
 }
 
 }  // namespace datastates

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <span>
 
+#include "base/fault.h"
+
 namespace datastates {
 
 /// Zeroed memory, aligned to huge pages, backed lazily. Not inherited by forked children: O_DIRECT
@@ -34,7 +36,8 @@ void fault_in(std::span<std::byte> memory);
 void touch_pages(std::span<std::byte> memory);
 
 /// Pages that the calling thread faults in come from this NUMA node of the host, if it has room.
-/// Does nothing for -1, or where it is forbidden.
-void prefer_node(int node);
+/// Does nothing for -1. Where the system forbids to say so (containers do), the thread runs on the
+/// node's CPUs from now on, as pages come from the node of the CPU otherwise; the fault says that.
+MaybeFault prefer_node(int node);
 
 }  // namespace datastates

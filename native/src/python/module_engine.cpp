@@ -275,6 +275,11 @@ void bind_engine(const py::module_& module) {
             [](const PyEngine& self) {
                 return required(self.engine, "engine")->devices().pinner().fault();
             })
+        .def_property_readonly(
+            "node_fault",
+            [](const PyEngine& self) {
+                return required(self.engine, "engine")->devices().pinner().node_fault();
+            })
         .def("keep_memory",
              [](const PyEngine& self) { required(self.engine, "engine")->cache().keep(); })
         .def("shutdown",

@@ -97,8 +97,8 @@ Result cuGetErrorString(Result error, const char** words) {
 }
 
 Result cuDriverGetVersion(int* version) {
-    return call("cuDriverGetVersion", Needs::kNothing, [&](Driver&, Caller&) {
-        *version = 13000;
+    return call("cuDriverGetVersion", Needs::kNothing, [&](Driver& driver, Caller&) {
+        *version = driver.version;
         return kSuccess;
     });
 }
@@ -121,8 +121,9 @@ Result cuDeviceGet(Device* device, int ordinal) {
 Result cuDeviceGetAttribute(int* value, int attribute, Device device) {
     return call("cuDeviceGetAttribute", Needs::kInitialized, [&](Driver& driver, Caller&) {
         if (device < 0 || device >= driver.devices) return kInvalidDevice;
-        if (attribute != kHostNumaId) return kInvalidValue;
-        *value = 0;
+        const auto found = driver.attributes.find(attribute);
+        if (found == driver.attributes.end()) return kInvalidValue;
+        *value = found->second;
         return kSuccess;
     });
 }
@@ -236,7 +237,7 @@ Result cuEventRecord(Event event, Stream stream) {
         fake_cuda::Stream* const of = driver.streams.stream(caller.device, stream);
         if (recorded == nullptr || of == nullptr) return kInvalidHandle;
         if (of->device != caller.device) return kInvalidContext;
-        if (recorded->device != of->device) return kInvalidHandle;
+        if (recorded->device != of->device || of->foreign) return kInvalidHandle;
         return driver.streams.record(*recorded, *of, true);
     });
 }

@@ -1,6 +1,9 @@
 // What an old driver does not have: batches of copies, and functions by the version of their ABI.
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -14,6 +17,11 @@ using fake_cuda::Caller;
 using fake_cuda::DeviceCopy;
 using fake_cuda::Driver;
 using fake_cuda::Needs;
+
+/// What becomes of a batch, by the hostility of that name.
+constexpr std::uint64_t kHalf = 1;
+constexpr std::uint64_t kCrash = 2;
+constexpr std::uint64_t kHang = 3;
 
 struct Batch {
     const DevicePointer* to;
@@ -58,9 +66,24 @@ Result enqueue_batch(Driver& driver, Caller& caller, const Batch& batch, std::si
         copies.push_back({.to_host = driver.memory.is_of_device(caller.device, source),
                           .bytes = {.to = to, .from = from, .nbytes = batch.nbytes[n]}});
     }
+    const auto behind = driver.hostility.batch;
+    if (behind == kHalf) copies.resize(copies.size() / 2);
     const Result result = driver.enqueue_copies(caller, stream, copies, failed);
     if (result == kSuccess) ++driver.counts.batches;
-    return result;
+    if (result != kSuccess || behind == 0) return result;
+    if (behind == kHalf) return kInvalidValue;
+    const auto end = std::make_shared<fake_cuda::Work>();
+    end->engines = true;
+    if (behind == kCrash) {
+        end->kernel = [] {
+            Driver::instance().arrange([](Driver& all) {
+                all.poison = kIllegalAddress;
+                all.scheduler.drop_all();
+            });
+        };
+    }
+    const auto never = behind == kHang ? std::make_shared<fake_cuda::Work>() : nullptr;
+    return driver.streams.enqueue(*of, end, never);
 }
 
 struct Entry {
@@ -113,7 +136,8 @@ Result find(const Driver& driver, std::string_view symbol, int version, void** f
     *function = nullptr;
     if (driver.hidden.contains(symbol)) return kNotFound;
     for (const Entry& each : functions()) {
-        if (each.symbol == symbol && each.version <= version) *function = each.address;
+        if (each.symbol != symbol || each.version > std::min(version, driver.version)) continue;
+        *function = each.address;
     }
     return *function != nullptr ? kSuccess : kNotFound;
 }

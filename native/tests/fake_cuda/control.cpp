@@ -59,6 +59,14 @@ void fake_cuda_configure(int devices, uint64_t seed, uint32_t max_delay_us, uint
     });
 }
 
+void fake_cuda_set_version(int version) {
+    driver().arrange([&](Driver& all) { all.version = version; });
+}
+
+void fake_cuda_set_attribute(int attribute, int value) {
+    driver().arrange([&](Driver& all) { all.attributes[attribute] = value; });
+}
+
 void* fake_cuda_alloc(int device, uint64_t nbytes) {
     return driver().arrange([&](Driver& all) -> void* {
         if (device < 0 || device >= all.devices) return nullptr;
@@ -98,6 +106,14 @@ int fake_cuda_is_registered(const void* data, uint64_t nbytes) {
 int fake_cuda_create_stream(int device, int blocking, uintptr_t* stream) {
     return driver().train(device, [&](Driver& all, Caller&) {
         *stream = all.streams.add_stream(device, blocking != 0, false);
+        return cuda::kSuccess;
+    });
+}
+
+int fake_cuda_create_foreign_stream(int device, uintptr_t* stream) {
+    return driver().train(device, [&](Driver& all, Caller&) {
+        *stream = all.streams.add_stream(device, false, false);
+        all.streams.stream(device, *stream)->foreign = true;
         return cuda::kSuccess;
     });
 }

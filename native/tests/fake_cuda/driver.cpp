@@ -72,6 +72,13 @@ Driver& Driver::instance() {
     return *driver;
 }
 
+std::map<int, int> Driver::usual_attributes() {
+    return {{cuda::kHostNumaId, 0},
+            {cuda::kUnifiedAddressing, 1},
+            {cuda::kComputeCapabilityMajor, 9},
+            {cuda::kUsesHostPointers, 1}};
+}
+
 bool Driver::is_of_this_process() const {
     return ::getpid() == process_;
 }
@@ -128,7 +135,10 @@ bool Driver::be_hostile(std::string_view way, std::uint64_t value) {
     set("pin_ns", hostility.pin_page, std::chrono::nanoseconds(like_a_real_one(1000)));
     set("lie_us", hostility.lie, std::chrono::microseconds(like_a_real_one(300)));
     set("context", hostility.context, value > 0);
-    return known;
+    set("engines", hostility.engines, value > 0);
+    scheduler.use_engines(hostility.engines);
+    if (way == "batch") hostility.batch = value;
+    return known || way == "batch";
 }
 
 void Driver::await_room(Caller& caller, int device, std::uint64_t commands) {
@@ -189,6 +199,9 @@ void Driver::reset() {
     failures_.clear();
     for (auto& [symbol, count] : calls_) count = 0;
     devices = kDevices;
+    version = kVersion;
+    attributes = usual_attributes();
+    hostility.batch = 0;
     initialized = false;
     poison = cuda::kSuccess;
     ++epoch_;
@@ -222,6 +235,7 @@ cuda::Result Driver::enqueue_copies(Caller& caller, Handle handle,
     if (stream->device != caller.device) return cuda::kInvalidContext;
     auto work = std::make_shared<Work>();
     work->engines = caller.engines;
+    if (!copies.empty()) work->direction = copies.front().to_host ? 0 : 1;
     std::vector<std::shared_ptr<Registration>> used;
     Counts counted = counts;
     bool pageable = false;

@@ -128,6 +128,8 @@ class Driver {
     Hostility hostility;
     Pinning pinning;
     int devices = kDevices;
+    int version = kVersion;
+    std::map<int, int> attributes = usual_attributes();
     bool initialized = false;
     cuda::Result poison = cuda::kSuccess;
     std::set<std::string, std::less<>> hidden;
@@ -138,6 +140,8 @@ class Driver {
 
   private:
     static constexpr int kDevices = 2;
+    static constexpr int kVersion = 13000;
+    static std::map<int, int> usual_attributes();
 
     struct Failure {
         cuda::Result code = cuda::kSuccess;

@@ -30,6 +30,11 @@ void fake_cuda_reset(void);
  * delay of UINT32_MAX microseconds: none. */
 void fake_cuda_configure(int devices, uint64_t seed, uint32_t max_delay_us, uint64_t piece_nbytes);
 
+/* The CUDA version that the driver says it is (13000 unless set), and beyond which it has no
+ * functions; and an attribute of all devices, by the driver's number. */
+void fake_cuda_set_version(int version);
+void fake_cuda_set_attribute(int attribute, int value);
+
 /* --- memory --- */
 
 /* Memory of a device, of undefined content; NULL if there is none. Freed by `fake_cuda_free`, or a
@@ -48,8 +53,10 @@ int fake_cuda_is_registered(const void* data, uint64_t nbytes);
 /* --- the training process: work that is not the engine's --- */
 
 /* Creates a context on `device` if there is none, as frameworks do with the first use of a device;
- * it stays until the reset. The stream is not counted in "live_streams". */
+ * it stays until the reset. The stream is not counted in "live_streams". A foreign one belongs to
+ * another context of the device: events of the primary context cannot be recorded there. */
 int fake_cuda_create_stream(int device, int blocking, uintptr_t* stream);
+int fake_cuda_create_foreign_stream(int device, uintptr_t* stream);
 int fake_cuda_destroy_stream(uintptr_t stream);
 
 /* Enqueues a kernel: a function that is called by a thread of the driver. It may call the driver.
@@ -104,6 +111,10 @@ void fake_cuda_stall(int on);
  * it for each page
  * - lie_us: event queries still say "not ready" for this long after the event
  * - context: cuThreadExchangeStreamCaptureMode wants a context
+ * - engines: a device has one copy engine for each direction: copies are made one after the other,
+ * those of the stream whose turn it is first
+ * - batch (not in all): what becomes of a batch of copies: 1: half of it is enqueued, and the call
+ * fails; 2: it ends in an illegal access, which is sticky; 3: it never ends
  * - all: 1: all of these, with values like a real driver's */
 int fake_cuda_be_hostile(const char* way, uint64_t value);
 

@@ -99,6 +99,7 @@ void Scheduler::stop(std::unique_lock<std::mutex>& lock) {
     for (auto& [number, work] : pending_) work->followers.clear();  // or they end recursively
     pending_.clear();
     queues_.clear();
+    engines_.clear();
     finished_.notify_all();
 }
 
@@ -110,18 +111,41 @@ void Scheduler::start() {
 void Scheduler::run() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-        if (ready_.empty() || stalled_) {
+        const WorkPointer work = stalled_ ? nullptr : take_any();
+        if (work == nullptr) {
             may_run_.wait(lock);
             continue;
         }
-        const WorkPointer work = take_any();
         perform(lock, *work);
+        if (CopyEngine* const used = copy_engine(*work)) used->busy = false;
         finish(*work);
     }
 }
 
+/// Null: it needs none.
+Scheduler::CopyEngine* Scheduler::copy_engine(const Work& work) {
+    if (!use_engines_ || work.direction < 0) return nullptr;
+    return &engines_[{work.device, work.direction}];
+}
+
+/// Null: nothing that is ready has an engine that is free.
 WorkPointer Scheduler::take_any() {
-    std::swap(ready_[below(ready_.size())], ready_.back());
+    std::vector<std::size_t> may;
+    for (std::size_t at = 0; at < ready_.size(); ++at) {
+        const CopyEngine* const engine = copy_engine(*ready_[at]);
+        if (engine == nullptr || !engine->busy) may.push_back(at);
+    }
+    if (may.empty()) return nullptr;
+    std::size_t chosen = may[below(may.size())];
+    if (CopyEngine* const engine = copy_engine(*ready_[chosen])) {
+        for (const std::size_t at : may) {
+            const Work& other = *ready_[at];
+            if (copy_engine(other) == engine && other.stream == engine->stream) chosen = at;
+        }
+        engine->busy = true;
+        engine->stream = ready_[chosen]->stream;
+    }
+    std::swap(ready_[chosen], ready_.back());
     WorkPointer work = std::move(ready_.back());
     ready_.pop_back();
     return work;

@@ -16,6 +16,7 @@
 #include <random>
 #include <span>
 #include <thread>
+#include <utility>
 #include <vector>
 
 namespace datastates::fake_cuda {
@@ -35,6 +36,8 @@ struct Work {
     std::vector<std::byte> written;       ///< what a copy may read from
     std::function<void()> when_finished;  ///< called with the mutex held, also if it was dropped
     int device = 0;
+    std::uintptr_t stream = 0;
+    int direction = -1;    ///< of copies by a copy engine: 0 to the host, 1 to the device
     bool engines = false;  ///< of the engine, not of the training process
 
     // The scheduler's.
@@ -80,6 +83,12 @@ class Scheduler {
 
     void stall(bool on);
 
+    /// Whether a device has one copy engine for each direction, or any number.
+    void use_engines(bool on) {
+        use_engines_ = on;
+        may_run_.notify_all();
+    }
+
     /// Nothing submitted so far has any effect from now on, but for what has begun.
     void drop_all();
 
@@ -105,8 +114,15 @@ class Scheduler {
 
   private:
     void start();
+    /// Makes copies one after the other; first those of the stream whose turn it is.
+    struct CopyEngine {
+        bool busy = false;
+        std::uintptr_t stream = 0;
+    };
+
     void run();
     WorkPointer take_any();
+    CopyEngine* copy_engine(const Work& work);
     void perform(std::unique_lock<std::mutex>& lock, Work& work);
     void copy(std::unique_lock<std::mutex>& lock, const Work& work, const Piecewise& copy);
     void finish(Work& work);
@@ -125,6 +141,8 @@ class Scheduler {
     std::uint64_t submitted_ = 0;
     std::uint64_t dropped_up_to_ = 0;  // by number
     std::uint64_t stops_ = 0;
+    std::map<std::pair<int, int>, CopyEngine> engines_;  // by device and direction
+    bool use_engines_ = false;
     bool stalled_ = false;
     bool stopping_ = false;
     std::condition_variable may_run_;   // of threads: there is something to run, or to end

@@ -33,7 +33,8 @@ cuda::Result Streams::retain(int device) {
     if (context.references++ > 0) return cuda::kSuccess;
     context.handle = next_handle_ += kStep;
     ++context.created;
-    context.legacy = {.handle = 0, .device = device, .last = nullptr, .capture = nullptr};
+    context.legacy = {};
+    context.legacy.device = device;
     devices_.emplace(context.handle, device);
     return cuda::kSuccess;
 }
@@ -66,6 +67,7 @@ Handle Streams::add_stream(int device, bool blocking, bool counted) {
                         .device = device,
                         .blocking = blocking,
                         .counted = counted,
+                        .foreign = false,
                         .last = nullptr,
                         .capture = nullptr};
     return handle;
@@ -107,6 +109,7 @@ cuda::Result Streams::enqueue(Stream& stream, const WorkPointer& work, const Wor
         return cuda::kSuccess;
     }
     work->device = stream.device;
+    work->stream = stream.handle;
     std::vector<WorkPointer> leaders{stream.last, leader};
     if (is_legacy(stream)) {
         if (const auto captures = captures_beside_legacy(stream.device); !captures.empty()) {

@@ -34,6 +34,7 @@ struct Stream {
     int device = 0;
     bool blocking = true;  ///< keeps the order of the legacy default stream
     bool counted = false;
+    bool foreign = false;  ///< of another context than the primary one
     WorkPointer last;
     CapturePointer capture;  ///< that it takes part in
 };

@@ -1,0 +1,144 @@
+"""Programs that set torch's default device or dtype: the package's own tensors lie on the host, in dtypes of its own.
+
+The device ``meta`` stands in for another device than the host: its tensors have no memory there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import CACHE, assert_same, clone, load, save, writer, zeros
+from support.ranks import ranks
+from support.waiting import await_that
+from support.wrapped import blocks
+
+import dcp_datastates
+from dcp_datastates import CheckpointManager, RngState, track
+
+SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def _by_call() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def _with_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+DEFAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "set_default_device": _by_call,
+    "with torch.device": lambda: torch.device("meta"),
+    "set_default_dtype": _with_dtype,
+}
+
+
+def _state() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "large": torch.randn(600, 600),
+        "small": torch.randn(3, 3),
+        "half": torch.randn(40, 40).to(torch.bfloat16),
+        "complex": torch.randn(5, dtype=torch.complex64).conj(),
+        "transposed": torch.randn(300, 400).t(),
+        "wrapper": blocks(seed=1),
+        "nested": {"numbers": [1, 2.5], "text": "x", "scalar": torch.tensor(3.0)},
+    }
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_a_state_is_saved_and_loaded(tmp_path: Path, default: str) -> None:
+    state, expected, plain = _state(), _state(), _state()
+    del expected["wrapper"], plain["wrapper"]
+    into, wide = zeros(plain), zeros(plain)
+    with DEFAULTS[default]():
+        dcp_datastates.async_save(state, tmp_path / "1", writer=writer()).result(SECONDS)
+        dcp_datastates.save(plain, tmp_path / "2", writer=writer())
+        save(plain, tmp_path / "3")
+        found = dcp_datastates.load(tmp_path / "1")
+        dcp_datastates.load(tmp_path / "2", into)
+        load(wide, tmp_path / "3")
+    del found["wrapper"]
+    assert_same(found, expected)
+    assert_same(into, expected)
+    assert_same(wide, expected)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_tensors_are_loaded_with_a_cast_and_into_wrappers(tmp_path: Path, default: str) -> None:
+    wide = {"w": torch.zeros(600, 600, dtype=torch.float64)}
+    expected, wrapped = blocks(seed=1), {"v": blocks(seed=2)}
+    with DEFAULTS[default]():
+        state = {"w": torch.ones(600, 600, device="cpu"), "v": expected}
+        dcp_datastates.async_save(state, tmp_path, writer=writer()).result(SECONDS)
+        dcp_datastates.load(tmp_path, wide, keys="w", allow_cast=True)
+        dcp_datastates.load(tmp_path, wrapped, keys="v")
+    assert wide["w"].eq(1).all()
+    assert torch.equal(wrapped["v"].codes, expected.codes)
+    assert torch.equal(wrapped["v"].scales, expected.scales)
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_a_training_job_saves_and_resumes(tmp_path: Path, default: str) -> None:
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    track(optimizer)
+    batch = torch.ones(2, 300)
+
+    def train() -> None:
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    with DEFAULTS[default]():
+        state = {"model": model, "optimizer": optimizer, "rng": RngState(), "step": 0}
+        with CheckpointManager(tmp_path, every=1, host_cache_size=CACHE) as manager:
+            manager.save(1, state)
+            expected = clone(model.state_dict())
+            train()
+        with CheckpointManager(tmp_path, every=1, host_cache_size=CACHE) as manager:
+            manager.restore_latest(state)
+        assert dcp_datastates.verify(dcp_datastates.latest(tmp_path)) is not None
+    assert_same(dict(model.state_dict()), expected)
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp", "safetensors", "hf", "datastates"])
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_a_checkpoint_is_converted(tmp_path: Path, default: str, to: str) -> None:
+    state = {"large": torch.randn(600, 600), "small": torch.randn(3)}
+    dcp_datastates.save(state, tmp_path / "from", writer=writer())
+    with DEFAULTS[default]():
+        dcp_datastates.convert(tmp_path / "from", tmp_path / "to", to=to)
+        dcp_datastates.convert(tmp_path / "to", tmp_path / "back", to="datastates")
+        found = dcp_datastates.load(tmp_path / "back")
+        assert dcp_datastates.diff(tmp_path / "from", tmp_path / "back").same
+    assert_same(found, state)
+
+
+@ranks(2)
+def test_ranks_save_and_load(shared_dir: Path) -> None:
+    state = {"w": torch.randn(600, 600, generator=torch.Generator().manual_seed(0))}
+    into = {"w": torch.zeros(600, 600)}
+    with torch.device("meta"):
+        handle = dcp_datastates.async_save(state, shared_dir, writer=writer())
+        await_that(handle.captured.done, SECONDS)
+        handle.result(SECONDS)
+        load(into, shared_dir)
+    assert_same(into, state)
