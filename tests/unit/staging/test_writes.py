@@ -8,76 +8,32 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from support.checkpoints import CACHE
 from support.tiers import sampled
-from support.wrapped import Blocks
-from support.writes import Write, held_bytes, writes
+from support.write_kinds import (
+    COLUMNS,
+    FEW,
+    KINDS,
+    ROWS,
+    Owner,
+    bytes_of,
+    may_escape,
+    outcome,
+    plain,
+    writes_to,
+)
+from support.writes import Write
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_datastates
 from dcp_datastates import SnapshotTornError
 from dcp_datastates.staging import step_gate
-
-ROWS, COLUMNS = 160, 128  # 80 KiB: deferred
-FEW = ("add_", "index_put_", "_foreach_mul_", "set_")
-
-
-class Kind(NamedTuple):
-    """One parameter, how it comes into the state, and through what it is written."""
-
-    make: Callable[[], torch.Tensor]
-    given: Callable[[torch.Tensor], Any] = torch.Tensor.detach
-    """What the state has."""
-    target: Callable[[torch.Tensor], torch.Tensor] = lambda parameter: parameter
-    """What the program writes to."""
-    local: bool = False
-    """Whether that is a plain tensor within ``make``'s."""
-    known: bool = True
-    """Whether torch moves a counter of the parameter's. If not, a write to a part of the tensor may escape."""
-
-
-def _plain() -> torch.Tensor:
-    return torch.nn.Parameter(torch.rand(ROWS, COLUMNS))
-
-
-def _sharded() -> torch.Tensor:
-    mesh = init_device_mesh("cpu", (1,))
-    return torch.nn.Parameter(distribute_tensor(torch.rand(ROWS, COLUMNS), mesh, [Shard(0)]))
-
-
-def _wrapped() -> torch.Tensor:
-    return Blocks(torch.rand(ROWS, COLUMNS), torch.rand(ROWS // 2))
-
-
-def _quantized() -> torch.Tensor:
-    subclass = pytest.importorskip("torchao.optim.subclass_8bit")
-    state = subclass.OptimState8bit.zeros((4 * ROWS, COLUMNS * 2), signed=True, block_size=256)
-    state.codes.random_()
-    return state
-
-
-KINDS = {
-    "plain": Kind(_plain),
-    "plain, itself in the state": Kind(_plain, given=lambda p: p),
-    "plain, its .data in the state": Kind(_plain, given=lambda p: p.data),
-    "plain, by a view": Kind(_plain, target=lambda p: p.view_as(p)),
-    "plain, by .data": Kind(_plain, target=lambda p: p.data, known=False),
-    "DTensor": Kind(_sharded),
-    "DTensor, itself in the state": Kind(_sharded, given=lambda p: p),
-    "DTensor, its .data in the state": Kind(_sharded, given=lambda p: p.data),
-    "DTensor, by to_local()": Kind(_sharded, target=lambda p: p.to_local(), local=True),
-    "DTensor, by .data": Kind(_sharded, target=lambda p: p.data, known=False),
-    "wrapper": Kind(_wrapped),
-    "wrapper, by a part": Kind(_wrapped, target=lambda p: p.codes, local=True),
-    "torchao's 8-bit state": Kind(_quantized),
-}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -88,59 +44,8 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-class Owner(torch.optim.Optimizer):
-    """Owns one tensor, and never steps."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        super().__init__([torch.nn.Parameter(torch.zeros(1))], {})
-        self.state[self.param_groups[0]["params"][0]] = {"tensor": tensor}
-        dcp_datastates.track(self)
-
-    def step(self, closure: Any = None) -> None:
-        pass
-
-
-def _bytes(state: Any) -> dict[str, bytes]:
-    """All bytes of a nested state by name; a DTensor's local ones."""
-    if isinstance(state, dict):
-        return {f"{k}.{n}": b for k, v in state.items() for n, b in _bytes(v).items()}
-    return {"": b"".join(held.numpy().tobytes() for held in held_bytes(state))}
-
-
 def _saved(tensor: torch.Tensor, path: Path, **options: Any) -> Any:
     return dcp_datastates.async_save({"w": tensor}, path, host_cache_size=CACHE, **options)
-
-
-def _stored(like: torch.Tensor, path: Path) -> bytes:
-    """The tensor's bytes in the checkpoint: read into a fresh one, or its parts one by one."""
-    found = dcp_datastates.load(path)["w"]
-    if not isinstance(found, dict):
-        return _bytes(found)[""]
-    parts = found
-    while "__wrapper__" not in parts:
-        parts = next(iter(parts.values()))
-    names, _ = like.__tensor_flatten__()  # type: ignore[attr-defined]
-    return b"".join(_bytes(parts[name])[""] for name in names)
-
-
-def _outcome(handle: Any, tensor: torch.Tensor, expected: bytes, path: Path) -> str:
-    try:
-        handle.result()
-    except SnapshotTornError:
-        assert not (path / ".metadata").exists()
-        return "torn"
-    return "right" if _stored(tensor, path) == expected else "WRONG"
-
-
-def _writes(name: str) -> dict[str, Write]:
-    kind = KINDS[name]
-    return writes("plain", _plain) if kind.local else writes(kind.make.__name__, kind.make)
-
-
-def _escapes(before: bytes, after: bytes) -> bool:
-    """Whether some word of the memory has not changed."""
-    words = (np.frombuffer(held, np.uint64) for held in (before, after))
-    return bool(np.equal(*words).any())
 
 
 def _chosen(found: dict[str, Write], all_writes: bool) -> list[str]:
@@ -160,21 +65,21 @@ all_or_few = pytest.mark.parametrize("all_writes", sampled([False, True], keep=[
 def test_a_write_before_the_reads_is_never_committed(
     kind: str, all_writes: bool, audit: bool, tmp_path: Path
 ) -> None:
-    found = _writes(kind)
+    found = writes_to(kind)
     wrong = []
     for number, name in enumerate(_chosen(found, all_writes)):
         tensor = KINDS[kind].make()
         owner = Owner(tensor)
-        expected = _bytes(tensor)[""]
+        expected = bytes_of(tensor)[""]
         path = tmp_path / str(number)
         handle = _saved(
             KINDS[kind].given(tensor), path, read_window="backward", read_deadline=600, audit=audit
         )
         with torch.no_grad():
             found[name](KINDS[kind].target(tensor))
-        counts = KINDS[kind].known and not (name.startswith("_foreach") and "DTensor" in kind)
-        may_escape = not (counts or audit) and _escapes(expected, _bytes(tensor)[""])
-        if _outcome(handle, tensor, expected, path) == "WRONG" and not may_escape:
+        after = bytes_of(tensor)[""]
+        escapes = not audit and may_escape(kind, name, expected, after)
+        if outcome(handle, tensor, expected, path) == "WRONG" and not escapes:
             wrong.append(name)
         del owner
     assert not wrong
@@ -183,17 +88,17 @@ def test_a_write_before_the_reads_is_never_committed(
 @all_or_few
 @each_kind
 def test_a_write_after_the_reads_is_not_seen(kind: str, all_writes: bool, tmp_path: Path) -> None:
-    found = _writes(kind)
+    found = writes_to(kind)
     for number, name in enumerate(_chosen(found, all_writes)):
         tensor = KINDS[kind].make()
         owner = Owner(tensor)
-        expected = _bytes(tensor)[""]
+        expected = bytes_of(tensor)[""]
         path = tmp_path / str(number)
         handle = _saved(KINDS[kind].given(tensor), path, read_window="immediate")
         handle.captured.result(60)
         with torch.no_grad():
             found[name](KINDS[kind].target(tensor))
-        assert _outcome(handle, tensor, expected, path) == "right", name
+        assert outcome(handle, tensor, expected, path) == "right", name
         del owner
 
 
@@ -242,7 +147,7 @@ UNKNOWN: dict[str, Callable[[torch.Tensor], object]] = {
 def test_an_audit_names_a_write_of_one_value_that_torch_does_not_know_of(
     write: str, tmp_path: Path
 ) -> None:
-    tensor = _plain()
+    tensor = plain()
     owner = Owner(tensor)
     handle = _saved(
         tensor.detach(), tmp_path, read_window="backward", read_deadline=600, audit=True
@@ -267,7 +172,7 @@ def test_a_write_that_ends_after_the_reads_is_seen(kind: str, tmp_path: Path) ->
     )
     local = tensor if kind == "plain" else tensor.to_local()
     owner = Owner(tensor)
-    expected = _bytes(tensor)[""]
+    expected = bytes_of(tensor)[""]
     last = torch.randperm(rows * 512)
     order = torch.cat([torch.zeros(1, dtype=torch.int64), last, last, last, last, last, last])
     values = local.detach().view(-1)[order]
@@ -283,7 +188,7 @@ def test_a_write_that_ends_after_the_reads_is_seen(kind: str, tmp_path: Path) ->
         else:
             local.view(-1)[order] = values
     opener.join()
-    assert _outcome(handle, tensor, expected, tmp_path) != "WRONG"
+    assert outcome(handle, tensor, expected, tmp_path) != "WRONG"
     assert owner
 
 
@@ -295,7 +200,7 @@ def test_weights_that_are_swapped_out_and_in_again_while_they_are_read_are_not_c
     body = torch.nn.Parameter(torch.rand(12 << 20))  # 48 MiB, more than the cache
     owners = [Owner(head), Owner(body)]
     state = {"head": head, "body": body} if first else {"body": body, "head": head}
-    expected = {name: _bytes(value)[""] for name, value in state.items()}
+    expected = {name: bytes_of(value)[""] for name, value in state.items()}
     handle = dcp_datastates.async_save(
         state, tmp_path, host_cache_size="32MiB", read_window="immediate"
     )
@@ -309,7 +214,7 @@ def test_weights_that_are_swapped_out_and_in_again_while_they_are_read_are_not_c
         pass
     else:
         found = dcp_datastates.load(tmp_path)
-        assert {name: _bytes(found[name])[""] for name in state} == expected
+        assert {name: bytes_of(found[name])[""] for name in state} == expected
     assert owners
 
 
@@ -330,19 +235,19 @@ def test_a_load_waits_for_the_reads_of_what_it_overwrites(
     tensor = KINDS[kind].make()
     owner = Owner(tensor)
     dcp_datastates.save({"w": tensor.detach() + 1}, tmp_path / "other", host_cache_size=CACHE)
-    expected = _bytes(tensor)[""]
+    expected = bytes_of(tensor)[""]
     path = tmp_path / "mine"
     handle = _saved(tensor.detach(), path, read_window="backward", read_deadline=600, audit=audit)
     LOADS[load]({"w": KINDS[kind].target(tensor).detach()}, tmp_path / "other")
-    assert _bytes(tensor)[""] != expected
-    assert _outcome(handle, tensor, expected, path) == "right"
+    assert bytes_of(tensor)[""] != expected
+    assert outcome(handle, tensor, expected, path) == "right"
     assert owner
 
 
 def test_after_a_torn_save_the_tensors_of_that_owner_are_copied(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tensor, other = _plain(), _plain()
+    tensor, other = plain(), plain()
     owner, another = Owner(tensor), Owner(other)
     outcomes = []
     for number in range(3):
