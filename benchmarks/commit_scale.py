@@ -33,9 +33,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.commit import failure_detector
 from dcp_datastates.commit import rank_set as store_of_ranks
+from dcp_datastates.commit.connection import Client
 from dcp_datastates.commit.gloo_tree import GlooTree, places
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.rank_set import Connection, RankSet, of_store
+from dcp_datastates.commit.rank_set import RankSet, of_store
 from dcp_datastates.commit.round import Consolidated, Round
 from dcp_datastates.dcp.process_group import Collectives
 from dcp_datastates.saving.document import document
@@ -95,21 +96,21 @@ class _Requests:
         self._lock = threading.Lock()  # guards both
 
     def __enter__(self) -> _Requests:
-        real = self._real = Connection._ask
+        real = self._real = Client.ask
         requests = self
 
-        def ask(connection: Connection, request: Callable[[Any], Any]) -> Any:
+        def ask(client: Client, request: Callable[[Any], Any]) -> Any:
             beat = threading.current_thread().name == "dcp_datastates-heartbeat"
             with requests._lock:
                 requests.beats += beat
                 requests.count += not beat
-            return real(connection, request)
+            return real(client, request)
 
-        Connection._ask = ask  # type: ignore[method-assign]
+        Client.ask = ask  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Connection._ask = self._real  # type: ignore[method-assign]
+        Client.ask = self._real  # type: ignore[method-assign]
 
 
 def _together(world: int, work: Callable[[int], Any]) -> list[Any]:

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dcp_datastates import DataStatesSavePlanner, DataStatesWriter
-from dcp_datastates.commit.worker import Worker
+from dcp_datastates.process.worker import Worker
 from machine import describe
 
 _CACHE = "1GiB"

@@ -366,6 +366,8 @@ class FailureDetector:
             # Leave out rank 0: the store's failure counts as its loss, and is over once this beat is written.
             beat = beat.with_losses([loss for loss in self.losses() if loss.rank != 0])
             beat = dataclasses.replace(beat, pulse=pulse.place)
+        if self._count == 0:
+            self._rank_set.incarnation.delete_of_former(f"commit/beat/{self._rank_set.rank}")
         self._count += 1
         self._store.set(f"beat/{self._rank_set.rank}", beat.encode(self._count))
 

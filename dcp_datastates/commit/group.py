@@ -21,10 +21,16 @@ from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
-from dcp_datastates.commit.worker import Worker
-from dcp_datastates.errors import RankLostError, SaveFailedError, release_frames
+from dcp_datastates.errors import (
+    CommitOutcomeUnknown,
+    RankLostError,
+    SaveFailedError,
+    release_frames,
+)
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.progress import Progress
+from dcp_datastates.process.worker import Worker
+from dcp_datastates.storage.bounded import finished_within, is_hung
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.failpoints import hit
 
@@ -34,6 +40,9 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS: Final = 15.0
 """How long :meth:`CommitGroup.close` waits for the rounds in progress."""
+
+_TIDY_SECONDS: Final = 10.0
+"""How long the outcome waits for the cleanup. If that takes longer, it goes on by itself."""
 
 _CANCEL_SECONDS: Final = 10.0
 """How long the commit thread waits for a failed save's writes to end before it reports the outcome anyway."""
@@ -130,6 +139,7 @@ class CommitGroup:
         """Run the round after all earlier ones; ``round_.committed`` resolves with its outcome."""
         if not self._worker.post(lambda: self._run(round_)):
             round_.part.cancel()
+            round_.release()
             round_.resolve(
                 SaveFailedError("the process was ending when this save was to be committed")
             )
@@ -180,6 +190,7 @@ class CommitGroup:
             self._finish(round_)
         except BaseException as error:  # a defect; still, no caller may wait forever
             logger.exception("a commit round ended unexpectedly")
+            round_.release()
             round_.resolve(error)
 
     def _finish(self, round_: Round) -> None:
@@ -202,18 +213,32 @@ class CommitGroup:
         cause = round_.part.error or agreed.failure
         if cause is not None:
             release_frames(cause)
-        if cause is not None and self.rank_set.world == 1:
+        failed = not isinstance(error, CommitOutcomeUnknown)
+        certain = failed or isinstance(cause, CommitOutcomeUnknown)
+        if self.rank_set.world == 1 and cause is not None and certain:
             return cause
         error.__cause__ = cause
         return error
 
     def _tidy(self, round_: Round, agreed: Agreed) -> None:  # 12
-        hit("cleanup.before")
-        if agreed.decision.outcome is Outcome.COMMITTED:
-            tidy_after_commit(round_, agreed.older, self.rank_set.rank, self.rank_set.world)
-        elif agreed.decision.outcome is Outcome.FAILED:
+        outcome, rank, world = agreed.decision.outcome, self.rank_set.rank, self.rank_set.world
+        removes = outcome is Outcome.FAILED
+        if removes:
             round_.part.cancel()
             # Storage may be stuck. Then the files stay until the next commit removes them.
-            if round_.part.wait(_CANCEL_SECONDS):
-                tidy_after_failure(round_, self.rank_set.rank, self.rank_set.world)
-        hit("cleanup.after")
+            removes = round_.part.wait(_CANCEL_SECONDS)
+
+        def tidy() -> None:
+            try:
+                hit("cleanup.before")
+                if outcome is Outcome.COMMITTED:
+                    tidy_after_commit(round_, agreed.older, rank, world)
+                elif removes:
+                    tidy_after_failure(round_, rank, world)
+                hit("cleanup.after")
+            finally:
+                round_.release()
+
+        hung = round_.directory is not None and is_hung(round_.directory)
+        if not finished_within(0.0 if hung else _TIDY_SECONDS, tidy):
+            logger.warning("the cleanup after the save to %s goes on behind it", round_.path)

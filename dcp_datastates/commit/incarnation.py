@@ -82,7 +82,7 @@ class Incarnation:
         self.store_error: str | None = None
         """Why the store could not be asked when this rank last tried to meet rank 0."""
         # Written by the thread:
-        self._name = ""
+        self._name = self._former = ""
         self._processes: dict[int, str] = {}
         self._last_pause: Final = max(_LONGEST_PAUSE, _LONGEST_PAUSE_PER_RANK * world)
         self._gone_since: float | None = None
@@ -124,6 +124,14 @@ class Incarnation:
         with self._lock:
             return next(self._counts[kind])
 
+    def delete_of_former(self, key: str) -> None:
+        """Delete a ``key`` of the incarnation before, if there was one: the keys of jobs that were killed would add up.
+
+        Raises RuntimeError if the store fails.
+        """
+        if self._former:
+            self._store.delete_key(f"{self._former}/{key}")
+
     def _start(self) -> None:
         with self._lock:
             if self._thread is not None:
@@ -163,9 +171,11 @@ class Incarnation:
 
     def _admit(self) -> bool:
         if not self._name:
+            former, _, _ = self._leader()
             name = secrets.token_hex(8)
-            self._store.set(_LEADER, json.dumps([name, identity()]))
-            self._name = name
+            self._store.set(_LEADER, json.dumps([name, identity(), former]))
+            self._name, self._former = name, former
+            self.delete_of_former("asked")
             self._known.set()
         count = self._store.add(f"{self._name}/asked", 0)
         self._late += range(self._read + 1, count + 1)
@@ -194,11 +204,14 @@ class Incarnation:
         self._processes = {**self._processes, **coming}
 
     def _ask(self) -> bool:
-        name, leader = self._leader()
+        name, leader, former = self._leader()
         if not name:
             self.problem = "rank 0 has not come"
             return False
         if name != self._asked:
+            if self._asked:  # a former job, which answers no more
+                self._store.delete_key(self._request)
+                self._store.delete_key(f"{self._asked}/asked")
             number = self._store.add(f"{name}/asked", 1)
             self._request = f"{name}/asked/{number}"
             self._store.set(self._request, json.dumps([self._rank, self._nonce, identity()]))
@@ -219,14 +232,18 @@ class Incarnation:
         with contextlib.suppress(RuntimeError):
             for key in (answer, self._request):
                 self._store.delete_key(key)
-        self._name = name
+        self._name, self._former = name, former
         self._known.set()
         return True
 
-    def _leader(self) -> tuple[str, str]:
+    def _leader(self) -> tuple[str, str, str]:
+        """The incarnation that leads, the process of its rank 0, and the incarnation before."""
         found = self._store.find([_LEADER])
-        name, who = json.loads(found[_LEADER]) if found else ("", "")
-        return name, who
+        try:
+            name, who, former = json.loads(found[_LEADER])
+        except (KeyError, ValueError):  # there is none, or another version of this package wrote it
+            return "", "", ""
+        return name, who, former
 
 
 def _run(incarnation: weakref.ref[Incarnation]) -> None:

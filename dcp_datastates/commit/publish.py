@@ -38,6 +38,7 @@ from dcp_datastates.format.metadata import decode
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import attempts, local, operations
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.bounded import is_hung
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.lock import asking, if_free
 
@@ -101,10 +102,6 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
                 with contextlib.suppress(DataStatesError):
                     _remember(directory, attempt)
         operations.tell(directory, attempt.name)
-        with _lock:
-            before = [path for path in _published if path != directory][-1:]
-        for path in before:  # a job with a directory per step publishes only once in each
-            warn_if_replaced(path)
     except Exception:
         if not published:
             raise
@@ -249,6 +246,11 @@ def tidy_after_commit(round_: Round, superseded: Sequence[Attempt], rank: int, w
                 attempts.remove_files(directory, older, rank, world)
     if rank == 0:
         attempts.remove_unborn(directory, attempt)
+        with _lock:
+            before = [path for path in _published if path != directory][-1:]
+        for path in before:  # a job with a directory per step publishes only once in each
+            if not is_hung(path):
+                warn_if_replaced(path)
 
 
 def tidy_after_failure(round_: Round, rank: int, world: int) -> None:

@@ -112,10 +112,13 @@ class Round:
         """The document that :meth:`provide` set. Raises the error that :meth:`abandon` set."""
         return self._document.result()
 
-    def resolve(self, error: BaseException | None) -> None:
-        """Resolve ``committed`` with the outcome. The first call counts."""
+    def release(self) -> None:
+        """Coordinator: the attempt is in flight no more. Idempotent. Waits for storage."""
         if self.claim is not None:
             self.claim.hold.release()
+
+    def resolve(self, error: BaseException | None) -> None:
+        """Resolve ``committed`` with the outcome. The first call counts. Does not wait for storage."""
         with contextlib.suppress(InvalidStateError):
             if error is None:
                 self.committed.set_result(None)

@@ -82,7 +82,9 @@ class Reason:
     def of(error: BaseException) -> Reason:
         # The message may contain a file name that is not UTF-8.
         message = str(error).encode(errors="backslashreplace").decode()
-        return Reason(type(error).__name__, message[:_LONGEST])
+        names = [kind.__name__ for kind in type(error).__mro__]
+        public = next((name for name in names if hasattr(errors, name)), names[0])
+        return Reason(public, message[:_LONGEST])
 
 
 @dataclass(frozen=True)

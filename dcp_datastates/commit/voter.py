@@ -48,8 +48,10 @@ from dcp_datastates.commit.publish import find_older, publish, settle
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Decision, Outcome, RankVote, Reason, is_unanimous
-from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError
+from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, SaveStalledError
+from dcp_datastates.process.waiting import Stall
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["Agreed", "Voter"]
@@ -67,6 +69,10 @@ _PATIENCE_SECONDS: Final = 15.0
 """Added to the time that failure detection takes, before a rank that cannot connect gives a round up."""
 
 
+_AGAIN_SECONDS: Final = 5.0
+"""How long storage may take to settle a save after it has failed to publish it in time."""
+
+
 @dataclass(frozen=True)
 class Agreed:
     """A round's decision, and what this rank found on the way."""
@@ -75,7 +81,7 @@ class Agreed:
     older: Sequence[Attempt]
     """The older attempts, which may be removed if the save was committed."""
     failure: BaseException | None
-    """Coordinator: why the publication failed."""
+    """Why the save failed here, if the part does not say so: its publication, or storage that hangs."""
 
 
 class Voter:
@@ -97,7 +103,7 @@ class Voter:
         # State of the current round:
         self._store_failed = False
         self._older: list[Attempt] = []
-        self._failure: BaseException | None = None  # the error of the publication
+        self._failure: BaseException | None = None  # see Agreed
         # The failure detector's thread reads these:
         self.round: Round | None = None
         """The current round."""
@@ -146,7 +152,13 @@ class Voter:
                 try:
                     event = self._do(action, round_)
                 except Exception as error:
-                    logger.exception("%s failed in save %d", action, round_.number - round_.first)
+                    logger.warning(
+                        "%s failed in save %d: %s",
+                        action,
+                        round_.number - round_.first,
+                        error,
+                        exc_info=None if isinstance(error, HungError) else error,
+                    )
                     action = steps.throw(error)
                 else:
                     action = steps.send(event)
@@ -205,11 +217,23 @@ class Voter:
 
     def _await_files(self, round_: Round) -> Event:
         self._say("flushing", round_)
-        while not round_.part.wait(_POLL_SECONDS):
-            if (event := self._notice(round_)) is not None:
-                return event
-        self._older = find_older(round_)  # 5
-        error = round_.part.error
+        stall = Stall(logger, f"save {round_.number - round_.first}", round_.timeout)
+        try:
+            while not round_.part.wait(_POLL_SECONDS):
+                if (event := self._notice(round_)) is not None:
+                    return event
+                stall.look(round_.part.progress, "its files to be written")
+            directory, error = round_.directory, round_.part.error
+            if error is None and directory is not None:
+                check_not_hung(directory)
+                self._older = bounded(  # 5
+                    "looking for older attempts",
+                    directory,
+                    round_.timeout,
+                    lambda: find_older(round_),
+                )
+        except (SaveStalledError, HungError) as hung:
+            error = self._failure = hung
         return Written(None if error is None else Reason.of(error))
 
     def _meet(self, round_: Round) -> Event:
@@ -271,8 +295,16 @@ class Voter:
             if (event := self._notice(round_)) is not None:
                 return event
         self._say("publishing", round_)
+        directory, timeout = round_.directory, round_.timeout
+        assert directory is not None
         try:
-            publish(round_, round_.document(), self._tick)  # 8 to 10
+            document = round_.document()
+            bounded(  # 8 to 10
+                "publishing", directory, timeout, lambda: publish(round_, document, self._tick)
+            )
+        except HungError as error:
+            self._failure = error
+            raise  # the protocol settles it
         except CommitOutcomeUnknown as error:
             self._failure = error
             return Decided(Decision(Outcome.UNKNOWN, {0: Reason.of(error)}))
@@ -303,17 +335,22 @@ class Voter:
         return Told(Decision.decode(found[_TOLD.size :]) if mine else None)
 
     def _settle(self, round_: Round, why: Reason) -> Decision:  # 16
-        assert round_.directory is not None
-        assert round_.attempt is not None
+        directory, attempt = round_.directory, round_.attempt
+        assert directory is not None
+        assert attempt is not None
+        again = isinstance(self._failure, HungError)
+        patience = min(round_.timeout, _AGAIN_SECONDS) if again else round_.timeout
         try:
-            committed = settle(round_.directory, round_.attempt)
+            committed = bounded(
+                "settling the save", directory, patience, lambda: settle(directory, attempt)
+            )
             unclear = "another job has committed there since, or the attempt was deleted"
         except Exception as failed:  # then this rank's files must stay
             committed, unclear = None, f"storage does not tell ({failed})"
         if committed is not None:
             return Decision(Outcome.COMMITTED) if committed else Decision(Outcome.FAILED, {-1: why})
         error = CommitOutcomeUnknown(
-            f"{why.message}; and {unclear}. Attempt {round_.attempt.name} is committed if the path's .metadata names "
+            f"{why.message}; and {unclear}. Attempt {attempt.name} is committed if the path's .metadata names "
             f"it: `python -m dcp_datastates inspect` tells, and dcp_datastates.latest() finds the newest"
         )
         return Decision(Outcome.UNKNOWN, {-1: Reason.of(error)})

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
-from dcp_datastates.commit.worker import Worker
 from dcp_datastates.dcp.planner import DataStatesSavePlanner
 from dcp_datastates.dcp.process_group import Collectives
 from dcp_datastates.dcp.steps import save_together
@@ -43,6 +42,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.planning.rank_memory import SharesPlanner
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.last_saves import finish_saves
 from dcp_datastates.saving.operation import Phase, SaveOperation

@@ -28,7 +28,6 @@ from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.commit.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.compat import (
@@ -51,11 +50,12 @@ from dcp_datastates.saving.call import Way
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import TakenUp, stage_save, start_synchronous, take_up
-from dcp_datastates.saving.write import write_plan
+from dcp_datastates.saving.write import check_path, write_plan
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import TicketCarrier, collect_ticket
+from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["DataStatesWriter"]
@@ -295,9 +295,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """Check that the checkpoint may be written."""
         hit("plan.before")
         save = self._running().save
-        directory = save.place()
-        check_overwrite(directory, self._config.overwrite)
-        local.check_writable(directory)
+        check_path(save)
         hit("plan.after")
         if save.reads is None:
             return plan
@@ -445,7 +443,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Path:
         directory = local.local_path(path, below)
         if self._alone:
-            local.check_writable(directory)
+            timeout = self._config.commit_timeout
+            bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
         return directory
 
     def __reduce__(self) -> Any:

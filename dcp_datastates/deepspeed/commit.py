@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.commit.worker import Worker
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.deepspeed.export import LATEST, names_in
 from dcp_datastates.deepspeed.placeholders import replace_durably, write_placeholders
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.worker import Worker
 
 __all__ = ["Save", "failed_saves", "note_failure", "wait_for_all", "watch"]
 

@@ -16,11 +16,11 @@ import copy
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from enum import IntEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -51,13 +51,15 @@ from dcp_datastates.saving.turns import Turn
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Ticket, take
+from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim, claim
 
 __all__ = ["Phase", "SaveOperation"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _POLL_SECONDS: Final = 0.1
 
@@ -240,8 +242,15 @@ class SaveOperation:
     def place(self) -> Path:
         """The directory with symbolic links resolved, once for the whole save: links may point elsewhere later."""
         if self._place is None:
-            self._place = Path(os.path.realpath(self.directory()))
+            path = self.directory()
+            self._place = Path(self.on_storage("resolving", lambda: os.path.realpath(path)))
         return self._place
+
+    def on_storage(self, what: str, function: Callable[[], T]) -> T:
+        """Run ``function``, which operates on the directory, within ``commit_timeout``."""
+        path = self._place or self.directory()
+        check_not_hung(path)
+        return bounded(what, path, self.call.config.commit_timeout, function)
 
     def draw_ticket(self, world: int) -> Ticket:
         """Coordinator: claim an attempt at the path, for a save of ``world`` ranks.
@@ -255,8 +264,7 @@ class SaveOperation:
                 f"leave coordinator_rank=0"
             )
         directory = self.place()
-        local.make_directories(directory)
-        claimed = claim(directory, group.neighbours)
+        claimed = self.on_storage("claiming", lambda: claim(directory, group.neighbours))
         ticket = Ticket(claimed.attempt, group.draw(), world, group.first)
         take(ticket)  # marks it as seen, so a later save finds it stale
         self._agree(ticket, claimed)

@@ -29,6 +29,7 @@ from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["TakenUp", "stage_save", "start_synchronous", "take_up"]
@@ -93,8 +94,9 @@ def stage_save(
 
 def _stage(call: SaveCall, state_dict: Mapping[str, Any], stats: SaveStats) -> DeferredReads:
     config = call.config
-    if call.path is not None:
-        check_overwrite(call.path, config.overwrite)
+    if (path := call.path) is not None and not config.overwrite:
+        timeout = config.commit_timeout
+        bounded("looking at", path, timeout, lambda: check_overwrite(path, False))
     native = engine(config.host_cache_bytes)
     buffers = EagerBuffers(native, call.order)
     ownership = Ownership(known_optimizers())  # with defer="none", the planner asks

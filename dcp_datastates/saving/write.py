@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Window
+from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     ConfigurationError,
@@ -44,7 +45,7 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["Ahead", "WrittenPart", "read_ahead", "write_plan"]
+__all__ = ["Ahead", "WrittenPart", "check_path", "read_ahead", "write_plan"]
 
 logger = logging.getLogger(__name__)
 
@@ -139,6 +140,17 @@ def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
     return Ahead(foreseen.share, content)
 
 
+def check_path(save: SaveOperation) -> None:
+    """Raise early if the checkpoint may not, or cannot, be written."""
+    directory = save.place()
+
+    def look() -> None:
+        check_overwrite(directory, save.call.config.overwrite)
+        local.check_writable(directory)
+
+    save.on_storage("looking at the path", look)
+
+
 def write_plan(
     save: SaveOperation,
     plan: SavePlan,
@@ -193,7 +205,7 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
     save, share, folder = write.save, write.share, write.folder
     reads, stats = save.reads, save.stats
     native = engine(save.call.config.host_cache_bytes)
-    check_shared(folder, write.rank)
+    synced = save.on_storage("looking for the attempt", lambda: _shared(folder, write.rank))
     samples = b""
     job: SaveJob | None = None
     try:
@@ -203,7 +215,7 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
             samples = _samples(write)  # while the gate still holds
             job = reads.adopt()
             paths = [str(folder / layout.name) for layout in content.layouts]
-            job.place(paths, _directories(folder, paths))
+            job.place(paths, synced if paths else [])
         else:
             if reads is not None:
                 reads.discard()
@@ -211,7 +223,7 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
             if reads is not None and reads.fences:  # from devices
                 _fit_cache(save.call.config, content)
             stats.steady = content.report is not None
-            directories = _directories(folder, content.files)
+            directories = synced if content.files else []
 
             def start(window: Window) -> SaveJob:
                 nonlocal samples
@@ -263,9 +275,10 @@ def _fit_cache(config: WriterConfig, content: _Content) -> None:
     fit_cache(sum(file.nbytes for file in content.sealed), most)
 
 
-def _directories(folder: Path, files: Sequence[object]) -> list[str]:
-    """The directories to sync, for the entries of these files."""
-    return [str(parent) for parent in local.sync_directories(folder)] if files else []
+def _shared(folder: Path, rank: int) -> list[str]:
+    """Check that ``folder`` is shared; return the directories to sync for the entries of files in it."""
+    check_shared(folder, rank)
+    return [str(parent) for parent in local.sync_directories(folder)]
 
 
 def _content(write: _Write, native: Engine) -> _Content:

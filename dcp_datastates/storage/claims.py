@@ -78,11 +78,12 @@ class Neighbours:
 
 
 def claim(directory: Path, neighbours: Neighbours) -> Claim:
-    """Claim a new attempt at ``directory``: steps 1 and 2 of docs/commit.md.
+    """Claim a new attempt at ``directory``, which is made if it is missing: steps 1 and 2 of docs/commit.md.
 
     Two jobs that claim at one path at the same time get different attempts, and at least one of them sees the other's:
     so a publisher has seen and withdrawn every older attempt that could still be published.
     """
+    local.make_directories(directory)
     made = _claim(directory, neighbours)
     neighbours.note(made.attempt)
     return made

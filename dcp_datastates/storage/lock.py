@@ -19,6 +19,7 @@ from typing import Final
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.storage.bounded import step
 
 __all__ = ["Hold", "asking", "exclusive", "if_free", "in_flight"]
 
@@ -188,6 +189,7 @@ def _wait_for(descriptor: int, seconds: float, waiting: Callable[[], None]) -> b
         if time.monotonic() > deadline:
             return False
         waiting()
+        step()
         time.sleep(_POLL_SECONDS)
     return True
 

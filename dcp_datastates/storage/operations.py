@@ -1,6 +1,7 @@
 """The file operations outside the native engine, one function each: so that tests can watch and break them.
 
-Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``. If ``DCP_DATASTATES_TRACE`` names
+Every operation passes two failpoints, ``<phase>.<operation>.before`` and ``.after``. None begins in work that was
+abandoned (``bounded.py``). If ``DCP_DATASTATES_TRACE`` names
 a file, each completed operation, also of the native engine, is appended to it as a line of JSON. Tests compute from
 such a trace what a crash could leave behind. (Paths are the system's bytes: :func:`os.fsdecode` reads a line.) A sync
 makes two records, ``sync_begin`` and ``sync``; it covers the operations recorded before ``sync_begin``.
@@ -14,6 +15,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = [
@@ -56,6 +58,7 @@ def tell(path: Path, attempt: str) -> None:
 
 def make_directory(path: Path, phase: str) -> None:
     """Create a directory (mkdir(2)); raises FileExistsError."""
+    step()
     hit(f"{phase}.mkdir.before")
     os.mkdir(path)
     _trace("mkdir", path)
@@ -64,11 +67,13 @@ def make_directory(path: Path, phase: str) -> None:
 
 def write_new_file(path: Path, data: bytes, phase: str) -> None:
     """Create ``path``, which must not exist, with ``data``, and make its bytes (not its name) durable."""
+    step()
     hit(f"{phase}.create.before")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         _trace("create", path)
         hit(f"{phase}.create.after")
+        step()
         hit(f"{phase}.write.before")
         left = memoryview(data)
         while left:
@@ -83,6 +88,7 @@ def write_new_file(path: Path, data: bytes, phase: str) -> None:
 
 def rename(path: Path, target: Path, phase: str) -> None:
     """Replace ``target`` by ``path``, atomically (rename(2))."""
+    step()
     hit(f"{phase}.rename.before")
     os.rename(path, target)
     _trace("rename", path, to=str(target))
@@ -91,6 +97,7 @@ def rename(path: Path, target: Path, phase: str) -> None:
 
 def unlink(path: Path, phase: str) -> None:
     """Remove a file (unlink(2))."""
+    step()
     hit(f"{phase}.unlink.before")
     os.unlink(path)
     _trace("unlink", path)
@@ -99,6 +106,7 @@ def unlink(path: Path, phase: str) -> None:
 
 def remove_directory(path: Path, phase: str) -> None:
     """Remove a directory if it is empty (rmdir(2))."""
+    step()
     hit(f"{phase}.rmdir.before")
     os.rmdir(path)
     _trace("rmdir", path)
@@ -115,6 +123,7 @@ def sync_directory(path: Path, phase: str) -> None:
 
 
 def _sync(descriptor: int, path: Path, phase: str, name: str) -> None:
+    step()
     hit(f"{phase}.{name}.before")
     number = f"{os.getpid()}.{next(_sync_ids)}"
     _trace("sync_begin", path, id=number)

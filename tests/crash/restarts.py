@@ -94,7 +94,7 @@ class Job:
         script = [__file__, json.dumps(asdict(self._plan)), str(self._notes)]
         with (self._scratch / "log").open("ab") as log:
             agent = subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", *options, *script],
+                [sys.executable, "-W", "ignore", __file__, "agent", *options, *script],
                 env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
                 stdout=log,
                 stderr=log,
@@ -224,7 +224,30 @@ def _meet() -> None:
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
 
 
+def _run_agent() -> None:
+    """Run torchrun. A node that joins later asks where the store is; the agent that has it tells so only once, in torch
+    2.13, so here it tells again.
+    """
+    import torch.distributed.run
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    meet = DynamicRendezvousHandler.next_rendezvous
+
+    def meet_and_tell(self: Any) -> Any:
+        met = meet(self)
+        if met.rank == 0:
+            met.store.set("MASTER_ADDR", met.bootstrap_store_info.master_addr)
+            met.store.set("MASTER_PORT", str(met.bootstrap_store_info.master_port))
+        return met
+
+    DynamicRendezvousHandler.next_rendezvous = meet_and_tell  # type: ignore[method-assign]
+    torch.distributed.run.main(sys.argv[2:])
+
+
 def _main() -> None:
+    if sys.argv[1] == "agent":
+        _run_agent()
+        return
     plan = json.loads(sys.argv[1])
     me = _Rank(Plan(**plan), sys.argv[2])
     me.arm()

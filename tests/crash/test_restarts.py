@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import statistics
 import time
 from collections import defaultdict
@@ -61,13 +62,48 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_nothing_that_the_restarted_jo
         (found,) = (line.value for line in last if line.what == "restored" and line.rank == rank)
         saved = [line.value for line in last if line.what == "saved" and line.rank == rank]
         assert saved == list(range(found + 1, 6))
-    for line in lines:
-        if (
-            line.what == "failed"
-        ):  # by the one kill of its own start, and by no process of a former start
-            pids = {each.pid for each in lines if each.start == line.start}
-            named = [int(word) for word in line.value.split() if word.isdigit()]
-            assert "(process" not in line.value or pids & set(named), line
+    # A save fails by the one kill of its own start, and by no process of a former start.
+    for line in (line for line in lines if line.what == "failed" and "(process" in line.value):
+        named = {int(word) for word in line.value.split() if word.isdigit()}
+        assert named & {each.pid for each in lines if each.start == line.start}, line
+
+
+@pytest.mark.timeout(SECONDS + 60)
+@pytest.mark.parametrize(
+    "events",
+    sampled(["join", "join leave join", "join orphans join"], keep=["join"]),
+)
+def test_nodes_that_come_and_go_change_the_job_and_its_saves_work(events, tmp_path):
+    """Two agents on one machine. A node that comes does not raise the count of restarts, and the store stays."""
+    (root := tmp_path / "root").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    node = (
+        *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"),
+        *("--rdzv-conf", "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"),
+        *("--monitor-interval", "0.2", "--local-addr", "127.0.0.1"),
+    )
+    with Job(Plan(str(root), wait=True), tmp_path) as job:
+        job.start(*node)
+        lines = job.await_saves(2, [])
+        orphaned = set()
+        for event in events.split():
+            if event == "join":
+                job.start(*node)
+            elif event == "leave":
+                job.agents[-1].terminate()
+            else:
+                orphaned = {line.pid for line in lines if line.rank in (2, 3)} & job.workers()
+                job.agents[-1].kill()
+                continue  # the next node takes the place of the one that is gone
+            before = {line.pid for line in lines}
+            lines = job.await_saves(4 if event == "join" else 2, lines)
+            _assert_all_told_the_same([line for line in lines if line.pid not in before])
+        assert orphaned <= job.workers(), "they were to be alive"
+        (root / "end").touch()
+        assert job.agents[0].wait(SECONDS) == 0, job.log
 
 
 @pytest.mark.timeout(600 + 2 * int(os.environ.get("SOAK_SAVES", "200")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.scripts import run_script
+from support.scripts import TWO_RANKS, run_script
 from support.tiers import sampled
 
 CALLS = {
@@ -29,30 +29,12 @@ CALLS = {
 }
 
 PROGRAM = """
-import socket
-import torch.distributed as dist
-import dcp_datastates as ds
-
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
-children = []
-for rank in range(2):
-    children.append(os.fork())
-    if children[-1] == 0:
-        break
-else:
-    for child in children:
-        print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    sys.exit()
-
 class Raises:
     def state_dict(self):
         raise RuntimeError("no state")
     def load_state_dict(self, state):
         pass
 
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{{port}}", rank=rank, world_size=2)
 state = {{"w": torch.ones(8)}}
 if rank in {raising}:
     {call}
@@ -75,5 +57,6 @@ if rank in {raising}:
 )
 def test_an_early_error_ends_a_rank_as_python_ends(call, raising, tmp_path):
     # Where only rank 1 raises, rank 0 ends first, and takes the store with it.
-    ended = run_script(PROGRAM.format(call=CALLS[call], raising=raising), tmp_path / "c")
+    program = PROGRAM.format(call=CALLS[call], raising=raising)
+    ended = run_script(program, tmp_path / "c", preface=TWO_RANKS)
     ended.assert_ended_by_errors(len(raising), 2)

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Ended", "run_script"]
+__all__ = ["TWO_RANKS", "Ended", "run_script"]
 
 PREAMBLE = """
 import faulthandler, os, signal, sys, time, warnings
@@ -47,6 +47,27 @@ def owned(number):
     parameter.grad = torch.ones_like(parameter)
     return {"w": parameter}, optimizer
 """
+
+TWO_RANKS = """
+import socket
+import torch.distributed as dist
+import dcp_datastates as ds
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = free.getsockname()[1]
+children = []
+for rank in range(2):
+    children.append(os.fork())
+    if children[-1] == 0:
+        break
+else:
+    for child in children:
+        print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    sys.exit()
+dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+"""
+"""The first lines of a program that goes on as two processes, the ranks of a job; the parent prints how they ended."""
 
 
 class Ended(subprocess.CompletedProcess[str]):
@@ -138,9 +159,9 @@ _the_forking: dict[int, _Forking] = {}
 """By process: a forked one makes its own."""
 
 
-def run_script(body: str, path: Path, timeout: float = 40) -> Ended:
-    """Run ``body`` behind a few helpers; it is killed, stacks printed, after ``timeout`` seconds."""
-    script = PREAMBLE + textwrap.dedent(body)
+def run_script(body: str, path: Path, timeout: float = 40, preface: str = "") -> Ended:
+    """Run ``preface`` and ``body`` behind a few helpers; it is killed, stacks printed, after ``timeout`` seconds."""
+    script = PREAMBLE + preface + textwrap.dedent(body)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),

@@ -391,6 +391,19 @@ def test_the_coordinator_reads_all_beats_by_one_request(monkeypatch):
     assert not detectors[0].losses()
 
 
+def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
+    store, keys = MemoryStore(), []
+    for _ in range(4):
+        ranks = rank_set(3, store)
+        incarnations = [each.incarnation for each in ranks]
+        assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * 3
+        assert all(each.await_all(30) for each in incarnations)
+        for each in ranks:
+            FailureDetector(each, each.connect("commit"), Beat)._beat(SimpleNamespace(place=()))
+        keys.append(store.real.num_keys())
+    assert keys == keys[:1] * 4
+
+
 def test_a_process_of_a_host_with_another_name_is_not_near():
     """Machines that were copied while they ran share all the rest."""
     host, boot, pid, started = processes.identity().split("|")

@@ -147,6 +147,14 @@ def test_the_thread_ends_when_all_have_met_or_the_rank_set_is_dropped():
     await_that(lambda: not threads())
 
 
+def test_a_leader_of_another_version_of_this_package_is_none():
+    store = MemoryStore()
+    prefix = _met(_meetings(2, store)).rpartition("/")[0]
+    for left in ("[]", "no JSON", '["a name", "a process"]'):
+        store.real.set(f"{prefix}/leader", left)
+        _met(_meetings(2, store))
+
+
 def test_numbers_of_calls_begin_anew_with_each_incarnation():
     store = MemoryStore()
     (first, _), (second, _) = _meetings(2, store), _meetings(2, store)

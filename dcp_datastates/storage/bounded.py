@@ -1,0 +1,180 @@
+"""File operations that may never return: the server behind a hard mount is away, say.
+
+A thread that must not wait without a bound hands its file operations over to a storage thread
+(``dcp_datastates-storage``), as one piece of work, and waits. If there is no progress for too long, the work is
+abandoned: the caller gets a :class:`HungError`, and goes on. The storage thread stays in its operation. When that
+returns, the work's next operation (``operations.py``) unwinds in place of being made, and the thread ends. So
+abandoned work carries out, late, at most the one operation in which it hung. The commit protocol allows for that: a
+system call of a process that died may be carried out late, too.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from dcp_datastates.errors import StorageError
+from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.worker import Worker
+
+__all__ = ["HungError", "bounded", "check_not_hung", "finished_within", "is_hung", "step"]
+
+T = TypeVar("T")
+
+_LOOK_SECONDS: Final = 1.0
+"""Longest time between two looks for progress."""
+
+
+class HungError(StorageError):
+    """A file operation did not return in time. It may still be carried out."""
+
+
+class _Abandoned(BaseException):
+    """Unwinds abandoned work. No error: no handler may go on."""
+
+
+class _Work:
+    """One piece of work for a storage thread."""
+
+    def __init__(self, what: str, path: Path) -> None:
+        self.what = what
+        self.path = path
+        self.moved_at = time.monotonic()
+        self.ended = False
+        self.left = False
+        """Whether the caller has gone on; the storage thread then ends with this work."""
+        self.abandoned = False
+        """Whether this work must not go on when its present operation returns."""
+
+    def step(self) -> None:
+        if self.abandoned:
+            raise _Abandoned
+        self.moved_at = time.monotonic()
+
+    @property
+    def still(self) -> float:
+        """Seconds without progress."""
+        return time.monotonic() - self.moved_at
+
+
+class _Current(threading.local):
+    work: _Work | None = None
+
+
+_current = _Current()
+_lock = ProcessLock()  # guards what follows, and ended and left of each work
+_idle: list[Worker] = []
+_hung: dict[Path, _Work] = {}
+
+
+def bounded(what: str, path: Path, seconds: float, function: Callable[[], T]) -> T:
+    """Run ``function``, which operates on ``path``, in a storage thread; return its result or raise its error.
+
+    Raises :class:`HungError` if no operation of it ends for ``seconds``. Any thread; it waits without the GIL.
+    """
+    work = _Work(what, path)
+    done, worker = _start(work, function)
+    while not wait([done], min(_LOOK_SECONDS, seconds)).done:
+        if work.still >= seconds and _leave(work, worker, abandon=True):
+            raise HungError(
+                errno.ETIMEDOUT,
+                f"{what} has not returned for {work.still:.0f} s: does storage answer?",
+                str(path),
+            )
+    return done.result()
+
+
+def finished_within(seconds: float, function: Callable[[], object]) -> bool:
+    """Run ``function`` in a storage thread; return whether it ended within ``seconds``. If not, it goes on.
+
+    For work whose end the caller need not know, such as a cleanup.
+    """
+    work = _Work("", Path())
+    done, worker = _start(work, function)
+    if not wait([done], seconds).done and _leave(work, worker, abandon=False):
+        return False
+    done.result()
+    return True
+
+
+def is_hung(path: Path) -> bool:
+    """Whether an abandoned operation on ``path`` has not returned yet: another would wait, too."""
+    with _lock:
+        return path in _hung
+
+
+def check_not_hung(path: Path) -> None:
+    """Raise :class:`HungError` if the path :func:`is_hung`."""
+    with _lock:
+        work = _hung.get(path)
+    if work is not None:
+        raise HungError(
+            errno.ETIMEDOUT,
+            f"{work.what} by an earlier save has not returned for {work.still:.0f} s; saves to this path fail until it "
+            f"does, saves to other paths go on",
+            str(path),
+        )
+
+
+def step() -> None:
+    """Called before each file operation: unwinds the calling thread's work if it was abandoned."""
+    if _current.work is not None:
+        _current.work.step()
+
+
+def _start(work: _Work, function: Callable[[], T]) -> tuple[Future[T], Worker]:
+    done: Future[T] = Future()
+    with _lock:
+        worker = _idle.pop() if _idle else Worker("dcp_datastates-storage")
+    if not worker.post(lambda: _run(work, function, done, worker)):
+        _run(work, function, done, worker)  # no thread can start: better without a bound than not
+    return done, worker
+
+
+def _run(work: _Work, function: Callable[[], Any], done: Future[Any], worker: Worker) -> None:
+    before, _current.work = _current.work, work
+    try:
+        result = function()
+    except BaseException as error:
+        _end(work, worker, before)
+        done.set_exception(error)
+    else:
+        _end(work, worker, before)
+        done.set_result(result)
+
+
+def _end(work: _Work, worker: Worker, before: _Work | None) -> None:
+    _current.work = before
+    with _lock:
+        work.ended = True
+        if work.left:
+            if _hung.get(work.path) is work:
+                del _hung[work.path]
+        elif not _idle:  # one thread is kept; more are rarely at work at once
+            _idle.append(worker)
+        else:
+            worker.finish()
+
+
+def _leave(work: _Work, worker: Worker, *, abandon: bool) -> bool:
+    """Let the caller go on without ``work``; False if it has just ended."""
+    with _lock:
+        if work.ended:
+            return False
+        work.left, work.abandoned = True, abandon
+        if abandon:
+            _hung[work.path] = work
+    worker.finish()
+    return True
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _idle.clear()
+    _hung.clear()
+    _current.work = None

@@ -1,0 +1,179 @@
+"""Storage that does not answer any more: no call waits for it without a bound, other paths go on, and what is told of
+the save stays true when storage comes back.
+
+The first test lets each call into the operating system hang in turn that a save makes from Python.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from support.checkpoints import committed
+from support.hanging import hanging
+from support.scripts import TWO_RANKS, run_script
+from support.tiers import sampled
+from support.waiting import await_that
+
+import dcp_datastates as ds
+from dcp_datastates import CommitOutcomeUnknown, DataStatesError
+from dcp_datastates.storage.bounded import is_hung
+
+BOUND = 1.0
+"""The ``commit_timeout`` of these saves, in seconds."""
+
+STRIDE = 17
+"""Each test lets every so many-th call hang."""
+
+LIMIT = 40
+"""Seconds after which a wait counts as one without a bound."""
+
+OPTIONS = {"host_cache_size": "64MiB", "commit_timeout": BOUND}
+
+
+def _save(path, number, **options):
+    return ds.async_save({"w": torch.full((4096,), float(number))}, path, **{**OPTIONS, **options})
+
+
+def _at(path):
+    return ds.load(path)["w"].unique().tolist()
+
+
+def _outcome(path, number, **options):
+    """None if it was committed, else the error that the user sees."""
+    try:
+        _save(path, number, **options).result(LIMIT)
+    except DataStatesError as error:  # a TimeoutError is none: the outcome never came
+        return error
+    return None
+
+
+def _hang_one_call(root, first, only, overwrite):
+    """A save over another during which calls hang; returns what hung, or None if there were fewer calls."""
+    path, other = root / "hung" / "c", root / "elsewhere" / "c"
+    path.parent.mkdir(parents=True)
+    other.parent.mkdir()
+    if overwrite:
+        _save(path, 1, commit_timeout=LIMIT).result(LIMIT)
+    with hanging(path.parent, first, only=only) as storage:
+        told = _outcome(path, 2, overwrite=overwrite)
+        refused = None if told is None else _outcome(path, 3, overwrite=overwrite)
+        _save(other, 4, commit_timeout=LIMIT).result(LIMIT)
+    await_that(lambda: not is_hung(path))
+    before = [1.0] if overwrite else None
+    now = _at(path) if committed(path) else None
+    if told is None:
+        assert now == [2.0], storage.hung
+    elif isinstance(told, CommitOutcomeUnknown):
+        assert now in ([2.0], before), storage.hung
+    else:
+        later = None if refused is None or isinstance(refused, CommitOutcomeUnknown) else [3.0]
+        assert now in (before, [3.0] if refused is None else later or [3.0]), storage.hung
+    assert _at(other) == [4.0]
+    await_that(lambda: _outcome(path, 5, commit_timeout=LIMIT) is None)
+    assert _at(path) == [5.0]
+    return storage.hung
+
+
+@pytest.mark.parametrize(
+    ("only", "overwrite", "first"),
+    sampled(
+        itertools.product([False, True], [True, False], range(STRIDE)),
+        keep=[(True, True, 3)],
+    ),
+)
+def test_whichever_call_hangs_the_save_ends_and_what_it_told_stays_true(
+    only, overwrite, first, tmp_path
+):
+    told = []
+    for call in itertools.count(first, STRIDE):
+        hung = _hang_one_call(tmp_path / str(call), call, only, overwrite)
+        if hung is None:
+            break
+        told.append(hung)
+    assert told
+
+
+HANGS = {
+    "planning": "plan.rename.before",
+    "files": "flush.write.before",
+    "publication": "publish.rename.before",
+    "after the publication": "publish.sync_directory.before",
+    "cleanup": "cleanup.before",
+}
+
+
+@pytest.mark.parametrize("where", sampled(HANGS, keep=["publication"]))
+def test_a_process_ends_although_storage_hangs(where, tmp_path):
+    ended = run_script(
+        f"""
+        import dcp_datastates as ds
+        os.environ["DCP_DATASTATES_FAILPOINTS"] = "{HANGS[where]}@2=sleep:600"
+        for number in range(3):
+            state = {{"w": torch.full((100,), float(number))}}
+            handle = ds.async_save(state, path, host_cache_size="64MiB", commit_timeout=1, max_in_flight=1)
+        print("called", flush=True)
+        """,
+        tmp_path / "c",
+    )
+    ended.assert_clean()
+    assert ended.stdout == "called\n"
+    assert committed(tmp_path / "c")
+
+
+COORDINATOR, OTHER = 0, 1
+ON_TWO = {
+    "the coordinator claims": (COORDINATOR, "plan.rename.before@2=sleep:600", None),
+    "another rank looks for the attempt": (OTHER, "share.mkdir.before@2=sleep:600", None),
+    "the coordinator publishes": (COORDINATOR, "publish.rename.before@2=sleep:600", None),
+    "a rank writes": (OTHER, "flush.write.before@2=sleep:600", None),
+    "a rank settles for a dead coordinator": (
+        OTHER,
+        "withdraw.rmdir.before=sleep:600",
+        "publish.rename.before@2=kill",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "where",
+    sampled(ON_TWO, keep=["the coordinator publishes"]),
+)
+def test_two_ranks_are_told_soon_and_not_opposite_things_when_storage_hangs(where, tmp_path):
+    victim, hangs, kills = ON_TWO[where]
+    ended = run_script(
+        f"""
+        if rank == {victim}:
+            os.environ["DCP_DATASTATES_FAILPOINTS"] = "{hangs}"
+        elif {kills!r}:
+            os.environ["DCP_DATASTATES_FAILPOINTS"] = {kills!r}
+        for number in range(3):
+            state = {{f"w{{rank}}": torch.full((100,), float(number))}}
+            where = path if number < 2 else path + "-other"
+            try:
+                ds.async_save(state, where, host_cache_size="64MiB", commit_timeout=1).result()
+                print("told", rank, number, "committed", flush=True)
+            except ds.DataStatesError as error:
+                print("told", rank, number, type(error).__name__, error, flush=True)
+            if {kills!r} and number == 1:
+                os._exit(0)  # the store ends with the coordinator
+        """,
+        tmp_path / "c",
+        preface=TWO_RANKS,
+    )
+    told = {}
+    for line in ended.stdout.splitlines():
+        if line.startswith("told"):
+            _, rank, number, outcome, *_ = line.split()
+            told.setdefault(int(number), {})[int(rank)] = outcome
+    said = f"{ended.stdout}\n{ended.stderr}"
+    assert told[0] == {0: "committed", 1: "committed"}, said
+    outcomes = set(told[1].values())
+    unknown = {"CommitOutcomeUnknown"}
+    if kills:
+        assert told[1] == {OTHER: "CommitOutcomeUnknown"}, said
+        return
+    assert sorted(told[1]) == [0, 1], said
+    assert "committed" not in outcomes or outcomes <= {"committed", *unknown}, said
+    assert told[2] == {0: "committed", 1: "committed"}, said
