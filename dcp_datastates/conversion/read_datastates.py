@@ -17,7 +17,7 @@ from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.restore import restore
+from dcp_datastates.io.restore import StoredCheckpoint, restore
 
 __all__ = ["DataStatesSource"]
 
@@ -87,9 +87,7 @@ class DataStatesSource(Source):
             restore(
                 LoadPlan(items),
                 planner,  # type: ignore[arg-type]
-                self._metadata,
-                self._note,
-                self.path,
+                StoredCheckpoint(self._metadata, self._note, self.path),
                 self._engine,
                 allow_cast=False,
             )

@@ -39,7 +39,7 @@ from dcp_datastates.format.metadata_objects import metadata_of, note_of
 from dcp_datastates.format.stored_names import Box, as_keys, is_under, unread, wrappers
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
-from dcp_datastates.io.restore import restore
+from dcp_datastates.io.restore import StoredCheckpoint, restore
 from dcp_datastates.staging.step_gate import release_memory
 from dcp_datastates.storage import local
 
@@ -201,7 +201,8 @@ class DataStatesReader(StorageReader):
         native = engine(self._host_cache_bytes)
 
         def read(plan: LoadPlan, planner: LoadPlanner) -> None:
-            restore(plan, planner, metadata, note, directory, native, self._allow_cast, _release)
+            source = StoredCheckpoint(metadata, note, directory)
+            restore(plan, planner, source, native, self._allow_cast, _release)
 
         wrapped = {item.dest_index.fqn for item in plan.items if self._is_wrapper(item)}
         try:

@@ -103,9 +103,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             the oldest save that has not begun. The ranks agree on the last two, and the future of a save that is left
             out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that
             were behind; on others it raises :class:`SaveAbandonedError`.)
-        audit: For one run, to find out what writes to deferred tensors: copy them at the call, too, and compare every
-            byte that is written with that copy. A difference fails the save, and names the tensor and the bytes. Takes
-            the time and the host memory of such a copy.
+        audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or ``path`` is a file.
@@ -179,7 +177,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     @property
     def captured(self) -> Future[None]:
         """A future of the newest ``async_save``: done when all data are read, and the state may be changed freely.
-
         ``result()`` raises the error if the save failed before that. Done already if there was no such save.
         """
         newest = self._saves.newest
@@ -188,7 +185,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     @property
     def committed(self) -> Future[None]:
         """A future of the newest save: done when it is committed on all ranks, or has failed.
-
         This future is authoritative: DCP's may raise although the save is committed, if DCP lost the coordinator
         afterwards. ``result()`` raises an error of this package that names the rank, or :class:`CommitOutcomeUnknown`.
         Done already if there was no save. Callbacks run in the commit thread, and must not wait for another save.

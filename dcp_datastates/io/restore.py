@@ -33,7 +33,7 @@ from dcp_datastates.format.metadata import FileRecord, Note
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, place
 from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor, without_bytes
 
-__all__ = ["restore"]
+__all__ = ["StoredCheckpoint", "restore"]
 
 _POLL_SECONDS: Final = 0.1
 
@@ -42,6 +42,15 @@ _DETOUR_BYTES: Final = 256 << 20
 
 _SHORTEST_RUN_BYTES: Final = 4 << 10
 """Shortest run that a device copies directly: enqueueing copies of shorter runs takes longer than a detour."""
+
+
+@dataclass(frozen=True, eq=False)
+class StoredCheckpoint:
+    """A committed checkpoint, to read from."""
+
+    metadata: Metadata
+    note: Note
+    directory: Path
 
 
 @dataclass
@@ -72,9 +81,7 @@ class _Request:
 def restore(
     plan: LoadPlan,
     planner: LoadPlanner,
-    metadata: Metadata,
-    note: Note,
-    directory: Path,
+    source: StoredCheckpoint,
     engine: Engine,
     allow_cast: bool,
     release: Callable[[set[torch.UntypedStorage]], None] | None = None,
@@ -85,12 +92,12 @@ def restore(
     Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
     :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
-    requests = [_request(item, planner, metadata, engine, allow_cast) for item in plan.items]
-    _check_object_files(requests, note, directory)
+    requests = [_request(item, planner, source.metadata, engine, allow_cast) for item in plan.items]
+    _check_object_files(requests, source)
     if release is not None:
         release({s for request in requests if (s := _storage(request)) is not None})
     for batch in _batches(requests):
-        _read(batch, metadata, note, directory, engine)
+        _read(batch, source, engine)
         for request in batch:
             _deliver(request, planner)
 
@@ -173,12 +180,12 @@ def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
     return run >= min(_SHORTEST_RUN_BYTES, memory.nbytes)
 
 
-def _check_object_files(requests: list[_Request], note: Note, directory: Path) -> None:
+def _check_object_files(requests: list[_Request], source: StoredCheckpoint) -> None:
     """Check the sizes of files with objects: the metadata determine how much memory an object gets."""
     files = {request.info.relative_path for request in requests if request.target is None}
     for relative_path in files:
-        record = note.files.get(relative_path)
-        path = directory / relative_path
+        record = source.note.files.get(relative_path)
+        path = source.directory / relative_path
         try:
             nbytes = path.stat().st_size
         except FileNotFoundError as error:
@@ -222,9 +229,7 @@ def _batches(requests: list[_Request]) -> Iterator[list[_Request]]:
         yield batch
 
 
-def _read(
-    requests: list[_Request], metadata: Metadata, note: Note, directory: Path, engine: Engine
-) -> None:
+def _read(requests: list[_Request], source: StoredCheckpoint, engine: Engine) -> None:
     contents: dict[str, Transfer] = {}
     for request in requests:
         if request.detour:
@@ -233,14 +238,14 @@ def _read(
         _add(contents.setdefault(request.info.relative_path, Transfer()), request)
     plan = RestorePlan()
     for relative_path, content in contents.items():
-        record = note.files.get(relative_path)
+        record = source.note.files.get(relative_path)
         if record is None:
             raise CheckpointCorruptError(
                 f"the metadata do not describe data file {relative_path!r}"
             )
         if not content.nbytes:
             continue
-        path = str(directory / relative_path)
+        path = str(source.directory / relative_path)
         try:
             plan.add_file(path, record.nbytes, record.table_offset, content)
         except ValueError as error:
@@ -260,7 +265,7 @@ def _read(
         raise
     _say_written(requests)
     if job.fault is not None:
-        raise _error(job.fault, requests, metadata, note, directory)
+        raise _error(job.fault, requests, source)
 
 
 def _say_written(requests: list[_Request]) -> None:
@@ -330,14 +335,10 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
 def _error(
     fault: Fault,
     requests: list[_Request],
-    metadata: Metadata,
-    note: Note,
-    directory: Path,
+    source: StoredCheckpoint,
 ) -> DataStatesError:
     if fault.kind == "corrupt":
-        return CheckpointCorruptError(
-            f"{fault.message} {_affected(fault, requests, metadata, note, directory)}"
-        )
+        return CheckpointCorruptError(f"{fault.message} {_affected(fault, requests, source)}")
     if fault.kind == "io" and fault.errno == 2:
         return CheckpointNotFoundError(fault.errno, fault.message, fault.path)
     if fault.kind == "io":
@@ -347,18 +348,16 @@ def _error(
     return DataStatesError(fault.message)
 
 
-def _affected(
-    fault: Fault, requests: list[_Request], metadata: Metadata, note: Note, directory: Path
-) -> str:
+def _affected(fault: Fault, requests: list[_Request], source: StoredCheckpoint) -> str:
     """The tensors with bytes in the damaged block, the requested ones first."""
-    relative_path = Path(fault.path).relative_to(directory).as_posix()
+    relative_path = Path(fault.path).relative_to(source.directory).as_posix()
     asked = Contents.of_places((request.item.storage_index, request.info) for request in requests)
-    record: FileRecord | None = note.files.get(relative_path)
+    record: FileRecord | None = source.note.files.get(relative_path)
     whole = fault.operation == "fstat"  # a wrong size
     if whole or (record is not None and fault.offset >= record.table_offset):
         names = asked.names(relative_path, 0, sys.maxsize)
         return f"(the file's checksums or size; {some_of(names)} cannot be verified)"
     block = (relative_path, fault.offset, fault.offset + BLOCK_BYTES)
-    others = Contents.of_places(metadata.storage_data.items())
+    others = Contents.of_places(source.metadata.storage_data.items())
     names = asked.names(*block) + others.names(*block)
     return f"(bytes of {some_of(tuple(dict.fromkeys(names)))})" if names else "(the file's header)"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
-__all__ = ["AskedFuture", "resolved"]
+from dcp_datastates.errors import DataStatesError
+
+__all__ = ["AskedFuture", "resolved", "without_traceback"]
 
 
 class AskedFuture(Future[None]):
@@ -53,3 +56,11 @@ def resolved() -> Future[None]:
     future: Future[None] = Future()
     future.set_result(None)
     return future
+
+
+def without_traceback(error: BaseException) -> BaseException:
+    """A copy without traceback: its frames would retain the state's tensors, in a reference cycle."""
+    try:
+        return copy.copy(error)
+    except Exception:
+        return DataStatesError(f"{type(error).__name__}: {error}")

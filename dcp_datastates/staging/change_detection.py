@@ -19,6 +19,7 @@ unseen; all other moves go through methods that the step gate holds back.
 from __future__ import annotations
 
 import operator
+import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +27,20 @@ from typing import Final
 
 import torch
 
+from dcp_datastates._native import SaveJob
 from dcp_datastates.errors import SnapshotTornError
 from dcp_datastates.io.devices import HOST
+from dcp_datastates.io.running_calls import Places, RunningCalls
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.io.wrappers import inner_tensors, layers
+from dcp_datastates.process.waiting import Stall
 from dcp_datastates.staging.ownership import STABLE, Ownership
 from dcp_datastates.staging.stage import DeferredTensors, StagedState
 
-__all__ = ["Portion", "Regions", "changed", "portions"]
+__all__ = ["Portion", "Regions", "portions", "raise_change"]
+
+_LOOK_SECONDS: Final = 0.001
+"""How often a thread that waits for other threads' calls looks at them."""
 
 _VERSION: Final = operator.attrgetter("_version")
 
@@ -154,6 +161,19 @@ class Portion:
             f"a known optimizer's step() writes to them. {_WAYS_OUT}"
         )
 
+    def check_when_quiet(self, idle: Places, stall: Stall) -> None:
+        """:meth:`check` now, and again once all calls of other threads have returned that run now: torch increments the
+        counter of a tensor after it has written to it. Threads that sleep where they were (``idle``) do not count.
+
+        Raises what ``stall`` raises if such a call does not return.
+        """
+        self.check()
+        running = RunningCalls(idle)
+        while not (running.ended() or self.settled):
+            time.sleep(_LOOK_SECONDS)
+            stall.look(None, "calls of other threads to return, which may write to what was read")
+        self.check()
+
     def _name_over(self, tensor: torch.Tensor) -> str:
         """The name of a deferred tensor that had its memory in common with ``tensor`` at the call."""
         columns = self.deferred.columns
@@ -193,10 +213,17 @@ def portions(staged: StagedState) -> list[Portion]:
     ]
 
 
-def changed(staged: StagedState, number: int, begin: int, end: int) -> SnapshotTornError:
-    """The error for bytes [``begin``, ``end``) of a deferred tensor that were not copied as they were at the call."""
+def raise_change(job: SaveJob, portion: Portion, staged: StagedState) -> None:
+    """Raise :class:`SnapshotTornError` with the tensor's name if that is what ``job`` has failed for."""
+    assert job.fault is not None
+    if job.fault.kind == "lost":
+        portion.check_memory()
+    if job.fault.kind != "torn" or job.difference is None:
+        return
+    portion.check()  # it knows which write torch has seen
+    number, begin, end = job.difference
     staged.ownership.stop_deferring(staged.deferred.groups[number])
-    return SnapshotTornError(
+    raise SnapshotTornError(
         f"deferred tensor {staged.deferred.columns.name(number)!r} changed before it was read: of its "
         f"{staged.deferred.sizes[number]} bytes, some in [{begin}, {end}) are not those at the call, and no version "
         f"counter of torch has moved (p.data, numpy, another process). {_WAYS_OUT}"

@@ -18,7 +18,6 @@ race, each first sets its own flag and then reads the other's.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import threading
 import time
@@ -37,12 +36,12 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.devices import follow, stream
 from dcp_datastates.io.engine import moved
-from dcp_datastates.io.running_calls import Places, RunningCalls, places
+from dcp_datastates.io.running_calls import Places, places
 from dcp_datastates.process.forks import after_fork
-from dcp_datastates.process.futures import AskedFuture
+from dcp_datastates.process.futures import AskedFuture, without_traceback
 from dcp_datastates.process.waiting import Latch, Stall
 from dcp_datastates.staging import step_gate
-from dcp_datastates.staging.change_detection import Portion, Regions, changed, portions
+from dcp_datastates.staging.change_detection import Portion, Regions, portions, raise_change
 from dcp_datastates.staging.ownership import STABLE, Ownership
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.stats import SaveStats
@@ -54,19 +53,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS: Final = 0.1
 """How often a waiting gate checks that the thread that plans the save is alive."""
 
-_LOOK_SECONDS: Final = 0.001
-"""How often a thread that waits for other threads' operations looks at them."""
-
 _YIELD_SECONDS: Final = 0.002
 """How long the thread that plans leaves the GIL to the training thread before it begins."""
-
-
-def _without_traceback(error: BaseException) -> BaseException:
-    """A copy without traceback: its frames would retain the state's tensors, in a reference cycle."""
-    try:
-        return copy.copy(error)
-    except Exception:
-        return DataStatesError(f"{type(error).__name__}: {error}")
 
 
 def _stop(job: SaveJob) -> None:
@@ -165,7 +153,7 @@ class DeferredReads:
 
         No effect once all data are read. Returns when no native thread reads the deferred tensors any more.
         """
-        failure = self._end.setdefault(None, _without_traceback(error))
+        failure = self._end.setdefault(None, without_traceback(error))
         if failure is None:
             return
         # A thread that starts a job checks for a failure afterwards, so either this thread or that one stops the job.
@@ -281,32 +269,11 @@ class DeferredReads:
             return
         self._await(job.wait_read, portion, stall)
         if job.fault is not None:
-            self._raise_change(job, portion)
+            raise_change(job, portion, self.staged)
             return  # the writer reports the fault
         portion.check_memory()
-        self._check(portion, stall)
+        portion.check_when_quiet(self._idle, stall or self._stall())
         portion.settled = portion.read = True
-
-    def _raise_change(self, job: SaveJob, portion: Portion) -> None:
-        """Raise :class:`SnapshotTornError` with the tensor's name if that is what the job has failed for."""
-        assert job.fault is not None
-        if job.fault.kind == "lost":
-            portion.check_memory()
-        elif job.fault.kind == "torn" and job.difference is not None:
-            portion.check()  # it knows which write torch has seen
-            raise changed(self.staged, *job.difference)
-
-    def _check(self, portion: Portion, stall: Stall | None) -> None:
-        """Check that the tensors are unchanged, now and once all operations have ended that run now: torch increments
-        the counter of a tensor after it has written to it.
-        """
-        portion.check()
-        running = RunningCalls(self._idle)
-        stall = stall or Stall(logger, f"save {self.order}", self._timeout)
-        while not (running.ended() or portion.settled):
-            time.sleep(_LOOK_SECONDS)
-            stall.look(None, "calls of other threads to return, which may write to what was read")
-        portion.check()
 
     def _let_pass(
         self, portion: Portion, optimizer: Optimizer, on_host: bool, stall: Stall
@@ -322,14 +289,17 @@ class DeferredReads:
             return
         self._await(job.wait_read if on_host else job.wait_queued, portion, stall)
         if job.fault is not None:
-            self._raise_change(job, portion)
+            raise_change(job, portion, self.staged)
             return
-        self._check(portion, stall)
+        portion.check_when_quiet(self._idle, stall or self._stall())
         if not on_host:
             self._hold(job, portion.group)
         portion.settled = portion.settled or self._ownership.may_change(
             optimizer, portion.group, portion.deferred.columns.locals
         )
+
+    def _stall(self) -> Stall:
+        return Stall(logger, f"save {self.order}", self._timeout)
 
     def _await(
         self, wait: Callable[[int, float], bool], portion: Portion, stall: Stall | None
