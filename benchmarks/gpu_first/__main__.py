@@ -55,9 +55,10 @@ def main() -> int:
             _say(f"--- {step.name}: {step.limit:g} s at most")
             if options.smoke:
                 hidden = {"CUDA_VISIBLE_DEVICES": ""}
-                record = run(step, ["--device", "cpu", "--tiny"], environment=hidden)
+                arguments = ["--device", "cpu", "--tiny"]
+                record = run(step, arguments, environment=hidden, keep=into)
             else:
-                record = run(step, directory=options.dir)
+                record = run(step, directory=options.dir, keep=into)
             _tell(record)
             document["steps"].append(asdict(record))
             replace_json(into, document)

@@ -1,4 +1,4 @@
-"""Step 2: bare copies between host and GPU: pinned and pageable, large and of 8 MiB, one by one and in a batch."""
+"""Step 2: bare copies between host and GPU: pinned and pageable, large, of 8 MiB, and of 64 KiB."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from statistics import median
 
 import torch
 
-from gpu_first.driver import Driver
-from gpu_first.step import Findings, NeedsGpuError, Options, main, synchronize
+from gpu_first.step import Findings, Options, main, synchronize
 
 _ONE = 1 << 30
 _PIECE = 8 << 20
@@ -33,15 +32,9 @@ def measure(options: Options, findings: Findings) -> None:
                 label = f"{way}_{kind}_{name}"
                 with findings.part(label):
                     findings.note(label, rate(options.device, to, source, nbytes))
-    pieces = {"pieces": (piece, one), "small": (small, one // 8)}
-    for name, (nbytes, total) in pieces.items():
-        for way, to, source in (("d2h", pinned, device), ("h2d", device, pinned)):
-            if name == "small":
-                label = f"{way}_pinned_small"
-                findings.note(label, rate(options.device, to[:total], source[:total], nbytes))
-            label = f"{way}_batched_{name}"
-            with findings.part(label):
-                findings.note(label, batched_rate(options, to[:total], source[:total], nbytes))
+    for way, to, source in (("d2h", pinned, device), ("h2d", device, pinned)):
+        label, total = f"{way}_pinned_small", one // 8
+        findings.note(label, rate(options.device, to[:total], source[:total], small))
 
 
 def rate(device: str, to: torch.Tensor, source: torch.Tensor, piece: int) -> float:
@@ -53,23 +46,6 @@ def rate(device: str, to: torch.Tensor, source: torch.Tensor, piece: int) -> flo
             into.copy_(out_of, non_blocking=True)
 
     return to.nbytes / _seconds(device, copy)
-
-
-def batched_rate(options: Options, to: torch.Tensor, source: torch.Tensor, piece: int) -> float:
-    """The same by the driver's batches, of 1,024 copies at most."""
-    if options.device != "cuda":
-        raise NeedsGpuError("batches need a GPU")
-    driver = Driver()
-    places = range(0, to.nbytes, piece)
-    copies = [(to.data_ptr() + at, source.data_ptr() + at, piece) for at in places]
-    stream = torch.cuda.Stream()  # the driver refuses batches in the default stream
-
-    def copy() -> None:
-        for first in range(0, len(copies), 1024):
-            driver.copy_batch(copies[first : first + 1024], stream.cuda_stream)
-        torch.cuda.current_stream().wait_stream(stream)
-
-    return to.nbytes / _seconds(options.device, copy)
 
 
 def _seconds(device: str, copy: Callable[[], None]) -> float:

@@ -26,6 +26,7 @@ FIRST = (
     "test_thousands_of_small_tensors",
     "test_a_captured_step",
     "test_ways_to_train",
+    "test_a_write_that_no_step_announces",
     "test_only_the_device_in_use_gets_a_context",
 )
 """Whatever else there is comes after them."""
@@ -70,6 +71,8 @@ def measure(options: Options, findings: Findings) -> None:
         assert process.stdout is not None
         for line in process.stdout:
             print(line, end="", flush=True)
+            if skipped := re.match(r"SKIPPED \[\d+\] \S+: (.*)", line):
+                findings.note("skipped", sorted({*findings.get("skipped", ()), skipped[1]}))
             found = outcome_of(line)
             if found is not None:
                 ended[found[0]] = [found[1], round(time.monotonic() - began, 1)]

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from dcp_datastates.process.memory_limit import memory_limit
-from gpu_first.driver import BATCH_SINCE, Driver
-from gpu_first.step import Findings, NeedsGpuError, Options, free_bytes, main
+from gpu_first.step import Findings, Options, free_bytes, main
 from machine import describe
 
 _SMI_FIELDS = (
@@ -30,8 +29,6 @@ def measure(options: Options, findings: Findings) -> None:
     findings.note("torch", _torch())
     smi = _nvidia_smi()
     findings.note("nvidia_smi", smi)
-    with findings.part("driver"):
-        findings.note("driver", _driver())
     with findings.part("pci"):
         findings.note("pci", _pci(smi))
     findings.note("memory", _memory())
@@ -47,6 +44,7 @@ def _torch() -> dict[str, Any]:
         **found,
         "device": properties.name,
         "devices": torch.cuda.device_count(),
+        "driver": torch._C._cuda_getDriverVersion(),
         "memory_bytes": properties.total_memory,
         "capability": f"{properties.major}.{properties.minor}",
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
@@ -69,20 +67,6 @@ def smi_fields(said: str) -> dict[str, str]:
     """Of the first line."""
     values = [value.strip() for value in said.splitlines()[0].split(",")]
     return dict(zip(_SMI_FIELDS, values, strict=True))
-
-
-def _driver() -> dict[str, Any]:
-    try:
-        driver = Driver()
-    except OSError as error:
-        if torch.cuda.is_available():
-            raise
-        raise NeedsGpuError(str(error)) from error
-    version = driver.version
-    return {
-        "cuda": f"{version // 1000}.{version % 1000 // 10}",
-        "cuMemcpyBatchAsync": driver.find("cuMemcpyBatchAsync", BATCH_SINCE) is not None,
-    }
 
 
 def _pci(smi: dict[str, str] | None) -> dict[str, str | None]:

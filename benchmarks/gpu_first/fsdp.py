@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesWriter
-from gpu_first.step import Findings, Options, main, synchronize
+from gpu_first.step import Findings, NeedsGpuError, Options, main, synchronize
 
 _ROUNDS = 3
 
@@ -25,16 +25,17 @@ _ROUNDS = 3
 class Sharded:
     """A model that is sharded over one rank, and its AdamW."""
 
-    def __init__(self, options: Options, seed: int) -> None:
+    def __init__(self, options: Options, seed: int, offload: bool = False) -> None:
         torch.manual_seed(seed)
+        policy = CPUOffloadPolicy() if offload else OffloadPolicy()
         self._device = options.device
         self._width = 256 if options.tiny else 4096
         mesh = init_device_mesh(options.device, (1,))
         self.model = nn.Sequential(*(nn.Linear(self._width, self._width) for _ in range(8)))
         self.model.to(options.device)
         for layer in self.model:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
+            fully_shard(layer, mesh=mesh, offload_policy=policy)
+        fully_shard(self.model, mesh=mesh, offload_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         dcp_datastates.track(self.optimizer)
 
@@ -57,19 +58,26 @@ def measure(options: Options, findings: Findings) -> None:
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
     findings.note("backend", backend)
     job = Sharded(options, seed=1)
-    job.forward_backward()
-    job.step()
     writer = DataStatesWriter(host_cache_size="64MiB" if options.tiny else "3GiB")
     for index in range(_ROUNDS):
         findings.note(f"round_{index}", one_round(job, options, writer, options.dir / f"{index}"))
+    with findings.part("cpu_offload"):
+        if options.device != "cuda":
+            raise NeedsGpuError("FSDP2 offloads from a GPU")
+        found = one_round(
+            Sharded(options, seed=3, offload=True), options, writer, options.dir / "o", offload=True
+        )
+        findings.note("cpu_offload", found)
     writer.close()
     dist.destroy_process_group()
 
 
 def one_round(
-    job: Sharded, options: Options, writer: DataStatesWriter, path: Any
+    job: Sharded, options: Options, writer: DataStatesWriter, path: Any, offload: bool = False
 ) -> dict[str, Any]:
     """Raises AssertionError with the names of what differs."""
+    job.forward_backward()
+    job.step()
     state = job.state()
     expected = {name: local(value).clone() for name, value in tensors(state).items()}
     synchronize(options.device)
@@ -80,7 +88,7 @@ def one_round(
     job.step()
     handle.result()
     seconds = time.perf_counter() - began
-    other = Sharded(options, seed=2)
+    other = Sharded(options, seed=2, offload=offload)
     other.forward_backward()
     other.step()
     loaded = other.state()

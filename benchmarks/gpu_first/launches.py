@@ -56,6 +56,16 @@ class Loop:
         synchronize(self.device)
         return found
 
+    def small_copies(self, over: Callable[[], bool], least: int = 0) -> list[float]:
+        """As ``loss.item()``: each waits for its four bytes."""
+        found: list[float] = []
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while (not over() or len(found) < least) and time.monotonic() < deadline:
+            began = time.perf_counter()
+            self._tensor[:1].cpu().item()
+            found.append(time.perf_counter() - began)
+        return found
+
     def behind_a_long_kernel(self, count: int) -> dict[str, Any]:
         """``count`` launches behind a kernel that takes long: where they begin to block is the queue's length."""
         synchronize(self.device)
@@ -135,6 +145,12 @@ def measure(options: Options, findings: Findings) -> None:
         copying, writing = saving(loop, saves, 2)
         findings.note("copying", copying)
         findings.note("writing", writing)
+    findings.note("small_copies", spread(loop.small_copies(lambda: True, least=deep // 10)))
+    with findings.part("small_copies_saving"):
+        handle = saves.save()
+        found = loop.small_copies(handle.captured.done)
+        findings.note("small_copies_saving", spread(found))
+        handle.result()
     findings.note("deep", loop.behind_a_long_kernel(deep))
     with findings.part("deep_copying"):
         handle = saves.save()

@@ -12,9 +12,11 @@ __all__ = ["page"]
 _NOTHING = "-"
 _LAUNCHES = (
     *("baseline", "bare_pinning", "pinning", "bare_copying", "copying", "writing"),
-    *("deep", "deep_copying"),
+    *("small_copies", "small_copies_saving", "deep", "deep_copying"),
 )
-_CONTENDERS = ("none", "ours", "stock_pinned", "stock", "none_again")
+_OURS = ("ours_default", "ours", "ours_immediate", "ours_disk")
+_CONTENDERS = ("none", *_OURS, "stock_pinned", "none_again")
+_SMALL = ("small_batched", "small_one_by_one")
 _WIDTH = 110
 _MOST_ERRORS = 6
 
@@ -50,8 +52,7 @@ def _head(document: Mapping[str, Any], found: Found) -> list[str]:
         (
             f"torch {document['torch']}, CUDA {_text(found('facts', 'torch', 'cuda'))}, driver "
             f"{_text(found('facts', 'nvidia_smi', 'driver_version'))} for CUDA "
-            f"{_text(found('facts', 'driver', 'cuda'))}, cuMemcpyBatchAsync: "
-            f"{_yes(found('facts', 'driver', 'cuMemcpyBatchAsync'))}"
+            f"{_text(found('facts', 'torch', 'driver'))}"
         ),
     ]
     if document["smoke"]:
@@ -103,9 +104,7 @@ def _copies(found: Found) -> list[str]:
     columns = {
         "pinned 1 GiB": "pinned_one",
         "8 MiB each": "pinned_pieces",
-        "batched": "batched_pieces",
         "64 KiB each": "pinned_small",
-        "batched ": "batched_small",
         "pageable 1 GiB": "pageable_one",
         "8 MiB each ": "pageable_pieces",
     }
@@ -130,6 +129,7 @@ def _tests(found: Found) -> list[str]:
     return [
         f"GPU tests: {said or 'none was over'}",
         *(f"  failed: {name}" for name in bad[:_MOST_ERRORS]),
+        *(f"  skipped: {why}" for why in (found("tests", "skipped") or [])[:_MOST_ERRORS]),
     ]
 
 
@@ -186,7 +186,7 @@ def _cold(found: Found) -> list[str]:
 
 def _training(found: Found) -> list[str]:
     none = found("training", "none", "window_seconds")
-    stock = _cost(found("training", "stock", "window_seconds"), none)
+    stock = _cost(found("training", "stock_pinned", "window_seconds"), none)
     nbytes = found("training", "state_bytes")
     rows = []
     for name in _CONTENDERS:
@@ -227,6 +227,13 @@ def _rest(found: Found) -> list[str]:
     if found("fsdp") is not None:
         equal = [found("fsdp", f"round_{index}", "equal") for index in range(3)].count(True)
         lines.append(f"FSDP2 with {_text(found('fsdp', 'backend'))}: {equal} of 3 loads equal")
+        offload = found("fsdp", "cpu_offload") or {}
+        said = offload.get("left_out") or f"equal: {_yes(offload.get('equal'))}"
+        lines.append(f"FSDP2, CPU offload: {said}")
+    for name in _SMALL:
+        if found(name) is not None:
+            took = _number(found(name, "captured", "p50"), ".0f")
+            lines.append(f"{name.replace('_', ', ', 1).replace('_', ' ')}: read in {took} µs")
     lines += [
         f"{name}: {found(name, 'rounds_equal') or 0} of 4 loads equal"
         for name in ("expandable_segments", "malloc_async")
@@ -252,7 +259,7 @@ _SECTIONS: tuple[tuple[Callable[[Found], list[str]], tuple[str, ...]], ...] = (
     (_launches, ("launches",)),
     (_cold, ("cold_large", "cold_small", "cold_stock")),
     (_training, ("training",)),
-    (_rest, ("fsdp", "expandable_segments", "malloc_async", "dying")),
+    (_rest, ("fsdp", "expandable_segments", "malloc_async", *_SMALL, "dying")),
 )
 """And the steps that each is about."""
 

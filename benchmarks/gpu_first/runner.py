@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -54,11 +55,12 @@ def run(
     arguments: Sequence[str] = (),
     *,
     directory: Path | None = None,
+    keep: Path | None = None,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> Record:
     """Run ``step`` with ``arguments`` more, until its limit; its files are in a folder of its own in ``directory``.
 
-    Nothing that it has started or written is left.
+    Nothing that it has started or written is left, but for a trace, beside ``keep``.
     """
     with tempfile.TemporaryDirectory(
         prefix="gpu-first-", dir=directory, ignore_cleanup_errors=True
@@ -89,6 +91,8 @@ def run(
         record.last_lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
         if into.exists():
             record.found = json.loads(into.read_text())
+        for trace in Path(folder).glob("*.trace.json.gz") if keep is not None else ():
+            shutil.copy(trace, keep.with_suffix(".trace.json.gz"))
         return record
 
 

@@ -28,17 +28,23 @@ def _allocator(name: str, configuration: str) -> Step:
     return Step(name, "allocators", 20, environment=dict.fromkeys(names, configuration))
 
 
+def _small(name: str, batches: str) -> Step:
+    return Step(name, "small", 10, environment={"DCP_DATASTATES_CUDA_BATCH": batches})
+
+
 STEPS = (
     Step("facts", "facts", 15),
-    Step("copies", "copies", 35),
-    Step("tests", "device_tests", 110, ("--seconds", "100")),
-    Step("launches", "launches", 45),
-    Step("cold_large", "cold", 30, ("--cache", "large")),
-    Step("cold_small", "cold", 30, ("--cache", "small")),
-    Step("cold_stock", "cold", 30, ("--cache", "stock")),
-    Step("training", "training", 100),
-    Step("fsdp", "fsdp", 30),
+    Step("copies", "copies", 25),
+    Step("tests", "device_tests", 100, ("--seconds", "90")),
+    Step("launches", "launches", 50),
+    Step("cold_large", "cold", 25, ("--cache", "large")),
+    Step("cold_small", "cold", 25, ("--cache", "small")),
+    Step("cold_stock", "cold", 25, ("--cache", "stock")),
+    Step("training", "training", 115),
+    Step("fsdp", "fsdp", 35),
     _allocator("expandable_segments", "expandable_segments:True"),
     _allocator("malloc_async", "backend:cudaMallocAsync"),
-    Step("dying", "dying", 50),
+    _small("small_batched", "1"),
+    _small("small_one_by_one", "0"),
+    Step("dying", "dying", 45),
 )

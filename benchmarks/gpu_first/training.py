@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_datastates import DataStatesReader
 from dcp_datastates.io.engine import engine
-from gpu_contenders import Contender, Ours, Stock, StockPinned
+from gpu_contenders import Contender, Ours, StockPinned
 from gpu_copies import prepare
 from gpu_first.clock import Clock
 from gpu_first.iterations import Iterations, milliseconds
@@ -25,7 +25,7 @@ from gpu_first.shapes import shape_of
 from gpu_first.step import Findings, Options, free_bytes, main
 from gpu_job import Job
 
-_WINDOWS = 3
+_WINDOWS = 2
 _ITERATIONS = 10
 _CACHE_SHARE = 1.1
 _LEAST_CACHE = 64 << 20
@@ -61,22 +61,48 @@ def measure(options: Options, findings: Findings) -> None:
     cache = max(int(_CACHE_SHARE * job.nbytes), _LEAST_CACHE)
     contenders: list[tuple[str, Callable[[], Contender]]] = [
         ("none", Contender),
+        ("ours_default", lambda: Ours("auto")),  # first: caches never shrink
         ("ours", lambda: Ours(cache)),
+        ("ours_immediate", lambda: Ours(cache, "immediate")),
+        ("ours_disk", lambda: Ours(cache)),
         ("stock_pinned", lambda: StockPinned(on_gpu)),
-        ("stock", Stock),
         ("none_again", Contender),  # how far the machine has drifted meanwhile
     ]
     for name, make in contenders:
-        with findings.part(name):
-            findings.note(name, of_contender(make(), job, options))
-        shutil.rmtree(options.dir / "saved", ignore_errors=True)
+        with findings.part(name), _place(options, on_disk=name == "ours_disk") as path:
+            findings.note(name, of_contender(make(), job, options, path))
         gc.collect()
         if on_gpu:
             torch.cuda.empty_cache()
+    with findings.part("trace"):
+        findings.note("trace", trace(job, cache, options))
 
 
-def of_contender(contender: Contender, job: Job, options: Options) -> dict[str, Any]:
-    path = options.dir / "saved"
+def _place(options: Options, on_disk: bool) -> tempfile.TemporaryDirectory[str]:
+    """For checkpoints: the step's folder, or one beside the sources, on a real disk."""
+    disk = Path(__file__).parents[2] / "build"
+    disk.mkdir(exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=disk if on_disk else options.dir)
+
+
+def trace(job: Job, cache: int, options: Options) -> str:
+    """A save and two iterations in torch's profiler, for chrome://tracing: a file beside this step's findings."""
+    contender = Ours(cache)
+    with _place(options, on_disk=False) as path, torch.profiler.profile() as profile:
+        committed = contender.save(job.state(), Path(path) / "saved")
+        for _ in range(2):
+            job.forward_backward()
+            job.step()
+        assert committed is not None
+        committed.result()
+    contender.close()
+    into = (options.into or options.dir / "found.json").with_suffix(".trace.json.gz")
+    profile.export_chrome_trace(str(into))
+    return into.name
+
+
+def of_contender(contender: Contender, job: Job, options: Options, place: str) -> dict[str, Any]:
+    path = Path(place) / "saved"
     outcome = Outcome()
     if isinstance(contender, Ours):
         prepare(engine(), options.device)

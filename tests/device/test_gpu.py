@@ -243,6 +243,45 @@ def test_ways_to_train(
         assert writer.last_save.eager_bytes < writer.last_save.deferred_bytes / 100
 
 
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add_": lambda w: w.add_(1),
+    "_foreach_": lambda w: torch._foreach_mul_([w], 2.0),
+    "out=": lambda w: torch.add(w, 1, out=w),
+    ".data": lambda w: w.data.zero_(),
+    "index_put_": lambda w: w.index_put_((torch.arange(0, WIDTH, 2, device="cuda"),), w[:1]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@pytest.mark.parametrize("window", ["backward", "immediate"])
+def test_a_write_that_no_step_announces(
+    tmp_path: Path, window: str, write: Callable[..., Any]
+) -> None:
+    """The save holds what was there at the call, or fails as torn."""
+    net = Net().cuda()
+    (adamw,), step = train_plain(net)
+    step()
+    prepared_engine()
+    writer = DataStatesWriter(host_cache_size=CACHE, read_window=window)
+    for index in range(10):
+        state = state_of(net, adamw)
+        expected = copied(state)
+        handle = dcp_datastates.async_save(state, tmp_path / f"{index}", writer=writer)
+        with torch.no_grad():
+            for parameter in net.layers.parameters():
+                write(parameter)
+        refused = ""
+        try:
+            handle.result()
+        except dcp_datastates.DataStatesError as error:
+            refused = repr(error)
+        if refused:
+            assert "changed" in refused
+        else:
+            assert differing(tmp_path / f"{index}", expected) == []
+    writer.close()
+
+
 def test_equal_to_a_synchronous_stock_save(tmp_path: Path, writer: DataStatesWriter) -> None:
     net = Net().cuda()
     (adamw,), step = train_plain(net)

@@ -41,18 +41,19 @@ WINDOW = {
 
 FOUND: dict[str, Any] = {
     "facts": {
-        "torch": {"device": "NVIDIA H200", "cuda": "13.0"},
+        "torch": {"device": "NVIDIA H200", "cuda": "13.0", "driver": 13000},
         "nvidia_smi": {"driver_version": "580.1", "pcie.link.gen.current": "5"},
-        "driver": {"cuda": "13.0", "cuMemcpyBatchAsync": True},
         "memory": {"cpus": 16, "limit_bytes": 128 << 30, "huge_pages": {"enabled": "[always]"}},
     },
     "copies": {
         "pin_seconds_per_gib": 0.25,
         "d2h_pinned_one": 50e9,
         "h2d_pinned_one": 40e9,
-        "d2h_batched_pieces": {"left_out": "batches need a GPU"},
     },
-    "tests": {"tests": {"test_a": ["passed", 1.0], "test_b[x]": ["failed", 2.0]}},
+    "tests": {
+        "tests": {"test_a": ["passed", 1.0], "test_b[x]": ["failed", 2.0]},
+        "skipped": ["there is one GPU only"],
+    },
     "launches": {"baseline": LAUNCHES, "pinning": {**LAUNCHES, "p99": 60.0, "seconds": 4.0}},
     "cold_large": {"state_bytes": 4 << 30, "first": {**SAVE, "stall_seconds": 0.5}},
     "cold_stock": {"first": {**SAVE, "stall_seconds": 2.0}},
@@ -65,9 +66,15 @@ FOUND: dict[str, Any] = {
             "captured_seconds": 0.1,
             "load_seconds": 0.2,
         },
-        "stock": {**WINDOW, "window_seconds": 3.0},
+        "ours_immediate": {**WINDOW, "window_seconds": 1.2},
+        "stock_pinned": {**WINDOW, "window_seconds": 3.0},
     },
-    "fsdp": {"backend": "nccl", "round_0": {"equal": True}, "round_1": {"equal": True}},
+    "fsdp": {
+        "backend": "nccl",
+        "round_0": {"equal": True},
+        "round_1": {"equal": True},
+        "cpu_offload": {"left_out": "FSDP2 offloads from a GPU"},
+    },
     "malloc_async": {"rounds_equal": 4},
     "dying": {
         "nothing": {"seconds": 0.5, "exit_code": 1},
@@ -85,7 +92,7 @@ def line_of(text: str, beginning: str) -> list[str]:
 def test_it_says_what_it_was_measured_on():
     text = page(document(FOUND))
     assert "NVIDIA H200, 2026-11-22T10:00:00+00:00" in text
-    assert "torch 2.13.0, CUDA 13.0, driver 580.1 for CUDA 13.0, cuMemcpyBatchAsync: yes" in text
+    assert "torch 2.13.0, CUDA 13.0, driver 580.1 for CUDA 13000" in text
     assert "SMOKE" not in text
 
 
@@ -93,10 +100,16 @@ def test_figures_are_put_in_relation_to_bare_hardware_and_to_stock():
     text = page(document(FOUND))
     assert line_of(text, "pinning") == ["5.0", "60.0", "90.0", "3.00", "5000", "4.00"]
     assert line_of(text, "large, first")[4:6] == ["500.0", "0.25"], "of stock's stall"
-    all_, of_none, cost, of_stock, *_ = line_of(text, "ours")
+    all_, of_none, cost, of_stock, *_ = line_of(text, "ours ")
     assert (all_, of_none, cost, of_stock) == ("1100.0", "1.10", "100.0", "0.05")
     assert "20.0 GB/s, 0.50" in text, "loads, of bare H2D"
     assert "read on an idle GPU: 40.0 GB/s, 0.80 of bare D2H" in text
+
+
+def test_it_says_what_was_skipped_and_why():
+    text = page(document(FOUND))
+    assert "  skipped: there is one GPU only" in text
+    assert "FSDP2, CPU offload: FSDP2 offloads from a GPU" in text
 
 
 def test_it_says_what_failed():
