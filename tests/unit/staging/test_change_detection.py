@@ -117,7 +117,7 @@ def test_the_error_names_the_write_that_tore_the_save_not_those_behind_it(tmp_pa
         check(portion)
 
     future = async_save(run.state(), tmp_path, read_deadline=3600)
-    _add_to_one(run)
+    _no_grad_copy(run)
     monkeypatch.setattr(Portion, "check", in_this_order)
     run.optimizer.step()
     stepped.set()

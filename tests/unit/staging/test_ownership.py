@@ -19,7 +19,11 @@ from dcp_datastates.staging.ownership import Ownership, never_defer, track
 def owned_by(*optimizers: Optimizer) -> list[int | None]:
     """Groups of the parameters of the first."""
     parameters = optimizers[0].param_groups[0]["params"]
-    return Ownership(optimizers).groups([parameter.detach() for parameter in parameters])
+    return groups(Ownership(optimizers), *(parameter.detach() for parameter in parameters))
+
+
+def groups(ownership: Ownership, *tensors: torch.Tensor) -> list[int | None]:
+    return ownership.groups([tensor.untyped_storage() for tensor in tensors])
 
 
 def optimizer(*parameters: torch.Tensor, capturable: bool = False) -> Optimizer:
@@ -78,7 +82,7 @@ def test_the_tensors_within_an_owned_wrapper_are_deferred(parameter: torch.Tenso
     moment, other = blocks(seed=1), blocks(seed=1)
     owner = optimizer(parameter)
     owner.state[parameter]["moment"] = Blocks(moment, torch.zeros(4))
-    found = Ownership([owner]).groups([moment.codes, moment.scales, other.codes, parameter])
+    found = groups(Ownership([owner]), moment.codes, moment.scales, other.codes, parameter)
     assert found[:2] == [found[3]] * 2
     assert found[2] is None
 
@@ -90,9 +94,9 @@ def test_what_is_tracked_beside_an_optimizer_is_deferred_with_its_tensors(
     flat, other = torch.zeros(8), torch.zeros(8)
     owner = optimizer(parameter)
     track(owner, also=[flat])
-    assert Ownership([owner]).groups([flat[4:], other]) == [*owned_by(owner), None]
+    assert groups(Ownership([owner]), flat[4:], other) == [*owned_by(owner), None]
     track(owner)  # in place of the earlier call
-    assert Ownership([owner]).groups([flat]) == [None]
+    assert groups(Ownership([owner]), flat) == [None]
 
 
 @pytest.mark.parametrize("cycle", [False, True])
