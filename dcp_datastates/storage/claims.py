@@ -6,6 +6,7 @@ than those of all attempts at its path, and of all checkpoints committed beside 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from dcp_datastates.storage.lock import Hold
 __all__ = ["Claim", "Neighbours", "claim", "claim_deletion"]
 
 _CLAIMS: Final = 100
+_ABSURD: Final = 0xE << 60
+"""An incarnation, in the year 2481, that a save need not exceed if it is beside: the last ones have no newer."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Neighbours:
             self._root, self._known, self._newest = root, {}, None
         try:
             with os.scandir(root) as entries:
-                names = [entry.name for entry in entries if entry.is_dir()]
+                names = [entry.name for entry in entries if local.is_directory(entry)]
         except OSError:  # a directory may be writable, but not readable
             return None
         known, self._known = self._known, {}
@@ -68,12 +71,15 @@ class Neighbours:
                 continue
             self._known[name] = status.st_ino, status.st_mtime_ns
             if known.get(name) != self._known[name]:
-                for attempt in attempts.present(root / name)[-1:]:
-                    self.note(attempt)
+                with contextlib.suppress(OSError):  # other users' directories may not be readable
+                    for attempt in attempts.present(root / name)[-1:]:
+                        self.note(attempt)
         return self._newest
 
     def note(self, attempt: Attempt) -> None:
         """Note that this job has claimed or seen ``attempt`` in the latest ``root`` of :meth:`newest`."""
+        if attempt.incarnation >= _ABSURD:
+            return
         self._newest = attempt if self._newest is None else max(attempt, self._newest)
 
 
@@ -106,6 +112,13 @@ def _claim(directory: Path, neighbours: Neighbours | None) -> Claim:
         after = max(there, default=None)
         deletes = neighbours is None
         attempt = next_deletion(after) if deletes else next_attempt(after)
+        if Attempt.parse(attempt.name) is None:
+            raise StorageError(
+                None,
+                f"the name of {after.name if after else ''!r}, an attempt there, is too great for a newer one; no save "
+                f"has made it: remove it",
+                str(directory),
+            )
         if not attempts.claim(directory, attempt, deletes=deletes):
             continue  # another job has claimed it
         # If a job commits in between, it removes attempts that no process holds, as leftovers.
