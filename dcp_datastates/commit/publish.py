@@ -88,7 +88,7 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
     published = False
     hit("publish.lock.before")
     try:
-        with if_free(directory, waiting):
+        with if_free(directory, waiting), local.explained("publishing", directory):
             hit("publish.lock.after")
             check_overwrite(directory, round_.overwrite)
             warn_if_replaced(directory)

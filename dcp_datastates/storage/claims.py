@@ -21,7 +21,7 @@ __all__ = ["Claim", "Neighbours", "claim", "claim_deletion"]
 
 _CLAIMS: Final = 100
 _ABSURD: Final = 0xE << 60
-"""An incarnation, in the year 2481, that a save need not exceed if it is beside: the last ones have no newer."""
+"""An incarnation in the year 2481. No save exceeds it: its own successors would be the newest for ever."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def claim(directory: Path, neighbours: Neighbours) -> Claim:
     so a publisher has seen and withdrawn every older attempt that could still be published.
     """
     local.make_directories(directory)
-    made = _claim(directory, neighbours)
+    with local.explained("claiming a save's directory", directory):
+        made = _claim(directory, neighbours)
     neighbours.note(made.attempt)
     return made
 
@@ -101,7 +102,8 @@ def claim_deletion(directory: Path) -> Claim:
     The same holds as for a save: the deleting process has seen every older attempt that could still be published, and a
     job that publishes a newer one has seen this deletion, and withdraws it first.
     """
-    return _claim(directory, None)
+    with local.explained("claiming a deletion's directory", directory):
+        return _claim(directory, None)
 
 
 def _claim(directory: Path, neighbours: Neighbours | None) -> Claim:
@@ -110,15 +112,15 @@ def _claim(directory: Path, neighbours: Neighbours | None) -> Claim:
         beside = None if neighbours is None else neighbours.newest(directory.parent)
         there = [*attempts.present(directory), *([] if beside is None else [beside])]
         after = max(there, default=None)
-        deletes = neighbours is None
-        attempt = next_deletion(after) if deletes else next_attempt(after)
-        if Attempt.parse(attempt.name) is None:
+        if after is not None and after.incarnation >= _ABSURD:
             raise StorageError(
                 None,
-                f"the name of {after.name if after else ''!r}, an attempt there, is too great for a newer one; no save "
-                f"has made it: remove it",
+                f"the directory {after.name!r} there has the name of an attempt in the year 2481 or later; no save has "
+                f"made it: remove it",
                 str(directory),
             )
+        deletes = neighbours is None
+        attempt = next_deletion(after) if deletes else next_attempt(after)
         if not attempts.claim(directory, attempt, deletes=deletes):
             continue  # another job has claimed it
         # If a job commits in between, it removes attempts that no process holds, as leftovers.

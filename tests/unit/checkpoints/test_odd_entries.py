@@ -245,6 +245,8 @@ def test_the_last_attempt_of_all_is_named(root):
     _save(root / "new")
     with raises(ds.StorageError, last, "remove it"):
         _save(root / "step-11")
+    _save(root / "newer")
+    assert ds.latest(root) == root / "newer"
 
 
 @pytest.mark.parametrize("name", [b"two\nlines", b"\xff\xfe", b"\x1b[2J", "٣".encode()])
