@@ -190,8 +190,6 @@ def _delete(victim: Found, dry_run: bool) -> bool:
         level = logging.WARNING if victim.committed is None else logging.INFO
         logger.log(level, "not deleting checkpoint %s: %s", victim.path, error.strerror)
         return False
-    if not dry_run:
-        logger.info("deleted checkpoint %s", victim.path)
     return True
 
 

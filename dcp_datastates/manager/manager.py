@@ -374,7 +374,9 @@ class CheckpointManager:
 
     def _delete_old(self) -> None:
         assert self._keep is not None
-        retain_here(self.root, keep=self._keep, verify=self._verify, among=_is_step)
+        retained = retain_here(self.root, keep=self._keep, verify=self._verify, among=_is_step)
+        for path in retained.deleted:
+            logger.info("deleted checkpoint %s", path)
 
     def _on_first_rank(
         self, compute: Callable[[], T], key: str, purpose: str, timeout: float = DEFAULT_TIMEOUT
