@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.failing import armed
+from support.waiting import await_that
 
 import dcp_datastates as ds
 from dcp_datastates.checkpoints.deletions import Deletions
@@ -49,7 +50,7 @@ def test_what_a_failed_save_was_to_replace_stays(
         saves.start(STATE if when == "later" else REFUSED, new)
         saves.when_committed(lambda: ds.delete(old), deletes=old)
         saves.wait()
-    assert "could not begin" in caplog.text or "failed" in caplog.text
+    await_that(lambda: "could not begin" in caplog.text or "failed" in caplog.text)
     saves.start(STATE, tmp_path / "another")  # another callback's, perhaps
     saves.wait()
     assert is_committed(old)
