@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import traceback
 
+from dcp_datastates.text import printable
+
 __all__ = [
     "CheckpointCorruptError",
     "CheckpointExistsError",
@@ -38,7 +40,10 @@ __all__ = [
 
 
 class DataStatesError(Exception):
-    """Base of all errors of this package."""
+    """Base of all errors of this package. Its text has escapes for control characters in names."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigurationError(DataStatesError, ValueError):

@@ -1,11 +1,12 @@
-"""Numbers and dates as people read them."""
+"""Numbers, dates and names as people read them."""
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
 from datetime import datetime
 
-__all__ = ["count", "date", "duration", "numbers", "size"]
+__all__ = ["count", "date", "duration", "numbers", "printable", "size"]
 
 
 def count(number: int, noun: str) -> str:
@@ -32,6 +33,22 @@ def date(seconds: float | None) -> str:
 def numbers(named: Mapping[str, float]) -> str:
     """Numbers by name: ``loss 2.31, accuracy 0.5``."""
     return ", ".join(f"{name} {value:g}" for name, value in named.items())
+
+
+def printable(text: object) -> str:
+    """``text`` with escapes for what a terminal would obey or could not show, except for new lines.
+
+    Names on storage may hold anything.
+    """
+    plain = str(text)
+    if plain.isprintable():
+        return plain
+    return "".join(
+        each
+        if each == "\n" or each.isprintable() or unicodedata.category(each) == "Zs"
+        else each.encode("unicode_escape").decode()
+        for each in plain
+    )
 
 
 def duration(seconds: float) -> str:

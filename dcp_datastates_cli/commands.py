@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
+from dcp_datastates.text import printable
 from dcp_datastates_cli import convert, delete, describe, diff, find, verify
 from dcp_datastates_cli.output import DAMAGED, TROUBLE, complain
 
@@ -45,11 +46,16 @@ def run(options: argparse.Namespace) -> int:
         return TROUBLE
 
 
+class _Formatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 @contextlib.contextmanager
 def _log_shown() -> Iterator[None]:
     """Show the package's log: what a command leaves out, or alone, and why."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("dcp-datastates: %(message)s"))
+    handler.setFormatter(_Formatter("dcp-datastates: %(message)s"))
     logger = logging.getLogger("dcp_datastates")
     before = logger.level, logger.propagate
     logger.addHandler(handler)

@@ -11,7 +11,7 @@ from typing import Any
 from dcp_datastates.conversion.convert import Conversion, convert
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
-from dcp_datastates_cli.output import OK, pipe_may_close, print_json
+from dcp_datastates_cli.output import OK, pipe_may_close, print_json, say
 
 __all__ = ["prefixes", "run"]
 
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         print_json(dataclasses.asdict(done))
     elif not options.quiet:
         with pipe_may_close():
-            print(done)
+            say(done)
     return OK
 
 

@@ -20,8 +20,8 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local
-from dcp_datastates.text import count, date, size
-from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json
+from dcp_datastates.text import count, date, printable, size
+from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json, say
 
 __all__ = ["run_pin", "run_retain", "run_rm"]
 
@@ -48,9 +48,9 @@ def run_retain(options: argparse.Namespace) -> int:
         return OK
     with pipe_may_close():
         for path in retained.kept:
-            print(f"{'would keep' if options.dry_run else 'kept'} {path}")
+            say(f"{'would keep' if options.dry_run else 'kept'} {path}")
         for path in retained.deleted:
-            print(f"{'would delete' if options.dry_run else 'deleted'} {path}")
+            say(f"{'would delete' if options.dry_run else 'deleted'} {path}")
     return OK
 
 
@@ -64,7 +64,7 @@ def run_pin(options: argparse.Namespace) -> int:
         print_json({"path": options.path, "pins": names})
     else:
         with pipe_may_close():
-            print(f"{options.path}: {'pinned: ' if names else 'not pinned'}{', '.join(names)}")
+            say(f"{options.path}: {'pinned: ' if names else 'not pinned'}{', '.join(names)}")
     return OK
 
 
@@ -102,7 +102,7 @@ def run_rm(options: argparse.Namespace) -> int:
         deleted.append(path)
         if not options.json:
             with pipe_may_close():
-                print(f"{'would delete' if options.dry_run else 'deleted'} {description}")
+                say(f"{'would delete' if options.dry_run else 'deleted'} {description}")
     if options.json:
         print_json({"dry_run": options.dry_run, "deleted": deleted, "failed": failed})
     return TROUBLE if failed else OK
@@ -131,6 +131,10 @@ def _what_is_at(path: Path) -> str:
 
 def _is_confirmed(found: list[str]) -> bool:
     lines = "".join(f"  {each}\n" for each in found)
-    print(f"{lines}Delete {count(len(found), 'checkpoint')}? [y/N] ", end="", file=sys.stderr)
+    print(
+        f"{printable(lines)}Delete {count(len(found), 'checkpoint')}? [y/N] ",
+        end="",
+        file=sys.stderr,
+    )
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -12,7 +12,7 @@ from dcp_datastates.conversion.compare import Comparison, diff
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.storage import local
 from dcp_datastates_cli.convert import prefixes
-from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json
+from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json, say
 
 __all__ = ["run"]
 
@@ -30,9 +30,9 @@ def run(options: argparse.Namespace) -> int:
         with pipe_may_close():
             if options.quiet:
                 for each in found.differences:
-                    print(each)
+                    say(each)
             else:
-                print(found)
+                say(found)
     return OK if found.same else NO
 
 

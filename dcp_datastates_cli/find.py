@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from dcp_datastates.checkpoints.find import latest
 from dcp_datastates.checkpoints.listing import step_of
 from dcp_datastates.storage import local
+from dcp_datastates.text import printable
 from dcp_datastates_cli.output import NO, OK, complain, pipe_may_close, print_json
 
 __all__ = ["run"]
@@ -21,7 +23,8 @@ def run(options: argparse.Namespace) -> int:
         print_json({"root": root, "latest": found, "step": step})
     elif found is not None:
         with pipe_may_close():
-            print(found)
+            # A program that reads it wants the path as it is.
+            print(printable(found) if sys.stdout.isatty() else found)
     else:
         there = "no whole checkpoint in it" if root.is_dir() else "there is no such directory"
         complain(f"{root}: {there}")

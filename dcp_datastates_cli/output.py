@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
+from dcp_datastates.text import printable
+
 __all__ = [
     "DAMAGED",
     "NO",
@@ -17,6 +19,7 @@ __all__ = [
     "complain",
     "pipe_may_close",
     "print_json",
+    "say",
 ]
 
 OK: Final = 0
@@ -37,10 +40,15 @@ def pipe_may_close() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def say(what: object) -> None:
+    """A line, or several, on the standard output, without control characters of names."""
+    print(printable(what))
+
+
 def complain(message: str) -> None:
     """An error, on the standard error."""
     with contextlib.suppress(BrokenPipeError):
-        print(f"dcp-datastates: {message}", file=sys.stderr, flush=True)
+        print(f"dcp-datastates: {printable(message)}", file=sys.stderr, flush=True)
 
 
 def print_json(document: dict[str, Any]) -> None:

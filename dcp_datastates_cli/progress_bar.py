@@ -16,6 +16,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from dcp_datastates.text import printable
+
 __all__ = ["progress_bar"]
 
 
@@ -30,5 +32,5 @@ def progress_bar(doing: str, path: Path) -> Iterator[Callable[[int, int], None]]
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"{doing} {path.name}", total=None)
+        task = bar.add_task(f"{doing} {printable(path.name)}", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

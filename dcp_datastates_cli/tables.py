@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory
-from dcp_datastates.text import count, date, numbers, size
+from dcp_datastates.text import count, date, numbers, printable, size
+from dcp_datastates_cli.output import say
 
 __all__ = ["print_checkpoint", "print_directory"]
 
@@ -28,35 +29,35 @@ def print_directory(found: Directory) -> None:
         notes = ["latest" if listed.name == found.latest else listed.problem or ""]
         notes += [f"pinned: {', '.join(listed.pins)}"] if listed.pins else []
         shown.add_row(
-            Text(listed.name),
+            _text(listed.name),
             _or_empty(listed.step),
             date(listed.committed_at) or ("yes" if listed.committed else "no"),
             listed.attempt or "",
             "" if listed.nbytes is None else size(listed.nbytes),
             _or_empty(listed.ranks),
-            Text(numbers(listed.metrics)),
-            Text("; ".join(filter(None, notes))),
+            _text(numbers(listed.metrics)),
+            _text("; ".join(filter(None, notes))),
         )
     _print(shown)
 
 
 def print_checkpoint(found: Checkpoint, tensors: bool) -> None:
     """All of it; every tensor and object, too, if ``tensors``."""
-    print(found.path)
+    say(found.path)
     if found.committed:
         objects = sum(element.nbytes for element in found.objects)
-        print(f"  committed {date(found.committed_at)}, attempt {found.attempt}")
-        print(
+        say(f"  committed {date(found.committed_at)}, attempt {found.attempt}")
+        say(
             f"  {size(found.nbytes)} in {count(len(found.files), 'file')} of "
             f"{count(found.ranks, 'rank')}: {count(len(found.tensors), 'tensor')}, "
             f"{count(len(found.objects), 'object')} ({size(objects)})"
         )
     else:
-        print("  not committed")
+        say("  not committed")
     if found.metrics:
-        print(f"  {numbers(found.metrics)}")
+        say(f"  {numbers(found.metrics)}")
     if found.pins:
-        print(f"  pinned: {', '.join(found.pins)}")
+        say(f"  pinned: {', '.join(found.pins)}")
     if found.uncommitted:
         _print_uncommitted(found)
     if found.dtypes:
@@ -85,10 +86,10 @@ def _print_files(found: Checkpoint) -> None:
             note = "missing"
         elif file.found_nbytes != file.nbytes:
             note = f"has {file.found_nbytes} bytes instead of {file.nbytes}"
-        shown.add_row(Text(file.path), _or_empty(file.rank), size(file.nbytes), note)
+        shown.add_row(_text(file.path), _or_empty(file.rank), size(file.nbytes), note)
     _print(shown)
     if len(found.files) > _FILES_SHOWN:
-        print(f" … and {len(found.files) - _FILES_SHOWN} more (all with --json)")
+        say(f" … and {len(found.files) - _FILES_SHOWN} more (all with --json)")
 
 
 def _print_tensors(found: Checkpoint) -> None:
@@ -96,11 +97,15 @@ def _print_tensors(found: Checkpoint) -> None:
     for tensor in found.tensors:
         shape = " × ".join(map(str, tensor.shape)) or "scalar"
         shown.add_row(
-            Text(tensor.name), shape, tensor.dtype, size(tensor.nbytes), str(tensor.chunks)
+            _text(tensor.name), shape, tensor.dtype, size(tensor.nbytes), str(tensor.chunks)
         )
     for element in found.objects:
-        shown.add_row(Text(element.name), "", "object", size(element.nbytes), "")
+        shown.add_row(_text(element.name), "", "object", size(element.nbytes), "")
     _print(shown)
+
+
+def _text(name: str) -> Text:
+    return Text(printable(name).replace("\n", "\\n"))
 
 
 def _or_empty(number: int | None) -> str:

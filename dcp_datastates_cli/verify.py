@@ -13,7 +13,15 @@ from dcp_datastates.checkpoints.verify import Report, verify
 from dcp_datastates.errors import ConfigurationError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.storage import local
 from dcp_datastates.text import count
-from dcp_datastates_cli.output import DAMAGED, OK, TROUBLE, complain, pipe_may_close, print_json
+from dcp_datastates_cli.output import (
+    DAMAGED,
+    OK,
+    TROUBLE,
+    complain,
+    pipe_may_close,
+    print_json,
+    say,
+)
 
 __all__ = ["run"]
 
@@ -66,7 +74,7 @@ def _verify_all(root: Path, paths: list[Path], options: argparse.Namespace) -> i
         )
     elif not options.quiet:
         with pipe_may_close():
-            print(
+            say(
                 f"{count(len(paths), 'checkpoint')} in {root}: {len(reports) - damaged} whole, "
                 f"{damaged} damaged, {len(unchecked)} not checked"
             )
@@ -88,10 +96,10 @@ def _verify(path: Path, options: argparse.Namespace) -> Report:
 def _print(report: Report, quiet: bool) -> None:
     with pipe_may_close():
         if not quiet:
-            print(report)
+            say(report)
             return
         for damage in report.damages:
-            print(f"{report.path}/{damage}")
+            say(f"{report.path}/{damage}")
 
 
 def _document(report: Report) -> dict[str, Any]:

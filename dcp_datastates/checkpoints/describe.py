@@ -17,6 +17,7 @@ from dcp_datastates.checkpoints.find import flaw
 from dcp_datastates.checkpoints.listing import (
     Found,
     directories,
+    is_committed,
     natural_order,
     newest_first,
     step_of,
@@ -332,7 +333,7 @@ def _directory(root: Path) -> Directory:
     ours: list[Listed] = []
     latest = None
     everything = directories(root)
-    for found in newest_first(path for path in everything if (path / local.METADATA_NAME).exists()):
+    for found in newest_first(path for path in everything if is_committed(path)):
         listed = _listed(found)
         if latest is None and listed.problem is None:
             latest = listed.name
@@ -362,7 +363,7 @@ def _listed(found: Found) -> Listed:
 def _other(path: Path) -> Listed | None:
     """An uncommitted save, or another program's checkpoint; None for any other directory."""
     claimed = attempts.present(path)
-    if (path / local.METADATA_NAME).exists():
+    if is_committed(path):
         try:
             open_committed(path)
         except DataStatesError as error:

@@ -24,6 +24,7 @@ from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import wrong_size
+from dcp_datastates.storage import local
 
 __all__ = ["Examination", "Progress"]
 
@@ -155,9 +156,12 @@ class Examination:
     def _start(self, record: FileRecord, path: Path) -> _File | None:
         """Open the file; None if it is missing, or too short to contain its checksums."""
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = local.open_regular(path)
         except (FileNotFoundError, NotADirectoryError):
             self._condemn(record, "missing")
+            return None
+        except StorageError as error:
+            self._condemn(record, str(error.strerror))
             return None
         self._open.add(descriptor)
         nbytes = os.fstat(descriptor).st_size

@@ -25,7 +25,8 @@ class Keep:
         every: Those whose step is a multiple of this number. The step is the number at the end of the name.
         best: The one with the least or the greatest metric: ``("loss", "min")``; or as many as a third value says:
             ``("accuracy", "max", 3)``. Checkpoints without that metric, or for which it is not a number, do not count.
-        within: Those committed within this time: seconds, or a string such as ``"7d"``.
+        within: Those committed within this time before the newest: seconds, or a string such as ``"7d"``. If the times
+            of the commits contradict their order, all stay.
 
     Raises:
         ConfigurationError: a rule cannot work.
@@ -59,14 +60,18 @@ class Keep:
             )
         return Keep(last=keep)
 
-    def asks_for(self, found: Found, now: float) -> bool:
-        """Whether ``every`` or ``within`` asks for this checkpoint; ``now`` in seconds since the epoch."""
+    def asks_for(self, found: Found, newest: float) -> bool:
+        """Whether ``every`` or ``within`` asks for this checkpoint.
+
+        ``newest``: the time of the newest commit, in seconds since the epoch, or an earlier one; minus infinity if all
+        times are in doubt.
+        """
         step = step_of(found.path.name)
         if self.every is not None and step is not None and step % self.every == 0:
             return True
         if self.within is None or found.committed is None:
             return False
-        return now - found.committed.committed_at <= parse_duration(self.within)
+        return newest - found.committed.committed_at <= parse_duration(self.within)
 
     def the_best(
         self, candidates: Iterable[Found], is_good: Callable[[Found], bool]

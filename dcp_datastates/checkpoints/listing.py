@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import total_ordering
 from pathlib import Path
+from typing import Final
 
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_MOST_WARNINGS: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def directories(root: Path) -> list[Path]:
     """
     try:
         with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if entry.is_dir()]
+            names = [entry.name for entry in entries if local.is_directory(entry)]
     except FileNotFoundError:
         return []
     except NotADirectoryError:
@@ -125,7 +128,12 @@ def newest_first(paths: Iterable[Path]) -> Iterator[Found]:
     Opens only as many as the caller consumes: the attempt directories in a checkpoint bound how new it can be.
     Checkpoints that vanish meanwhile are skipped.
     """
-    heap = [_Rank(_newest_possible(path), path, None) for path in paths]
+    heap = []
+    for path in paths:
+        try:
+            heap.append(_Rank(_newest_possible(path), path, None))
+        except OSError as error:
+            _warn_once(path, error)
     heapq.heapify(heap)
     while heap:
         top = heapq.heappop(heap)
@@ -167,6 +175,17 @@ class _Rank:
         return self._attempt, self.found is None, self._tie
 
 
+_warned: set[tuple[Path, str]] = set()
+
+
+def _warn_once(path: Path, error: OSError | CheckpointCorruptError) -> None:
+    """Log that ``path`` is left out: not at every save that looks for old checkpoints beside it."""
+    what = path, str(error)
+    if what not in _warned and len(_warned) < _MOST_WARNINGS:
+        _warned.add(what)
+        logger.warning("%s is left out, for it is no checkpoint of this package: %s", path, error)
+
+
 def open_found(path: Path) -> Found | None:
     """The checkpoint committed at ``path``; None if it is not, or no longer, a checkpoint of this package."""
     try:
@@ -177,9 +196,12 @@ def open_found(path: Path) -> Found | None:
     except CheckpointNotFoundError:
         return None
     except (CheckpointCorruptError, StorageError) as error:
-        present = attempts.present(path)
+        try:
+            present = attempts.present(path)
+        except OSError:
+            present = []
         if not present:
-            logger.debug("%s: not a checkpoint of this package: %s", path, error)
+            _warn_once(path, error)
             return None
         damaged = isinstance(error, CheckpointCorruptError)
         unknown = isinstance(error, UnreadableMetadataError)  # a newer release may have written it

@@ -6,11 +6,14 @@ Deletes one checkpoint after another, as in ``delete.py``; if a crash interrupts
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import Final
 
 import torch.distributed as dist
 
@@ -22,10 +25,14 @@ from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, 
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.text import date
 
 __all__ = ["Retained", "retain", "retain_here"]
 
 logger = logging.getLogger(__name__)
+
+_CLOCK_SECONDS: Final = 60.0
+"""By how much the clocks of storage may differ, and nothing is in doubt."""
 
 
 def retain(
@@ -117,9 +124,9 @@ def retain_here(
     if len(last) < keep.last:
         return retained
     best = keep.the_best(everything, lambda found: found in last or flaw(found, verify) is None)
-    now = time.time()
+    newest = -math.inf if keep.within is None else _time_of_newest(everything)
     for found in older:
-        if found in best or keep.asks_for(found, now) or pins(found.path):
+        if found in best or keep.asks_for(found, newest) or _may_be_pinned(found.path):
             retained.kept.append(found.path)
         elif _is_older(found.attempt, found.path, last) and _delete(found, dry_run):
             retained.deleted.append(found.path)
@@ -128,6 +135,30 @@ def retain_here(
         if mine and _finish_deleting(path, last, dry_run):
             retained.deleted.append(path)
     return retained
+
+
+def _time_of_newest(everything: list[Found]) -> float:
+    """The time of the newest commit, in seconds since the epoch, or an earlier time: a clock may be wrong, and may have
+    been. The times are storage's. A job may have paused since, so the age of a checkpoint is not counted from now.
+    """
+    times = [found.committed.committed_at for found in everything if found.committed is not None]
+    for newer, older in pairwise(times):
+        if older > newer + _CLOCK_SECONDS:
+            logger.warning(
+                "not deleting by Keep(within=...): the times of commits, such as %s and %s, contradict their order; "
+                "some clock was wrong, or files were copied",
+                *map(date, (older, newer)),
+            )
+            return -math.inf
+    return min(times[0], time.time()) if times else -math.inf
+
+
+def _may_be_pinned(path: Path) -> bool:
+    try:
+        return bool(pins(path))
+    except OSError as error:
+        logger.warning("not deleting checkpoint %s: %s", path, error)
+        return True
 
 
 def _is_older(attempt: Attempt, path: Path, good: list[Found]) -> bool:
@@ -166,10 +197,13 @@ def _finish_deleting(path: Path, good: list[Found], dry_run: bool) -> bool:
     """Complete an interrupted deletion: remove attempts that no process holds or will need."""
     if path.is_symlink() or os.path.lexists(path / local.METADATA_NAME):
         return False
-    claimed = attempts.present(path)
+    try:
+        claimed = attempts.present(path)
+        saves = [attempt for attempt in claimed if not attempts.is_rest(path, attempt)]
+    except OSError:  # another user's directory, say
+        return False
     if not claimed:
         return False
-    saves = [attempt for attempt in claimed if not attempts.is_rest(path, attempt)]
     if saves and (saves[-1] >= good[-1].attempt or not _is_older(saves[-1], path, good)):
         return False
     try:

@@ -34,7 +34,7 @@ from dcp_datastates.errors import (
     CheckpointSupersededError,
     DataStatesError,
 )
-from dcp_datastates.format.metadata import decode
+from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import attempts, local, operations
 from dcp_datastates.storage.attempt import Attempt
@@ -88,7 +88,7 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
     published = False
     hit("publish.lock.before")
     try:
-        with if_free(directory, waiting):
+        with if_free(directory, waiting), local.explained("publishing", directory):
             hit("publish.lock.after")
             check_overwrite(directory, round_.overwrite)
             warn_if_replaced(directory)
@@ -192,7 +192,7 @@ def _now_published(directory: Path) -> Attempt | None:
 def published_attempt(directory: Path) -> Attempt:
     """The attempt that is committed there. Raises OSError or :class:`CheckpointCorruptError`."""
     path = directory / local.METADATA_NAME
-    return decode(path.read_bytes(), path).note.attempt
+    return decode(read(path)[0], path).note.attempt
 
 
 def _check_not_superseded(directory: Path, attempt: Attempt, seen: local.Signature | None) -> None:

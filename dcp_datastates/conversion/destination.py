@@ -1,13 +1,17 @@
 """A path at which a file or a directory appears at once, complete and durable.
 
 It is written below a temporary directory beside the path, so that a killed conversion leaves nothing at the path, and
-nothing that a list of checkpoints would show. The directory of a killed conversion, ``.NAME.converting-…``, may be
-deleted.
+nothing that a list of checkpoints would show. A directory at the path is exchanged for the new one. The directory of a
+killed conversion, ``.NAME.converting-…``, may be deleted if there is something at the path.
+
+Some file systems cannot exchange directories (NFS). There the old one is moved to ``old`` below the temporary directory
+first; a kill in that moment leaves it there, and the next conversion to the path moves it back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -21,9 +25,20 @@ from dcp_datastates.storage import local, operations
 
 __all__ = ["appearing", "check_destination"]
 
+logger = logging.getLogger(__name__)
+
 
 def check_destination(source: Path, target: Path, is_directory: bool, overwrite: bool) -> None:
-    """Raise :class:`CheckpointExistsError` or :class:`ConfigurationError` unless ``target`` may be written."""
+    """Raise :class:`CheckpointExistsError` or :class:`ConfigurationError` unless ``target`` may be written.
+
+    Moves back what a killed conversion has moved away from ``target``.
+    """
+    if (old := local.moved_away(target)) is not None:
+        logger.warning(
+            "a conversion to %s was killed; moving the former one back from %s", target, old
+        )
+        with local.explained("moving back", old):
+            operations.rename(old, target, "convert")
     real, real_source = Path(os.path.realpath(target)), Path(os.path.realpath(source))
     if (
         real == real_source
@@ -48,19 +63,20 @@ def check_destination(source: Path, target: Path, is_directory: bool, overwrite:
     if not overwrite:
         raise _exists(target)
     if is_directory:
-        _check_replaceable(target)
+        _check_replaceable(target, target)
     if is_directory and not (is_committed(target) or any(target.glob("*.safetensors"))):
         raise ConfigurationError(
             f"{str(target)!r} is not empty and holds no checkpoint; it is not replaced: choose another path"
         )
 
 
-def _check_replaceable(target: Path) -> None:
-    if names := pins(target):
+def _check_replaceable(there: Path, target: Path) -> None:
+    """Raise :class:`ConfigurationError` unless what is, or was, at ``target``, and is now at ``there``, may go."""
+    if names := pins(there):
         raise ConfigurationError(
             f"the checkpoint {str(target)!r} is pinned ({', '.join(names)}); dcp_datastates.unpin first"
         )
-    if below := committed_in(target):
+    if below := committed_in(there):
         raise ConfigurationError(
             f"{str(target)!r} holds checkpoints, such as {below[-1].name!r}, which would be lost; choose another path"
         )
@@ -85,7 +101,7 @@ def appearing(target: Path, overwrite: bool) -> Iterator[Path]:
     Raises :class:`CheckpointExistsError` if something has come to be at ``target`` meanwhile, unless ``overwrite``.
     """
     local.make_directories(target.parent, "convert")
-    work = target.parent / f".{target.name}.converting-{secrets.token_hex(4)}"
+    work = target.parent / f".{target.name}{local.CONVERTING}{secrets.token_hex(4)}"
     with local.explained("creating directory", work):
         operations.make_directory(work, "convert")
     try:
@@ -107,11 +123,29 @@ def _publish(work: Path, target: Path, overwrite: bool) -> None:
     if new.is_dir():
         for folder, _, _ in os.walk(new, topdown=False):
             operations.sync_directory(Path(folder), "convert")
-    is_directory = new.is_dir()
+    if new.is_dir() and _is_taken(target):
+        _replace(new, target, old)
+    else:
+        operations.rename(new, target, "convert")
+
+
+def _replace(new: Path, target: Path, old: Path) -> None:
+    """Put ``new`` in the place of ``target``, a directory that is not empty."""
     try:
-        if is_directory and _is_taken(target):
-            # A directory that is not empty cannot be replaced in one step.
-            operations.rename(target, old, "convert")
+        operations.exchange(new, target, "convert")
+    except OSError as error:
+        if error.errno not in operations.NO_EXCHANGE:
+            raise
+    else:
+        try:
+            _check_replaceable(new, target)
+        except ConfigurationError:
+            operations.exchange(new, target, "convert")
+            raise
+        return
+    _check_replaceable(target, target)
+    try:
+        operations.rename(target, old, "convert")
         operations.rename(new, target, "convert")
     except BaseException:  # an interrupt, too
         if old.exists() and not target.exists():

@@ -20,6 +20,7 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
+from dcp_datastates.storage.local import open_regular
 
 __all__ = ["Array", "Files", "as_bytes", "fill_from"]
 
@@ -73,7 +74,7 @@ class Files:
 
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
         kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
         raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error

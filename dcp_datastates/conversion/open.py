@@ -38,6 +38,8 @@ def open_source(path: str | os.PathLike[str], allow_objects: bool = False) -> So
     found = local.local_path(path)
     if found.is_dir():
         return _open_directory(found, allow_objects)
+    if found.exists() and not found.is_file():
+        raise ForeignCheckpointError(f"{str(found)!r} is neither a file nor a directory")
     try:
         if is_torch_file(found):
             return TorchSource(found, allow_objects)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 from dcp_datastates.format.safetensors_header import Header, read_header
+from dcp_datastates.storage.local import open_regular
 
 __all__ = ["NAME_OF", "SafetensorsSource", "is_safetensors", "weights_in"]
 
@@ -39,6 +41,7 @@ NAME_OF: Final[Mapping[torch.dtype, str]] = {
 _DTYPE_OF: Final = {name: dtype for dtype, name in NAME_OF.items()}
 
 _INDEX: Final = ".safetensors.index.json"
+_INDEX_BYTES: Final = 1 << 30
 
 
 class SafetensorsSource(Source):
@@ -140,7 +143,8 @@ def weights_in(folder: Path) -> SafetensorsSource | None:
 
 def _read_index(path: Path) -> dict[str, Path]:
     try:
-        content: Any = json.loads(path.read_bytes())
+        with os.fdopen(open_regular(path), "rb") as file:
+            content: Any = json.loads(file.read(_INDEX_BYTES))
     except OSError as error:
         raise StorageError(
             error.errno, f"reading {path} failed: {error.strerror}", str(path)

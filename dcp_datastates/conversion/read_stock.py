@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
 import pickle
 import threading
 import types
@@ -247,7 +248,7 @@ class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
 def _read_metadata(path: Path, allow_objects: bool) -> Metadata:
     kind = pickle.Unpickler if allow_objects else _Unpickler
     try:
-        with path.open("rb") as file:
+        with os.fdopen(local.open_regular(path), "rb") as file:
             metadata = kind(file).load()
     except OSError as error:
         raise StorageError(

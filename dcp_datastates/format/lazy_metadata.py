@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.fields import further_fields, known_fields
-from dcp_datastates.format.metadata import decode
+from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.storage.local import METADATA_NAME
 
@@ -44,7 +44,7 @@ class PublishedMetadata(Metadata):
             raise DataStatesError("this save has not been written yet; its metadata cannot be read")
         path = Path(self.directory) / METADATA_NAME
         try:
-            table = decode(path.read_bytes(), path)
+            table = decode(read(path)[0], path)
         except FileNotFoundError:
             raise DataStatesError(
                 f"nothing is committed at {self.directory!r}: wait for the save's future, or writer.committed"

@@ -7,18 +7,25 @@ only the table: it never unpickles metadata, and the table names no class or fun
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
+from typing import Final
 
-from dcp_datastates.errors import ConfigurationError, UnreadableMetadataError
+from dcp_datastates.errors import (
+    CheckpointCorruptError,
+    ConfigurationError,
+    UnreadableMetadataError,
+)
 from dcp_datastates.format import trailer, values
 from dcp_datastates.format.chunk_table import FileRecord
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_pickle import emit
 from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.storage.local import open_regular
 
-__all__ = ["FileRecord", "MetadataTable", "Note", "decode", "encode", "refused"]
+__all__ = ["FileRecord", "MetadataTable", "Note", "decode", "encode", "read", "refused"]
 
 
 def encode(table: MetadataTable) -> bytes:
@@ -34,6 +41,33 @@ def encode(table: MetadataTable) -> bytes:
     except (MetadataError, values.ValueRefused, TypeError, pickle.PicklingError) as error:
         raise refused(error) from error
     return trailer.append(pickled, document, table.catalog, table.placement)
+
+
+_LARGE: Final = 64 << 20
+_MOST: Final = 4 << 30
+"""Bytes of the largest ``.metadata`` that is read. Those of 16,384 ranks with 900 tensors each have 1 GiB."""
+
+
+def read(path: Path) -> tuple[bytes, float]:
+    """The bytes of the ``.metadata`` file at ``path``, and the time of its publication in seconds since the epoch.
+
+    Of a large file of another program, only the beginning and the end: it may be endless. Raises OSError
+    (:class:`StorageError` if it is no file), or :class:`CheckpointCorruptError` if it is too large.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_size <= _LARGE:
+            return file.read(), status.st_mtime
+        file.seek(-trailer.END_BYTES, os.SEEK_END)
+        end = file.read()
+        file.seek(0)
+        if not trailer.is_end(end):
+            return file.read(1 << 20) + end, status.st_mtime
+        if status.st_size > _MOST:
+            raise CheckpointCorruptError(
+                f"{path}: it has {status.st_size} bytes, more than the metadata of any checkpoint"
+            )
+        return file.read(), status.st_mtime
 
 
 def decode(data: bytes, path: Path) -> MetadataTable:

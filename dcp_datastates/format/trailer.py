@@ -80,6 +80,14 @@ def append(pickled: bytes, document: bytes, catalog: Catalog, placement: Placeme
     return b"".join((*parts, _CHECKSUM.pack(checksum)))
 
 
+END_BYTES: Final = _END.size
+
+
+def is_end(end: bytes) -> bool:
+    """Whether a file that ends with these :data:`END_BYTES` bytes ends as those of this package do."""
+    return len(end) == _END.size and end.startswith(_MAGIC)
+
+
 def parse(data: bytes, path: Path) -> tuple[bytes, dict[str, Ints]]:
     """The document and the columns in ``data``, the bytes of the file at ``path``.
 

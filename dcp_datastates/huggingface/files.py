@@ -7,7 +7,9 @@ holds what a release of the library saves, whatever that is, and is committed wi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+
+from dcp_datastates.errors import CheckpointCorruptError
 
 __all__ = ["read_files", "write_files"]
 
@@ -22,8 +24,26 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write what :func:`read_files` gave to another folder."""
-    for name, data in files.items():
-        path = folder / name
+    """Write what :func:`read_files` gave to another folder.
+
+    Raises :class:`CheckpointCorruptError`, before anything is written, if a name leads out of ``folder``.
+    """
+    for path in [_inside(folder, name) for name in files]:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
+        path.write_bytes(files[path.relative_to(folder).as_posix()])
+
+
+def _inside(folder: Path, name: str) -> Path:
+    path = PurePosixPath(name)
+    is_plain = path.parts and path.as_posix() == name and "\0" not in name
+    if not is_plain or path.is_absolute() or ".." in path.parts:
+        raise CheckpointCorruptError(
+            f"the checkpoint names a file {name!r}, which is no relative path in a folder; it is not written"
+        )
+    found = folder / path
+    if not found.resolve().is_relative_to(folder.resolve()) or found.is_symlink():
+        raise CheckpointCorruptError(
+            f"the checkpoint names a file {name!r}, and a symbolic link in {str(folder)!r} leads elsewhere; it is "
+            f"not written"
+        )
+    return found

@@ -14,7 +14,7 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
     StorageError,
 )
-from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode
+from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, read
 from dcp_datastates.storage import attempts, local
 
 __all__ = ["Committed", "open_committed", "wrong_size"]
@@ -64,8 +64,7 @@ def wrong_size(record: FileRecord, nbytes: int) -> str | None:
 def _read(directory: Path) -> tuple[bytes, float]:
     path = directory / local.METADATA_NAME
     try:
-        with path.open("rb") as file:
-            return file.read(), os.fstat(file.fileno()).st_mtime
+        return read(path)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFoundError(
             f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
@@ -111,16 +110,26 @@ def _is_complete_pickle(data: bytes) -> bool:
 
 def _what_is_there(directory: Path) -> str:
     if not directory.exists():
+        if (old := local.moved_away(directory)) is not None:
+            return (
+                f"a conversion to it was killed, which had moved it to {str(old)!r}; move it back"
+            )
         return "the directory does not exist"
     if not directory.is_dir():
         return "it is a file"
-    uncommitted = attempts.present(directory)
+    with local.explained("listing", directory):
+        uncommitted = attempts.present(directory)
+    if uncommitted and attempts.is_rest(directory, uncommitted[-1]):
+        return (
+            "it was deleted, and not all of it is gone yet: dcp_datastates.delete removes the rest"
+        )
     if uncommitted:
         return f"a save was begun and not committed ({uncommitted[-1].name}); it is still running, or failed"
-    inside = sorted(os.listdir(directory))
+    with local.explained("listing", directory):
+        inside = sorted(os.listdir(directory))
     if not inside:
         return "the directory is empty"
-    steps = [name for name in inside if (directory / name / local.METADATA_NAME).exists()]
+    steps = [name for name in inside if os.path.lexists(directory / name / local.METADATA_NAME)]
     if steps:
         return f"but there are checkpoints below it, such as {steps[-1]!r}"
     return f"the directory holds {len(inside)} other entries, such as {inside[0]!r}"

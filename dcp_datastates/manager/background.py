@@ -9,18 +9,19 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 
+from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.writer import DataStatesWriter
-from dcp_datastates.errors import ConfigurationError, DataStatesError
+from dcp_datastates.errors import ConfigurationError
 
 __all__ = ["BackgroundSaves", "take_options"]
 
@@ -76,7 +77,7 @@ class BackgroundSaves:
         self._strict = strict
         self._writer: DataStatesWriter | None = None
         self._handles: list[tuple[int, SaveHandle]] = []  # of saves that may be in flight, numbered
-        self._deleting: ThreadPoolExecutor | None = None
+        self._deletions = Deletions()
         self._lock = threading.Lock()  # guards what follows
         self._started = 0
         self._committed = 0  # the number of the last save that was committed
@@ -126,8 +127,7 @@ class BackgroundSaves:
         for number, handle in handles:
             handle.wait()
             self._ended(number, handle.committed)  # the callback may come later
-        if self._deleting is not None:
-            self._deleting.submit(lambda: None).result()
+        self._deletions.wait()
         if self._strict:
             for _, handle in handles:
                 handle.result()
@@ -178,18 +178,5 @@ class BackgroundSaves:
         with self._lock:  # wait() comes behind what is submitted here
             due = [each.action for each in self._waiting if each.number <= self._committed]
             self._waiting = [each for each in self._waiting if each.number > self._committed]
-            if due and self._deleting is None:
-                self._deleting = ThreadPoolExecutor(1, "dcp_datastates-delete")
             for action in due:
-                assert self._deleting is not None
-                try:
-                    self._deleting.submit(_logging_errors, action)
-                except RuntimeError:  # the process ends
-                    logger.info("old checkpoints are not deleted, because the process ends")
-
-
-def _logging_errors(action: Callable[[], object]) -> None:
-    try:
-        action()
-    except (DataStatesError, OSError) as error:
-        logger.warning("an old checkpoint was not deleted: %s", error)
+                self._deletions.request(action)

@@ -15,11 +15,11 @@ from typing import Any, Final, TypeVar
 import torch.distributed as dist
 
 from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
+from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_of
 from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.checkpoints.purge import Purge
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit.rank_set import ALONE, rank_set_of
 from dcp_datastates.dcp.async_save import async_save
@@ -130,9 +130,9 @@ class CheckpointManager:
         """The saves whose outcome is not known to the loop."""
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._failure: BaseException | None = None
-        self._purge: Purge | None = None
+        self._deletions: Deletions | None = None
         if self._keep is not None and self._rank_set.rank == 0:
-            self._purge = Purge(self._delete_old)
+            self._deletions = Deletions()
         self._step: int | None = None
         self._closed = False
         self.failures = 0
@@ -249,8 +249,8 @@ class CheckpointManager:
         """In the commit thread."""
         failed = committed.exception() is not None
         self._schedule.ended(number, not failed)
-        if self._purge is not None and not failed:
-            self._purge.request()
+        if self._deletions is not None and not failed:
+            self._deletions.request(self._delete_old)
 
     def _take_outcomes(self) -> None:
         """Count the failures among the saves that have ended."""
@@ -372,9 +372,11 @@ class CheckpointManager:
             lambda: unpin(self.path(step), name), "unpin", "that a checkpoint is unpinned"
         )
 
-    def _delete_old(self) -> list[Path]:
+    def _delete_old(self) -> None:
         assert self._keep is not None
-        return retain_here(self.root, keep=self._keep, verify=self._verify, among=_is_step).deleted
+        retained = retain_here(self.root, keep=self._keep, verify=self._verify, among=_is_step)
+        for path in retained.deleted:
+            logger.info("deleted checkpoint %s", path)
 
     def _on_first_rank(
         self, compute: Callable[[], T], key: str, purpose: str, timeout: float = DEFAULT_TIMEOUT
@@ -398,8 +400,8 @@ class CheckpointManager:
         finally:
             self._schedule.close()
             self._signals.close()
-            if self._purge is not None:
-                self._purge.close()
+            if self._deletions is not None:
+                self._deletions.wait()
             self._writer.close()
 
     def __enter__(self) -> CheckpointManager:

@@ -27,7 +27,10 @@ __all__ = [
     "take",
 ]
 
-_NAME = re.compile(r"([0-9a-f]{16})-(\d{8,20})")
+_NAME = re.compile(r"([0-9a-e][0-9a-f]{15})-([0-9]{8,20})")
+"""Of an attempt. No clock says a time that begins with ``f``, the year 2518: such a directory is no attempt, or it
+would be the newest for ever.
+"""
 
 
 @dataclass(frozen=True, order=True)

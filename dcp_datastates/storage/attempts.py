@@ -85,12 +85,17 @@ def claim(directory: Path, attempt: Attempt, *, deletes: bool = False) -> bool:
 
 
 def present(directory: Path) -> list[Attempt]:
-    """The attempts that have a directory below ``directory``, oldest first."""
+    """The attempts that have a directory below ``directory``, oldest first. Symbolic links and files do not count."""
+    found = []
     try:
-        names = os.listdir(directory)
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                attempt = Attempt.parse(entry.name)
+                if attempt is not None and entry.is_dir(follow_symlinks=False):
+                    found.append(attempt)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(attempt for name in names if (attempt := Attempt.parse(name)))
+    return sorted(found)
 
 
 def publish(directory: Path, attempt: Attempt, data: bytes) -> None:

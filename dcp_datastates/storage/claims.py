@@ -6,6 +6,7 @@ than those of all attempts at its path, and of all checkpoints committed beside 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from dcp_datastates.storage.lock import Hold
 __all__ = ["Claim", "Neighbours", "claim", "claim_deletion"]
 
 _CLAIMS: Final = 100
+_ABSURD: Final = 0xE << 60
+"""An incarnation in the year 2481. No save exceeds it: its own successors would be the newest for ever."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Neighbours:
             self._root, self._known, self._newest = root, {}, None
         try:
             with os.scandir(root) as entries:
-                names = [entry.name for entry in entries if entry.is_dir()]
+                names = [entry.name for entry in entries if local.is_directory(entry)]
         except OSError:  # a directory may be writable, but not readable
             return None
         known, self._known = self._known, {}
@@ -68,12 +71,15 @@ class Neighbours:
                 continue
             self._known[name] = status.st_ino, status.st_mtime_ns
             if known.get(name) != self._known[name]:
-                for attempt in attempts.present(root / name)[-1:]:
-                    self.note(attempt)
+                with contextlib.suppress(OSError):  # other users' directories may not be readable
+                    for attempt in attempts.present(root / name)[-1:]:
+                        self.note(attempt)
         return self._newest
 
     def note(self, attempt: Attempt) -> None:
         """Note that this job has claimed or seen ``attempt`` in the latest ``root`` of :meth:`newest`."""
+        if attempt.incarnation >= _ABSURD:
+            return
         self._newest = attempt if self._newest is None else max(attempt, self._newest)
 
 
@@ -84,7 +90,8 @@ def claim(directory: Path, neighbours: Neighbours) -> Claim:
     so a publisher has seen and withdrawn every older attempt that could still be published.
     """
     local.make_directories(directory)
-    made = _claim(directory, neighbours)
+    with local.explained("claiming a save's directory", directory):
+        made = _claim(directory, neighbours)
     neighbours.note(made.attempt)
     return made
 
@@ -95,7 +102,8 @@ def claim_deletion(directory: Path) -> Claim:
     The same holds as for a save: the deleting process has seen every older attempt that could still be published, and a
     job that publishes a newer one has seen this deletion, and withdraws it first.
     """
-    return _claim(directory, None)
+    with local.explained("claiming a deletion's directory", directory):
+        return _claim(directory, None)
 
 
 def _claim(directory: Path, neighbours: Neighbours | None) -> Claim:
@@ -104,6 +112,13 @@ def _claim(directory: Path, neighbours: Neighbours | None) -> Claim:
         beside = None if neighbours is None else neighbours.newest(directory.parent)
         there = [*attempts.present(directory), *([] if beside is None else [beside])]
         after = max(there, default=None)
+        if after is not None and after.incarnation >= _ABSURD:
+            raise StorageError(
+                None,
+                f"the directory {after.name!r} there has the name of an attempt in the year 2481 or later; no save has "
+                f"made it: remove it",
+                str(directory),
+            )
         deletes = neighbours is None
         attempt = next_deletion(after) if deletes else next_attempt(after)
         if not attempts.claim(directory, attempt, deletes=deletes):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,17 @@ from dcp_datastates.storage import operations
 from dcp_datastates.text import size as show_size
 
 __all__ = [
+    "CONVERTING",
     "METADATA_NAME",
     "Signature",
     "about_space",
     "check_writable",
     "explained",
+    "is_directory",
     "local_path",
     "make_directories",
+    "moved_away",
+    "open_regular",
     "signature",
     "signature_of",
     "sync_directories",
@@ -73,6 +78,23 @@ def working_directory() -> str | None:
         return os.getcwd()
     except OSError:
         return None
+
+
+CONVERTING: Final = ".converting-"
+"""Follows the name of a path in that of the temporary directory beside it (``conversion/destination.py``)."""
+
+
+def moved_away(target: Path) -> Path | None:
+    """What a killed conversion has moved away from ``target``, if nothing is there now."""
+    if os.path.lexists(target):
+        return None
+    beginning = f".{target.name}{CONVERTING}"
+    with contextlib.suppress(OSError):
+        for name in os.listdir(target.parent):
+            old = target.parent / name / "old"
+            if name.startswith(beginning) and os.path.lexists(old):
+                return old
+    return None
 
 
 def check_writable(directory: Path) -> None:
@@ -198,15 +220,58 @@ def signature(directory: Path) -> Signature | None:
         return signature_of(directory / METADATA_NAME)
 
 
+def is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether the entry is a directory, or a symbolic link to one. False if that cannot be seen: a cycle of links."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+_KINDS: Final = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+}
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Open the file at ``path`` for reading. Never waits for a pipe's other end, and never opens a device.
+
+    Raises OSError: :class:`StorageError` if there is something other than a file.
+    """
+    _check_regular(os.stat(path), path)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _check_regular(os.fstat(descriptor), path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
+        raise StorageError(errno.EINVAL, f"it is {kind}, not a file", os.fspath(path))
+
+
 def signature_of(path: Path) -> Signature | None:
     """The signature of the ``.metadata`` at ``path``; None if there is none. Raises OSError."""
     try:
         # Open the file, so that a network file system asks its server.
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    try:
-        status = os.fstat(descriptor)
-    finally:
-        os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ELOOP):
+            raise
+        status = os.lstat(path)  # no file, and yet something that a publication replaces
+    else:
+        try:
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
     return Signature(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)

@@ -121,8 +121,8 @@ def asking(directory: Path) -> Iterator[bool | None]:
     """Like :func:`in_flight`; until the context ends, no process can begin to hold the directory."""
     try:
         descriptor = _open(directory)
-    except FileNotFoundError:
-        yield False  # gone
+    except (FileNotFoundError, NotADirectoryError):
+        yield False  # gone, or no attempt
         return
     except OSError:
         yield True  # too many open files, say: assume that it is in flight

@@ -9,6 +9,8 @@ makes two records, ``sync_begin`` and ``sync``; it covers the operations recorde
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
 import json
 import os
@@ -19,6 +21,8 @@ from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = [
+    "NO_EXCHANGE",
+    "exchange",
     "make_directory",
     "remove_directory",
     "rename",
@@ -30,6 +34,11 @@ __all__ = [
 ]
 
 TRACE_VARIABLE: Final = "DCP_DATASTATES_TRACE"
+
+NO_EXCHANGE: Final = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+
+_AT_FDCWD: Final = -100
+_RENAME_EXCHANGE: Final = 2
 
 _sync_ids = itertools.count(1)
 
@@ -93,6 +102,22 @@ def rename(path: Path, target: Path, phase: str) -> None:
     os.rename(path, target)
     _trace("rename", path, to=str(target))
     hit(f"{phase}.rename.after")
+
+
+def exchange(path: Path, target: Path, phase: str) -> None:
+    """Exchange two entries, atomically (renameat2(2)). Raises OSError with an errno of :data:`NO_EXCHANGE` where the
+    file system or the C library cannot do that.
+    """
+    hit(f"{phase}.exchange.before")
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+    ends = _AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(target)
+    if renameat2(*ends, _RENAME_EXCHANGE) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path), None, str(target))
+    _trace("exchange", path, to=str(target))
+    hit(f"{phase}.exchange.after")
 
 
 def unlink(path: Path, phase: str) -> None:

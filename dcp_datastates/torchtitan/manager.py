@@ -19,6 +19,7 @@ import sys
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,9 +40,9 @@ from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.checkpoints.purge import Purge
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.reader import DataStatesReader
@@ -141,7 +142,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
     # Attributes that close() reads, also if the constructor was not called or has raised.
     staging_future: Future[None] | None = None
     save_future: Future[None] | None = None
-    _purge: Purge | None = None
+    _deletions: Deletions | None = None
     _behind: DataStatesWriter | None = None
     _at_once: DataStatesWriter | None = None
     _closed = False
@@ -176,8 +177,10 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if config.async_mode != "disabled":
             self._behind = DataStatesWriter(**self._options)
         if config.keep_latest_k > 0 and _rank() == 0:
-            folder, keep, verify = Path(self.folder), config.keep_latest_k, config.verify
-            self._purge = Purge(lambda: delete_old(folder, keep, verify))
+            self._deletions = Deletions()
+            self._delete_old = partial(
+                delete_old, Path(self.folder), config.keep_latest_k, config.verify
+            )
 
     def __del__(self) -> None:
         self.close()
@@ -203,9 +206,9 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             GarbageCollection.collect("before a checkpoint is staged")
             self._save_behind(self._all_states(), curr_step)
         GarbageCollection.collect("after a checkpoint was staged")
-        if self._purge is not None and not last_step:
+        if self._deletions is not None and not last_step:
             # The save in flight is not committed yet, so it does not count among those that are kept.
-            self._purge.request()
+            self._deletions.request(self._delete_old)
         return True
 
     def _is_due(self, step: int, last_step: bool) -> bool:
@@ -388,8 +391,8 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     writer.close()
                 except Exception as error:
                     failure = failure or error
-        if self._purge is not None:
-            self._purge.close()
+        if self._deletions is not None:
+            self._deletions.wait()
         if failure is not None:
             if sys.exc_info()[0] is None:
                 raise failure

@@ -258,7 +258,7 @@ def test_a_failed_save_raises_from_the_next_one_and_evicts_nothing(
         with pytest.raises(StorageError, match="no space"):
             one.manager.maybe_wait_for_saving()
     monkeypatch.undo()
-    one.manager._purge.close()
+    one.manager._deletions.wait()
     assert {"step-2", "step-3"} <= set(one.steps())
     assert one.manager._newest() == 3
     one.step()
@@ -283,11 +283,11 @@ def test_purging_keeps_good_commits_and_what_is_not_a_step(job: Callable[..., Jo
     (one.folder / "old-step-2").mkdir()
     (one.folder / "step-9").mkdir()  # of a save that failed: torchtitan would count it
     one.manager.save(2)
-    one.manager._purge.close()
+    one.manager._deletions.wait()
     assert one.steps() == ["step-1", "step-2", "step-9"]
     for number in (3, 4):
         one.manager.save(number)
-        one.manager._purge.close()
+        one.manager._deletions.wait()
     assert one.steps() == ["step-3", "step-4", "step-9"]
     assert (one.folder / "best" / ".metadata").exists()
     assert (one.folder / "old-step-2").exists()
@@ -301,7 +301,7 @@ def test_a_pinned_checkpoint_does_not_keep_stock_ones(job: Callable[..., Job]) -
         one.manager.save(number)
         if number == 2:
             pin(one.folder / "step-2")
-    one.manager._purge.close()
+    one.manager._deletions.wait()
     assert one.steps() == ["step-2", "step-3", "step-4"]
 
 

@@ -1,4 +1,4 @@
-"""What a simulated job is made of besides its ranks: a checkpoint's directory, saves, and groups of connections."""
+"""What a simulated job is made of besides its ranks: directories of checkpoints, saves, and connections."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Attempt", "Broken", "Group", "Path", "Save", "Thread"]
+from dcp_datastates.commit.gloo_tree import Place
+
+__all__ = ["Attempt", "Broken", "Path", "Save", "Thread", "Tree", "neighbours"]
 
 Thread = Generator[None, None, None]
 Attempt = int
@@ -16,7 +18,7 @@ class Broken(AssertionError):
     """Something that must always hold does not."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Path:
     """One checkpoint's directory."""
 
@@ -24,43 +26,55 @@ class Path:
     files: dict[Attempt, set[int]] = field(default_factory=dict)  # of the attempts that are there
     deleting: set[Attempt] = field(default_factory=set)
     named: Attempt | None = None
+    after: Attempt = 0  # the newest attempt that the named one's claim had seen
     signature: int = 0
 
     def present(self) -> list[Attempt]:
         return sorted(self.files)
 
 
-@dataclass
+@dataclass(eq=False)
 class Save:
     """One save of one job, as its coordinator has claimed it."""
 
     number: int
     attempt: Attempt
-    seen: int
+    seen: int = 0
+    path: Path = field(default_factory=Path)
+    after: Attempt = 0
 
 
-class Group:
-    """Connections between all ranks of a job; the k-th operation of each rank meets the k-th of the others."""
+class Tree:
+    """Connections between all ranks of a job: the k-th operation of each member of a group meets the k-th of the
+    others.
+    """
 
-    def __init__(self, world: int) -> None:
-        self.world = world
-        self.operations: list[dict[int, tuple[str, tuple[Any, ...]]]] = []
+    def __init__(self) -> None:
+        self.connected: set[int] = set()
         self.gone: set[int] = set()
+        self._operations: dict[tuple[str, int], dict[int, tuple[str, Any]]] = {}
 
-    def begin(self, place: int, rank: int, kind: str, value: tuple[Any, ...]) -> None:
-        while len(self.operations) <= place:
-            self.operations.append({})
-        self.operations[place][rank] = kind, value
-
-    def result(self, place: int, rank: int) -> tuple[Any, ...] | None:
-        """What it gives to ``rank``; None as long as it gives nothing."""
-        given = self.operations[place]
-        kinds = {kind for kind, _ in given.values()}
-        if not (kinds <= {"vote"} or kinds <= {"tell", "hear"}):
+    def begin(self, place: Place, at: int, kind: str, value: Any) -> None:
+        given = self._operations.setdefault((place.name, at), {})
+        given[place.rank] = kind, value
+        if len({kind for kind, _ in given.values()}) > 1:
             raise Broken(f"operations that do not belong together met: {given}")
-        if kinds != {"vote"}:  # the coordinator waits for no other, and each other for it
+
+    def result(self, place: Place, at: int) -> Any:
+        """What it gives to this member; None as long as it gives nothing."""
+        given = self._operations[place.name, at]
+        kind, mine = given[place.rank]
+        if kind != "gather":  # the group's first rank waits for no other, and each other for it
             return given[0][1] if 0 in given else None
-        if len(given) < self.world:
+        if place.rank:
+            return mine
+        if len(given) < place.size:
             return None
-        values = [value for _, value in given.values()]
-        return tuple(max(column) for column in zip(*values, strict=True))
+        return tuple(
+            max(column) for column in zip(*(each for _, each in given.values()), strict=True)
+        )
+
+
+def neighbours(rank: int, place: Place) -> list[int]:
+    """The ranks of the job in ``rank``'s group at ``place``."""
+    return [rank + (member - place.rank) * place.span for member in range(place.size)]

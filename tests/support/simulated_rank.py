@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import defaultdict
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from dcp_datastates.commit import protocol
+from dcp_datastates.commit.gloo_tree import Place, places
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
-from support.simulated_parts import Attempt, Group, Path, Save, Thread
+from support.simulated_parts import Attempt, Save, Thread, Tree, neighbours
+from support.simulated_storage import claim, publish, retain, settle, tidy
 
 if TYPE_CHECKING:
     from support.simulation import Job
@@ -18,6 +22,10 @@ _PATIENCE = 400
 """Looks in vain after which a rank that waits counts the others as lost (``commit_timeout``)."""
 
 
+class Hung(Exception):
+    """A call into storage is waited for no more."""
+
+
 class Rank:
     """One process: its commit thread and, on the coordinator, its planning thread."""
 
@@ -25,25 +33,33 @@ class Rank:
         self.job = job
         self.world = job.world
         self.rank = rank
-        self.name = f"job{job.first}.{rank}"
+        self.name = f"job{job.name}.{rank}"
         self.killed = False
         self.frozen = 0
         self.is_cut = False
         self.threads: list[Thread] = [self._commit()]
         if rank == 0:
-            self.threads.append(self._plan())
-        self.renaming: tuple[Path, Attempt] | None = None  # under way in the file system
+            self.threads += [self._plan(), self._admit()]
         # What its beats say, and what it has heard of the others' (by rank).
-        self.ended = job.first - 1
-        self.done = False
+        self.ended = -1
         self.heard: dict[int, int] = {}
-        self._expected = job.first
-        self._group: Group | None = None
+        self._incarnation: str | None = None
+        self._expected = 0
+        self._tree: Tree | None = None
+        self._places: list[Place] = list(places(rank, job.size))
+        self._at: dict[str, int] = defaultdict(int)
         self._generation = 0
-        self._place = 0
         self._unsaid: dict[int, Decision] = {}
         self._waited = 0
+        self._done = False
         self._older: list[Attempt] = []
+        self._calling: Thread | None = None  # a call into storage that is under way
+
+    def die(self) -> None:
+        """The process is killed. A call into storage may yet be carried out."""
+        self.killed = True
+        if self._calling is not None:
+            self.world.late.append((self._calling, True))
 
     @property
     def over(self) -> bool:
@@ -54,38 +70,76 @@ class Rank:
         return self.job.has_store and not self.is_cut
 
     def _chance(self, probability: float) -> bool:
-        return self.world.random.random() < probability
+        return self.world.happens(probability)
+
+    # ---- which job the store's keys belong to (commit/incarnation.py) ---------------------------
+
+    def _meet_job(self) -> Generator[None, None, bool]:
+        """Whether this rank has learnt the incarnation of its job."""
+        store, nonce = self.job.store, object()
+        for _ in range(4 * _PATIENCE):
+            yield
+            if not self.reaches_store:
+                continue
+            if self.rank == 0:
+                self._incarnation = f"job{self.job.name}"
+                store["leader"] = self._incarnation
+                return True
+            leader = store.get("leader")
+            if leader is None:
+                continue
+            store.setdefault(f"{leader}/asks/{self.rank}", nonce)
+            if (
+                self.world.believes_former_jobs
+                or store.get(f"{leader}/admitted/{self.rank}") is nonce
+            ):
+                self._incarnation = str(leader)
+                # A rank that is admitted to a job that came after its own takes part there; here it ends.
+                return self.world.believes_former_jobs or leader == f"job{self.job.name}"
+        return False
+
+    def _admit(self) -> Thread:
+        """Rank 0: write the nonces back."""
+        store, waiting = self.job.store, set(range(1, self.job.size))
+        for _ in range(4 * _PATIENCE):
+            yield
+            mine = self._incarnation
+            if mine is None or not self.reaches_store or store.get("leader") != mine:
+                continue
+            for rank in sorted(waiting):
+                if (nonce := store.get(f"{mine}/asks/{rank}")) is not None:
+                    store[f"{mine}/admitted/{rank}"] = nonce
+                    waiting.discard(rank)
+            if not waiting:
+                return
+
+    def _key(self, key: str) -> str:
+        return f"{self._incarnation}/{key}"
 
     # ---- planning, on the coordinator -----------------------------------------------------------
 
     def _plan(self) -> Thread:
-        path = self.world.path
-        for index in range(self.job.saves):
-            number = self.job.first + index
+        for number in range(self.job.saves):
             while self.ended < number - 2:  # no more than two in flight
                 yield
-            while True:
-                yield from self._storage()
-                seen = path.signature
-                newest = max([*path.present(), path.named or 0]) if path.files or path.named else 0
-                yield from self._storage()
-                attempt = self.world.next_attempt(self.job, newest)
-                yield from self._storage()
-                if attempt in path.files:
-                    continue
-                path.files[attempt] = set()  # with its slot, at once
-                path.slots.add(attempt)
-                yield from self._storage()
-                if not self.world.looks_again or path.present()[-1:] == [attempt]:
-                    break
-                self.world.remove(attempt)
-            self.job.tickets[number] = Save(number, attempt, seen)
+                if self._done:
+                    return
+            path = self.world.path_of(number)
+            while number not in self.job.tickets:
+                with contextlib.suppress(Hung):  # the next call saves again
+                    self.job.tickets[number] = yield from self._slowly(
+                        claim(self.world, self.job, number, path)
+                    )
 
     # ---- the commit thread ----------------------------------------------------------------------
 
     def _commit(self) -> Thread:
-        for index in range(self.job.saves):
-            number = self.job.first + index
+        if (yield from self._meet_job()):
+            yield from self._rounds()
+        self._done = True
+
+    def _rounds(self) -> Thread:
+        for number in range(self.job.saves):
             self._waited = 0
             while number not in self.job.tickets:
                 yield
@@ -93,14 +147,11 @@ class Rank:
                 self._waited += 1
                 if self.job.ranks[0].killed or self._waited > 4 * _PATIENCE:
                     return  # planning fails without the coordinator
-            save = self.job.tickets[number]
-            if self.rank and self._chance(0.05):
+            if self.rank and self._chance(0.05 * self.world.faults):
                 continue  # its planning failed: it hears of the save only by the next
             while self._expected < number:
-                yield from self._round(Save(self._expected, -1, 0), Reason("X", "no such save"))
-            assert save is not None
-            yield from self._round(save, None)
-        self.done = True
+                yield from self._round(Save(self._expected, -1), Reason("X", "no such save"))
+            yield from self._round(self.job.tickets[number], None)
 
     def _round(self, save: Save, failed: Reason | None) -> Thread:
         self._expected = save.number + 1
@@ -114,7 +165,11 @@ class Rank:
                     action = steps.throw(OSError("a defect"))
                     continue
                 self.world.log(self, f"{save.number}: {action}")
-                event = yield from self._do(action, save, failed)
+                try:
+                    event = yield from self._do(action, save, failed)
+                except Hung as error:
+                    action = steps.throw(error)
+                    continue
                 self.world.log(self, f"{save.number}:   {event}")
                 action = steps.send(event)
         except StopIteration as ended:
@@ -122,7 +177,10 @@ class Rank:
         yield
         self.world.told(self, save, decision.outcome)
         self.ended = save.number
-        yield from self._tidy(save, decision)
+        cleanup = tidy(self.world, self.rank, save, self._older, decision.outcome)
+        yield from self._slowly(cleanup, abandons=False)
+        if self.rank == 0 and decision.outcome is Outcome.COMMITTED and self.world.retains:
+            yield from self._slowly(retain(self.world, save), abandons=False)
 
     def _do(
         self, action: protocol.Action, save: Save, failed: Reason | None
@@ -135,16 +193,17 @@ class Rank:
                 return (yield from self._meet(save))
             case protocol.Vote(ok):
                 vote = (0 if ok else 1, save.attempt, -save.attempt, save.number, -save.number)
-                found = yield from self._operate("vote", vote, save)
+                found = yield from self._collective("voted", vote, save)
                 if isinstance(found, protocol.Event):
                     return found
                 no, attempt, negated, number, unnumber = found
                 return protocol.Counted(not no and attempt == -negated and number == -unnumber)
             case protocol.Tell(decision):
-                found = yield from self._operate("tell", (save.number, decision), save)
+                told = (save.number, decision)
+                found = yield from self._collective("decision", told, save, telling=True)
                 return found if isinstance(found, protocol.Event) else protocol.Done()
             case protocol.Hear():
-                found = yield from self._operate("hear", (), save)
+                found = yield from self._collective("decision", None, save)
                 if isinstance(found, protocol.Event):
                     return found
                 number, decision = found
@@ -152,7 +211,11 @@ class Rank:
             case protocol.Publish():
                 return (yield from self._publish(save))
             case protocol.Settle():
-                return (yield from self._settle(save))
+                try:
+                    return (yield from self._slowly(settle(self.world, save)))
+                except Hung:
+                    self.world.storage_failed.add(save.attempt)
+                    return protocol.Decided(Decision(Outcome.UNKNOWN))
             case protocol.Leave():
                 self._leave()
                 return protocol.Done()
@@ -172,12 +235,14 @@ class Rank:
             case protocol.Note():
                 self._flush()
             case protocol.Explain(reason):
-                store[f"reason/{save.number}/{self.rank}"] = reason
+                store[self._key(f"reason/{save.number}/{self.rank}")] = reason
             case protocol.Collect():
                 reasons = {
                     rank: reason
                     for rank in range(len(self.job.ranks))
-                    if isinstance(reason := store.get(f"reason/{save.number}/{rank}"), Reason)
+                    if isinstance(
+                        reason := store.get(self._key(f"reason/{save.number}/{rank}")), Reason
+                    )
                 }
                 return protocol.Collected(reasons)
             case protocol.Look():
@@ -185,13 +250,13 @@ class Rank:
         return protocol.Done()
 
     def _find(self, save: Save) -> Decision | None:
-        found = self.job.store.get(f"decision/{save.number}")
+        found = self.job.store.get(self._key(f"decision/{save.number}"))
         assert found is None or isinstance(found, Decision)
         return found
 
     def _flush(self) -> None:
         for number, decision in self._unsaid.items():
-            self.job.store[f"decision/{number}"] = decision
+            self.job.store[self._key(f"decision/{number}")] = decision
         self._unsaid.clear()
 
     # ---- waiting --------------------------------------------------------------------------------
@@ -199,9 +264,11 @@ class Rank:
     def _hear(self) -> None:
         """Now and then, the others' newest beats come."""
         if self.reaches_store and self._chance(0.3):
-            for other in self.job.ranks if self.rank == 0 else self.job.ranks[:1]:
-                if other is not self and other.reaches_store:
-                    self.heard[other.rank] = other.ended
+            self.job.store[self._key(f"beat/{self.rank}")] = self.ended
+            for other in range(len(self.job.ranks)) if self.rank == 0 else (0,):
+                beat = self.job.store.get(self._key(f"beat/{other}"))
+                if other != self.rank and isinstance(beat, int):
+                    self.heard[other] = beat
 
     def _interruption(
         self, save: Save, *, joining: bool = False, telling: bool = False
@@ -229,13 +296,13 @@ class Rank:
         gone = any(other.killed or other.is_cut or other.frozen > 20 for other in watched)
         return (gone or not self.reaches_store) and self._chance(0.05)
 
-    # ---- gloo -----------------------------------------------------------------------------------
+    # ---- gloo: the groups of the real tree --------------------------------------------------------
 
     def _meet(self, save: Save) -> Generator[None, None, protocol.Event]:
-        if self._group is not None:
+        if self._tree is not None:
             return protocol.Done()
         job = self.job
-        connecting: int | None = None
+        connecting: Tree | None = None
         while True:
             yield
             if not self.reaches_store:
@@ -248,17 +315,16 @@ class Rank:
                 ready = job.ready.setdefault(self._generation, set())
                 ready.add(self.rank)
                 if len(ready) == len(job.ranks):
-                    connecting = self._generation
-                    group = job.groups.setdefault(connecting, Group(len(job.ranks)))
-                    group.begin(0, self.rank, "vote", ())  # it connects
-            elif len(group.operations[0]) == len(job.ranks):
-                group.operations[0] = dict.fromkeys(range(len(job.ranks)), ("vote", ()))
-                self._group, self._place = group, 1
+                    connecting = job.trees.setdefault(self._generation, Tree())
+                    connecting.connected.add(self.rank)
+            elif len(connecting.connected) == len(job.ranks):
+                self._tree = connecting
+                self._at.clear()
                 if self.rank == 0:
                     return protocol.Done()
                 found = self._find(save)
                 return protocol.Done() if found is None else protocol.Said(found)
-            elif self._chance(0.01) or job.generation > connecting:
+            elif self._chance(0.01) or job.generation > self._generation:
                 self._leave()
                 return protocol.Broke()
             if (event := self._interruption(save, joining=True)) is not None:
@@ -266,53 +332,86 @@ class Rank:
                 return event
 
     def _leave(self) -> None:
-        if self._group is not None:
-            self._group.gone.add(self.rank)
-            self._group = None
+        if self._tree is not None:
+            self._tree.gone.add(self.rank)
+            self._tree = None
         self._generation += 1
         if self.reaches_store:
             self.job.generation = max(self.job.generation, self._generation)
 
-    def _operate(
-        self, kind: str, value: tuple[Any, ...], save: Save
-    ) -> Generator[None, None, tuple[Any, ...] | protocol.Event]:
-        group = self._group
-        if group is None:
+    def _collective(
+        self, kind: str, value: Any, save: Save, *, telling: bool = False
+    ) -> Generator[None, None, Any]:
+        """As ``GlooTree`` does it: votes go up the tree, and what they come to goes down."""
+        for place in self._places if kind == "voted" else ():
+            value = yield from self._in_group(place, "gather", value, save, telling)
+            if isinstance(value, protocol.Event):
+                return value
+        for place in reversed(self._places):
+            value = yield from self._in_group(place, kind, value, save, telling)
+            if isinstance(value, protocol.Event):
+                return value
+        return value
+
+    def _in_group(
+        self, place: Place, kind: str, value: Any, save: Save, telling: bool
+    ) -> Generator[None, None, Any]:
+        tree = self._tree
+        if tree is None:
             return protocol.Broke()
-        place, self._place = self._place, self._place + 1
-        group.begin(place, self.rank, kind, value)
+        at, self._at[place.name] = self._at[place.name], self._at[place.name] + 1
+        tree.begin(place, at, kind, value)
+        near = neighbours(self.rank, place)
         while True:
             yield
-            found = group.result(place, self.rank)
-            left = group.gone or self.job.generation > self._generation
-            dead = any(rank.killed for rank in self.job.ranks)
-            apart = any(rank.is_cut for rank in self.job.ranks)
+            found = tree.result(place, at)
+            apart = any(self.job.ranks[rank].is_cut for rank in near)
             if found is not None and not apart and self._chance(0.5):
                 return found
+            left = tree.gone.intersection(near) or self.job.generation > self._generation
+            dead = any(self.job.ranks[rank].killed for rank in near)
             if (left or dead) and self._chance(0.3):
                 return protocol.Broke()
             if self._chance(self.world.breaks):
                 return protocol.Broke()
-            event = self._interruption(save, telling=kind == "tell")
+            event = self._interruption(save, telling=telling)
             if event is not None:
                 return event
 
     # ---- storage --------------------------------------------------------------------------------
 
-    def _storage(self) -> Thread:
-        """A call of storage's, which may take its time."""
-        if self._chance(self.world.stalls):
-            self.frozen = self.world.random.randrange(300)
-        yield
+    def _slowly(
+        self, steps: Generator[None, None, Any], *, abandons: bool = True
+    ) -> Generator[None, None, Any]:
+        """Make the calls into storage, each of which may take its time, or hang: then this rank goes on without it
+        (``storage/bounded.py``). ``abandons``: whether the calls behind it are not made then.
+        """
+        try:
+            while True:
+                next(steps)  # up to the next call
+                if self._chance(self.world.stalls):
+                    self.frozen = self.world.random.randrange(300)
+                self._calling = steps
+                yield
+                if self._chance(self.world.hangs):
+                    self.world.log(self, "a call into storage hangs")
+                    self.world.late.append((steps, abandons))
+                    if abandons:
+                        raise Hung
+                    return None
+                self._calling = None
+        except StopIteration as ended:
+            self._calling = None
+            return ended.value
 
     def _write(self, save: Save, failed: Reason | None) -> Generator[None, None, protocol.Event]:
-        path = self.world.path
+        path = save.path
         if failed is None:
             for _ in range(self.world.random.randrange(4)):
                 yield
                 if (event := self._interruption(save)) is not None:
                     return event
-            if self._chance(0.04) or save.attempt not in path.files:
+            if self._chance(0.04 * self.world.faults) or save.attempt not in path.files:
                 failed = Reason("StorageError", "disk full")
             else:
                 path.files[save.attempt].add(self.rank)
@@ -321,90 +420,17 @@ class Rank:
         return protocol.Written(failed)
 
     def _publish(self, save: Save) -> Generator[None, None, protocol.Event]:
-        world = self.world
         failed = protocol.Decided(Decision(Outcome.FAILED, {0: Reason("StorageError", "")}))
-        for _ in range(world.random.randrange(3)):  # DCP gathers the results
+        for _ in range(self.world.random.randrange(3)):  # DCP gathers the results
             yield
             if (event := self._interruption(save)) is not None:
                 return event
-        if self._chance(0.02):
+        if self._chance(0.02 * self.world.faults):
             return failed
-        while not world.lock(self):
-            yield
         try:
-            return (yield from self._publish_locked(save, failed))
-        finally:
-            world.holders.remove(self)
-
-    def _publish_locked(
-        self, save: Save, failed: protocol.Decided
-    ) -> Generator[None, None, protocol.Event]:
-        path, world = self.world.path, self.world
-        if world.withdraws_older:
-            for older in path.present():
-                if older < save.attempt:
-                    yield from self._storage()
-                    path.slots.discard(older)
-        yield from self._storage()
-        if path.signature != save.seen and path.signature not in world.published_by(self.job):
+            found: protocol.Event = yield from self._slowly(publish(self.world, self.job, save))
+        except Hung:
+            if self.world.settles_what_hangs:
+                raise
             return failed
-        yield from self._storage()
-        if save.attempt not in path.slots:
-            return failed
-        self.renaming = path, save.attempt
-        yield from self._storage()  # storage may hold it up, and the process may die meanwhile
-        landed = world.rename(self)
-        ours = path.signature
-        if self._chance(0.03):  # storage says that it failed, whatever it did
-            yield from self._storage()
-            if world.withdraws_on_error:
-                path.slots.discard(save.attempt)
-                yield from self._storage()
-                if path.signature != ours:
-                    return protocol.Decided(Decision(Outcome.UNKNOWN, {}))
-            else:
-                landed = False
-        if not landed:
-            return failed
-        yield from self._storage()
-        if self._chance(0.01):  # it could not be made durable
-            world.storage_failed.add(save.attempt)
-            return protocol.Decided(Decision(Outcome.UNKNOWN, {}))
-        return protocol.Decided(Decision(Outcome.COMMITTED))
-
-    def _settle(self, save: Save) -> Generator[None, None, protocol.Event]:
-        path = self.world.path
-        for _ in range(self.world.random.randrange(3)):
-            yield from self._storage()
-        if self._chance(0.02):
-            self.world.storage_failed.add(save.attempt)
-            return protocol.Decided(Decision(Outcome.UNKNOWN, {}))
-        if self.world.guesses:
-            return protocol.Decided(Decision(Outcome.FAILED, {}))
-        if self.world.withdraws_when_settling:
-            path.slots.discard(save.attempt)
-        yield from self._storage()
-        if path.named == save.attempt:
-            return protocol.Decided(Decision(Outcome.COMMITTED))
-        newer = path.named is not None and path.named > save.attempt
-        yield from self._storage()
-        deleted = save.attempt in path.deleting or save.attempt not in path.files
-        outcome = Outcome.UNKNOWN if newer or deleted else Outcome.FAILED
-        return protocol.Decided(Decision(outcome, {}))
-
-    def _tidy(self, save: Save, decision: Decision) -> Thread:
-        path = self.world.path
-        yield from self._storage()
-        if decision.outcome is Outcome.COMMITTED:
-            older = self._older
-            if self.world.tidies_by_a_later_look:
-                older = [attempt for attempt in path.present() if attempt < save.attempt]
-            for attempt in older:
-                yield from self._storage()
-                self.world.remove(attempt, self.rank)
-        elif decision.outcome is Outcome.FAILED and save.attempt >= 0:
-            yield
-            if self.rank == 0:
-                path.slots.discard(save.attempt)
-                yield
-            self.world.remove(save.attempt, self.rank)
+        return found

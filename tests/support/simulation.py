@@ -2,7 +2,8 @@
 
 The ranks run the real ``commit/protocol.py``. All else is a model, small and hostile: any step of a process may be its
 last, or come late; storage may hold a rename up and carry it out after its caller died; connections break, networks are
-cut, stores end, ranks take others for lost that are not. After each step, :meth:`World.check` says what must hold.
+cut, stores end, jobs restart on one store, ranks take others for lost that are not. Jobs save to several paths, and
+delete. After each step, :meth:`World.check` says what must hold; at the end, a job that nothing disturbs must commit.
 """
 
 from __future__ import annotations
@@ -11,29 +12,33 @@ import random
 from collections.abc import Callable
 
 from dcp_datastates.commit.vote import Outcome
-from support.simulated_parts import Attempt, Broken, Group, Path, Save, Thread
+from support.simulated_parts import Attempt, Broken, Path, Save, Thread, Tree
 from support.simulated_rank import Rank
+from support.simulated_storage import delete
 
 __all__ = ["Broken", "Job", "World"]
 
 _JOBS = 10
-"""At most, in one world."""
+"""At most, in one world. The last digit of an attempt's number is its job's; deletions have the last one."""
 
 
 class Job:
-    """A set of ranks with a store of its own."""
+    """A set of ranks; a job that restarts has the store of the one before."""
 
-    def __init__(self, world: World, ranks: int, saves: int, first: int, clock: int) -> None:
+    def __init__(
+        self, world: World, name: int, ranks: int, saves: int, clock: int, store: dict[str, object]
+    ) -> None:
         self.world = world
+        self.name = name
+        self.size = ranks
         self.saves = saves
-        self.first = first
         self.clock = clock
-        self.store: dict[str, object] = {}
+        self.store = store
         self.has_store = True
         self.generation = 0
         self.ready: dict[int, set[int]] = {}
-        self.groups: dict[int, Group] = {}
-        self.tickets: dict[int, Save | None] = {}
+        self.trees: dict[int, Tree] = {}
+        self.tickets: dict[int, Save] = {}
         self.ranks = [Rank(self, rank) for rank in range(ranks)]
 
     @property
@@ -58,42 +63,57 @@ class World:
         self.false_losses = self.random.choice([0.0, 0.0005, 0.005])
         self.defects = self.random.choice([0.0, 0.0, 0.005])
         self.stalls = self.random.choice([0.0, 0.05, 0.2])
-        self.deletes = self.random.choice([0.0, 0.003])
+        self.deletes = self.random.choice([0.0, 0.0, 0.003])
+        self.hangs = self.random.choice([0.0, 0.0, 0.02])
+        self.restarts = self.random.choice([0.0, 0.5, 1.0])
+        self.retains = self.random.choice([False, True])
+        self.faults = 1.0
 
         self.looks_again = True
+        self.looks_beside = True
         self.withdraws_older = True
         self.withdraws_on_error = True
         self.withdraws_when_settling = True
+        self.settles_what_hangs = True
         self.tidies_by_a_later_look = False
         self.orders_by_clocks = False
         self.marks_deletions = True
+        self.moves_aside = True
+        self.retains_in_doubt = False
         self.guesses = False
-        self.keeps_one_store = False
+        self.believes_former_jobs = False
 
-        self.path = Path()
+        self.paths = [Path() for _ in range(self.random.choice([1, 1, 2, 3]))]
         self.jobs: list[Job] = []
         self.outcomes: dict[Attempt, set[Outcome]] = {}
-        self.published: list[Attempt] = []
+        self.published: set[Attempt] = set()
+        self.could_see: dict[Attempt, Attempt] = {}
+        """By attempt: the newest one that was committed when it was claimed."""
         self.storage_failed: set[Attempt] = set()
         self.deleted: set[Attempt] = set()
-        self.zombies: list[tuple[Path, Attempt]] = []
-        self.holders: list[
-            Rank
-        ] = []  # of the path's lock, which keeps publications and deletions apart
+        self.late: list[tuple[Thread, bool]] = []
+        """Calls into storage that their callers do not wait for, and whether nothing comes after them."""
         self.deleting: Thread | None = None
         self.trace: list[str] = []
         self.counts = dict.fromkeys(Outcome, 0)
         self._owner: dict[Attempt, Job] = {}
-        self._signatures: dict[int, Attempt] = {}
+        self._signatures: dict[tuple[Path, int], Attempt] = {}
 
     def start_job(self) -> Job:
-        first = 0 if self.keeps_one_store else 100 * len(self.jobs)
-        ranks, saves = self.random.choice([2, 2, 3, 4]), self.random.randrange(1, 4)
-        job = Job(self, ranks, saves, first, clock=self.random.randrange(1, 1000))
-        if self.keeps_one_store and self.jobs:
-            job.store = self.jobs[0].store
+        ranks, saves = self.random.choice([2, 2, 3, 4, 6]), self.random.randrange(1, 4)
+        clock = self.random.randrange(1, 1000)
+        before = self.jobs[-1].store if self.jobs and self.happens(self.restarts) else {}
+        job = Job(self, len(self.jobs), ranks, saves, clock, before)
         self.jobs.append(job)
         return job
+
+    def path_of(self, number: int) -> Path:
+        """Where a job's save with this ``number`` goes."""
+        return self.paths[number % len(self.paths)]
+
+    def newest_named(self) -> Attempt:
+        """What ``latest`` finds; 0 for nothing."""
+        return max(path.named or 0 for path in self.paths)
 
     def log(self, rank: Rank | None, text: str) -> None:
         self.trace.append(f"{rank.name if rank else 'world'}: {text}")
@@ -103,76 +123,62 @@ class World:
         job.clock += 1
         if not self.orders_by_clocks:
             job.clock = max(job.clock, newest // _JOBS + 1)
-        attempt = _JOBS * job.clock + self.jobs.index(job)
+        attempt = _JOBS * job.clock + job.name
         self._owner[attempt] = job
         return attempt
 
-    def lock(self, rank: Rank) -> bool:
-        """Whether ``rank`` may publish: no deletion is under way. Publications are not kept apart."""
-        if self.deleting is not None:
-            return False
-        self.holders.append(rank)
-        return True
-
-    def _delete(self) -> Thread:
-        """A user deletes the checkpoint, and all attempts that he finds there."""
-        path = self.path
-        found = path.present()
-        self.log(None, f"{found} are deleted")
-        path.slots.difference_update(found)
-        yield
-        self.deleted.update(found)
-        if path.named in found:
-            if self.marks_deletions:
-                path.deleting.add(path.named)
-                yield
-            path.named = None
-            path.signature += 1
-        for attempt in found:
-            yield
-            self.remove(attempt)
+    def next_deletion(self, newest: Attempt) -> Attempt:
+        return _JOBS * (newest // _JOBS + 1) + _JOBS - 1
 
     def published_by(self, job: Job) -> set[int]:
+        """The signatures of files that ``job`` has published."""
         return {
             signature
-            for signature, attempt in self._signatures.items()
+            for (_, signature), attempt in self._signatures.items()
             if self._owner[attempt] is job
         }
 
-    def rename(self, rank: Rank) -> bool:
-        """The rename takes place; False if the slot is gone."""
-        assert rank.renaming is not None
-        path, attempt = rank.renaming
-        rank.renaming = None
-        return self._land(path, attempt)
-
-    def _land(self, path: Path, attempt: Attempt) -> bool:
+    def land(self, save: Save) -> bool:
+        """The rename to ``.metadata`` takes place; False if the slot is gone."""
+        path, attempt = save.path, save.attempt
         if attempt not in path.slots:
             return False
         self.log(None, f"{attempt} is published")
         path.slots.discard(attempt)
         if path.named is not None and attempt < path.named:
-            raise Broken(f"latest went back from {path.named} to {attempt}")
-        path.named = attempt
+            raise Broken(f"the path went back from {path.named} to {attempt}")
+        if attempt < self.could_see[attempt]:
+            raise Broken(f"{attempt} is published, and could see {self.could_see[attempt]} before")
+        path.named, path.after = attempt, save.after
         path.signature += 1
-        self._signatures[path.signature] = attempt
-        self.published.append(attempt)
+        self._signatures[path, path.signature] = attempt
+        self.published.add(attempt)
         return True
 
-    def remove(self, attempt: Attempt, rank: int | None = None) -> None:
+    def unname(self, path: Path, victim: Attempt, kept: Path | None) -> None:
+        """A deletion removes ``.metadata``: what is published goes only on purpose, and never as the newest."""
+        self.log(None, f"{victim} is deleted")
+        if path.named not in (None, victim):
+            raise Broken(f"LOST: {path.named} is deleted, and {victim} was to be")
+        if kept is not None and kept.named is not None and kept.named < victim:
+            raise Broken(f"LOST: {victim} is deleted as older than {kept.named}")
+        if path.named is not None:
+            path.named = None
+            path.signature += 1
+
+    def remove(self, path: Path, attempt: Attempt, rank: int | None = None) -> None:
         """Remove an attempt's files: those of one rank, or all. Ranks of a smaller world remove more."""
-        files = self.path.files.get(attempt)
+        files = path.files.get(attempt)
         if files is None:
             return
         if rank is None:
             files.clear()
         else:
             files.discard(rank)
-        if not files and attempt not in self.path.slots:
-            del self.path.files[attempt]
-        elif rank is None:
-            self.path.slots.discard(attempt)
-            del self.path.files[attempt]
+        if rank is None:
+            path.slots.discard(attempt)
+        if not files and attempt not in path.slots:
+            del path.files[attempt]
 
     def told(self, rank: Rank, save: Save, outcome: Outcome) -> None:
         """A rank's user is told an outcome."""
@@ -183,7 +189,11 @@ class World:
             return
         self.counts[outcome] += 1
         if outcome is Outcome.UNKNOWN:
-            newer = any(other > save.attempt for other in self.published)
+            newer = any(
+                other > save.attempt
+                for (path, _), other in self._signatures.items()
+                if path is save.path
+            )
             if not newer and save.attempt not in self.storage_failed | self.deleted:
                 raise Broken(f"the outcome of {save.attempt} could be known")
             return
@@ -198,46 +208,69 @@ class World:
                 raise Broken(
                     f"{attempt} was told to be {outcomes}, and published: {self.published}"
                 )
-        named = self.path.named
-        if named is not None:
-            ranks = len(self._owner[named].ranks)
-            if self.path.files.get(named, set()) != set(range(ranks)):
-                raise Broken(
-                    f"{named} is named, and of its files only {self.path.files.get(named)} are there"
-                )
+        for path in self.paths:
+            named = path.named
+            if named is not None and path.files.get(named, set()) != set(
+                range(self._owner[named].size)
+            ):
+                raise Broken(f"{named} is named, and only {path.files.get(named)} of its files")
 
     def run(self, jobs: int = 3, steps: int = 60_000) -> None:
         """Play the schedule. Raises :class:`Broken`."""
         for _ in range(self.random.choice([1, 1, 2])):
             self.start_job()
+        last: Job | None = None
         for step in range(steps):
-            if len(self.jobs) < jobs and (self.jobs[-1].over or self._is(0.0005)):
+            if (
+                last is None
+                and len(self.jobs) < jobs
+                and (self.jobs[-1].over or self.happens(0.0005))
+            ):
                 self.start_job()
-            calm = step > 3000
+            calm = step > 3000 or last is not None
             ranks = [rank for job in self.jobs for rank in job.ranks if not rank.over]
-            if not ranks:
+            if not ranks and last is not None:
                 break
+            if calm:
+                self._calm()
+            if not ranks:
+                self._calm()
+                self.retains = (
+                    False  # what a job deletes while it saves there, too, fails that save
+                )
+                last = self.start_job()
+                continue
             rank = self.random.choice(ranks)
             if calm:
                 rank.frozen = 0
-                self._calm()
             elif not self._disturb(rank):
                 continue
             self._step(rank)
             self.check()
         else:
             raise Broken(f"these have not ended: {[rank.name for rank in ranks]}")
-        for path, attempt in self.zombies:
-            self._land(path, attempt)
-            self.check()
+        self._calm()
+        self.check()
+        if not self._has_committed(last):
+            raise Broken("nothing disturbed the last job, and it has not committed")
 
-    def _is(self, probability: float) -> bool:
+    def _has_committed(self, job: Job) -> bool:
+        committed = {Outcome.COMMITTED}
+        return len(job.tickets) == job.saves and all(
+            self.outcomes.get(save.attempt) == committed for save in job.tickets.values()
+        )
+
+    def happens(self, probability: float) -> bool:
         return self.random.random() < probability
 
     def _calm(self) -> None:
-        self.breaks = self.false_losses = self.defects = self.stalls = 0.0
+        self.breaks = self.false_losses = self.defects = self.stalls = self.hangs = self.faults = (
+            0.0
+        )
         while self.deleting is not None:
             self._go_on_deleting()
+        while self.late:
+            self._come_late()
 
     def _go_on_deleting(self) -> None:
         assert self.deleting is not None
@@ -246,31 +279,43 @@ class World:
         except StopIteration:
             self.deleting = None
 
+    def _come_late(self) -> None:
+        """A call into storage returns whose caller has died, or has gone on."""
+        steps, is_last = self.late.pop(self.random.randrange(len(self.late)))
+        try:
+            next(steps)
+        except StopIteration:
+            return
+        if is_last:
+            steps.close()
+        else:
+            self.late.append((steps, is_last))
+
     def _disturb(self, rank: Rank) -> bool:
         """Whether the rank may take its step all the same."""
         if self.deleting is not None:
-            if self._is(0.2):
+            if self.happens(0.2):
                 self._go_on_deleting()
-        elif self._is(self.deletes) and not any(not holder.over for holder in self.holders):
-            self.deleting = self._delete()
-        if self.zombies and self._is(0.01):
-            self._land(*self.zombies.pop())
+        elif self.happens(self.deletes):
+            path = self.random.choice(self.paths)
+            if path.named is not None:
+                self.deleting = delete(self, path, path.named)
+        if self.late and self.happens(0.02):
+            self._come_late()
         if rank.frozen:
             rank.frozen -= 1
             return False
-        if self._is(self.kills) or (rank.renaming and self._is(10 * self.kills)):
+        if self.happens(self.kills):
             self.log(rank, "killed")
-            rank.killed = True
-            if rank.renaming is not None:
-                self.zombies.append(rank.renaming)
+            rank.die()
             return False
-        if self._is(self.freezes):
+        if self.happens(self.freezes):
             rank.frozen = self.random.randrange(200)
             return False
-        if self._is(self.cuts):
+        if self.happens(self.cuts):
             self.log(rank, "cut" if not rank.is_cut else "back")
             rank.is_cut = not rank.is_cut
-        if self._is(self.store_ends):
+        if self.happens(self.store_ends):
             self.log(rank, "its store ends")
             rank.job.has_store = False
         return True

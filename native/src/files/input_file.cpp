@@ -25,7 +25,9 @@ InputFile::~InputFile() {
 
 MaybeFault InputFile::open(std::uint64_t nbytes) {
     Fault fault{.kind = FaultKind::kIo, .path = path_, .operation = "open", .detail = {}};
-    const auto opened = uninterrupted([&] { return ops_->open(path_, O_RDONLY | O_CLOEXEC, 0); });
+    // O_NONBLOCK: a pipe in the file's place must not block; its size is not the file's.
+    constexpr int kFlags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
+    const auto opened = uninterrupted([&] { return ops_->open(path_, kFlags, 0); });
     if (!opened.ok()) {
         fault.error = opened.error;
         return fault;

@@ -64,6 +64,40 @@ def test_what_any_rule_asks_for_stays(keep, left, run):
     assert len(deleted) == len(LOSSES) - len(left)
 
 
+DAY = 86400
+
+
+def _set_ages(run, days: dict[str, float]) -> None:
+    for name, age in days.items():
+        then = time.time() - age * DAY
+        os.utime(run / name / ".metadata", (then, then))
+
+
+@pytest.mark.parametrize("ahead", [-30, 30])
+def test_within_does_not_rely_on_this_hosts_clock(ahead, run, monkeypatch):
+    """A job that pauses looks the same as a clock that is ahead."""
+    names = committed_names(run)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + ahead * DAY)
+    assert retain(run, keep=Keep(within="7d")) == []
+    assert committed_names(run) == names
+
+
+@pytest.mark.parametrize("age", [-30, 30])
+def test_within_deletes_nothing_if_the_times_contradict_the_order(age, run, caplog):
+    """The clock was wrong for a while: two months ago for the newest, or in a month for an older one."""
+    names = committed_names(run)
+    _set_ages(run, dict.fromkeys(names, 20.0) | {names[-1 if age > 0 else 0]: float(age)})
+    assert retain(run, keep=Keep(within="7d")) == []
+    assert caplog.text.count("contradict their order") == 1
+
+
+def test_within_keeps_by_this_hosts_clock_if_the_newest_is_of_the_future(run):
+    names = committed_names(run)
+    _set_ages(run, dict.fromkeys(names, 1.0) | {names[-1]: -30.0})
+    assert retain(run, keep=Keep(within="7d")) == []
+
+
 def test_within_a_time_everything_stays(run):
     for step in (100, 200):
         old = time.time() - 8 * 86400

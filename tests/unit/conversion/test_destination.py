@@ -16,6 +16,7 @@ from support.tiers import sampled
 import dcp_datastates
 from dcp_datastates import (
     CheckpointExistsError,
+    CheckpointNotFoundError,
     ConfigurationError,
     StorageError,
     convert,
@@ -28,6 +29,7 @@ from .conftest import SMALL
 
 FORMATS = ("datastates", "hf", "safetensors", "dcp", "torch")
 DIRECTORIES = ("datastates", "hf", "dcp")
+NO_EXCHANGE = "convert.exchange.before=error:EINVAL"
 
 
 @pytest.fixture
@@ -60,7 +62,10 @@ def test_what_exists_is_replaced_only_on_demand(to, source, tmp_path):
 
 @pytest.mark.parametrize(
     ("to", "place"),
-    [*((to, "sync_directory") for to in DIRECTORIES), *((to, "rename") for to in FORMATS)],
+    [
+        *((to, "sync_directory") for to in DIRECTORIES),
+        *((to, "exchange" if to in DIRECTORIES else "rename") for to in FORMATS),
+    ],
 )
 def test_a_failure_at_the_end_leaves_what_was_there(to, place, source, tmp_path):
     convert(source, tmp_path / "out", to, keys="a", **SMALL)
@@ -73,7 +78,8 @@ def test_a_failure_at_the_end_leaves_what_was_there(to, place, source, tmp_path)
 
 def test_the_old_one_is_put_back_if_the_new_one_cannot_be_placed(source, tmp_path):
     convert(source, tmp_path / "out", "hf", keys="a", **SMALL)
-    with armed("convert.rename.before@2=error:ENOSPC"), pytest.raises(StorageError):
+    entries = f"{NO_EXCHANGE};convert.rename.before@2=error:ENOSPC"
+    with armed(entries), pytest.raises(StorageError):
         convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
     assert dcp_datastates.diff(source, tmp_path / "out", keys="a").same
     assert _names(tmp_path) == ["out", "source"]
@@ -81,11 +87,60 @@ def test_the_old_one_is_put_back_if_the_new_one_cannot_be_placed(source, tmp_pat
 
 def test_the_old_one_is_kept_beside_if_it_cannot_be_put_back(source, tmp_path):
     convert(source, tmp_path / "out", "hf", keys="a", **SMALL)
-    twice = "convert.rename.before@2=error:EIO;convert.rename.before@3=error:EIO"
+    twice = f"{NO_EXCHANGE};convert.rename.before@2=error:EIO;convert.rename.before@3=error:EIO"
     with armed(twice), pytest.raises(StorageError):
         convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
     (left,) = tmp_path.glob(".out.converting-*")
     assert dcp_datastates.diff(source, left / "old", keys="a").same
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *(f"convert.exchange.{when}=kill" for when in ("before", "after")),
+        *(f"{NO_EXCHANGE};convert.rename.{when}=kill" for when in ("before", "after")),
+    ],
+)
+@pytest.mark.parametrize("to", sampled(DIRECTORIES, keep=["dcp"]))
+def test_a_kill_while_it_is_replaced_leaves_the_old_one_or_the_new_one(entry, to, source, tmp_path):
+    """Where directories cannot be exchanged, the old one is named, and the next conversion puts it back."""
+    root, log = tmp_path / "root", tmp_path / "log"
+    root.mkdir()
+    convert(source, root / "out", to, keys="a", **SMALL)
+    body = f"""
+        from support.failing import armed
+        from pathlib import Path
+        with armed({entry!r}, log=Path({str(log)!r})):
+            import dcp_datastates
+            dcp_datastates.convert({str(source)!r}, path, {to!r}, overwrite=True, host_cache_size="32MiB")
+    """
+    ended = run_script(body, root / "out")
+    assert ended.returncode == -9, ended.stderr
+    assert fired(log)[-1] == entry.split(";")[-1].removesuffix("=kill")
+    if entry.endswith("rename.after=kill"):
+        with raises(CheckpointNotFoundError, "was killed", "converting"):
+            dcp_datastates.load(root / "out")
+        with pytest.raises(CheckpointExistsError):
+            convert(source, root / "out", to, **SMALL)
+    is_new = entry.startswith("convert.exchange.after")
+    assert dcp_datastates.diff(source, root / "out").same == is_new
+    assert dcp_datastates.diff(source, root / "out", keys="a").same
+    convert(source, root / "out", to, overwrite=True, **SMALL)
+    assert dcp_datastates.diff(source, root / "out").same
+
+
+@pytest.mark.parametrize("entry", ["", "convert.exchange.before=error:EINVAL"])
+def test_what_is_pinned_meanwhile_is_not_replaced(entry, source, tmp_path):
+    out = tmp_path / "out"
+    save({"other": torch.ones(1)}, out)
+
+    def progress(done, total):
+        pin(out, "eval")
+
+    with armed(entry), raises(ConfigurationError, "pinned (eval)"):
+        convert(source, out, "datastates", overwrite=True, progress=progress, **SMALL)
+    assert "other" in dcp_datastates.load(out)
+    assert _names(tmp_path) == ["out", "source"]
 
 
 @pytest.mark.parametrize("to", ["hf", "torch"])
@@ -206,7 +261,7 @@ def test_an_interrupt_between_the_renames_leaves_the_old_one(tmp_path, monkeypat
             raise KeyboardInterrupt
 
     monkeypatch.setattr(operations, "rename", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with armed(NO_EXCHANGE), pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "in", tmp_path / "out", "datastates", overwrite=True)
     assert load(tmp_path / "out")["w"].eq(0).all()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in", "out"]

@@ -1,0 +1,111 @@
+"""The thread that deletes old checkpoints: whatever a deletion raises, and whether or not a thread can start."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+
+import pytest
+
+from dcp_datastates import StorageError
+from dcp_datastates.checkpoints.deletions import Deletions
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageError(errno.EIO, "broken", "path"),
+        OSError(errno.EIO, "broken"),
+        MemoryError("one bad moment"),
+        RuntimeError("broken"),
+        SystemExit(1),
+        KeyboardInterrupt(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_deletion_that_fails_is_logged_and_the_next_one_runs(error, caplog):
+    deletions, done = Deletions(), []
+
+    def fail():
+        raise error
+
+    deletions.request(fail)
+    deletions.wait()
+    deletions.request(lambda: done.append(1))
+    deletions.wait()
+    assert done == [1]
+    (line,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
+    assert "not deleted" in line.getMessage()
+    assert str(error) in line.getMessage() or line.exc_info[1] is error
+
+
+def test_a_thread_that_died_is_replaced(monkeypatch):
+    deletions, done = Deletions(), []
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    class Untellable(RuntimeError):
+        pass
+
+    def fail():
+        raise Untellable
+
+    def fail_to_tell(*_):
+        raise Untellable
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dcp_datastates.checkpoints.deletions.logger.exception", fail_to_tell)
+        deletions.request(fail)
+        deletions.wait()
+    deletions.request(lambda: done.append(1))
+    deletions.wait()
+    assert done == [1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_what_no_thread_can_do_now_is_done_later(error, monkeypatch, caplog):
+    deletions, done = Deletions(), []
+
+    def refuse(thread):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        deletions.request(lambda: done.append(1))
+        assert done == []
+        deletions.request(lambda: done.append(2))
+        deletions.wait()
+        assert done == [1, 2], "the waiting thread does it"
+    assert "no thread can start" in caplog.text
+    deletions.request(lambda: done.append(3))
+    deletions.wait()
+    assert done == [1, 2, 3]
+
+
+def test_an_interrupt_while_the_thread_starts_loses_nothing(monkeypatch):
+    deletions, done = Deletions(), []
+    real = threading.Thread.start
+
+    def interrupted(thread):
+        if len(done) == 1:
+            real(thread)
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                deletions.request(lambda: done.append(1))
+        deletions.wait()
+    assert done == [1, 1]
+
+
+def test_requests_that_wait_are_combined():
+    deletions, done, go = Deletions(), [], threading.Event()
+    deletions.request(lambda: go.wait(60))
+    for _ in range(5):
+        deletions.request(done.clear)
+        deletions.request(lambda: done.append(1))
+    go.set()
+    deletions.wait()
+    assert done == [1] * 5

@@ -1,0 +1,288 @@
+"""Odd and hostile entries beside checkpoints, and in them: no operation hangs, takes memory, or stops the others."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import async_save, causes, load_everything, raises, save
+from support.files import data_files
+from support.roots import make_root
+from support.tiers import sampled
+
+import dcp_datastates as ds
+from dcp_datastates.checkpoints import listing
+from dcp_datastates.storage.attempt import Attempt
+
+SECONDS = 20
+ATTEMPT = "18ea000000000000-00000001"
+FAR = "ffffffffffffffff-00000001"
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _socket(path: Path) -> None:
+    here = os.open(".", os.O_RDONLY)
+    os.chdir(path.parent)  # a socket's path must be short
+    try:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
+def _endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _terabyte(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+def _directory(path: Path) -> None:
+    path.mkdir()
+
+
+def _cycle(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _dangling(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def _empty(path: Path) -> None:
+    path.touch()
+
+
+THINGS: tuple[Callable[[Path], None], ...] = (
+    *(_pipe, _socket, _endless, _terabyte, _directory, _cycle, _dangling, _empty),
+)
+
+
+def _as_metadata(make: Callable[[Path], None], odd: Path) -> None:
+    odd.mkdir()
+    make(odd / ".metadata")
+
+
+def _as_metadata_of_ours(make: Callable[[Path], None], odd: Path) -> None:
+    (odd / ATTEMPT).mkdir(parents=True)
+    make(odd / ".metadata")
+
+
+def _as_data(make: Callable[[Path], None], odd: Path) -> None:
+    shutil.copytree(odd.with_name("step-9"), odd)
+    file = data_files(odd)[0]
+    file.unlink()
+    make(file)
+
+
+def _as_attempt(make: Callable[[Path], None], odd: Path) -> None:
+    shutil.copytree(odd.with_name("step-9"), odd)
+    make(odd / ATTEMPT)
+
+
+def _as_checkpoint(make: Callable[[Path], None], odd: Path) -> None:
+    make(odd)
+
+
+def _far(odd: Path) -> None:
+    (odd / FAR).mkdir(parents=True)
+    (odd / ".metadata").touch()
+
+
+def _far_in_ours(odd: Path) -> None:
+    shutil.copytree(odd.with_name("step-9"), odd)
+    (odd / FAR).mkdir()
+
+
+def _linked_attempt(odd: Path) -> None:
+    """A newer attempt, by its name, whose files are another checkpoint's."""
+    shutil.copytree(odd.with_name("step-9"), odd)
+    files = data_files(odd.with_name("step-11"))[0].parent
+    (odd / "18ff000000000000-00000001").symlink_to(files)
+
+
+PLACES = (_as_metadata, _as_metadata_of_ours, _as_data, _as_attempt, _as_checkpoint)
+ENTRIES: dict[str, Callable[[Path], None]] = {
+    f"{make.__name__[1:]}{place.__name__}": lambda odd, make=make, place=place: place(make, odd)
+    for make, place in itertools.product(THINGS, PLACES)
+}
+ENTRIES |= {each.__name__[1:]: each for each in (_far, _far_in_ours, _linked_attempt)}
+
+STATE = {"w": torch.ones(3), "step": 99}
+
+
+def _save(path: Path) -> None:
+    async_save(STATE, path).result(SECONDS)
+
+
+ON_ROOT: dict[str, Callable[[Path], object]] = {
+    "latest": lambda root: ds.latest(root),
+    "latest in full": lambda root: ds.latest(root, verify="full"),
+    "retain": lambda root: ds.retain(root, keep=1),
+    "inspect": lambda root: ds.inspect(root),
+    "save": lambda root: _save(root / "new"),
+}
+"""These must succeed."""
+ON_ENTRY: dict[str, Callable[[Path], object]] = {
+    "inspect": lambda odd: ds.inspect(odd),
+    "verify": lambda odd: ds.verify(odd),
+    "load": lambda odd: load_everything(odd),
+    "convert": lambda odd: ds.convert(odd, odd.with_name("converted.pt"), to="torch"),
+    "delete": lambda odd: ds.delete(odd),
+    "save": _save,
+}
+"""These succeed, or raise an error of this package."""
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    return make_root(tmp_path_factory.mktemp("shared") / "root")
+
+
+@pytest.fixture
+def root(checkpoints, tmp_path, monkeypatch) -> Path:
+    shutil.copytree(checkpoints, tmp_path / "root")
+    monkeypatch.setattr(listing, "_warned", set())
+    return tmp_path / "root"
+
+
+@pytest.fixture(autouse=True)
+def limit():
+    """A call that hangs in this thread is an error."""
+
+    def stop(*_):
+        raise TimeoutError("it hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def _assert_others_are_whole(root: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        assert ds.verify(root / name).whole, name
+
+
+ROOT_CASES = list(itertools.product(ENTRIES, ON_ROOT))
+KEPT = ("pipe_as_metadata", "terabyte_as_metadata", "far", "cycle_as_checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("entry", "operation"),
+    sampled(ROOT_CASES, keep=[case for case in ROOT_CASES if case[0] in KEPT]),
+)
+def test_what_is_done_with_a_root_succeeds_beside(entry, operation, root):
+    ENTRIES[entry](root / "odd")
+    ON_ROOT[operation](root)
+    _assert_others_are_whole(
+        root, ("step-11",) if operation == "retain" else ("step-10", "step-11")
+    )
+
+
+ENTRY_CASES = list(itertools.product(ENTRIES, ON_ENTRY))
+
+
+@pytest.mark.parametrize(
+    ("entry", "operation"),
+    sampled(
+        ENTRY_CASES,
+        keep=[
+            case
+            for case in ENTRY_CASES
+            if case[0] in ("endless_as_metadata", "pipe_as_data", "far_in_ours")
+        ],
+    ),
+)
+def test_what_is_done_with_the_entry_ends(entry, operation, root):
+    ENTRIES[entry](root / "odd")
+    raised = None
+    try:
+        ON_ENTRY[operation](root / "odd")
+    except BaseException as error:  # DCP's is one
+        raised = causes(error)[0]
+    assert raised is None or isinstance(raised, ds.DataStatesError), repr(raised)
+    _assert_others_are_whole(root, ("step-9", "step-10", "step-11"))
+
+
+@pytest.mark.parametrize("make", THINGS, ids=lambda make: make.__name__[1:])
+def test_a_load_of_tensors_alone_ends_too(make, root):
+    """The engine opens their files without a look at them before."""
+    save({"w": torch.ones(1000)}, root / "odd")
+    (file,) = data_files(root / "odd")
+    file.unlink()
+    make(file)
+    with raises(ds.DataStatesError, file.name):
+        load_everything(root / "odd")
+
+
+@pytest.mark.parametrize("make", [_pipe, _socket, _endless, _terabyte, _directory, _cycle])
+def test_what_is_left_out_is_said_once(make, root, caplog):
+    _as_metadata(make, root / "odd")
+    for _ in range(3):
+        assert ds.latest(root) == root / "step-11"
+    lines = [line.getMessage() for line in caplog.records if "odd" in line.getMessage()]
+    assert len(lines) == 1, lines
+
+
+def test_the_last_attempt_of_all_is_named(root):
+    last = "efffffffffffffff-00000001"
+    (root / "step-11" / last).mkdir()
+    _save(root / "new")
+    with raises(ds.StorageError, last, "remove it"):
+        _save(root / "step-11")
+    _save(root / "newer")
+    assert ds.latest(root) == root / "newer"
+
+
+@pytest.mark.parametrize("name", [b"two\nlines", b"\xff\xfe", b"\x1b[2J", "٣".encode()])
+def test_any_name_will_do(name, root):
+    odd = root / os.fsdecode(name)
+    _save(odd)
+    assert ds.latest(root) == odd
+    assert ds.retain(root, keep=1) == [root / f"step-{number}" for number in (11, 10, 9)]
+    assert load_everything(odd)["step"] == 99
+
+
+def test_names_of_attempts_are_plain_digits():
+    assert Attempt.parse("18ea000000000000-٠٠٠٠٠٠٠١") is None
+    assert Attempt.parse(FAR) is None
+
+
+def test_a_directory_that_cannot_be_read_keeps_none_from_saving_or_deleting(root, monkeypatch):
+    """As ``lost+found``, and directories of other users; root may read all, so the refusal is made."""
+    for name in ("odd", "lost"):
+        save(STATE, root / name)
+    (root / "lost" / ".metadata").unlink()
+    save(STATE, root / "step-12")
+    real_scandir, real_listdir, real_open = os.scandir, os.listdir, os.open
+
+    def refusing(real):
+        def call(path, *more, **named):
+            if isinstance(path, (str, os.PathLike)) and Path(path).name in ("odd", "lost"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *more, **named)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", refusing(real_scandir))
+    monkeypatch.setattr(os, "listdir", refusing(real_listdir))
+    monkeypatch.setattr(os, "open", refusing(real_open))
+    assert ds.latest(root) == root / "step-12"
+    assert ds.retain(root, keep=2) == [root / "step-10", root / "step-9"]
+    _save(root / "step-13")
+    assert ds.latest(root) == root / "step-13"
