@@ -37,7 +37,7 @@ from dcp_datastates.commit.connection import Client
 from dcp_datastates.commit.gloo_tree import GlooTree, places
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.rank_set import RankSet, of_store
-from dcp_datastates.commit.round import Consolidated, Round
+from dcp_datastates.commit.round import Round
 from dcp_datastates.dcp.process_group import Collectives
 from dcp_datastates.saving.document import document
 from dcp_datastates.storage.claims import claim
@@ -166,9 +166,7 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             timeout=300,
         )
         if rank == 0:
-            round_.provide(
-                Consolidated(lambda meta, claim: document(meta, claim, Metadata({}), []))
-            )
+            round_.provide(lambda meta, claim: document(meta, claim, Metadata({}), []))
         groups[rank].submit(round_)
         round_.committed.result()
 

@@ -45,7 +45,6 @@ def _close_all() -> None:
         _groups.clear()
     for group in groups:
         group.close()
-    end_requests()
 
 
 @after_fork
@@ -57,4 +56,5 @@ def _forget_in_child() -> None:
     _groups.clear()
 
 
+atexit.register(end_requests)  # the last one runs first
 atexit.register(_close_all)

@@ -161,8 +161,9 @@ class DeferredReads:
             if job is not None:
                 _stop(job)
         self._handed_over.set()
-        with contextlib.suppress(DeviceError):  # one failure is enough
-            self._await_copies()
+        if (staged := self._staged) is not None:
+            with contextlib.suppress(DeviceError):  # one failure is enough
+                staged.await_copies()
         self._let_go()
         self._resolve_captured(failure)
 
@@ -186,7 +187,7 @@ class DeferredReads:
         self._readers = []
         staged, self._staged = self._staged, None
         slab, self._slab = self._slab, None
-        if slab is not None and staged is not None and staged.copying.abandoned:
+        if slab is not None and staged is not None and staged.abandoned:
             slab.abandon()
         elif slab is not None:
             slab.release()
@@ -439,7 +440,11 @@ class DeferredReads:
             pass
         for portion in portions:  # only now: gates may pass while devices read
             self._settle(portion)
-        if job.fault is not None or self._end.setdefault(None, None) is not None:
+        if job.fault is not None:
+            return
+        if (staged := self._staged) is not None:
+            staged.await_copies()  # done, since the reads are: their memory goes
+        if self._end.setdefault(None, None) is not None:
             return
         self._let_go()
         self._resolve_captured(None)

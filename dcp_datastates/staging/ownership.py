@@ -171,6 +171,8 @@ class Ownership:
         self._owners: dict[int, frozenset[int]] = {}
         self._unannounced: set[torch.UntypedStorage] = set()
         self._optimizers = list(optimizers)  # strong references keep their ids unique
+        self.distrusted = any(optimizer in _torn for optimizer in self._optimizers)
+        """Whether something else than an optimizer's step has written to what one of them owns."""
         self._held: list[tuple[list[torch.UntypedStorage], list[torch.Tensor]]] = []
         """Of each optimizer, the storages and the tensors over them, as of :func:`_by_storage`."""
         group_of_owners: dict[frozenset[int], int] = {}

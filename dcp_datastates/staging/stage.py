@@ -112,13 +112,32 @@ class StagedState:
     moment: list[Any] = field(default_factory=list)
     """Events of the call, which work that another thread gives to devices must wait for."""
     copying: DeviceCopies = field(default_factory=DeviceCopies)
-    """The copies into ``buffer`` that devices are making."""
+    """The eager copies that devices are making. Before the host reads ``buffer``, wait for them."""
+    looking: DeviceCopies = field(default_factory=DeviceCopies)
+    """What devices are copying into ``buffer`` for ``expected``. It is there when any deferred read is done: ``fences``
+    come after it.
+    """
     expected: ExpectedBytes | None = None
     """What the deferred tensors hold at the call; None if there are none."""
     further: list[tuple[Any, ...]] = field(default_factory=list)
     """The result of :func:`further_values` for all tensors at the call: copies may have other properties."""
     ownership: Ownership = field(default_factory=lambda: Ownership(()))
     """The optimizers' tensors at the call."""
+
+    def await_copies(self) -> None:
+        """Return when no device uses ``buffer`` any more.
+
+        Raises :class:`DeviceError` if a copy has failed.
+        """
+        try:
+            self.copying.wait()
+        finally:
+            self.looking.wait()
+
+    @property
+    def abandoned(self) -> bool:
+        """A device may still write to ``buffer``: its memory must never be freed."""
+        return self.copying.abandoned or self.looking.abandoned
 
     def owned(self) -> tuple[bool, ...]:
         """For each tensor, in the order of the traversal: whether an optimizer owns it."""
@@ -245,6 +264,9 @@ def stage_state(
         assert made.buffer is not None
         copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, made.buffer, nbytes)
         copies.make(engine, made.copying)
+        if ownership.distrusted:
+            # Perhaps a stream of its own writes to them, which does not wait for the copies.
+            made.copying.wait()
     if deferred.sizes:
         made.expected = _expect(expectation, engine, seed, made, nbytes)
     if devices is not None:
@@ -261,10 +283,10 @@ def _expect(
     if buffer is None:  # host memory only: nothing is written to it
         buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
     try:
-        return expectation.look(engine, seed, buffer, offset, made.copying)
+        return expectation.look(engine, seed, buffer, offset, made.looking)
     except BaseException:
         with contextlib.suppress(DeviceError):
-            made.copying.wait()  # the buffer is about to be freed
+            made.await_copies()  # the buffer is about to be freed
         raise
 
 

@@ -1,5 +1,6 @@
 #include "memory/expected_bytes.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <vector>

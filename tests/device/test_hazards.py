@@ -274,11 +274,9 @@ def test_dense_copies_live_until_the_device_was_told_to_read_them(
             alive.extend(reference() is not None for reference in made)
             return native.copy_to_host(*args)
 
-    enqueue = EagerCopies.enqueue
+    make = EagerCopies.make
     monkeypatch.setattr(eager_copies, "dense", dense)
-    monkeypatch.setattr(
-        EagerCopies, "enqueue", lambda self, _, *args: enqueue(self, Watched(), *args)
-    )  # type: ignore[arg-type]
+    monkeypatch.setattr(EagerCopies, "make", lambda self, _, *args: make(self, Watched(), *args))
     save(tmp_path / "a", {"strided": strided}).result()
     assert alive == [True]
 

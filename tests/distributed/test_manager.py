@@ -60,6 +60,20 @@ def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_stop(shared_dir):
     assert committed_names(shared_dir) == ["step-8"]
 
 
+@ranks(2)
+def test_ranks_may_spell_the_root_differently(shared_dir):
+    """As with other mount points on other hosts."""
+    rank = dist.get_rank()
+    real = shared_dir / "real"
+    real.mkdir(exist_ok=True)
+    (shared_dir / f"mount-{rank}").symlink_to(real)
+    with manager(shared_dir / f"mount-{rank}" / "run", 1) as checkpoints:
+        checkpoints.save(0, {f"w{rank}": torch.full((1000,), 7.0)}).result()
+        found = {f"w{rank}": torch.zeros(1000)}
+        assert checkpoints.restore_latest(found, timeout=60) == 0
+        assert found[f"w{rank}"].eq(7).all()
+
+
 @ranks(3)
 def test_a_time_that_is_over_on_one_rank_makes_all_save_once(shared_dir):
     saved = []

@@ -87,6 +87,29 @@ def test_a_write_before_the_reads_is_never_committed(
 
 @all_or_few
 @each_kind
+def test_a_write_while_the_reads_run_is_never_committed_in_part(
+    kind: str, all_writes: bool, tmp_path: Path
+) -> None:
+    """Right after the call: the reads may come before it, after it, or both."""
+    found = writes_to(kind)
+    wrong = []
+    for number, name in enumerate(_chosen(found, all_writes)):
+        tensor = KINDS[kind].make()
+        owner = Owner(tensor)
+        expected = bytes_of(tensor)[""]
+        path = tmp_path / str(number)
+        handle = _saved(KINDS[kind].given(tensor), path, read_window="immediate")
+        with torch.no_grad():
+            found[name](KINDS[kind].target(tensor))
+        escapes = may_escape(kind, name, expected, bytes_of(tensor)[""])
+        if outcome(handle, tensor, expected, path) == "WRONG" and not escapes:
+            wrong.append(name)
+        del owner
+    assert not wrong
+
+
+@all_or_few
+@each_kind
 def test_a_write_after_the_reads_is_not_seen(kind: str, all_writes: bool, tmp_path: Path) -> None:
     found = writes_to(kind)
     for number, name in enumerate(_chosen(found, all_writes)):
