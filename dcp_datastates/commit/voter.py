@@ -222,7 +222,8 @@ class Voter:
             while not round_.part.wait(_POLL_SECONDS):
                 if (event := self._notice(round_)) is not None:
                     return event
-                stall.look(round_.part.progress, "its files to be written")
+                if self._rank_set.world == 1:  # else the failure detector names the rank
+                    stall.look(round_.part.progress, "its files to be written")
             directory, error = round_.directory, round_.part.error
             if error is None and directory is not None:
                 check_not_hung(directory)

@@ -379,7 +379,7 @@ def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alon
     job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manager that garbage collection closes: it may run in DCP's thread."""
-    import dcp_datastates.dcp.writer as module
+    import dcp_datastates.saving.write as module
 
     other, check, closed = DataStatesWriter(tmp_path / "other"), module.check_overwrite, []
 
