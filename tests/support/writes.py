@@ -75,7 +75,7 @@ def _tries(function: Callable[..., Any], make: Callable[[], torch.Tensor]) -> Wr
     except Exception:
         arguments = [(), (0.25,), (torch.rand(make().shape),)]
     for given in arguments:
-        trial = make().detach()
+        trial = make()
         before = held_bytes(trial)
         try:
             with torch.no_grad(), warnings.catch_warnings():

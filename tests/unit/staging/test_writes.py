@@ -4,6 +4,7 @@ committed, or the save fails. The oracle is a copy of the bytes that is made at 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -75,7 +76,7 @@ def test_a_write_before_the_reads_is_never_committed(
         handle = _saved(
             KINDS[kind].given(tensor), path, read_window="backward", read_deadline=600, audit=audit
         )
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view, say, takes less
             found[name](KINDS[kind].target(tensor))
         after = bytes_of(tensor)[""]
         escapes = not audit and may_escape(kind, name, expected, after)
@@ -99,7 +100,7 @@ def test_a_write_while_the_reads_run_is_never_committed_in_part(
         expected = bytes_of(tensor)[""]
         path = tmp_path / str(number)
         handle = _saved(KINDS[kind].given(tensor), path, read_window="immediate")
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view, say, takes less
             found[name](KINDS[kind].target(tensor))
         escapes = may_escape(kind, name, expected, bytes_of(tensor)[""])
         if outcome(handle, tensor, expected, path) == "WRONG" and not escapes:
@@ -119,7 +120,7 @@ def test_a_write_after_the_reads_is_not_seen(kind: str, all_writes: bool, tmp_pa
         path = tmp_path / str(number)
         handle = _saved(KINDS[kind].given(tensor), path, read_window="immediate")
         handle.captured.result(60)
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.suppress(RuntimeError):  # a view, say, takes less
             found[name](KINDS[kind].target(tensor))
         assert outcome(handle, tensor, expected, path) == "right", name
         del owner
