@@ -219,7 +219,12 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
         else:
             if reads is not None:
                 reads.discard()
-            content = _content(write, native)
+            try:
+                content = _content(write, native)
+            except RuntimeError:  # the planner met a tensor that is not as planned
+                if reads is not None:
+                    reads.check_unchanged()
+                raise
             if reads is not None and reads.fences:  # from devices
                 _fit_cache(save.call.config, content)
             stats.steady = content.report is not None

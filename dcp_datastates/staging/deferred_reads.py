@@ -139,11 +139,6 @@ class DeferredReads:
         self._window.open()
 
     @property
-    def ownership(self) -> Ownership:
-        """Which optimizers owned which tensors at the call."""
-        return self._ownership
-
-    @property
     def failure(self) -> BaseException | None:
         """The error for which this save cannot be committed; None if there is none so far."""
         return self._end.get(None)
@@ -380,6 +375,11 @@ class DeferredReads:
             _stop(job)
             return None
         return job
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`SnapshotTornError` if torch has written to a deferred tensor."""
+        for portion in self._portions:
+            portion.check()
 
     def _pin(self) -> None:
         for portion in self._portions:
