@@ -166,6 +166,7 @@ def run_script(body: str, path: Path, timeout: float = 40, preface: str = "") ->
         **os.environ,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "",  # a line that is printed in pieces mixes with another rank's
     }
     forking = _the_forking.get(os.getpid())
     if forking is None:

@@ -121,10 +121,10 @@ def test_what_is_tracked_beside_an_optimizer_is_not_pickled_or_copied(
     parameter: torch.Tensor,
 ) -> None:
     owner = optimizer(parameter)
-    before, copied = pickle.dumps(owner), len(pickle.dumps(copy.deepcopy(owner)))
+    before, copied = pickle.dumps(owner), vars(copy.deepcopy(owner)).keys()
     track(owner, also=[torch.zeros(100_000)])
     assert pickle.dumps(owner) == before
-    assert len(pickle.dumps(copy.deepcopy(owner))) == copied
+    assert vars(copy.deepcopy(owner)).keys() == copied
 
 
 def test_an_optimizer_that_exchanges_its_parameters_outside_of_steps_is_copied(tmp_path):
