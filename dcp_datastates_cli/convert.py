@@ -19,7 +19,7 @@ __all__ = ["prefixes", "run"]
 def run(options: argparse.Namespace) -> int:
     """Convert ``options.source`` to ``options.target``; returns the exit status."""
     given: dict[str, Any] = {
-        "keys": options.keys,
+        "only": options.only,
         "exclude": options.exclude,
         "part": options.part,
         "rename": prefixes(options.rename),

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _diff(options: argparse.Namespace) -> Comparison:
     given: dict[str, Any] = {
-        "keys": options.keys,
+        "only": options.only,
         "rename": prefixes(options.rename),
         "allow_objects": options.allow_objects,
         "threads": options.threads,

@@ -106,7 +106,7 @@ def _add_convert(commands: _Commands) -> None:
         help="take only what is under this name, and remove it from the names: "
         "with --part model, model.norm.weight becomes norm.weight",
     )
-    _add_keys(convert)
+    _add_only(convert)
     convert.add_argument(
         "--exclude", action="append", metavar="NAME", help="leave out what is under this name"
     )
@@ -140,14 +140,14 @@ def _add_diff(commands: _Commands) -> None:
     )
     diff.add_argument("a", metavar="A", help="a checkpoint: a file or directory")
     diff.add_argument("b", metavar="B", help="another")
-    _add_keys(diff)
+    _add_only(diff)
     _add_rename(diff, "replace this prefix of A's names")
     _add_work(diff, "print nothing but the differences, no progress bar")
 
 
-def _add_keys(command: argparse.ArgumentParser) -> None:
+def _add_only(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--keys",
+        "--only",
         action="append",
         metavar="NAME",
         help="take only what is under this name; may be given several times",

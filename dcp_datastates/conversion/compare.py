@@ -113,7 +113,7 @@ def diff(
     a: str | os.PathLike[str],
     b: str | os.PathLike[str],
     *,
-    keys: str | Iterable[str] | None = None,
+    only: str | Iterable[str] | None = None,
     rename: Rename | None = None,
     allow_objects: bool = False,
     threads: int | None = None,
@@ -128,9 +128,9 @@ def diff(
     Args:
         a: A checkpoint: a file or directory.
         b: Another.
-        keys: Compare only the values under these names: full names, or prefixes that end before a dot.
+        only: Compare only the values under these names: full names, or prefixes that end before a dot.
         rename: For names of ``a`` to be found in ``b``: a dict from old prefixes to new ones, or a function of a name.
-            ``keys`` are names after this.
+            ``only`` are names after this.
         allow_objects: Whether Python objects may be unpickled that may run code; only for sources you trust. Other
             objects that differ in their bytes count as different.
         threads: How many compare; default: one per core, at most 8.
@@ -146,7 +146,7 @@ def diff(
     threads = thread_count(threads)
     path_a, path_b = local.local_path(a), local.local_path(b)
     selection = Selection.checked(rename=rename)
-    wanted = None if keys is None else as_keys("keys", keys)
+    wanted = None if only is None else as_keys("only", only)
     with (
         open_source(path_a, allow_objects) as opened,
         open_source(path_b, allow_objects) as other,

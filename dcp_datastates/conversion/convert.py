@@ -46,7 +46,7 @@ _MOST_PIECE_BYTES: Final = 16 << 20
 """A piece of this size reaches full speed on any storage."""
 
 
-_CHOICES: Final = ("keys", "exclude", "part", "rename", "dtype")
+_CHOICES: Final = ("only", "exclude", "part", "rename", "dtype")
 _FLAGS: Final = ("overwrite", "strict", "allow_objects")
 _OPTIONS: Final = (
     *_CHOICES,
@@ -139,7 +139,7 @@ def convert(
             total bytes.
         options: These keywords:
 
-            - ``keys``: take only the values under these names: full names, or prefixes that end before a dot.
+            - ``only``: take only the values under these names: full names, or prefixes that end before a dot.
             - ``exclude``: leave out the values under these names.
             - ``part``: take only the values under this one name, and remove it from theirs: with ``part="model"``,
               ``model.layers.0.weight`` becomes ``layers.0.weight``.
@@ -277,7 +277,7 @@ def _without_objects(source: Source, to: Target, strict: bool) -> tuple[str, ...
         return ()
     said = (
         f"{source.path}: {count(len(skipped), 'Python object')} cannot be stored in safetensors: {some_of(skipped)}; "
-        f"choose the tensors with keys, exclude or part (such as --part model), or a format that holds objects"
+        f"choose the tensors with only, exclude or part (such as --part model), or a format that holds objects"
     )
     if strict:
         raise IncompatibleStateError(said)

@@ -24,7 +24,7 @@ Rename = Mapping[str, str] | Callable[[str], str]
 class Selection:
     """Checked options: see :func:`~dcp_datastates.conversion.convert.convert`."""
 
-    keys: frozenset[str] | None = None
+    only: frozenset[str] | None = None
     exclude: frozenset[str] = frozenset()
     part: str | None = None
     rename: Rename | None = None
@@ -32,7 +32,7 @@ class Selection:
 
     @staticmethod
     def checked(
-        keys: str | Iterable[str] | None = None,
+        only: str | Iterable[str] | None = None,
         exclude: str | Iterable[str] = (),
         part: str | None = None,
         rename: Rename | None = None,
@@ -41,9 +41,9 @@ class Selection:
         """Raises :class:`ConfigurationError`, naming the first option that cannot work."""
         if part is not None and (not isinstance(part, str) or not part):
             raise ConfigurationError(f"part={part!r} must be a name, such as 'model'")
-        if part is not None and keys is not None:
+        if part is not None and only is not None:
             raise ConfigurationError(
-                f"part={part!r} and keys={keys!r} both choose; part takes all below one name, and removes that name"
+                f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
             )
         if isinstance(rename, Mapping):
             if not all(isinstance(each, str) for pair in rename.items() for each in pair):
@@ -53,7 +53,7 @@ class Selection:
                 f"rename={rename!r} must be a dict from old prefixes to new ones, or a function of a name"
             )
         return Selection(
-            None if keys is None else as_keys("keys", keys),
+            None if only is None else as_keys("only", only),
             as_keys("exclude", exclude),
             part,
             rename,
@@ -71,8 +71,8 @@ def select(source: Source, selection: Selection) -> Source:
     taken = names
     if selection.part is not None:
         taken = chosen(names, frozenset([selection.part]))
-    elif selection.keys is not None:
-        taken = chosen(names, selection.keys)
+    elif selection.only is not None:
+        taken = chosen(names, selection.only)
     left_out = set(chosen(taken, selection.exclude)) if selection.exclude else set()
     taken = [name for name in taken if name not in left_out]
     if names and not taken:

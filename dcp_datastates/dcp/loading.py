@@ -31,7 +31,7 @@ __all__ = ["load", "nested"]
 def load(
     path: str | os.PathLike[str],
     state: dict[str, Any] | None = None,
-    keys: str | Iterable[str] | None = None,
+    only: str | Iterable[str] | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
@@ -50,27 +50,27 @@ def load(
     Args:
         path: Directory of the checkpoint.
         state: The state to load into. None makes a new dict.
-        keys: Load only the values under these names: full names, or prefixes that end before a dot, such as ``"model"``
+        only: Load only the values under these names: full names, or prefixes that end before a dot, such as ``"model"``
             or ``"model.layers.0"``. In lists, skipped elements before a loaded one are None.
         process_group: With ``state``: the ranks that load together; default: all.
         no_dist: With ``state``: this process loads alone, even if there are process groups.
         allow_objects: As for :class:`~dcp_datastates.DataStatesReader`.
         allow_cast: With ``state``: as for :class:`~dcp_datastates.DataStatesReader`.
         strict: With ``state``: whether a stored value that is not loaded is an error, rather than a warning. Values
-            that ``keys`` exclude do not count.
+            that ``only`` exclude do not count.
 
     Returns:
         ``state``, or the new dict.
 
     Raises:
         ConfigurationError: an argument cannot work.
-        IncompatibleStateError: the checkpoint has no value under one of ``keys`` (the error lists similar names), or
+        IncompatibleStateError: the checkpoint has no value under one of ``only`` (the error lists similar names), or
         ``state`` does not fit the checkpoint. CheckpointNotFoundError, CheckpointCorruptError, CheckpointReplacedError,
         UnsafeObjectError, StorageError:
             as for :class:`~dcp_datastates.DataStatesReader`. If ranks fail differently, all raise the same error. Other
             errors (``state`` has a name that was not saved, say) are raised as DCP's ``CheckpointException``.
     """
-    names = None if keys is None else as_keys("keys", keys)
+    names = None if only is None else as_keys("only", only)
     reader = _Reader(path, names, allow_objects=allow_objects, allow_cast=allow_cast, strict=strict)
     if state is None:
         return _load_everything(reader)
@@ -93,7 +93,7 @@ def load(
 
 
 class _Reader(DataStatesReader):
-    """Reads only the values under ``keys`` (None: all); leaving the rest unread is intended."""
+    """Reads only the values under ``only`` (None: all); leaving the rest unread is intended."""
 
     def __init__(
         self, path: str | os.PathLike[str], keys: frozenset[str] | None, **options: Any
@@ -142,7 +142,7 @@ def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
     if stored < math.prod(saved.size):
         raise IncompatibleStateError(
             f"of {name!r}, {stored} of {math.prod(saved.size)} elements are stored (a rank saved its shard alone?); "
-            f"choose others with keys, or load it into a sharded state"
+            f"choose others with only, or load it into a sharded state"
         )
     return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
 

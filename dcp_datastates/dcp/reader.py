@@ -249,7 +249,7 @@ class DataStatesReader(StorageReader):
             f"{self._directory()}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the "
             f"state to load into does not ask for them: {some_of(names)}. The state_dict() of an optimizer is empty "
             f"before its first step: get_optimizer_state_dict of torch.distributed.checkpoint.state_dict fills it. "
-            f"If a part is meant, say so: dcp_datastates.load(..., keys=...) or DataStatesReader(..., leave=...)"
+            f"If a part is meant, say so: dcp_datastates.load(..., only=...) or DataStatesReader(..., leave=...)"
         )
         if self._strict:
             raise IncompatibleStateError(said)

@@ -173,7 +173,7 @@ def _check_kind(name: str, value: Any, saved: str) -> None:
 def _way_out(name: str) -> str:
     return (
         f"load into a tensor of the saved class and form, or load its parts as plain tensors with "
-        f"dcp_datastates.load(path, keys={name!r})"
+        f"dcp_datastates.load(path, only={name!r})"
     )
 
 

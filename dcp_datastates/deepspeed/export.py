@@ -33,7 +33,7 @@ def load_file(directory: Path, name: str, map_location: MapLocation = None) -> o
     Not collective. Verifies every byte that it reads. Raises what :func:`dcp_datastates.load` raises;
     :class:`ForeignCheckpointError` if the value under ``name`` was not saved by DeepSpeed.
     """
-    values = load(directory, keys=name)[name]
+    values = load(directory, only=name)[name]
     if not isinstance(values, dict) or "structure" not in values:
         raise ForeignCheckpointError(
             f"{name!r} in the checkpoint at {str(directory)!r} is not a file that DeepSpeed has saved"

@@ -75,7 +75,7 @@ def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = 
         for name, values in state.items():
             state[name] = {key: values[key] for key in values if f"{name}.{key}" in stored}
     state = {name: values for name, values in state.items() if values}
-    load(path, state, keys=state)
+    load(path, state, only=state)
     for name, model in models.items():
         set_model_state_dict(model, state.get(name, {}), options=StateDictOptions(strict=strict))
 
@@ -88,7 +88,7 @@ def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Op
             name: state_to_fill(_owner(models, each), each, name, stored)
             for name, each in optimizers.items()
         }
-        load(path, state, keys=state)
+        load(path, state, only=state)
         for name, optimizer in optimizers.items():
             set_optimizer_state(_owner(models, optimizer), optimizer, state[name])
 
@@ -121,7 +121,7 @@ def files_from(path: str | os.PathLike[str]) -> dict[str, bytes]:
     ]
     if not names:
         return {}
-    found = load(path, keys=names)[_FILES]
+    found = load(path, only=names)[_FILES]
     return {**found.get(ranks[0], {}), **found.get(ranks[1], {})}
 
 

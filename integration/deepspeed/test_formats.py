@@ -158,7 +158,7 @@ def test_a_tool_that_opens_a_placeholder_is_told_what_to_do(trained: Trained) ->
 
 def test_tensors_can_be_read_by_name_without_deepspeed(trained: Trained) -> None:
     name = "mp_rank_00_model_states.pt.tensors.module.first.weight"
-    loaded = dcp_datastates.load(trained.root / "ours" / "1" / TAG, keys=name)
+    loaded = dcp_datastates.load(trained.root / "ours" / "1" / TAG, only=name)
     assert loaded["mp_rank_00_model_states.pt"]["tensors"]["module.first.weight"].shape == (512, 64)
 
 

@@ -167,7 +167,7 @@ def accelerate(
 def same(path: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """The number of parameters, which equal those that :func:`dcp_datastates.load` reads, with their moments."""
     try:
-        stored = ds.load(path, keys=["model_0", "optimizer_0"])
+        stored = ds.load(path, only=["model_0", "optimizer_0"])
     except ds.CheckpointNotFoundError:  # Accelerate's own
         return 0
     count = 0
@@ -260,7 +260,7 @@ def trainer(
     assert sharded == fsdp
     loaded = 0
     if args.load_best_model_at_end and job.state.best_model_checkpoint is not None:
-        stored = ds.load(job.state.best_model_checkpoint, keys="model")["model"]
+        stored = ds.load(job.state.best_model_checkpoint, only="model")["model"]
         for name, parameter in job.model.named_parameters():
             loaded += torch.equal(full(parameter), stored[name])
     return {

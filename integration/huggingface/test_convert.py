@@ -97,7 +97,7 @@ def test_from_folder_to_folder_with_another_dtype(model: Any, tmp_path: Path) ->
     )
     _assert_equal(half, whole)
     assert (
-        diff(tmp_path / "half", tmp_path / "hf", keys="model.norm").differences[0].problem
+        diff(tmp_path / "half", tmp_path / "hf", only="model.norm").differences[0].problem
         == "dtype"
     )
 

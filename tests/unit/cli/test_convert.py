@@ -33,13 +33,13 @@ def test_a_part_of_a_state_becomes_a_folder_of_weights(source, tmp_path):
         f"{tmp_path / 'out'}: 2 tensors and 0 objects from dcp_datastates"
     )
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), MODEL)
-    assert run_cli("diff", source, tmp_path / "out", "--rename", "model.=", "--keys", "a",
-                   "--keys", "b").returncode == 0  # fmt: skip
+    assert run_cli("diff", source, tmp_path / "out", "--rename", "model.=", "--only", "a",
+                   "--only", "b").returncode == 0  # fmt: skip
 
 
 def test_options_reach_the_conversion(source, tmp_path):
     ended = run_cli(
-        "convert", source, tmp_path / "out", "--to", "hf", "--keys", "model", "--exclude", "model.b",
+        "convert", source, tmp_path / "out", "--to", "hf", "--only", "model", "--exclude", "model.b",
         "--rename", "model.=net.", "--dtype", "bfloat16", "--shard-size", "1KB", "--threads", "1",
         "--host-cache-size", "32MiB", "--json",
     )  # fmt: skip
@@ -84,7 +84,7 @@ def test_damage_is_status_1_and_leaves_nothing(source, tmp_path):
         (["in", "out", "--to", "hf", "--rename", "model"], "OLD=NEW"),
         (["in", "out", "--to", "hf", "--rename", "a=b", "--rename", "a=c"], "twice"),
         (["in", "out", "--to", "hf", "--dtype", "int3"], "int3"),
-        (["in", "out", "--to", "hf", "--keys", "modle"], "did you mean 'model'"),
+        (["in", "out", "--to", "hf", "--only", "modle"], "did you mean 'model'"),
         (["in", "out", "--to", "torch", "--shard-size", "x"], "shard_size='x'"),
     ],
 )
@@ -140,7 +140,7 @@ def test_diff_of_the_same_is_status_0(source):
 
 def test_diff_as_json(source, tmp_path):
     save({"model": {"b": torch.tensor([1.0, float("nan"), 1.0])}}, tmp_path / "other")
-    ended = run_cli("diff", source, tmp_path / "other", "--json", "--keys", "model")
+    ended = run_cli("diff", source, tmp_path / "other", "--json", "--only", "model")
     assert ended.returncode == 1
     document = json.loads(ended.stdout, parse_constant=pytest.fail)
     assert document["same"] is False
@@ -153,7 +153,7 @@ def test_diff_as_json(source, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [["in", "nowhere"], ["in"], ["in", "in", "--keys", "x"]])
+@pytest.mark.parametrize("arguments", [["in", "nowhere"], ["in"], ["in", "in", "--only", "x"]])
 def test_diff_that_cannot_work_is_status_2(arguments, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ended = run_cli("diff", *arguments)

@@ -160,11 +160,11 @@ def test_large_and_many_tensors(tmp_path):
 def test_keys_and_renamed_names(tmp_path):
     a = {"model": {"x": torch.ones(3), "y": torch.ones(2)}, "step": 1}
     b = {"x": torch.ones(3), "y": torch.zeros(2)}
-    found = _diff(a, b, tmp_path, rename={"model.": ""}, keys=["x", "y"])
+    found = _diff(a, b, tmp_path, rename={"model.": ""}, only=["x", "y"])
     assert [each.name for each in found.differences] == ["y"]
-    assert diff(tmp_path / "a", tmp_path / "b", rename={"model.": ""}, keys="x").same
+    assert diff(tmp_path / "a", tmp_path / "b", rename={"model.": ""}, only="x").same
     with pytest.raises(IncompatibleStateError, match="'z'"):
-        diff(tmp_path / "a", tmp_path / "b", keys="z")
+        diff(tmp_path / "a", tmp_path / "b", only="z")
     with pytest.raises(ConfigurationError, match="rename"):
         diff(tmp_path / "a", tmp_path / "b", rename={"z": ""})
 

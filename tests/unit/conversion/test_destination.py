@@ -51,10 +51,10 @@ def test_nothing_else_is_left_beside_it(to, source, tmp_path):
 
 @pytest.mark.parametrize("to", FORMATS)
 def test_what_exists_is_replaced_only_on_demand(to, source, tmp_path):
-    convert(source, tmp_path / "out", to, keys="a", **SMALL)
+    convert(source, tmp_path / "out", to, only="a", **SMALL)
     with pytest.raises(CheckpointExistsError, match="--overwrite"):
         convert(source, tmp_path / "out", to, **SMALL)
-    assert dcp_datastates.diff(source, tmp_path / "out", keys="a").same
+    assert dcp_datastates.diff(source, tmp_path / "out", only="a").same
     convert(source, tmp_path / "out", to, overwrite=True, **SMALL)
     assert dcp_datastates.diff(source, tmp_path / "out").same
     assert _names(tmp_path) == ["out", "source"]
@@ -68,30 +68,30 @@ def test_what_exists_is_replaced_only_on_demand(to, source, tmp_path):
     ],
 )
 def test_a_failure_at_the_end_leaves_what_was_there(to, place, source, tmp_path):
-    convert(source, tmp_path / "out", to, keys="a", **SMALL)
+    convert(source, tmp_path / "out", to, only="a", **SMALL)
     with armed(f"convert.{place}.before=error:EIO"), pytest.raises(StorageError) as caught:
         convert(source, tmp_path / "out", to, overwrite=True, **SMALL)
     assert caught.value.errno == errno.EIO
-    assert dcp_datastates.diff(source, tmp_path / "out", keys="a").same
+    assert dcp_datastates.diff(source, tmp_path / "out", only="a").same
     assert _names(tmp_path) == ["out", "source"]
 
 
 def test_the_old_one_is_put_back_if_the_new_one_cannot_be_placed(source, tmp_path):
-    convert(source, tmp_path / "out", "hf", keys="a", **SMALL)
+    convert(source, tmp_path / "out", "hf", only="a", **SMALL)
     entries = f"{NO_EXCHANGE};convert.rename.before@2=error:ENOSPC"
     with armed(entries), pytest.raises(StorageError):
         convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
-    assert dcp_datastates.diff(source, tmp_path / "out", keys="a").same
+    assert dcp_datastates.diff(source, tmp_path / "out", only="a").same
     assert _names(tmp_path) == ["out", "source"]
 
 
 def test_the_old_one_is_kept_beside_if_it_cannot_be_put_back(source, tmp_path):
-    convert(source, tmp_path / "out", "hf", keys="a", **SMALL)
+    convert(source, tmp_path / "out", "hf", only="a", **SMALL)
     twice = f"{NO_EXCHANGE};convert.rename.before@2=error:EIO;convert.rename.before@3=error:EIO"
     with armed(twice), pytest.raises(StorageError):
         convert(source, tmp_path / "out", "hf", overwrite=True, **SMALL)
     (left,) = tmp_path.glob(".out.converting-*")
-    assert dcp_datastates.diff(source, left / "old", keys="a").same
+    assert dcp_datastates.diff(source, left / "old", only="a").same
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_kill_while_it_is_replaced_leaves_the_old_one_or_the_new_one(entry, to
     """Where directories cannot be exchanged, the old one is named, and the next conversion puts it back."""
     root, log = tmp_path / "root", tmp_path / "log"
     root.mkdir()
-    convert(source, root / "out", to, keys="a", **SMALL)
+    convert(source, root / "out", to, only="a", **SMALL)
     body = f"""
         from support.failing import armed
         from pathlib import Path
@@ -124,7 +124,7 @@ def test_a_kill_while_it_is_replaced_leaves_the_old_one_or_the_new_one(entry, to
             convert(source, root / "out", to, **SMALL)
     is_new = entry.startswith("convert.exchange.after")
     assert dcp_datastates.diff(source, root / "out").same == is_new
-    assert dcp_datastates.diff(source, root / "out", keys="a").same
+    assert dcp_datastates.diff(source, root / "out", only="a").same
     convert(source, root / "out", to, overwrite=True, **SMALL)
     assert dcp_datastates.diff(source, root / "out").same
 

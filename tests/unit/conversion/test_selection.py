@@ -30,17 +30,17 @@ def _names(source, tmp_path, **options):
 @pytest.mark.parametrize(
     ("options", "names"),
     [
-        ({"keys": "ids"}, ["ids"]),
-        ({"keys": ["ids", "model.head"]}, ["ids", "model.head.bias", "model.head.weight"]),
+        ({"only": "ids"}, ["ids"]),
+        ({"only": ["ids", "model.head"]}, ["ids", "model.head.bias", "model.head.weight"]),
         ({"part": "model"}, ["head.bias", "head.weight", "norm.weight"]),
         ({"part": "model.head"}, ["bias", "weight"]),
         ({"part": "ids"}, ["ids"]),
         ({"part": "model", "exclude": "model.head"}, ["norm.weight"]),
-        ({"keys": "ema", "rename": {"ema.": ""}}, ["norm.weight"]),
-        ({"keys": "ema", "rename": {"em": "m"}}, ["ma.norm.weight"]),
+        ({"only": "ema", "rename": {"ema.": ""}}, ["norm.weight"]),
+        ({"only": "ema", "rename": {"em": "m"}}, ["ma.norm.weight"]),
         ({"part": "model", "rename": {"head": "lm_head", "": "model."}},
          ["lm_head.bias", "lm_head.weight", "model.norm.weight"]),
-        ({"keys": "ids", "rename": str.upper}, ["IDS"]),
+        ({"only": "ids", "rename": str.upper}, ["IDS"]),
     ],
 )  # fmt: skip
 def test_names(options, names, source, tmp_path):
@@ -50,11 +50,11 @@ def test_names(options, names, source, tmp_path):
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"keys": "modle"}, IncompatibleStateError, "did you mean 'model'"),
-        ({"keys": ["model", "x"]}, IncompatibleStateError, "no 'x'"),
+        ({"only": "modle"}, IncompatibleStateError, "did you mean 'model'"),
+        ({"only": ["model", "x"]}, IncompatibleStateError, "no 'x'"),
         ({"part": "head"}, IncompatibleStateError, r"'model\.head'"),
         ({"exclude": "x"}, IncompatibleStateError, "no 'x'"),
-        ({"keys": "ids", "exclude": "ids"}, ConfigurationError, "nothing is left"),
+        ({"only": "ids", "exclude": "ids"}, ConfigurationError, "nothing is left"),
         ({"rename": {"x.": ""}}, ConfigurationError, r"rename='x\.'"),
         ({"rename": {"model.": "", "ema.": ""}}, ConfigurationError,
          r"'model\.norm\.weight' and 'ema\.norm\.weight' would both"),
@@ -62,9 +62,9 @@ def test_names(options, names, source, tmp_path):
         ({"rename": lambda name: 3}, ConfigurationError, "names nothing"),
         ({"rename": "model"}, ConfigurationError, "rename='model'"),
         ({"rename": {"model": 3}}, ConfigurationError, "rename="),
-        ({"keys": "ids", "rename": {"ids": "__metadata__"}}, ConfigurationError, "reserves"),
-        ({"keys": 3}, ConfigurationError, "keys=3"),
-        ({"part": "model", "keys": "model"}, ConfigurationError, "both choose"),
+        ({"only": "ids", "rename": {"ids": "__metadata__"}}, ConfigurationError, "reserves"),
+        ({"only": 3}, ConfigurationError, "only=3"),
+        ({"part": "model", "only": "model"}, ConfigurationError, "both choose"),
         ({"dtype": "int32"}, ConfigurationError, "dtype='int32'"),
         ({"dtype": "float33"}, ConfigurationError, "dtype='float33'"),
         ({"shard_size": "many"}, ConfigurationError, "shard_size='many'"),
@@ -100,7 +100,7 @@ def test_a_format_must_be_given_and_known(source, tmp_path):
     ],
 )
 def test_the_nesting_follows_the_names(options, expected, source, tmp_path):
-    given = options if "part" in options else {"keys": "model.head.bias", **options}
+    given = options if "part" in options else {"only": "model.head.bias", **options}
     others = ["model.norm", "model.head.weight"] if "part" in options else []
     convert(source, tmp_path / "torch", "torch", exclude=others, **SMALL, **given)
     convert(source, tmp_path / "ours", "datastates", exclude=others, **SMALL, **given)

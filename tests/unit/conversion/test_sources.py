@@ -68,7 +68,7 @@ def test_every_byte_of_ours_is_verified(tmp_path):
     begin, _ = read_file(file).span("b")
     flip_bit(file, begin + 2 * MIB)
     _refused(tmp_path / "in", CheckpointCorruptError, "'b'", tmp_path)
-    convert(tmp_path / "in", tmp_path / "out", "safetensors", keys="a", **SMALL)
+    convert(tmp_path / "in", tmp_path / "out", "safetensors", only="a", **SMALL)
     assert_same(load_file(tmp_path / "out"), {"a": state["a"]})
 
 

@@ -82,9 +82,9 @@ def test_it_needs_no_process_group_and_is_quiet(path):
 def test_keys_choose_names_and_what_lies_under_them(keys, expected, path):
     if expected is None:
         with pytest.raises(IncompatibleStateError, match=r"model\.layer\.10"):
-            load(path, keys=keys)
+            load(path, only=keys)
         return
-    assert_same(load(path, keys=keys), expected(_state()))
+    assert_same(load(path, only=keys), expected(_state()))
 
 
 def test_only_what_is_chosen_is_read(path, tmp_path):
@@ -92,7 +92,7 @@ def test_only_what_is_chosen_is_read(path, tmp_path):
     save(state, tmp_path / "two")
     (file,) = data_files(tmp_path / "two")
     flip_bit(file, (4 << 20) + 10)  # in b, in a block of its own
-    assert_same(load(tmp_path / "two", keys="a"), {"a": state["a"]})
+    assert_same(load(tmp_path / "two", only="a"), {"a": state["a"]})
     with pytest.raises(CheckpointCorruptError, match="'b'"):
         load(tmp_path / "two")
 
@@ -109,14 +109,14 @@ def test_only_what_is_chosen_is_read(path, tmp_path):
 )
 def test_a_name_that_is_not_there_is_an_error_with_names_that_are_like_it(key, words, path):
     with pytest.raises(IncompatibleStateError) as caught:
-        load(path, keys=key)
+        load(path, only=key)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize("keys", [7, [1], b"model"])
 def test_keys_that_are_no_names_are_refused(keys, path):
-    with pytest.raises(ConfigurationError, match="keys="):
-        load(path, keys=keys)
+    with pytest.raises(ConfigurationError, match="only="):
+        load(path, only=keys)
 
 
 def test_shards_of_many_ranks_are_put_together(tmp_path):
@@ -146,13 +146,13 @@ def test_a_tensor_of_which_a_part_was_never_saved_is_refused_by_name(tmp_path):
     rewritten(tmp_path, _forget_a_chunk)
     with pytest.raises(IncompatibleStateError, match="'w', 40 of 120 elements"):
         load(tmp_path)
-    assert_same(load(tmp_path, keys="v"), {"v": state["v"]})
+    assert_same(load(tmp_path, only="v"), {"v": state["v"]})
 
 
 def test_objects_are_refused_unless_they_are_left_out(path):
     with pytest.raises(UnsafeObjectError, match="allow_objects"):
         load(path, allow_objects=False)
-    assert_same(load(path, keys="model", allow_objects=False), {"model": _state()["model"]})
+    assert_same(load(path, only="model", allow_objects=False), {"model": _state()["model"]})
 
 
 def test_what_is_there_instead_of_a_checkpoint_is_said(tmp_path):
@@ -166,7 +166,7 @@ def test_what_is_there_instead_of_a_checkpoint_is_said(tmp_path):
 
 
 def test_torch_save_of_it_is_a_checkpoint_that_torch_loads(path, tmp_path):
-    torch.save(load(path, keys=["model", "step"]), tmp_path / "model.pt")
+    torch.save(load(path, only=["model", "step"]), tmp_path / "model.pt")
     found = torch.load(tmp_path / "model.pt", weights_only=True)
     assert_same(found, {"model": _state()["model"], "step": 7})
 
@@ -210,10 +210,10 @@ def test_stateful_objects_are_given_what_was_loaded(tmp_path):
 
 def test_keys_keep_the_rest_of_a_state_as_it_is(path):
     target = {**zeros({"model": _state()["model"]}), "step": -1}
-    load(path, target, keys="model")
+    load(path, target, only="model")
     assert_same(target, {"model": _state()["model"], "step": -1})
     with pytest.raises(IncompatibleStateError, match="did you mean 'model'"):
-        load(path, target, keys="modle")
+        load(path, target, only="modle")
 
 
 def test_errors_are_the_packages_own_not_wrapped(path, tmp_path):
@@ -221,8 +221,8 @@ def test_errors_are_the_packages_own_not_wrapped(path, tmp_path):
         load(tmp_path / "nowhere", {"step": 0})
     wrong = {"model": {"scale": torch.zeros((), dtype=torch.float32)}}
     with pytest.raises(IncompatibleStateError, match="allow_cast"):
-        load(path, wrong, keys="model.scale")
-    load(path, wrong, keys="model.scale", allow_cast=True)
+        load(path, wrong, only="model.scale")
+    load(path, wrong, only="model.scale", allow_cast=True)
     assert (
         wrong["model"]["scale"] == _state()["model"]["scale"].float()
         or wrong["model"]["scale"].isnan()

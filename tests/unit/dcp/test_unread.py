@@ -68,7 +68,7 @@ def test_a_resume_that_forgets_the_optimizers_state_is_told(path, caplog):
 def test_strict_makes_it_an_error_before_anything_is_read(path):
     target = _fresh()
     before = target["model"]["weight"].clone()
-    with raises(IncompatibleStateError, "optimizer.state.0.step", "keys="):
+    with raises(IncompatibleStateError, "optimizer.state.0.step", "only="):
         load_by_dcp(target, path, strict=True)
     assert torch.equal(target["model"]["weight"], before)
     with pytest.raises(IncompatibleStateError, match=r"optimizer\.state"):
@@ -104,8 +104,8 @@ def test_forgotten_objects_count(path, caplog):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_is_left_on_purpose_does_not_count(path, strict, caplog):
-    load(path, {"model": _fresh()["model"]}, keys="model", strict=strict)
-    load(path, keys="optimizer", strict=strict)
+    load(path, {"model": _fresh()["model"]}, only="model", strict=strict)
+    load(path, only="optimizer", strict=strict)
     load_by_dcp(
         {"model": _fresh()["model"]}, path, strict=strict, leave=["optimizer", "step", "not there"]
     )
@@ -115,12 +115,12 @@ def test_what_is_left_on_purpose_does_not_count(path, strict, caplog):
 
 
 def test_what_keys_choose_and_the_state_lacks_does_count(path, caplog):
-    load(path, {"model": {"weight": torch.zeros(20, 30)}}, keys="model")
+    load(path, {"model": {"weight": torch.zeros(20, 30)}}, only="model")
     (said,) = _said(caplog)
     assert "'model.bias'" in said
     assert "optimizer.state.0" not in said
     with pytest.raises(IncompatibleStateError, match=r"model\.bias"):
-        load(path, {"model": {"weight": torch.zeros(20, 30)}}, keys="model", strict=True)
+        load(path, {"model": {"weight": torch.zeros(20, 30)}}, only="model", strict=True)
 
 
 def test_leave_is_about_whole_parts_of_names(path, caplog):

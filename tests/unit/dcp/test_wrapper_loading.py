@@ -85,14 +85,14 @@ def test_the_parts_are_tensors_of_their_own(tmp_path):
     assert parts.keys() == {"codes", "scales"}
     assert torch.equal(parts["codes"], saved.codes)
     into = {"w": {"scales": torch.zeros(4)}}
-    dcp_datastates.load(tmp_path, into, keys="w.scales", strict=True)
+    dcp_datastates.load(tmp_path, into, only="w.scales", strict=True)
     assert torch.equal(into["w"]["scales"], saved.scales)
 
 
 def test_keys_choose_wrappers_and_no_object_is_needed(tmp_path):
     saved, found = {"a": blocks(seed=1), "b": blocks(seed=2)}, {"a": blocks(), "b": blocks()}
     async_save(saved, tmp_path).result(60)
-    dcp_datastates.load(tmp_path, found, keys="a", allow_objects=False, strict=True)
+    dcp_datastates.load(tmp_path, found, only="a", allow_objects=False, strict=True)
     assert _same(found["a"], saved["a"])
     assert _same(found["b"], blocks())
 
