@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, get_args
@@ -20,6 +21,7 @@ __all__ = [
     "ReadWindow",
     "WhenBehind",
     "WriterConfig",
+    "check_options",
     "parse_duration",
     "parse_host_cache_size",
     "parse_size",
@@ -58,6 +60,18 @@ _UNITS = {
     **{f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def check_options(call: str, given: Mapping[str, Any], known: type) -> None:
+    """Raise :class:`ConfigurationError` for an option of ``call`` that ``known``, a ``TypedDict``, does not have."""
+    names = known.__annotations__
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise ConfigurationError(
+                f"{call}() has no option {name!r}; "
+                + (f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(names))}")
+            )
 
 
 def parse_size(size: int | str, *, name: str = "size") -> int:

@@ -8,6 +8,7 @@ programs expect for its cause. Inside DCP's collectives they arrive wrapped in D
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterable, Mapping
 
 from dcp_datastates.text import printable
 
@@ -90,7 +91,25 @@ class UnsafeObjectError(DataStatesError):
 
 
 class IncompatibleStateError(DataStatesError, ValueError):
-    """What a load asks for does not fit what was saved: a name, shape or dtype, or (``strict``) not all of it."""
+    """What a load asks for does not fit what was saved. Where names decide that, the error has all of them.
+
+    Attributes:
+        missing: names in the state that the checkpoint lacks.
+        unexpected: names in the checkpoint that the state lacks.
+        unfit: by name, in what a value of the state and the stored one differ: shape, dtype or kind.
+    """
+
+    def __init__(
+        self,
+        *args: object,
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        unfit: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(*args)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+        self.unfit = dict(unfit or {})
 
 
 class UnsupportedTensorError(DataStatesError, TypeError):

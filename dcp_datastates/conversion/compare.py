@@ -17,11 +17,11 @@ from dcp_datastates.checkpoints.listing import natural_order
 from dcp_datastates.conversion.convert import thread_count
 from dcp_datastates.conversion.memory import passing_tensor
 from dcp_datastates.conversion.open import open_source
-from dcp_datastates.conversion.selection import Rename, Selection, select
+from dcp_datastates.conversion.selection import Selection, select
 from dcp_datastates.conversion.source import Source, Want, value_of
 from dcp_datastates.conversion.work import Done, Progress, Unit, work
 from dcp_datastates.errors import UnsafeObjectError
-from dcp_datastates.format.stored_names import as_keys, chosen
+from dcp_datastates.format.name_patterns import NamePatterns, Rename
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
 
@@ -146,7 +146,7 @@ def diff(
     threads = thread_count(threads)
     path_a, path_b = local.local_path(a), local.local_path(b)
     selection = Selection.checked(rename=rename)
-    wanted = None if only is None else as_keys("only", only)
+    wanted = None if only is None else NamePatterns("only", only)
     with (
         open_source(path_a, allow_objects) as opened,
         open_source(path_b, allow_objects) as other,
@@ -155,7 +155,7 @@ def diff(
         pair = _Pair(one, other)
         names = list(dict.fromkeys([*pair.names(one), *pair.names(other)]))
         if wanted is not None:
-            names = chosen(names, wanted)
+            names = wanted.choose(names)
         found = [each for name in names if (each := pair.by_kind(name)) is not None]
         compared = [name for name in names if pair.is_comparable(name)]
         counts = {name: _Counts() for name in compared}

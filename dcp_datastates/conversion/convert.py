@@ -21,13 +21,13 @@ from dcp_datastates.conversion.write_datastates import datastates_job
 from dcp_datastates.conversion.write_safetensors import hf_job, safetensors_job
 from dcp_datastates.conversion.write_stock import stock_job
 from dcp_datastates.conversion.write_torch import torch_job
-from dcp_datastates.dcp.loading import nested
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
 

@@ -89,7 +89,7 @@ class DataStatesSource(Source):
                 planner,  # type: ignore[arg-type]
                 StoredCheckpoint(self._metadata, self._note, self.path),
                 self._engine,
-                allow_cast=False,
+                cast=False,
             )
         except CheckpointNotFoundError as error:
             raise explain_missing(self.path, self._note, error) from error

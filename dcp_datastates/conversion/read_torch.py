@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dcp_datastates.conversion.files import Array, Files, fill_from
-from dcp_datastates.conversion.source import KeyPath, Source, TensorInfo, Want, unsafe
+from dcp_datastates.conversion.source import Source, TensorInfo, Want, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     DataStatesError,
@@ -26,6 +26,7 @@ from dcp_datastates.errors import (
     UnsupportedStateError,
     UnsupportedTensorError,
 )
+from dcp_datastates.format.name_patterns import KeyPath
 
 __all__ = ["TorchSource", "array_of", "is_legacy_pickle", "is_torch_file", "leaves", "load_fake"]
 

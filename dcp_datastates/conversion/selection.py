@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dcp_datastates.conversion.memory import passing_tensor
-from dcp_datastates.conversion.source import KeyPath, Source, TensorInfo, Want
+from dcp_datastates.conversion.source import Source, TensorInfo, Want
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.format.stored_names import as_keys, chosen
+from dcp_datastates.format.name_patterns import (
+    NO_NAMES,
+    NamePatterns,
+    Rename,
+    check_rename,
+    renamed,
+    renamed_path,
+)
 
-__all__ = ["Rename", "Selection", "select"]
-
-Rename = Mapping[str, str] | Callable[[str], str]
-"""New prefixes by old ones, of which the first that fits is replaced; or a function from a name to a name."""
+__all__ = ["Selection", "select"]
 
 
 @dataclass(frozen=True)
 class Selection:
     """Checked options: see :func:`~dcp_datastates.conversion.convert.convert`."""
 
-    only: frozenset[str] | None = None
-    exclude: frozenset[str] = frozenset()
+    only: NamePatterns | None = None
+    exclude: NamePatterns = NO_NAMES
     part: str | None = None
     rename: Rename | None = None
     dtype: torch.dtype | None = None
@@ -45,16 +49,10 @@ class Selection:
             raise ConfigurationError(
                 f"part={part!r} and only={only!r} both choose; part takes all below one name, and removes that name"
             )
-        if isinstance(rename, Mapping):
-            if not all(isinstance(each, str) for pair in rename.items() for each in pair):
-                raise ConfigurationError(f"rename={rename!r} must map old prefixes to new ones")
-        elif rename is not None and not callable(rename):
-            raise ConfigurationError(
-                f"rename={rename!r} must be a dict from old prefixes to new ones, or a function of a name"
-            )
+        check_rename(rename)
         return Selection(
-            None if only is None else as_keys("only", only),
-            as_keys("exclude", exclude),
+            None if only is None else NamePatterns("only", only),
+            NamePatterns("exclude", exclude),
             part,
             rename,
             _dtype(dtype),
@@ -70,16 +68,17 @@ def select(source: Source, selection: Selection) -> Source:
     names = [*source.tensors, *source.objects]
     taken = names
     if selection.part is not None:
-        taken = chosen(names, frozenset([selection.part]))
+        taken = NamePatterns("part", selection.part).choose(names)
     elif selection.only is not None:
-        taken = chosen(names, selection.only)
-    left_out = set(chosen(taken, selection.exclude)) if selection.exclude else set()
+        taken = selection.only.choose(names)
+    left_out = set(selection.exclude.choose(taken))
     taken = [name for name in taken if name not in left_out]
     if names and not taken:
         raise ConfigurationError(
-            f"nothing is left of {source.path}: exclude={sorted(selection.exclude)} takes all out"
+            f"nothing is left of {source.path}: exclude={sorted(selection.exclude.given)} takes all out"
         )
-    return _Selected(source, _renamed(taken, selection), selection.dtype)
+    old_of = renamed(taken, selection.rename, part=selection.part, all_used=True)
+    return _Selected(source, old_of, selection.dtype)
 
 
 class _Selected(Source):
@@ -98,7 +97,7 @@ class _Selected(Source):
         }
         self.objects = tuple(name for name in old_of if name not in self.tensors)
         self.paths = {
-            name: _renamed_path(source.paths.get(old, (old,)), old, name)
+            name: renamed_path(source.paths.get(old, (old,)), old, name)
             for name, old in old_of.items()
         }
         casts = {
@@ -130,51 +129,6 @@ class _Selected(Source):
     def close(self) -> None:
         """See :class:`Source`."""
         self._source.close()
-
-
-def _renamed(names: Sequence[str], selection: Selection) -> dict[str, str]:
-    """The old name by the new."""
-    rename, part = selection.rename, selection.part
-    used: set[str] = set()
-    old_of: dict[str, str] = {}
-    for old in names:
-        name = old if part is None or old == part else old.removeprefix(f"{part}.")
-        if isinstance(rename, Mapping):
-            prefix = next((each for each in rename if name.startswith(each)), None)
-            if prefix is not None:
-                used.add(prefix)
-                name = rename[prefix] + name.removeprefix(prefix)
-        elif rename is not None:
-            name = rename(name)
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"rename gives {old!r} the name {name!r}, which names nothing")
-        if name in old_of:
-            raise ConfigurationError(
-                f"{old_of[name]!r} and {old!r} would both have the name {name!r}; rename them apart, or exclude one"
-            )
-        old_of[name] = old
-    if isinstance(rename, Mapping) and (unused := [each for each in rename if each not in used]):
-        raise ConfigurationError(
-            f"rename={unused[0]!r}: no name begins so; they are such as {names[:3]}"
-        )
-    return old_of
-
-
-def _renamed_path(path: KeyPath, old: str, new: str) -> KeyPath:
-    """The path, with the longest end of it that is still the end of the name."""
-    if old == new:
-        return path
-    for place in range(len(path)):
-        tail = ".".join(map(str, path[place:]))
-        if new == tail:
-            head: KeyPath = ()
-        elif new.endswith(f".{tail}"):
-            head = (new.removesuffix(f".{tail}"),)
-        else:
-            continue
-        if head or isinstance(path[place], str):  # a state is no list
-            return (*head, *path[place:])
-    return (new,)
 
 
 def _cast(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:

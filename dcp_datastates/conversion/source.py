@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, UnsafeObjectError
+from dcp_datastates.format.name_patterns import KeyPath
 
 __all__ = [
-    "KeyPath",
     "Source",
     "TensorInfo",
     "Want",
@@ -32,9 +32,6 @@ __all__ = [
     "unsafe",
     "value_of",
 ]
-
-KeyPath = tuple[Any, ...]
-"""The keys and list indices that lead to a value in the saved state."""
 
 Offsets = tuple[int, ...]
 

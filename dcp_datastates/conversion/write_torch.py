@@ -21,8 +21,8 @@ from dcp_datastates.conversion.image import Image, ImageWriter, Placed
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.read_torch import array_of, leaves, load_fake
 from dcp_datastates.conversion.source import Source, value_of
-from dcp_datastates.dcp.loading import nested
 from dcp_datastates.errors import UnsupportedStateError
+from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage.local import explained
 
 __all__ = ["torch_job"]

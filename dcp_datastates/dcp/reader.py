@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import uuid
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.publish import warn_if_replaced
 from dcp_datastates.config import parse_host_cache_size
+from dcp_datastates.dcp.fitting import Answer, Fit
 from dcp_datastates.dcp.wrapper_loading import load_wrappers
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -36,7 +38,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.metadata import Note
 from dcp_datastates.format.metadata_objects import metadata_of, note_of
-from dcp_datastates.format.stored_names import Box, as_keys, is_under, unread, wrappers
+from dcp_datastates.format.stored_names import Box, is_under, unread, wrappers
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import StoredCheckpoint, restore
@@ -46,6 +48,8 @@ from dcp_datastates.storage import local
 __all__ = ["DataStatesReader", "explain_missing"]
 
 logger = logging.getLogger(__name__)
+
+_OPTIMIZER: Final = re.compile(r"\.state\.|\.param_groups\.")
 
 
 class DataStatesReader(StorageReader):
@@ -58,12 +62,13 @@ class DataStatesReader(StorageReader):
         path: Directory of the checkpoint. None if every load passes ``checkpoint_id``.
         allow_objects: Whether DCP's ``torch.load`` may unpickle Python objects in the checkpoint; only for checkpoints
             from sources you trust. If False, a load whose plan needs an object fails.
-        allow_cast: Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the
-            default is to refuse.
-        strict: Whether a load that leaves a stored tensor or object unread is an error. By default a warning in the log
-            lists the first names: DCP reads only the names in the target state, and the ``state_dict()`` of an
-            optimizer that has not stepped has none.
-        leave: Names, or prefixes of names (``"optimizer"``), that are left unread on purpose.
+        cast: Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the default
+            is to refuse.
+        unexpected: What to do about a stored tensor or object that no rank's state has: ``"error"``; ``"warn"`` (a line
+            in the log has the first names); ``"ignore"``. DCP reads only the names in the target state, and the
+            ``state_dict()`` of an optimizer that has not stepped has none.
+        exclude: Names, or prefixes of names (``"optimizer"``), that are left unread on purpose; ``*`` and ``?`` stand
+            for any text and any character.
         host_cache_size: Host memory for staging, bytes or a string; used only if this process has no engine yet.
 
     Raises:
@@ -79,24 +84,17 @@ class DataStatesReader(StorageReader):
         path: str | os.PathLike[str] | None = None,
         *,
         allow_objects: bool = True,
-        allow_cast: bool = False,
-        strict: bool = False,
-        leave: str | Iterable[str] = (),
+        cast: bool = False,
+        unexpected: Answer = "warn",
+        exclude: str | Iterable[str] = (),
         host_cache_size: int | str = DEFAULT_HOST_CACHE_BYTES,
     ) -> None:
         super().__init__()
-        for name, value in (
-            ("allow_objects", allow_objects),
-            ("allow_cast", allow_cast),
-            ("strict", strict),
-        ):
-            if not isinstance(value, bool):
-                raise ConfigurationError(f"{name}={value!r} must be True or False")
+        if not isinstance(allow_objects, bool):
+            raise ConfigurationError(f"allow_objects={allow_objects!r} must be True or False")
+        self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
         self._path = None if path is None else local.local_path(path)
         self._allow_objects = allow_objects
-        self._allow_cast = allow_cast
-        self._strict = strict
-        self._leave = as_keys("leave", leave)
         self._host_cache_bytes = parse_host_cache_size(host_cache_size)
         self._metadata: Metadata | None = None
         self._note: Note | None = None
@@ -173,7 +171,7 @@ class DataStatesReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Coordinator: check that all ranks have seen the same attempt; report the names that no rank reads.
 
-        With ``strict``, raises :class:`IncompatibleStateError` for such names.
+        Raises :class:`IncompatibleStateError` for such names with ``unexpected="error"``.
         """
         seen = {plan.storage_data for plan in plans}
         if len(seen) > 1:
@@ -196,20 +194,23 @@ class DataStatesReader(StorageReader):
         if self._asked is not None:
             # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
             # its plan.
-            held = getattr(planner, "state_dict", None)
-            self._check_unread(self._asked.union(held if isinstance(held, dict) else ()))
+            self._check_unread(self._asked.union(self._held(planner)))
         native = engine(self._host_cache_bytes)
 
         def read(plan: LoadPlan, planner: LoadPlanner) -> None:
             source = StoredCheckpoint(metadata, note, directory)
-            restore(plan, planner, source, native, self._allow_cast, _release)
+            restore(plan, planner, source, native, self._fit.cast, _release)
 
-        wrapped = {item.dest_index.fqn for item in plan.items if self._is_wrapper(item)}
+        wrapped = {
+            item.storage_index.fqn: item.dest_index.fqn
+            for item in plan.items
+            if self._is_wrapper(item)
+        }
         try:
             if wrapped:
                 state: dict[str, Any] = planner.state_dict  # type: ignore[attr-defined]
                 plan = replace(plan, items=[i for i in plan.items if not self._is_wrapper(i)])
-                values = {name: state[name] for name in wrapped}
+                values = {old: state[name] for old, name in wrapped.items()}
                 load_wrappers(values, self._wrappers, metadata, read, self._say_unread)
             read(plan, planner)
         except CheckpointNotFoundError as error:
@@ -224,7 +225,12 @@ class DataStatesReader(StorageReader):
 
     def _leaves(self, name: str) -> bool:
         """Whether the value with this name is left unread on purpose."""
-        return is_under(name, self._leave)
+        return self._fit.exclude.match(name)
+
+    def _held(self, planner: LoadPlanner) -> Iterable[str]:
+        """The stored names of what is in the planner's state."""
+        held = getattr(planner, "state_dict", None)
+        return held if isinstance(held, dict) else ()
 
     def _check_unread(self, asked: set[str]) -> None:
         assert self._metadata is not None
@@ -243,16 +249,20 @@ class DataStatesReader(StorageReader):
         assert self._metadata is not None
         stored = self._metadata.state_dict_metadata
         names = [name for name in left if not self._leaves(name)]
-        if not names:
+        if not names or self._fit.unexpected == "ignore":
             return
         said = (
             f"{self._directory()}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the "
-            f"state to load into does not ask for them: {some_of(names)}. The state_dict() of an optimizer is empty "
-            f"before its first step: get_optimizer_state_dict of torch.distributed.checkpoint.state_dict fills it. "
-            f"If a part is meant, say so: dcp_datastates.load(..., only=...) or DataStatesReader(..., leave=...)"
+            f"state to load into does not have them: {some_of(names)}. "
         )
-        if self._strict:
-            raise IncompatibleStateError(said)
+        if any(_OPTIMIZER.search(name) for name in names):
+            said += (
+                "The state_dict() of an optimizer is empty before its first step: get_optimizer_state_dict of "
+                "torch.distributed.checkpoint.state_dict fills it. "
+            )
+        said += 'If that is meant, say so: exclude=…, only=…, or unexpected="ignore"'
+        if self._fit.unexpected == "error":
+            raise IncompatibleStateError(said, unexpected=names)
         # With no_dist=True every rank loads alone, most likely the same names: only one rank logs the warning.
         first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
         logger.log(logging.WARNING if first else logging.INFO, "%s", said)

@@ -9,14 +9,23 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Final
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["WRAPPER", "Box", "as_keys", "chosen", "is_under", "shard_name", "unread", "wrappers"]
+__all__ = [
+    "WRAPPER",
+    "Box",
+    "as_keys",
+    "is_under",
+    "near",
+    "prefixes_of",
+    "shard_name",
+    "unread",
+    "wrappers",
+]
 
 Box = tuple[tuple[int, int], ...]
 """The begin and end of a shard in each dimension."""
@@ -65,20 +74,7 @@ def wrappers(names: Iterable[str]) -> dict[str, dict[str, Box | None]]:
 
 def is_under(name: str, keys: frozenset[str]) -> bool:
     """Whether one of ``keys`` is ``name``, or a prefix of it that ends before a dot."""
-    return bool(keys) and not keys.isdisjoint(_prefixes(name))
-
-
-def chosen(names: Iterable[str], keys: frozenset[str]) -> list[str]:
-    """The ``names`` that are under ``keys``, in their order.
-
-    Raises :class:`IncompatibleStateError`, listing similar names, for a key without any name under it.
-    """
-    found = [name for name in names if is_under(name, keys)]
-    missing = keys.difference(chain.from_iterable(map(_prefixes, found)))
-    if missing:
-        key = min(missing)
-        raise IncompatibleStateError(f"the checkpoint has no {key!r}; {_near(list(names), key)}")
-    return found
+    return bool(keys) and not keys.isdisjoint(prefixes_of(name))
 
 
 def unread(stored: Mapping[str, object], asked: set[str]) -> list[str]:
@@ -91,7 +87,7 @@ def _is_empty(saved: object) -> bool:
     return isinstance(saved, TensorStorageMetadata) and 0 in saved.size
 
 
-def _prefixes(name: str) -> Iterator[str]:
+def prefixes_of(name: str) -> Iterator[str]:
     """The prefixes of ``a.b.c`` are ``a``, ``a.b`` and itself."""
     for place, character in enumerate(name):
         if character == ".":
@@ -99,12 +95,13 @@ def _prefixes(name: str) -> Iterator[str]:
     yield name
 
 
-def _near(names: list[str], key: str) -> str:
-    keys = dict.fromkeys(prefix for name in names for prefix in _prefixes(name))
+def near(names: list[str], key: str) -> str:
+    """Which of ``names``, or of their prefixes, may have been meant by ``key``, in words."""
+    keys = dict.fromkeys(prefix for name in names for prefix in prefixes_of(name))
     near = [known for known in keys if known.endswith(f".{key}")][:_SHOWN]
     near += difflib.get_close_matches(key, keys.keys() - near, _SHOWN - len(near) or 1)
     if near:
         return f"did you mean {' or '.join(map(repr, near[:_SHOWN]))}?"
-    first = list(dict.fromkeys(next(_prefixes(name)) for name in names))
+    first = list(dict.fromkeys(next(prefixes_of(name)) for name in names))
     more = ", …" if len(first) > _SHOWN else ""
     return f"it has {', '.join(map(repr, first[:_SHOWN]))}{more}" if first else "it is empty"

@@ -83,7 +83,7 @@ def restore(
     planner: LoadPlanner,
     source: StoredCheckpoint,
     engine: Engine,
-    allow_cast: bool,
+    cast: bool,
     release: Callable[[set[torch.UntypedStorage]], None] | None = None,
 ) -> None:
     """Load every item of ``plan``. Checks all destinations before it reads the first byte, and then passes their
@@ -92,7 +92,7 @@ def restore(
     Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
     :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
-    requests = [_request(item, planner, source.metadata, engine, allow_cast) for item in plan.items]
+    requests = [_request(item, planner, source.metadata, engine, cast) for item in plan.items]
     _check_object_files(requests, source)
     if release is not None:
         release({s for request in requests if (s := _storage(request)) is not None})
@@ -111,7 +111,7 @@ def _storage(request: _Request) -> torch.UntypedStorage | None:
 
 
 def _request(
-    item: ReadItem, planner: LoadPlanner, metadata: Metadata, engine: Engine, allow_cast: bool
+    item: ReadItem, planner: LoadPlanner, metadata: Metadata, engine: Engine, cast: bool
 ) -> _Request:
     name = item.storage_index.fqn
     info = metadata.storage_data.get(item.storage_index)
@@ -131,10 +131,10 @@ def _request(
         raise IncompatibleStateError(
             f"{name!r}: the state has room for {tuple(target.shape)} where {tuple(item.lengths)} was saved"
         )
-    if target.dtype != dtype and not allow_cast:
+    if target.dtype != dtype and not cast:
         raise IncompatibleStateError(
             f"{name!r} was saved as {dtype} and the state has {target.dtype}; load into a tensor of the "
-            f"saved dtype, or pass DataStatesReader(..., allow_cast=True) to convert"
+            f"saved dtype, or pass cast=True to convert"
         )
     request = _Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
     memory = local_tensor(target)

@@ -23,6 +23,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.optimizer_state import (
+    members_of,
     optimizer_state,
     set_optimizer_state,
     state_to_fill,
@@ -88,9 +89,10 @@ def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Op
             name: state_to_fill(_owner(models, each), each, name, stored)
             for name, each in optimizers.items()
         }
+        members = {name: members_of(each) for name, each in state.items()}
         load(path, state, only=state)
         for name, optimizer in optimizers.items():
-            set_optimizer_state(_owner(models, optimizer), optimizer, state[name])
+            set_optimizer_state(_owner(models, optimizer), optimizer, state[name], members[name])
 
 
 def holds(path: str | os.PathLike[str], name: str) -> bool:

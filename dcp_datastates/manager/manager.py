@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
+from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.deletions import Deletions
@@ -22,9 +23,11 @@ from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_o
 from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit.rank_set import ALONE, rank_set_of
+from dcp_datastates.config import check_options
 from dcp_datastates.dcp.async_save import async_save
+from dcp_datastates.dcp.fitting import Fit, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.loading import load
+from dcp_datastates.dcp.loading import load_fitting
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -53,6 +56,11 @@ T = TypeVar("T")
 
 def _is_step(path: Path) -> bool:
     return re.fullmatch(rf"{_PREFIX}(0|[1-9][0-9]*)", path.name) is not None
+
+
+def _checked(options: LoadOptions) -> LoadOptions:
+    check_options("restore", options, LoadOptions)
+    return options
 
 
 def _has_failed(handle: SaveHandle | None) -> bool:
@@ -276,23 +284,32 @@ class CheckpointManager:
     # ---- restoring -----------------------------------------------------------------------------------
 
     def restore_latest(
-        self, state: Mapping[str, Any], *, timeout: float = DEFAULT_TIMEOUT, **options: Any
+        self,
+        state: Mapping[str, Any],
+        *,
+        timeout: float = DEFAULT_TIMEOUT,
+        **options: Unpack[LoadOptions],
     ) -> int | None:
         """Restore the newest checkpoint that can be loaded into ``state``; return its step, None if there is none.
 
         One that is damaged is left out with a warning, and the next older one is taken. Every rank calls this.
 
         Args:
-            state: As for :meth:`save`. Models, optimizers and objects get their states; tensors are filled in place;
-                other values are replaced in ``state``, which must then be a dict.
+            state: As for :meth:`save`. Models and optimizers get their states, and tensors are filled in place: names
+                and shapes must be those that were saved. Objects get exactly what their ``state_dict()`` gave when it
+                was saved. Dicts are filled with all that was saved of them. Other values are replaced in ``state``,
+                which must then be a dict.
             timeout: Seconds that the other ranks wait while the first one looks. ``verify="full"`` reads all files.
-            options: Options of :func:`load`: ``strict``, ``allow_cast``, ``allow_objects``.
+            options: :class:`LoadOptions`, for a program that has changed since the save: ``only``, ``exclude``,
+                ``rename``, ``missing``, ``unexpected``, ``cast``; and ``allow_objects``.
 
         Raises:
             CheckpointCorruptError: there are checkpoints, and all are damaged: the loop should not begin anew unseen.
             ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
             IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
         """
+        fit = Fit.of(_checked(options), options.get("only"))
+        allow_objects = options.get("allow_objects", True)
         damaged: list[str] = []
         while True:
             newest = self._on_first_rank(
@@ -301,16 +318,20 @@ class CheckpointManager:
             if newest is None:
                 return None
             try:
-                return self.restore(newest, state, **options)
+                return self._restore(newest, state, fit, allow_objects)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 logger.error("leaving out checkpoint %s: %s", self.path(newest), error)
                 damaged.append(self.path(newest).name)
 
-    def restore(self, step: int, state: Mapping[str, Any], **options: Any) -> int:
+    def restore(self, step: int, state: Mapping[str, Any], **options: Unpack[LoadOptions]) -> int:
         """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
 
         The loop may go back to an earlier step: what it saves from then on is the newest. Waits for saves in flight.
         """
+        fit = Fit.of(_checked(options), options.get("only"))
+        return self._restore(step, state, fit, options.get("allow_objects", True))
+
+    def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
         for _, handle in self._open:
             handle.wait()  # its reads may be of the tensors that are about to be filled
         self._newest_save = None
@@ -320,9 +341,18 @@ class CheckpointManager:
         names = self._on_first_rank(
             lambda: open_committed(path).table.catalog.names, "names", f"the names in {path}"
         )
-        loaded = parts.to_load(frozenset(names))
-        load(path, loaded, process_group=self._group, no_dist=self._alone, **options)
-        parts.put_back(loaded)
+        wanted = parts.to_load(frozenset(fit.names(names)))
+        load_fitting(
+            path,
+            wanted.state,
+            fit.without(wanted.left_out),
+            filled=wanted.filled,
+            replaced=wanted.replaced,
+            process_group=self._group,
+            no_dist=self._alone,
+            allow_objects=allow_objects,
+        )
+        parts.put_back(wanted.state)
         self._step = step
         self._schedule.restored(step)
         logger.info("restored %s", path)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-__all__ = ["optimizer_state", "set_optimizer_state", "state_to_fill"]
+__all__ = ["members_of", "optimizer_state", "set_optimizer_state", "state_to_fill"]
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -49,10 +49,23 @@ def state_to_fill(
     return {**state, "state": found}
 
 
+def members_of(state: dict[str, Any]) -> list[list[str]]:
+    """The names of the parameters of each group, in a state to fill."""
+    return [list(group["params"]) for group in state["param_groups"]]
+
+
 def set_optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    members: list[list[str]],
 ) -> None:
-    """Give the optimizer a loaded state. Parameters of which it has none have none afterwards."""
+    """Give the optimizer a loaded state. Parameters of which it has none have none afterwards.
+
+    Its groups keep their parameters, ``members``, whichever groups these were in when the state was saved.
+    """
+    for group, names in zip(state["param_groups"], members, strict=True):
+        group["params"] = names
     set_optimizer_state_dict(
         model, optimizer, optim_state_dict=state, options=StateDictOptions(strict=False)
     )

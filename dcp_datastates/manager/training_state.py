@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.optimizer_state import (
+    members_of,
     optimizer_state,
     set_optimizer_state,
     state_to_fill,
@@ -53,14 +54,17 @@ class _Optimizer:
     optimizer: torch.optim.Optimizer
     stored: Collection[str] | None = None
     """The names in the checkpoint to load; None for a save."""
+    members: list[list[str]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         if self.stored is None:
             return optimizer_state(self.model, self.optimizer)
-        return state_to_fill(self.model, self.optimizer, self.name, self.stored)
+        state = state_to_fill(self.model, self.optimizer, self.name, self.stored)
+        self.members = members_of(state)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_optimizer_state(self.model, self.optimizer, state)
+        set_optimizer_state(self.model, self.optimizer, state, self.members)
 
 
 @dataclass
@@ -74,6 +78,31 @@ class _Own:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state[f"{_RANK}{self.rank}"]
+
+
+@dataclass
+class _Object:
+    """An object of the user's. It receives all that was saved of it."""
+
+    value: Stateful
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(_containers_copied(self.value.state_dict()))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value.load_state_dict(state)
+
+
+class ToLoad(NamedTuple):
+    """A state to load into."""
+
+    state: dict[str, Any]
+    filled: list[str]
+    """The names of dicts and values, which become what is stored, too."""
+    replaced: list[str]
+    """The names of objects, which receive exactly what is stored."""
+    left_out: list[str]
+    """The names of what cannot be restored, which was said."""
 
 
 class TrainingState:
@@ -102,26 +131,32 @@ class TrainingState:
         """The state, for ``async_save``."""
         return dict(self._parts)
 
-    def to_load(self, stored: Collection[str]) -> dict[str, Any]:
-        """The state, for ``load`` from a checkpoint with values of the names ``stored``.
+    def to_load(self, stored: Collection[str]) -> ToLoad:
+        """The state, for a load of the values that a checkpoint has under the names ``stored``.
 
         What the checkpoint has for another number of ranks fits no rank: it is left out, with a warning.
         """
         parts = dict(self._parts)
+        filled, replaced, left_out = [], [], []
         for key, part in self._parts.items():
             if isinstance(part, _Optimizer):
                 part.stored = stored
-            if isinstance(part, _Own):
+            elif isinstance(part, _Own):
                 found = sum(name.startswith(f"{key}.{_RANK}") for name in stored)
-                if found != self._rank_set.world:
+                if found not in (0, self._rank_set.world):
                     logger.warning(
-                        "%r stays as it is: the checkpoint has states of %d ranks, and there are %d now",
+                        "%r stays as it is: it was saved by %d ranks, and there are %d now",
                         key,
                         found,
                         self._rank_set.world,
                     )
                     del parts[key]
-        return parts
+                    left_out.append(key)
+            elif isinstance(part, _Object):
+                replaced.append(key)
+            elif not isinstance(part, (_Model, torch.Tensor)):
+                filled.append(key)
+        return ToLoad(parts, filled, replaced, left_out)
 
     def put_back(self, loaded: Mapping[str, Any]) -> None:
         """Finish a load: put values, which have no ``load_state_dict()``, into the user's dict, and then give the
@@ -146,8 +181,9 @@ class TrainingState:
             return _Model(value)
         if isinstance(value, torch.optim.Optimizer):
             return _Optimizer(name, model_of(self._models, value, name), value)
-        if not isinstance(value, Stateful):
-            _check_plain(name, value)
+        if isinstance(value, Stateful) and not isinstance(value, torch.Tensor):
+            return _Object(value)
+        _check_plain(name, value)
         return value
 
 
@@ -171,6 +207,15 @@ def model_of(
     raise ConfigurationError(
         f"no model in the state has the parameters of the optimizer {name!r}; pass its model, too"
     )
+
+
+def _containers_copied(value: Any) -> Any:
+    """``value`` with dicts and lists of its own."""
+    if isinstance(value, Mapping):
+        return {key: _containers_copied(each) for key, each in value.items()}
+    if type(value) is list:
+        return [_containers_copied(each) for each in value]
+    return value
 
 
 def _check_plain(path: str, value: Any) -> None:

@@ -356,8 +356,8 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if self._is_mine(path):
             reader = DataStatesReader(
                 path,
-                allow_cast=True,
-                leave=leave,
+                cast=True,
+                exclude=leave,
                 host_cache_size=self._options["host_cache_size"],
             )
             dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]

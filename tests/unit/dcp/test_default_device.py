@@ -87,7 +87,7 @@ def test_tensors_are_loaded_with_a_cast_and_into_wrappers(tmp_path: Path, defaul
     with DEFAULTS[default]():
         state = {"w": torch.ones(600, 600, device="cpu"), "v": expected}
         dcp_datastates.async_save(state, tmp_path, writer=writer()).result(SECONDS)
-        dcp_datastates.load(tmp_path, wide, only="w", allow_cast=True)
+        dcp_datastates.load(tmp_path, wide, only="w", cast=True)
         dcp_datastates.load(tmp_path, wrapped, only="v")
     assert wide["w"].eq(1).all()
     assert torch.equal(wrapped["v"].codes, expected.codes)

@@ -220,9 +220,9 @@ def test_errors_are_the_packages_own_not_wrapped(path, tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="nowhere"):
         load(tmp_path / "nowhere", {"step": 0})
     wrong = {"model": {"scale": torch.zeros((), dtype=torch.float32)}}
-    with pytest.raises(IncompatibleStateError, match="allow_cast"):
+    with pytest.raises(IncompatibleStateError, match="cast"):
         load(path, wrong, only="model.scale")
-    load(path, wrong, only="model.scale", allow_cast=True)
+    load(path, wrong, only="model.scale", cast=True)
     assert (
         wrong["model"]["scale"] == _state()["model"]["scale"].float()
         or wrong["model"]["scale"].isnan()

@@ -159,7 +159,7 @@ def test_another_shape_is_refused_by_name_and_nothing_is_written(shape, tmp_path
 def test_another_dtype_is_refused_by_name_with_the_way_out(dtype, tmp_path):
     save({"layer.weight": torch.ones(5, 7)}, tmp_path)
     target = {"layer.weight": torch.zeros(5, 7, dtype=dtype)}
-    with raises(IncompatibleStateError, "layer.weight", "float32", str(dtype), "allow_cast"):
+    with raises(IncompatibleStateError, "layer.weight", "float32", str(dtype), "cast"):
         load(target, tmp_path)
     assert not target["layer.weight"].any()
 
@@ -168,7 +168,7 @@ def test_another_dtype_is_refused_by_name_with_the_way_out(dtype, tmp_path):
 def test_another_dtype_is_cast_when_asked_for(dtype, tmp_path):
     saved = torch.randn(300, 1000)
     save({"w": saved}, tmp_path)
-    target = load({"w": torch.zeros(300, 1000, dtype=dtype)}, tmp_path, allow_cast=True)
+    target = load({"w": torch.zeros(300, 1000, dtype=dtype)}, tmp_path, cast=True)
     assert_same(target, {"w": saved.to(dtype)})
 
 

@@ -39,7 +39,7 @@ def test_wrappers_come_back_in_place_wherever_they_lie(way, tmp_path):
     saved, found = state(1, 2, 3), state(0, 0, 0)
     WAYS[way](saved, tmp_path)
     places = found["model"]["w"].codes.data_ptr(), found["list"][1].scales.data_ptr()
-    load(found, tmp_path, strict=True)
+    load(found, tmp_path, unexpected="error")
     assert _same(found["model"]["w"], saved["model"]["w"])
     assert _same(found["list"][1], saved["list"][1])
     assert _same(found["p"], saved["p"])
@@ -50,7 +50,7 @@ def test_wrappers_come_back_in_place_wherever_they_lie(way, tmp_path):
 def test_a_wrapper_within_a_wrapper(tmp_path):
     saved, found = (Blocks(blocks(seed=seed), torch.full((4,), seed)) for seed in (1, 0))
     async_save({"w": saved}, tmp_path).result(60)
-    load({"w": found}, tmp_path, strict=True)
+    load({"w": found}, tmp_path, unexpected="error")
     assert _same(found.codes, saved.codes)
     assert torch.equal(found.scales, saved.scales)
 
@@ -61,9 +61,9 @@ def test_a_part_that_the_wrapper_lacks_is_told_of(tmp_path, caplog):
     saved.zero = torch.ones(3)
     async_save({"w": saved}, tmp_path).result(60)
     with raises(IncompatibleStateError, "'w.zero'", "1 of the 4"):
-        load({"w": found}, tmp_path, strict=True)
+        load({"w": found}, tmp_path, unexpected="error")
     assert _same(found, blocks())
-    load({"w": found}, tmp_path, strict=True, leave="w.zero")
+    load({"w": found}, tmp_path, unexpected="error", exclude="w.zero")
     assert _same(found, saved)
     load({"w": found}, tmp_path)
     assert "'w.zero'" in caplog.text
@@ -85,14 +85,14 @@ def test_the_parts_are_tensors_of_their_own(tmp_path):
     assert parts.keys() == {"codes", "scales"}
     assert torch.equal(parts["codes"], saved.codes)
     into = {"w": {"scales": torch.zeros(4)}}
-    dcp_datastates.load(tmp_path, into, only="w.scales", strict=True)
+    dcp_datastates.load(tmp_path, into, only="w.scales", unexpected="error")
     assert torch.equal(into["w"]["scales"], saved.scales)
 
 
 def test_keys_choose_wrappers_and_no_object_is_needed(tmp_path):
     saved, found = {"a": blocks(seed=1), "b": blocks(seed=2)}, {"a": blocks(), "b": blocks()}
     async_save(saved, tmp_path).result(60)
-    dcp_datastates.load(tmp_path, found, only="a", allow_objects=False, strict=True)
+    dcp_datastates.load(tmp_path, found, only="a", allow_objects=False, unexpected="error")
     assert _same(found["a"], saved["a"])
     assert _same(found["b"], blocks())
 
@@ -100,8 +100,8 @@ def test_keys_choose_wrappers_and_no_object_is_needed(tmp_path):
 def test_a_wrapper_that_is_left_unread_is_told_of(tmp_path):
     async_save({"a": blocks(seed=1), "b": blocks(seed=2)}, tmp_path).result(60)
     with raises(IncompatibleStateError, "'b.codes'", "3 of the 6"):
-        load({"a": blocks()}, tmp_path, strict=True)
-    load({"a": blocks()}, tmp_path, strict=True, leave="b")
+        load({"a": blocks()}, tmp_path, unexpected="error")
+    load({"a": blocks()}, tmp_path, unexpected="error", exclude="b")
 
 
 @pytest.mark.parametrize(

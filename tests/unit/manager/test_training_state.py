@@ -99,7 +99,7 @@ def test_states_of_another_number_of_ranks_are_left_out(tmp_path, caplog):
     with manager(tmp_path) as checkpoints:
         assert checkpoints.restore_latest({**state, "loader": PerRank(position)}) == 5
     assert position.at == {}
-    assert "states of 2 ranks, and there are 1 now" in caplog.text
+    assert "saved by 2 ranks, and there are 1 now" in caplog.text
 
 
 def two_layers():

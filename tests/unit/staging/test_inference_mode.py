@@ -112,6 +112,6 @@ def test_inference_tensors_are_loaded_into(
         if kind == "DTensor":
             target = _sharded(target)
     with torch.inference_mode(inside):
-        dcp_datastates.load(tmp_path, {"w": target}, allow_cast=True)
+        dcp_datastates.load(tmp_path, {"w": target}, cast=True)
     found = target.to_local() if isinstance(target, DTensor) else target
     assert torch.equal(found.to(torch.float32), saved)

@@ -1,0 +1,366 @@
+"""Which stored values go into which values of a state, and what a load does about the others.
+
+:class:`Fit` is what the user chose. :class:`FittingPlanner` applies it, on each rank, before any rank reads a byte: if
+the state does not fit, nothing of it has changed, and one error names all that does not fit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import io
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Final, Literal, TypedDict, get_args
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.name_patterns import (
+    NO_NAMES,
+    KeyPath,
+    NamePatterns,
+    Rename,
+    check_rename,
+    renamed,
+    renamed_path,
+)
+from dcp_datastates.format.nesting import path_of, put
+from dcp_datastates.format.stored_names import is_under, prefixes_of, wrappers
+
+__all__ = ["Answer", "Fit", "FitOptions", "FittingPlanner", "LoadOptions"]
+
+logger = logging.getLogger(__name__)
+
+Answer = Literal["error", "warn", "ignore"]
+
+_GUESSES: Final = 1000
+"""How many unexpected names are compared with a missing one, to guess what it was called."""
+
+
+class FitOptions(TypedDict, total=False):
+    """What a load takes from a checkpoint, and what it does if that does not fit.
+
+    All names are those of the program's state: ``rename`` comes first.
+    """
+
+    exclude: str | Iterable[str]
+    """Leave the values under these names as they are."""
+    rename: Rename | None
+    """The program's name of a stored one: a dict from old prefixes to new ones (``{"net.": "model."}``), or from
+    old globs to new ones (``{"*.attn.*": "*.attention.*"}``), of which the first that fits counts; or a function.
+    """
+    missing: Answer
+    """What to do if the state has values that the checkpoint lacks: fail (the default), or leave them as they are, with
+    a line in the log or without.
+    """
+    unexpected: Answer
+    """What to do if the checkpoint has values that no rank's state has: fail, leave them unread with a line in the log
+    (the default), or without.
+    """
+    cast: bool
+    """Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the default is to
+    refuse.
+    """
+
+
+class LoadOptions(FitOptions, total=False):
+    """The options of a restore: :class:`FitOptions` and two more."""
+
+    only: str | Iterable[str] | None
+    """Load only the values under these names: full names, prefixes that end before a dot (``"model"``,
+    ``"model.layers.0"``), or either with ``*`` and ``?``. None: all.
+    """
+    allow_objects: bool
+    """As for :class:`~dcp_datastates.DataStatesReader`."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Checked :class:`FitOptions`, and ``only``."""
+
+    only: NamePatterns | None = None
+    exclude: NamePatterns = NO_NAMES
+    rename: Rename | None = None
+    missing: Answer = "error"
+    unexpected: Answer = "warn"
+    cast: bool = False
+
+    @staticmethod
+    def of(options: FitOptions, only: str | Iterable[str] | None = None) -> Fit:
+        """The options, checked.
+
+        Raises :class:`ConfigurationError`, naming the first that cannot work.
+        """
+        fit = Fit(
+            None if only is None else NamePatterns("only", only),
+            NamePatterns("exclude", options.get("exclude", ())),
+            options.get("rename"),
+            options.get("missing", "error"),
+            options.get("unexpected", "warn"),
+            options.get("cast", False),
+        )
+        check_rename(fit.rename)
+        for name, answer in (("missing", fit.missing), ("unexpected", fit.unexpected)):
+            if answer not in get_args(Answer):
+                raise ConfigurationError(f'{name}={answer!r} must be "error", "warn" or "ignore"')
+        if not isinstance(fit.cast, bool):
+            raise ConfigurationError(f"cast={fit.cast!r} must be True or False")
+        return fit
+
+    def without(self, names: Collection[str]) -> Fit:
+        """This, which also leaves out what lies under ``names``."""
+        return replace(self, exclude=NamePatterns("exclude", {*self.exclude.given, *names}))
+
+    def takes(self, name: str) -> bool:
+        """Whether the value of the state with this name is to be loaded."""
+        return (self.only is None or self.only.match(name)) and not self.exclude.match(name)
+
+    def names(self, stored: Iterable[str]) -> dict[str, str]:
+        """The stored names to load, by the program's.
+
+        Raises :class:`ConfigurationError` if two become one; :class:`IncompatibleStateError` for a name in ``only``
+        that is not stored.
+        """
+        names = renamed(stored, self.rename) if self.rename else {name: name for name in stored}
+        if self.only is not None:
+            chosen = self.only.choose(names)
+            names = {name: names[name] for name in chosen}
+        if self.exclude:
+            names = {name: old for name, old in names.items() if not self.exclude.match(name)}
+        return names
+
+
+class FittingPlanner(DefaultLoadPlanner):
+    """Plans a load of what ``fit`` chooses, for :func:`torch.distributed.checkpoint.load`.
+
+    Args:
+        fit: what the user chose.
+        source: the checkpoint's path, for messages.
+        filled: names of dicts in the state, which receive all that is stored below these names.
+        replaced: names of dicts in the state, which become exactly what is stored below these names. Neither they nor
+            the containers in them may be the program's own.
+    """
+
+    def __init__(
+        self,
+        fit: Fit,
+        source: object,
+        filled: Iterable[str] = (),
+        replaced: Iterable[str] = (),
+    ) -> None:
+        super().__init__()
+        self._fit = fit
+        self._source = source
+        self._replaced = frozenset(replaced)
+        self._filled = frozenset(filled) | self._replaced
+        self._names: dict[str, str] = {}
+        """The stored names to load, by the program's."""
+        self._chosen: frozenset[str] = frozenset()
+        self._wrapped: frozenset[str] = frozenset()
+        """The program's names of wrapper subclasses, of which the checkpoint has the parts."""
+        self._grown: dict[str, KeyPath] = {}
+        """The values that the state did not have, and where they come to be."""
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Flatten the state.
+
+        Raises :class:`IncompatibleStateError` if two values have one name, or a container contains itself.
+        """
+        try:
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+        except ValueError as error:
+            raise IncompatibleStateError(
+                f"two values of the state have one name: {error}"
+            ) from error
+        except RecursionError as error:
+            raise IncompatibleStateError(
+                "the state cannot be loaded into: a dict or list in it contains itself"
+            ) from error
+
+    def create_local_plan(self) -> LoadPlan:
+        """Match the names; raise :class:`IncompatibleStateError` for all that does not fit."""
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        boxed = wrappers(stored)
+        self._names = self._fit.names([*stored, *boxed])
+        self._wrapped = frozenset(name for name, old in self._names.items() if old in boxed)
+        self._chosen = frozenset(self._names.values())
+        self._prune()
+        self._grow(stored)
+        wanted = {name: value for name, value in self.state_dict.items() if self._fit.takes(name)}
+        missing = [name for name in wanted if name not in self._names]
+        unfit = dict(self._unfit(wanted, stored))
+        if unfit or (missing and self._fit.missing == "error"):
+            self._refuse(missing if self._fit.missing == "error" else [], unfit)
+        if missing and self._fit.missing == "warn":
+            logger.warning(
+                "%s has no %s: %s of the state stay as they are",
+                self._source,
+                some_of(missing),
+                len(missing),
+            )
+        named = {name: value for name, value in wanted.items() if name in self._names}
+        plan = create_default_local_load_plan(
+            named, Metadata({name: stored[self._names[name]] for name in named})
+        )
+        return replace(plan, items=[self._as_stored(item) for item in plan.items])
+
+    @property
+    def held(self) -> list[str]:
+        """The stored names of what is in the state."""
+        return [old for name, old in self._names.items() if name in self.state_dict]
+
+    def leaves(self, name: str) -> bool:
+        """Whether the value stored under ``name`` is left unread on purpose."""
+        return name not in self._chosen
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state."""
+        name = read_item.dest_index.fqn
+        if (path := self._grown.get(name)) is None:
+            super().load_bytes(read_item, value)
+        else:
+            put(self.original_state_dict, path, torch.load(value, weights_only=False))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Put a tensor that the state did not have into it."""
+        name = read_item.dest_index.fqn
+        if (path := self._grown.get(name)) is not None:
+            put(self.original_state_dict, path, self.state_dict[name])
+
+    def _as_stored(self, item: ReadItem) -> ReadItem:
+        old = self._names[item.storage_index.fqn]
+        if old == item.storage_index.fqn:
+            return item
+        return replace(item, storage_index=replace(item.storage_index, fqn=old))
+
+    def _prune(self) -> None:
+        """Remove what is not stored from what is to become exactly what is stored; and a None, or an empty list,
+        where more is stored.
+        """
+        known = frozenset(chain.from_iterable(map(prefixes_of, self._names)))
+        replaced = self._replaced & known
+        for name in reversed(list(self.state_dict)):  # of a list, its last elements first
+            if name in self._names or not self._fit.takes(name):
+                continue
+            if is_under(name, replaced):
+                _remove(self.original_state_dict, self.mappings[name])
+                del self.state_dict[name]
+            elif (
+                name in known and is_under(name, self._filled) and _is_empty(self.state_dict[name])
+            ):
+                del self.state_dict[name]  # a dict or list comes to be there
+
+    def _grow(self, stored: Mapping[str, STORAGE_TYPES]) -> None:
+        """Make room for what is stored below names that take all of it."""
+        assert self.metadata is not None
+        present = {name: self.state_dict[name] for name in self._names if name in self.state_dict}
+        outgrown = [name for name, _ in self._unfit(present, stored) if self._may_replace(name)]
+        for name in [
+            *filter(lambda each: is_under(each, self._filled), self._unasked()),
+            *outgrown,
+        ]:
+            old = self._names[name]
+            entry = stored[old]
+            value = None
+            if isinstance(entry, TensorStorageMetadata):
+                value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
+            self.state_dict[name] = value
+            self._grown[name] = renamed_path(path_of(old, self.metadata.planner_data), old, name)
+
+    def _may_replace(self, name: str) -> bool:
+        """Whether another tensor may come to be in the place of this one."""
+        return is_under(name, self._replaced) and type(self.state_dict[name]) is torch.Tensor
+
+    def _unasked(self) -> list[str]:
+        """The names to load that the state does not have, neither itself nor in a wrapper."""
+        opened = self._wrapped.intersection(self.state_dict)
+        return [
+            name
+            for name in self._names
+            if not (name in self.state_dict or name in self._wrapped or is_under(name, opened))
+        ]
+
+    def _unfit(
+        self, wanted: Mapping[str, Any], stored: Mapping[str, STORAGE_TYPES]
+    ) -> Iterator[tuple[str, str]]:
+        """The names of values that cannot receive what is stored, and why, in words."""
+        for name, value in wanted.items():
+            old = self._names.get(name)
+            entry = None if old is None else stored[old]
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            size = getattr(value, "size", None)
+            if not callable(size):
+                yield (
+                    name,
+                    f"saved as a tensor of {tuple(entry.size)}, here a {type(value).__name__}",
+                )
+            elif size() != entry.size:
+                yield name, f"saved with {tuple(entry.size)}, here {tuple(size())}"
+            elif value.dtype != entry.properties.dtype and not self._fit.cast:
+                yield name, f"saved as {entry.properties.dtype}, here {value.dtype}"
+
+    def _refuse(self, missing: list[str], unfit: dict[str, str]) -> None:
+        unexpected = self._unasked()
+        lines = [f"{self._source}: the state does not fit the checkpoint"]
+        if missing:
+            lines.append(f"  {len(missing)} in the state and not in the checkpoint:")
+            lines += [f"    {name!r}{_guess(name, unexpected)}" for name in missing]
+        if unfit:
+            lines.append(f"  {len(unfit)} of another shape or type:")
+            lines += [f"    {name!r}: {reason}" for name, reason in unfit.items()]
+        if unexpected:
+            lines.append(f"  {len(unexpected)} in the checkpoint and not in this rank's state:")
+            lines += [f"    {name!r}" for name in unexpected]
+        ways = ["rename={old: new}"] if missing and unexpected else []
+        ways += ['missing="warn" keeps what the program made'] if missing else []
+        ways += ["exclude=[…] leaves values out"]
+        if any(" as torch." in reason for reason in unfit.values()):
+            ways.append("cast=True converts dtypes")
+        lines.append(f"  Ways out: {'; '.join(ways)}. Nothing was changed.")
+        raise IncompatibleStateError(
+            "\n".join(lines), missing=missing, unexpected=unexpected, unfit=unfit
+        )
+
+
+def _guess(name: str, unexpected: list[str]) -> str:
+    """What ``name`` may have been called."""
+    last = name.rpartition(".")[2]
+    like = [each for each in unexpected if each.rpartition(".")[2] == last] or unexpected
+    near = difflib.get_close_matches(name, like[:_GUESSES], 1)
+    return f" (was it {near[0]!r}?)" if near else ""
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (type(value) is list and not value)
+
+
+def _remove(root: dict[str, Any], path: KeyPath) -> None:
+    """Remove what is at ``path``; of a list, only its last element."""
+    container: Any = root
+    *before, last = path
+    for key in before:
+        container = container[key]
+    if isinstance(container, list) and last != len(container) - 1:
+        container[int(last)] = None
+    else:
+        del container[last]

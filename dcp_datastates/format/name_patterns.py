@@ -1,0 +1,184 @@
+"""Which stored names are meant, and what they are called elsewhere: names, prefixes, globs; renaming.
+
+A pattern is a name, a prefix of names that ends before a dot, or either with ``*`` (any text, dots too) and ``?`` (one
+character). No other character is special: the names of shards have brackets.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+
+from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
+from dcp_datastates.format.stored_names import as_keys, is_under, near, prefixes_of
+
+__all__ = [
+    "NO_NAMES",
+    "KeyPath",
+    "NamePatterns",
+    "Rename",
+    "check_rename",
+    "new_name",
+    "renamed",
+    "renamed_path",
+]
+
+KeyPath = tuple[str | int, ...]
+"""The keys and list indices that lead to a value in the saved state."""
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""New prefixes by old ones, or new globs by old ones, of which the first that fits counts; or a function from a name to
+a name.
+"""
+
+_SPECIAL: Final = re.compile(r"[*?]")
+
+
+class NamePatterns:
+    """A set of patterns.
+
+    Args:
+        option: the option that has them, for messages.
+        given: one pattern or several. Raises :class:`ConfigurationError` for anything else.
+    """
+
+    def __init__(self, option: str, given: str | Iterable[str]) -> None:
+        self.given: Final = as_keys(option, given)
+        globs = sorted(each for each in self.given if _SPECIAL.search(each))
+        self._plain = self.given.difference(globs)
+        self._globs = {each: _regex(each) for each in globs}
+
+    def __bool__(self) -> bool:
+        return bool(self.given)
+
+    def match(self, name: str) -> bool:
+        """Whether a pattern fits ``name``, or a prefix of it that ends before a dot."""
+        if is_under(name, self._plain):
+            return True
+        return any(_fits(glob, name) for glob in self._globs.values())
+
+    def choose(self, names: Iterable[str]) -> list[str]:
+        """The ``names`` that match, in their order.
+
+        Raises :class:`IncompatibleStateError`, listing similar names, for a pattern that fits none.
+        """
+        known = list(names)
+        found = [name for name in known if self.match(name)]
+        used = {prefix for name in found for prefix in prefixes_of(name)}
+        unused = [each for each in self._plain if each not in used]
+        unused += [
+            each
+            for each, glob in self._globs.items()
+            if not any(_fits(glob, name) for name in found)
+        ]
+        if unused:
+            key = min(unused)
+            raise IncompatibleStateError(f"the checkpoint has no {key!r}; {near(known, key)}")
+        return found
+
+
+NO_NAMES: Final = NamePatterns("exclude", ())
+
+
+def check_rename(rename: Rename | None) -> None:
+    """Raise :class:`ConfigurationError` for what can rename nothing."""
+    if isinstance(rename, Mapping):
+        if not all(isinstance(each, str) for pair in rename.items() for each in pair):
+            raise ConfigurationError(f"rename={rename!r} must map old prefixes to new ones")
+        for old, new in rename.items():
+            if new.count("*") > old.count("*") or "?" in old + new:
+                raise ConfigurationError(
+                    f"rename={{{old!r}: {new!r}}}: each * on the right stands for the text of one on the left; "
+                    f"give a function for more than that"
+                )
+    elif rename is not None and not callable(rename):
+        raise ConfigurationError(
+            f"rename={rename!r} must be a dict from old prefixes to new ones, or a function of a name"
+        )
+
+
+def new_name(name: str, rename: Rename | None) -> tuple[str, str | None]:
+    """What ``name`` is called after ``rename``, and which of its entries was used.
+
+    Raises :class:`ConfigurationError` if that is no name.
+    """
+    found, used = _renamed(name, rename) if isinstance(rename, Mapping) else (name, None)
+    if callable(rename):
+        found = rename(name)
+    if not isinstance(found, str) or not found:
+        raise ConfigurationError(f"rename gives {name!r} the name {found!r}, which names nothing")
+    return found, used
+
+
+def _renamed(name: str, rename: Mapping[str, str]) -> tuple[str, str | None]:
+    for old, new in rename.items():
+        if "*" not in old:
+            if name.startswith(old):
+                return new + name.removeprefix(old), old
+        elif (fit := _prefix_regex(old).match(name)) is not None:
+            first, *pieces = new.split("*")
+            filled = "".join(
+                text + piece for text, piece in zip(fit.groups(), pieces, strict=False)
+            )
+            return first + filled + name[fit.end() :], old
+    return name, None
+
+
+def renamed(
+    names: Iterable[str], rename: Rename | None, *, part: str | None = None, all_used: bool = False
+) -> dict[str, str]:
+    """The old name by the new. First ``part`` and a dot are removed from the beginning of names.
+
+    Raises :class:`ConfigurationError` if two names become one; with ``all_used``, also for an entry of ``rename`` that
+    fits no name.
+    """
+    known = list(names)
+    used: set[str | None] = set()
+    old_of: dict[str, str] = {}
+    for old in known:
+        short = old if part is None or old == part else old.removeprefix(f"{part}.")
+        name, entry = new_name(short, rename)
+        used.add(entry)
+        if name in old_of:
+            raise ConfigurationError(
+                f"{old_of[name]!r} and {old!r} would both have the name {name!r}; rename them apart, or exclude one"
+            )
+        old_of[name] = old
+    if all_used and isinstance(rename, Mapping):
+        for each in rename:
+            if each not in used:
+                raise ConfigurationError(
+                    f"rename={each!r}: no name begins so; they are such as {known[:3]}"
+                )
+    return old_of
+
+
+def renamed_path(path: KeyPath, old: str, new: str) -> KeyPath:
+    """The path of ``old`` for a value called ``new``: with the longest end that is still the end of the name."""
+    if old == new:
+        return path
+    for place in range(len(path)):
+        tail = ".".join(map(str, path[place:]))
+        if new == tail:
+            head: KeyPath = ()
+        elif new.endswith(f".{tail}"):
+            head = (new.removesuffix(f".{tail}"),)
+        else:
+            continue
+        if head or isinstance(path[place], str):  # a state is no list
+            return (*head, *path[place:])
+    return (new,)
+
+
+def _fits(glob: re.Pattern[str], name: str) -> bool:
+    return any(glob.match(prefix) for prefix in prefixes_of(name))
+
+
+def _regex(glob: str) -> re.Pattern[str]:
+    return re.compile(fnmatch.translate(glob.replace("[", "[[]")))
+
+
+def _prefix_regex(glob: str) -> re.Pattern[str]:
+    return re.compile("(.*?)".join(map(re.escape, glob.split("*"))), re.DOTALL)

@@ -1,0 +1,247 @@
+"""A program that has changed since the save: what comes back, what is refused, and what an error says.
+
+Each way of changing is one of ``docs/resume.md``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from dcp_datastates import CheckpointManager, DataStatesError, IncompatibleStateError
+
+
+def _program(*sizes, optimizer=torch.optim.AdamW, groups=1):
+    """A model of linear layers that has taken a step, and its optimizer."""
+    model = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+    parameters = list(model.parameters())
+    size = -(-len(parameters) // groups)
+    optimizer = optimizer(
+        [{"params": parameters[n : n + size]} for n in range(0, len(parameters), size)], lr=0.01
+    )
+    return {"model": model, "optimizer": optimizer}
+
+
+def _step(state):
+    state["model"](torch.rand(3, state["model"][0].in_features)).square().sum().backward()
+    state["optimizer"].step()
+    state["optimizer"].zero_grad()
+    return state
+
+
+def _weights(state):
+    return {name: value.detach().clone() for name, value in state["model"].named_parameters()}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The state that was saved as step 7."""
+    state = _step(_program(6, 5, 4))
+    with CheckpointManager(tmp_path, every=7) as manager:
+        manager.save(7, state)
+    return state
+
+
+def _restore(path, state, **options):
+    with CheckpointManager(path, every=7) as manager:
+        return manager.restore_latest(state, **options)
+
+
+def _assert_taken(state, saved, names):
+    for name, value in _weights(state).items():
+        same = torch.equal(value, _weights(saved)[name]) if name in _weights(saved) else False
+        assert same == (name in names), name
+
+
+def test_a_new_layer_is_left_as_the_program_made_it_and_named(saved, tmp_path, caplog):
+    state = _program(6, 5, 4, 3)
+    with pytest.raises(IncompatibleStateError) as refused:
+        _restore(tmp_path, state)
+    assert refused.value.missing[:2] == ("model.2.weight", "model.2.bias")
+    _assert_taken(state, saved, ())
+    with caplog.at_level(logging.WARNING):
+        assert _restore(tmp_path, state, missing="warn") == 7
+    assert "'model.2.weight'" in caplog.text
+    _assert_taken(state, saved, _weights(saved))
+    moments = state["optimizer"].state
+    for new, old in zip(
+        state["model"][0].parameters(), saved["model"][0].parameters(), strict=True
+    ):
+        assert torch.equal(moments[new]["exp_avg"], saved["optimizer"].state[old]["exp_avg"])
+    assert not moments[state["model"][2].weight]
+    _step(state)
+
+
+@pytest.mark.parametrize("groups", [(1, 2), (2, 1), (4, 2)])
+def test_parameters_may_move_to_other_groups(groups, tmp_path):
+    before, now = groups
+    saved = _step(_program(6, 5, 4, groups=before))
+    with CheckpointManager(tmp_path, every=7) as manager:
+        manager.save(7, saved)
+    state = _program(6, 5, 4, groups=now)
+    held = [list(map(id, group["params"])) for group in state["optimizer"].param_groups]
+    assert _restore(tmp_path, state, missing="ignore", unexpected="ignore") == 7
+    assert [list(map(id, group["params"])) for group in state["optimizer"].param_groups] == held
+    assert {group["lr"] for group in state["optimizer"].param_groups} == {0.01}
+    for new, old in zip(state["model"].parameters(), saved["model"].parameters(), strict=True):
+        for name, value in saved["optimizer"].state[old].items():
+            assert torch.equal(state["optimizer"].state[new][name], value), name
+    _step(state)
+
+
+def test_a_renamed_model_is_found_by_its_old_name_also_once_it_was_saved_by_its_new_one(
+    saved, tmp_path
+):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 4)
+
+        def forward(self, x):
+            return self.last(self.first(x))
+
+    rename = {"model.0.": "model.first.", "model.1.": "model.last."}
+    rename |= {f"optimizer.state.{o[6:]}": f"optimizer.state.{n[6:]}" for o, n in rename.items()}
+    model = Net()
+    state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.01)}
+    with pytest.raises(
+        IncompatibleStateError, match=r"'model\.first\.bias' \(was it 'model\.[01]\.bias'\?\)"
+    ):
+        _restore(tmp_path, state)
+    assert _restore(tmp_path, state, rename=rename) == 7
+    assert torch.equal(model.last.weight, saved["model"][1].weight)
+    old, new = saved["model"][1].weight, model.last.weight
+    assert torch.equal(
+        state["optimizer"].state[new]["exp_avg_sq"], saved["optimizer"].state[old]["exp_avg_sq"]
+    )
+    with CheckpointManager(tmp_path, every=7) as manager:
+        assert manager.restore_latest(state, rename=rename) == 7
+        manager.save(14, state)
+    assert _restore(tmp_path, state, rename=rename) == 14
+
+
+def test_another_optimizer_begins_anew(saved, tmp_path):
+    state = _program(6, 5, 4, optimizer=torch.optim.SGD)
+    with pytest.raises(IncompatibleStateError, match="optimizer"):
+        _restore(tmp_path, state)
+    assert _restore(tmp_path, state, exclude="optimizer") == 7
+    _assert_taken(state, saved, _weights(saved))
+    assert not state["optimizer"].state
+    _step(state)
+
+
+def test_a_new_entry_of_the_state_keeps_its_value(saved, tmp_path):
+    state = {**_program(6, 5, 4), "loss": 0.5, "ema": torch.ones(3)}
+    with pytest.raises(IncompatibleStateError) as refused:
+        _restore(tmp_path, state)
+    assert set(refused.value.missing) == {"loss", "ema"}
+    assert _restore(tmp_path, state, missing="ignore") == 7
+    assert state["loss"] == 0.5
+    assert state["ema"].tolist() == [1, 1, 1]
+
+
+def test_other_shapes_and_dtypes_are_all_named_and_nothing_changes(saved, tmp_path):
+    state = _program(6, 8, 4)
+    state["model"][1].bias.data = torch.zeros(4, dtype=torch.float64)
+    before = _weights(state)
+    with pytest.raises(DataStatesError) as refused:
+        _restore(tmp_path, state, missing="ignore")
+    unfit = {name: reason for name, reason in refused.value.unfit.items() if "state" not in name}
+    assert unfit.keys() == {"model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"}
+    assert unfit["model.0.weight"] == "saved with (5, 6), here (8, 6)"
+    assert "float64" in unfit["model.1.bias"]
+    assert all(torch.equal(before[name], value) for name, value in _weights(state).items())
+
+
+def test_a_part_of_a_model_may_be_left_out_by_a_glob(saved, tmp_path):
+    state = _program(6, 5, 9)
+    assert _restore(tmp_path, state, exclude=["*.1.*", "optimizer"]) == 7
+    _assert_taken(state, saved, ("0.weight", "0.bias"))
+
+
+class _Ema:
+    """A state that is empty before the first step."""
+
+    def __init__(self):
+        self.values = {}
+
+    def state_dict(self):
+        return self.values
+
+    def load_state_dict(self, state):
+        self.values = dict(state)
+
+
+GROWTH = {
+    "an object": lambda: (_Ema(), lambda ema: ema.values),
+    "a dict": lambda: ({}, lambda value: value),
+}
+
+
+@pytest.mark.parametrize("kind", GROWTH)
+def test_a_state_that_grows_comes_back_whole_and_is_not_overwritten_by_less(kind, tmp_path):
+    for run in range(3):
+        value, of = GROWTH[kind]()
+        state = {"w": torch.zeros(3), "value": value}
+        with CheckpointManager(tmp_path, every=1) as manager:
+            done = manager.restore_latest(state)
+            held = of(state["value"])
+            assert sorted(held) == sorted(f"step{n}" for n in range(2 * run))
+            for step in range(2 * run, 2 * run + 2):
+                assert done is None or step > done
+                held[f"step{step}"] = {"loss": step * 0.5, "mean": torch.full((2,), float(step))}
+                manager.save(step, state)
+    last = of(state["value"])
+    assert last["step0"]["mean"].tolist() == [0, 0]
+    assert last["step5"]["loss"] == 2.5
+
+
+def test_an_object_goes_back_to_exactly_what_it_was_saved_with(tmp_path):
+    ema = _Ema()
+    with CheckpointManager(tmp_path, every=1) as manager:
+        ema.values = {"a": torch.ones(2), "list": [torch.zeros(1)], "n": 1}
+        manager.save(0, {"ema": ema})
+        ema.values = {"a": torch.ones(5), "b": {"c": 3}, "list": [torch.ones(1)] * 3, "n": 2}
+        live = ema.values
+        manager.restore(0, {"ema": ema})
+    assert ema.values["a"].tolist() == [1, 1]
+    assert ema.values["n"] == 1
+    assert [each.tolist() for each in ema.values["list"]] == [[0]]
+    assert "c" not in ema.values.get("b", {})
+    assert live["n"] == 2, "what state_dict() gave is the object's own"
+    assert len(live["list"]) == 3
+
+
+@pytest.mark.parametrize("empty", [None, []])
+def test_a_place_that_was_empty_is_filled(empty, tmp_path):
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(0, {"best": [torch.ones(2), {"step": 3}], "w": torch.ones(1)})
+        state = {"best": empty, "w": torch.zeros(1)}
+        manager.restore(0, state)
+    assert state["best"][0].tolist() == [1, 1]
+    assert state["best"][1] == {"step": 3}
+
+
+def test_what_does_not_fit_leaves_dicts_and_objects_as_they_are(tmp_path):
+    ema = _Ema()
+    ema.values = {"a": torch.ones(2)}
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(0, {"ema": ema, "history": {"0": torch.ones(1)}, "w": torch.ones(3)})
+        fresh, history, w = _Ema(), {}, torch.zeros(2)
+        with pytest.raises(IncompatibleStateError, match="'w': saved with"):
+            manager.restore(0, {"ema": fresh, "history": history, "w": w})
+    assert fresh.values == {}
+    assert history == {}
+    assert w.tolist() == [0, 0]
+
+
+def test_a_misspelled_option_is_an_error_with_the_right_one(tmp_path):
+    with (
+        CheckpointManager(tmp_path, every=1) as manager,
+        pytest.raises(DataStatesError, match="did you mean 'missing'"),
+    ):
+        manager.restore_latest({"w": torch.ones(1)}, mising="warn")
