@@ -204,10 +204,10 @@ class FittingPlanner(DefaultLoadPlanner):
         self._wrapped = frozenset(name for name, old in self._names.items() if old in boxed)
         self._chosen = frozenset(self._names.values())
         self._prune()
-        self._grow(stored)
+        unfit = self._grow(stored)
         wanted = {name: value for name, value in self.state_dict.items() if self._fit.takes(name)}
         missing = [name for name in wanted if name not in self._names]
-        unfit = dict(self._unfit(wanted, stored))
+        unfit |= self._unfit(wanted, stored)
         if unfit or (missing and self._fit.missing == "error"):
             self._refuse(missing if self._fit.missing == "error" else [], unfit)
         if missing and self._fit.missing == "warn":
@@ -269,15 +269,14 @@ class FittingPlanner(DefaultLoadPlanner):
             ):
                 del self.state_dict[name]  # a dict or list comes to be there
 
-    def _grow(self, stored: Mapping[str, STORAGE_TYPES]) -> None:
-        """Make room for what is stored below names that take all of it."""
+    def _grow(self, stored: Mapping[str, STORAGE_TYPES]) -> dict[str, str]:
+        """Make room for what is stored below names that take all of it. Returns where that cannot be, and why."""
         assert self.metadata is not None
         present = {name: self.state_dict[name] for name in self._names if name in self.state_dict}
         outgrown = [name for name, _ in self._unfit(present, stored) if self._may_replace(name)]
-        for name in [
-            *filter(lambda each: is_under(each, self._filled), self._unasked()),
-            *outgrown,
-        ]:
+        new = [name for name in self._unasked() if is_under(name, self._filled)]
+        unfit = self._in_the_way(new)
+        for name in [*new, *outgrown]:
             old = self._names[name]
             entry = stored[old]
             value = None
@@ -285,10 +284,24 @@ class FittingPlanner(DefaultLoadPlanner):
                 value = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             self.state_dict[name] = value
             self._grown[name] = renamed_path(path_of(old, self.metadata.planner_data), old, name)
+        return unfit
+
+    def _in_the_way(self, new: list[str]) -> dict[str, str]:
+        """The names of values of the state where a dict was saved, or the reverse; and that, in words."""
+        held = frozenset(chain.from_iterable(map(prefixes_of, self.state_dict))) if new else ()
+        found = {name: "saved as a value, here a dict" for name in new if name in held}
+        for name in new:
+            for prefix in prefixes_of(name):
+                if prefix in self.state_dict:
+                    kind = type(self.state_dict[prefix]).__name__
+                    found[prefix] = f"saved as a dict or a list, here a {kind}"
+        return found
 
     def _may_replace(self, name: str) -> bool:
-        """Whether another tensor may come to be in the place of this one."""
-        return is_under(name, self._replaced) and type(self.state_dict[name]) is torch.Tensor
+        """Whether a new tensor may come to be in the place of this value."""
+        plain = type(self.state_dict[name]) in (torch.Tensor, torch.nn.Parameter)
+        is_shard = isinstance(self.state_dict[name], torch.Tensor) and not plain
+        return is_under(name, self._replaced) and not is_shard
 
     def _unasked(self) -> list[str]:
         """The names to load that the state does not have, neither itself nor in a wrapper."""
@@ -302,7 +315,7 @@ class FittingPlanner(DefaultLoadPlanner):
     def _unfit(
         self, wanted: Mapping[str, Any], stored: Mapping[str, STORAGE_TYPES]
     ) -> Iterator[tuple[str, str]]:
-        """The names of values that cannot receive what is stored, and why, in words."""
+        """The names of values that cannot receive what is stored under the same name, and why, in words."""
         for name, value in wanted.items():
             old = self._names.get(name)
             entry = None if old is None else stored[old]

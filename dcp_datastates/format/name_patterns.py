@@ -88,10 +88,10 @@ def check_rename(rename: Rename | None) -> None:
         if not all(isinstance(each, str) for pair in rename.items() for each in pair):
             raise ConfigurationError(f"rename={rename!r} must map old prefixes to new ones")
         for old, new in rename.items():
-            if new.count("*") > old.count("*") or "?" in old + new:
+            if new.count("*") != old.count("*"):
                 raise ConfigurationError(
-                    f"rename={{{old!r}: {new!r}}}: each * on the right stands for the text of one on the left; "
-                    f"give a function for more than that"
+                    f"rename={{{old!r}: {new!r}}}: each * on the right has the text of the one at its place on the "
+                    f"left, so there must be as many; give a function for more than that"
                 )
     elif rename is not None and not callable(rename):
         raise ConfigurationError(
