@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -18,7 +19,44 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-__all__ = ["members_of", "optimizer_state", "set_optimizer_state", "state_to_fill"]
+__all__ = [
+    "WHOLE",
+    "give_whole_state",
+    "is_by_parameter",
+    "members_of",
+    "optimizer_state",
+    "set_optimizer_state",
+    "state_to_fill",
+    "whole_state",
+]
+
+
+WHOLE: Final = "state_dict"
+"""The name, below that of an optimizer, under which lies what its ``state_dict()`` gave."""
+
+
+def is_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the state belongs to parameters, as torch's functions take for granted: tensors and numbers for each.
+
+    That of LBFGS belongs to all of them, and has lists: it comes back only by ``load_state_dict()``.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return False
+    values = chain.from_iterable(state.values() for state in optimizer.state.values())
+    return not any(isinstance(value, (list, tuple, dict)) for value in values)
+
+
+def whole_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The optimizer's ``state_dict()``, with strings as keys."""
+    state = optimizer.state_dict()
+    return {WHOLE: {**state, "state": {str(n): each for n, each in state["state"].items()}}}
+
+
+def give_whole_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Give the optimizer what :func:`whole_state` gave."""
+    whole = state[WHOLE]
+    by_number = {int(n): each for n, each in whole.get("state", {}).items()}
+    optimizer.load_state_dict({**whole, "state": by_number})
 
 
 def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -22,10 +22,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.optimizer_state import (
+    WHOLE,
+    give_whole_state,
+    is_by_parameter,
     members_of,
     optimizer_state,
     set_optimizer_state,
     state_to_fill,
+    whole_state,
 )
 from dcp_datastates.manager.per_rank import PerRank, RngState, differs, packed, unpack
 
@@ -56,7 +60,16 @@ class _Optimizer:
     """The names in the checkpoint to load; None for a save."""
     members: list[list[str]] = field(default_factory=list)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is stored as its ``state_dict()`` gives it."""
+        if self.stored is None:
+            return not is_by_parameter(self.optimizer)
+        return any(each.startswith(f"{self.name}.{WHOLE}.") for each in self.stored)
+
     def state_dict(self) -> dict[str, Any]:
+        if self.is_whole:
+            return dict(_containers_copied(whole_state(self.optimizer)))
         if self.stored is None:
             return optimizer_state(self.model, self.optimizer)
         state = state_to_fill(self.model, self.optimizer, self.name, self.stored)
@@ -64,6 +77,9 @@ class _Optimizer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.is_whole:
+            give_whole_state(self.optimizer, state)
+            return
         set_optimizer_state(self.model, self.optimizer, state, self.members)
 
 
@@ -141,6 +157,8 @@ class TrainingState:
         for key, part in self._parts.items():
             if isinstance(part, _Optimizer):
                 part.stored = stored
+                if part.is_whole:
+                    replaced.append(key)
             elif isinstance(part, _Own):
                 found = sum(name.startswith(f"{key}.{_RANK}") for name in stored)
                 if found not in (0, self._rank_set.world):

@@ -245,3 +245,32 @@ def test_a_misspelled_option_is_an_error_with_the_right_one(tmp_path):
         pytest.raises(DataStatesError, match="did you mean 'missing'"),
     ):
         manager.restore_latest({"w": torch.ones(1)}, mising="warn")
+
+
+def _closure(model, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = (model(torch.linspace(0, 1, 12).view(3, 4)) - 1).square().mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_an_optimizer_whose_state_is_of_no_parameter_goes_on_as_it_would_have(steps, tmp_path):
+    def program():
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), max_iter=2)}
+
+    state, losses = program(), []
+    with CheckpointManager(tmp_path, every=1) as manager:
+        for step in range(steps + 2):
+            if step == steps:
+                manager.save(step, state).result()
+            losses.append(state["optimizer"].step(_closure(*state.values())).item())
+    again = program()
+    assert _restore(tmp_path, again) == steps
+    found = [again["optimizer"].step(_closure(*again.values())).item() for _ in range(2)]
+    assert found == losses[steps:]
