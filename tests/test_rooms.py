@@ -36,8 +36,8 @@ the package's own folder (errors, configuration)."""
 MOST_FILES_AT_THE_ROOT = 8
 MOST_LINES = 450
 MOST_PARAMETERS = 7
-PUBLIC = {"dcp/writer.py:__init__", "dcp/loading.py:load"}
-"""Their parameters are the options of users."""
+PUBLIC = {"dcp/writer.py:__init__"}
+"""Its parameters are the options of users."""
 
 
 def _may_import(room: str) -> set[str]:

@@ -162,7 +162,7 @@ class FittingPlanner(DefaultLoadPlanner):
         replaced: Iterable[str] = (),
     ) -> None:
         super().__init__()
-        self._fit = fit
+        self.fit = fit
         self._source = source
         self._replaced = frozenset(replaced)
         self._filled = frozenset(filled) | self._replaced
@@ -200,17 +200,17 @@ class FittingPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         boxed = wrappers(stored)
-        self._names = self._fit.names([*stored, *boxed])
+        self._names = self.fit.names([*stored, *boxed])
         self._wrapped = frozenset(name for name, old in self._names.items() if old in boxed)
         self._chosen = frozenset(self._names.values())
         self._prune()
         unfit = self._grow(stored)
-        wanted = {name: value for name, value in self.state_dict.items() if self._fit.takes(name)}
+        wanted = {name: value for name, value in self.state_dict.items() if self.fit.takes(name)}
         missing = [name for name in wanted if name not in self._names]
         unfit |= self._unfit(wanted, stored)
-        if unfit or (missing and self._fit.missing == "error"):
-            self._refuse(missing if self._fit.missing == "error" else [], unfit)
-        if missing and self._fit.missing == "warn":
+        if unfit or (missing and self.fit.missing == "error"):
+            self._refuse(missing if self.fit.missing == "error" else [], unfit)
+        if missing and self.fit.missing == "warn":
             logger.warning(
                 "%s has no %s: %s of the state stay as they are",
                 self._source,
@@ -259,7 +259,7 @@ class FittingPlanner(DefaultLoadPlanner):
         known = frozenset(chain.from_iterable(map(prefixes_of, self._names)))
         replaced = self._replaced & known
         for name in reversed(list(self.state_dict)):  # of a list, its last elements first
-            if name in self._names or not self._fit.takes(name):
+            if name in self._names or not self.fit.takes(name):
                 continue
             if is_under(name, replaced):
                 _remove(self.original_state_dict, self.mappings[name])
@@ -329,7 +329,7 @@ class FittingPlanner(DefaultLoadPlanner):
                 )
             elif size() != entry.size:
                 yield name, f"saved with {tuple(entry.size)}, here {tuple(size())}"
-            elif value.dtype != entry.properties.dtype and not self._fit.cast:
+            elif value.dtype != entry.properties.dtype and not self.fit.cast:
                 yield name, f"saved as {entry.properties.dtype}, here {value.dtype}"
 
     def _refuse(self, missing: list[str], unfit: dict[str, str]) -> None:

@@ -27,7 +27,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import nested, path_of
 
-__all__ = ["load", "load_fitting"]
+__all__ = ["load", "load_with"]
 
 
 def load(
@@ -73,32 +73,30 @@ def load(
         DataStatesError: anything else that failed on a rank, which the message names.
     """
     check_options("load", options, FitOptions)
-    return load_fitting(
+    planner = FittingPlanner(Fit.of(options, only), path)
+    return load_with(
+        planner,
         path,
         state,
-        Fit.of(options, only),
         process_group=process_group,
         no_dist=no_dist,
         allow_objects=allow_objects,
     )
 
 
-def load_fitting(
+def load_with(
+    planner: FittingPlanner,
     path: str | os.PathLike[str],
     state: dict[str, Any] | None,
-    fit: Fit,
     *,
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     allow_objects: bool = True,
-    filled: Iterable[str] = (),
-    replaced: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """:func:`load` with checked options; ``filled`` and ``replaced`` as for :class:`FittingPlanner`."""
-    planner = FittingPlanner(fit, path, filled, replaced)
-    reader = _Reader(path, planner, allow_objects=allow_objects, fit=fit)
+    """:func:`load`, of what ``planner`` chooses."""
+    reader = _Reader(path, planner, allow_objects=allow_objects)
     if state is None:
-        return _load_everything(reader, planner, fit)
+        return _load_everything(reader, planner)
     if not isinstance(state, dict):
         raise ConfigurationError(
             f"state is a {type(state).__name__}; pass a dict of names to tensors, objects and dicts"
@@ -133,10 +131,9 @@ class _Reader(DataStatesReader):
         planner: FittingPlanner,
         *,
         allow_objects: bool,
-        fit: Fit,
     ) -> None:
         super().__init__(path, allow_objects=allow_objects)
-        self._fit = fit
+        self._fit = planner.fit
         self._planner = planner
 
     def _leaves(self, name: str) -> bool:
@@ -146,11 +143,11 @@ class _Reader(DataStatesReader):
         return self._planner.held if planner is self._planner else super()._held(planner)
 
 
-def _load_everything(reader: _Reader, planner: FittingPlanner, fit: Fit) -> dict[str, Any]:
+def _load_everything(reader: _Reader, planner: FittingPlanner) -> dict[str, Any]:
     metadata = reader.read_metadata()
     reader.set_up_storage_reader(metadata, True)
     stored = metadata.state_dict_metadata
-    names = fit.names(stored)
+    names = planner.fit.names(stored)
     values = {name: _place_for(old, stored[old]) for name, old in names.items()}
     planner.set_up_planner(values, metadata, True)
     plans = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])

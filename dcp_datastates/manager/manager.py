@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -17,24 +16,22 @@ from typing_extensions import Unpack
 
 from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.deletions import Deletions
-from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
+from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_of
 from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit.rank_set import ALONE, rank_set_of
 from dcp_datastates.config import check_options
 from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.fitting import Fit, LoadOptions
+from dcp_datastates.dcp.fitting import Fit, FittingPlanner, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.loading import load_fitting
+from dcp_datastates.dcp.loading import load_with
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointSkipped,
     ConfigurationError,
-    ForeignCheckpointError,
     SaveStalledError,
 )
 from dcp_datastates.io.committed import open_committed
@@ -42,6 +39,7 @@ from dcp_datastates.manager.agreement import Agreement
 from dcp_datastates.manager.interval import AutoInterval, parse_every
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
+from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.storage import local
 
@@ -49,13 +47,7 @@ __all__ = ["CheckpointManager"]
 
 logger = logging.getLogger(__name__)
 
-_PREFIX: Final = "step-"
-
 T = TypeVar("T")
-
-
-def _is_step(path: Path) -> bool:
-    return re.fullmatch(rf"{_PREFIX}(0|[1-9][0-9]*)", path.name) is not None
 
 
 def _checked(options: LoadOptions) -> LoadOptions:
@@ -124,6 +116,7 @@ class CheckpointManager:
             raise ConfigurationError(f"strict={strict!r} must be True or False")
         self._strict = strict
         self._verify: Verification = verify
+        self._steps = StepDirectories(self.root, verify)
         rule = parse_every(every)
         self._group = process_group
         self._alone = bool(options.get("no_dist", False))
@@ -155,7 +148,7 @@ class CheckpointManager:
 
     def path(self, step: int) -> Path:
         """The directory of the checkpoint of ``step``."""
-        return self.root / f"{_PREFIX}{step}"
+        return self._steps.path(step)
 
     # ---- saving --------------------------------------------------------------------------------------
 
@@ -217,6 +210,8 @@ class CheckpointManager:
         try:
             self._check_ranks()
             parts = TrainingState(state, self._rank_set)
+            if self._newest_save is None:
+                parts.warn()
             handle = async_save(
                 parts.to_save(), self.path(step), writer=self._writer, metrics=metrics
             )
@@ -310,10 +305,10 @@ class CheckpointManager:
         """
         fit = Fit.of(_checked(options), options.get("only"))
         allow_objects = options.get("allow_objects", True)
-        damaged: list[str] = []
+        damaged: list[int] = []
         while True:
             newest = self._on_first_rank(
-                lambda: self._newest(damaged), "newest", "the step to go on from", timeout
+                lambda: self._steps.newest(damaged), "newest", "the step to go on from", timeout
             )
             if newest is None:
                 return None
@@ -321,7 +316,7 @@ class CheckpointManager:
                 return self._restore(newest, state, fit, allow_objects)
             except (CheckpointCorruptError, CheckpointNotFoundError) as error:
                 logger.error("leaving out checkpoint %s: %s", self.path(newest), error)
-                damaged.append(self.path(newest).name)
+                damaged.append(newest)
 
     def restore(self, step: int, state: Mapping[str, Any], **options: Unpack[LoadOptions]) -> int:
         """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
@@ -342,12 +337,10 @@ class CheckpointManager:
             lambda: open_committed(path).table.catalog.names, "names", f"the names in {path}"
         )
         wanted = parts.to_load(frozenset(fit.names(names)))
-        load_fitting(
+        load_with(
+            FittingPlanner(fit.without(wanted.left_out), path, wanted.filled, wanted.replaced),
             path,
             wanted.state,
-            fit.without(wanted.left_out),
-            filled=wanted.filled,
-            replaced=wanted.replaced,
             process_group=self._group,
             no_dist=self._alone,
             allow_objects=allow_objects,
@@ -357,30 +350,6 @@ class CheckpointManager:
         self._schedule.restored(step)
         logger.info("restored %s", path)
         return step
-
-    def _newest(self, leave_out: Iterable[str]) -> int | None:
-        paths = [path for path in checkpoints(self.root) if _is_step(path)]
-        problems = []
-        for found in newest_first(paths):
-            if found.path.name in leave_out:
-                problems.append(f"{found.path.name} cannot be loaded")
-                continue
-            problem = flaw(found, self._verify)
-            if problem is None:
-                return step_of(found.path.name)
-            logger.warning("leaving out checkpoint %s: %s", found.path, problem)
-            problems.append(f"{found.path.name}: {problem}")
-        if problems:
-            raise CheckpointCorruptError(
-                f"none of the {len(problems)} checkpoints in {str(self.root)!r} can be restored "
-                f"({'; '.join(problems[:3])}); repair or move them, or begin in another directory"
-            )
-        if paths:
-            raise ForeignCheckpointError(
-                f"{paths[-1]} is a checkpoint of another program; dcp_datastates.convert makes it one of this "
-                f"package; or begin in another directory"
-            )
-        return None
 
     # ---- keeping -------------------------------------------------------------------------------------
 
@@ -404,7 +373,9 @@ class CheckpointManager:
 
     def _delete_old(self) -> None:
         assert self._keep is not None
-        retained = retain_here(self.root, keep=self._keep, verify=self._verify, among=_is_step)
+        retained = retain_here(
+            self.root, keep=self._keep, verify=self._verify, among=self._steps.is_one
+        )
         for path in retained.deleted:
             logger.info("deleted checkpoint %s", path)
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import logging
 import random
 import sys
 from typing import Any
 
 import torch
+import torch.utils.data
 from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["PerRank", "RngState", "differs", "packed", "unpack"]
+__all__ = ["PerRank", "RngState", "differs", "packed", "unpack", "warn_of_order"]
+
+logger = logging.getLogger(__name__)
 
 
 class PerRank:
@@ -67,10 +71,40 @@ def differs(value: Any) -> Stateful | None:
         return value.wrapped
     if isinstance(value, RngState):
         return value
-    loaders = sys.modules.get("torchdata.stateful_dataloader")
-    if loaders is not None and isinstance(value, loaders.StatefulDataLoader):
+    if _is_loader(value):
         return value  # type: ignore[no-any-return]
     return None
+
+
+def _is_loader(value: Any) -> bool:
+    """Whether this is a ``StatefulDataLoader`` of torchdata."""
+    loaders = sys.modules.get("torchdata.stateful_dataloader")
+    return loaders is not None and isinstance(value, loaders.StatefulDataLoader)
+
+
+def warn_of_order(name: str, loader: Any) -> None:
+    """Log that a ``StatefulDataLoader`` will give another order in the epochs after a restore, and why.
+
+    Does nothing for other values.
+    """
+    if not _is_loader(loader):
+        return
+    sampler = getattr(loader, "sampler", None)
+    generator = getattr(sampler, "generator", None)
+    if generator is None:
+        return
+    if generator is loader.generator:
+        cause = "its sampler has the loader's own generator, from which the loader draws, too, in each epoch"
+    elif type(sampler).__module__ == torch.utils.data.sampler.__name__:
+        cause = f"its sampler, torch's {type(sampler).__name__}, keeps no state of its generator"
+    else:
+        return
+    logger.warning(
+        "the order of %r will not be the same after a restore: %s. Give it "
+        "sampler=torchdata.stateful_dataloader.sampler.RandomSampler(data, generator=G), and a generator of its own",
+        name,
+        cause,
+    )
 
 
 def packed(value: Stateful) -> bytes:

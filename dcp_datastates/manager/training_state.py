@@ -31,7 +31,14 @@ from dcp_datastates.manager.optimizer_state import (
     state_to_fill,
     whole_state,
 )
-from dcp_datastates.manager.per_rank import PerRank, RngState, differs, packed, unpack
+from dcp_datastates.manager.per_rank import (
+    PerRank,
+    RngState,
+    differs,
+    packed,
+    unpack,
+    warn_of_order,
+)
 
 __all__ = ["TrainingState", "model_of"]
 
@@ -146,6 +153,12 @@ class TrainingState:
     def to_save(self) -> dict[str, Any]:
         """The state, for ``async_save``."""
         return dict(self._parts)
+
+    def warn(self) -> None:
+        """Log what will not go on as it would have, after a restore."""
+        for name, part in self._parts.items():
+            if isinstance(part, _Own):
+                warn_of_order(name, part.value)
 
     def to_load(self, stored: Collection[str]) -> ToLoad:
         """The state, for a load of the values that a checkpoint has under the names ``stored``.

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
 from dcp_datastates import ConfigurationError, DataStatesError, IncompatibleStateError, load
-from dcp_datastates.dcp.fitting import Fit
-from dcp_datastates.dcp.loading import load_fitting
+from dcp_datastates.dcp.fitting import Fit, FittingPlanner
+from dcp_datastates.dcp.loading import load_with
 
 
 def _state():
@@ -255,7 +255,7 @@ def test_random_states(examples, tmp_path_factory):
         before = {name: _shown(value) for name, value in here.items()}
         fit = Fit.of({"missing": missing, "unexpected": "ignore"})
         try:
-            load_fitting(path, state, fit, filled=filled, replaced=replaced)
+            load_with(FittingPlanner(fit, path, filled, replaced), path, state)
         except IncompatibleStateError:
             assert expected is None, "it fits"
             for name, value in _flat(

@@ -1,0 +1,66 @@
+"""The checkpoints of a run: directories ``root/step-N``."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.checkpoints.find import Verification, flaw
+from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_of
+from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
+
+__all__ = ["StepDirectories"]
+
+logger = logging.getLogger(__name__)
+
+_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+class StepDirectories:
+    """The checkpoints below ``root``. Asks the file system, and keeps nothing."""
+
+    def __init__(self, root: Path, verify: Verification) -> None:
+        self._root = root
+        self._verify: Verification = verify
+
+    def path(self, step: int) -> Path:
+        """The directory of the checkpoint of ``step``."""
+        return self._root / f"step-{step}"
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Whether a path is named as a checkpoint of a step is."""
+        return _NAME.fullmatch(path.name) is not None
+
+    def newest(self, leave_out: Collection[int]) -> int | None:
+        """The step of the newest checkpoint that can be restored; None if there are no checkpoints.
+
+        Raises :class:`CheckpointCorruptError` if there are some, and all are damaged; :class:`ForeignCheckpointError`
+        if all are other programs'.
+        """
+        paths = [path for path in checkpoints(self._root) if self.is_one(path)]
+        problems = []
+        for found in newest_first(paths):
+            step = step_of(found.path.name)
+            if step in leave_out:
+                problems.append(f"{found.path.name} cannot be loaded")
+                continue
+            problem = flaw(found, self._verify)
+            if problem is None:
+                return step
+            logger.warning("leaving out checkpoint %s: %s", found.path, problem)
+            problems.append(f"{found.path.name}: {problem}")
+        if problems:
+            raise CheckpointCorruptError(
+                f"none of the {len(problems)} checkpoints in {str(self._root)!r} can be restored "
+                f"({'; '.join(problems[:3])}); repair or move them, or begin in another directory"
+            )
+        if paths:
+            raise ForeignCheckpointError(
+                f"{paths[-1]} is a checkpoint of another program; dcp_datastates.convert makes it one of this "
+                f"package; or begin in another directory"
+            )
+        return None

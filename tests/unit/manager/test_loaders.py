@@ -1,0 +1,87 @@
+"""Data loaders over several epochs: the order after a restore, and a warning where it is another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dcp_datastates import CheckpointManager, RngState
+
+loaders = pytest.importorskip("torchdata.stateful_dataloader")
+samplers = pytest.importorskip("torchdata.stateful_dataloader.sampler")
+
+DATA = list(range(40))
+LENGTH = 10
+"""Batches in an epoch."""
+
+STATELESS = torch.utils.data.RandomSampler
+
+
+def _seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def _loader(kind):
+    options = {
+        "two generators": lambda: {
+            "sampler": samplers.RandomSampler(DATA, generator=_seeded(7)),
+            "generator": _seeded(8),
+        },
+        "the sampler's generator": lambda: {
+            "sampler": samplers.RandomSampler(DATA, generator=_seeded(7))
+        },
+        "no generator": lambda: {"shuffle": True},
+        "no order": dict,
+        "one generator for both": lambda: {"shuffle": True, "generator": _seeded(7)},
+        "a sampler without a state": lambda: {
+            "sampler": STATELESS(DATA, generator=_seeded(7)),
+            "generator": _seeded(8),
+        },
+    }
+    return loaders.StatefulDataLoader(DATA, batch_size=4, **options[kind]())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stop", [3, LENGTH + 3, 2 * LENGTH - 1])
+@pytest.mark.parametrize(
+    ("kind", "same_order", "same_draws"),
+    [
+        ("two generators", True, True),
+        ("the sampler's generator", True, False),
+        ("no generator", True, False),
+        ("no order", True, False),
+        ("one generator for both", False, None),
+        ("a sampler without a state", False, None),
+    ],
+)
+def test_the_order_over_epochs(kind, same_order, same_draws, stop, tmp_path, caplog):
+    def epochs(state, manager, seen, draws, begin=0):
+        step = begin
+        for _ in range(4):
+            for batch in state["loader"]:
+                seen.append(batch.tolist())
+                draws.append(torch.rand(1).item())
+                if begin == 0 and step == stop:
+                    manager.save(step, state, force=True).result()
+                step += 1
+
+    torch.manual_seed(0)
+    seen, draws, after, again = [], [], [], []
+    with CheckpointManager(tmp_path, every=1000) as manager:
+        epochs({"loader": _loader(kind), "rng": RngState()}, manager, seen, draws)
+    warned = [each for each in caplog.records if "will not be the same" in each.getMessage()]
+    assert (len(warned) == 0) is same_order, "once, where it is another"
+    torch.manual_seed(123)
+    state = {"loader": _loader(kind), "rng": RngState()}
+    with CheckpointManager(tmp_path, every=1000) as manager:
+        assert manager.restore_latest(state) == stop
+        epochs(state, manager, after, again, begin=stop + 1)
+    expected = seen[stop + 1 :]
+    if same_order:
+        assert after[: len(expected)] == expected
+    elif (
+        stop >= LENGTH or kind == "one generator for both"
+    ):  # a new program's first epoch may be the same
+        assert after[: len(expected)] != expected, "the warning is in vain"
+    if same_draws is not None:
+        assert (again[: len(expected)] == draws[stop + 1 :]) is same_draws
