@@ -287,7 +287,8 @@ class CheckpointManager:
     ) -> int | None:
         """Restore the newest checkpoint that can be loaded into ``state``; return its step, None if there is none.
 
-        One that is damaged is left out with a warning, and the next older one is taken. Every rank calls this.
+        One that is damaged is left out with a warning, and the next older one is taken. Waits for saves in
+        flight. Every rank calls this.
 
         Args:
             state: As for :meth:`save`. Models and optimizers get their states, and tensors are filled in place: names
@@ -305,6 +306,7 @@ class CheckpointManager:
         """
         fit = Fit.of(_checked(options), options.get("only"))
         allow_objects = options.get("allow_objects", True)
+        self._await_saves()
         damaged: list[int] = []
         while True:
             newest = self._on_first_rank(
@@ -327,8 +329,7 @@ class CheckpointManager:
         return self._restore(step, state, fit, options.get("allow_objects", True))
 
     def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
-        for _, handle in self._open:
-            handle.wait()  # its reads may be of the tensors that are about to be filled
+        self._await_saves()
         self._newest_save = None
         path = self.path(step)
         self._check_ranks()
@@ -350,6 +351,11 @@ class CheckpointManager:
         self._schedule.restored(step)
         logger.info("restored %s", path)
         return step
+
+    def _await_saves(self) -> None:
+        """Of the saves in flight, one may be the newest, and reads may be of tensors that are about to be filled."""
+        for _, handle in self._open:
+            handle.wait()
 
     # ---- keeping -------------------------------------------------------------------------------------
 

@@ -274,3 +274,12 @@ def test_an_optimizer_whose_state_is_of_no_parameter_goes_on_as_it_would_have(st
     assert _restore(tmp_path, again) == steps
     found = [again["optimizer"].step(_closure(*again.values())).item() for _ in range(2)]
     assert found == losses[steps:]
+
+
+def test_a_save_in_flight_is_waited_for_and_found(tmp_path):
+    state = {"w": torch.ones(1 << 20)}
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(3, state)
+        state["w"] = torch.zeros(1 << 20)
+        assert manager.restore_latest(state) == 3
+    assert state["w"][0] == 1
