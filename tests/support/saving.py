@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
 from dcp_datastates import CheckpointNotFoundError, track
+from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.storage import operations
 from support.checkpoints import (
     CACHE,
@@ -173,7 +174,14 @@ def report_of(future: Future[Any], limit: float) -> Report:
 
 
 def try_to_save(path: str, number: int, elements: int, limit: float) -> Report:
-    """Save, whatever comes of it within ``limit`` seconds."""
+    """Save, whatever comes of it within ``limit`` seconds.
+
+    The ranks have met before: of a rank that dies earlier, the others only see that it does not come.
+    """
+    if COMMIT_GROUP:
+        incarnation = rank_set_of(None).incarnation
+        assert incarnation.await_known(30)
+        assert incarnation.await_all(30)
     failed: Future[Any] = Future()
     try:
         future = save_over(part(number, elements), path, read_window="immediate")
