@@ -119,7 +119,9 @@ def _unpublish(victim: Found, seen: local.Signature | None) -> list[Attempt]:
         claimed = _check_unused(victim)
         _withdraw(path, [attempt for attempt in claimed if attempt != deletion.attempt])
         _check_still_there(victim, seen)
-        attempts.mark_deleted(path, victim.attempt, _PHASE)
+        # The older ones, too: one of them may have been committed, and replaced by the victim.
+        for attempt in {*claimed, victim.attempt} - {deletion.attempt}:
+            attempts.mark_deleted(path, attempt, _PHASE)
         if not attempts.unpublish(path, deletion.attempt):
             raise NotDeleted(path, "it was replaced, pinned or deleted a moment ago")
     except BaseException:

@@ -55,6 +55,10 @@ DEFECTS = {
         },
         100,
     ),
+    "deleting looks like never committed, to those that were replaced": (
+        {"marks_older": False},
+        83_402,
+    ),
     "old checkpoints are deleted although their order is in doubt": (
         {"retains_in_doubt": True, "retains": True},
         0,

@@ -156,9 +156,13 @@ def delete(world: World, path: Path, victim: Attempt, kept: Path | None = None) 
     if path.signature != seen:
         world.remove(path, deletion)
         return
-    if world.marks_deletions:
-        path.deleting.add(victim)
-        yield
+    marked = found if world.marks_older else [victim]
+    if not world.marks_deletions:
+        marked = []
+    for attempt in marked:
+        if attempt != deletion:
+            path.deleting.add(attempt)
+            yield
     yield from _slowly(world)
     if world.moves_aside and deletion not in path.slots:
         world.remove(path, deletion)

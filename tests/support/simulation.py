@@ -78,6 +78,7 @@ class World:
         self.tidies_by_a_later_look = False
         self.orders_by_clocks = False
         self.marks_deletions = True
+        self.marks_older = True
         self.moves_aside = True
         self.retains_in_doubt = False
         self.guesses = False
