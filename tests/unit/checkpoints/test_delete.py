@@ -25,7 +25,8 @@ from dcp_datastates import (
     pin,
     unpin,
 )
-from dcp_datastates.storage import lock, operations
+from dcp_datastates.commit.publish import settle
+from dcp_datastates.storage import attempts, lock, operations
 
 
 @pytest.fixture
@@ -264,3 +265,20 @@ def test_damaged_metadata_can_be_deleted_and_those_of_another_format_are_not(pat
         assert file.exists()
         file.write_bytes(good)
     assert committed(path)
+
+
+def test_what_settles_while_a_deletion_removes_files_is_not_told_that_it_failed(path, monkeypatch):
+    """Not even by an attempt that the deleted checkpoint had replaced: it may have been committed before that."""
+    uncommitted(path, OLDER)
+    (older,) = [each for each in attempts.present(path) if each.name == OLDER]
+    told = []
+
+    def remove(directory, attempt, phase):
+        if not told:
+            told.append(settle(path, older))
+        return real(directory, attempt, phase)
+
+    real = attempts.remove_attempt
+    monkeypatch.setattr(attempts, "remove_attempt", remove)
+    delete(path)
+    assert told == [None]
