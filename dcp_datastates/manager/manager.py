@@ -30,13 +30,13 @@ from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
-    CheckpointSkipped,
     ConfigurationError,
     SaveStalledError,
 )
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.agreement import Agreement
 from dcp_datastates.manager.interval import AutoInterval, parse_every
+from dcp_datastates.manager.outcomes import Outcomes
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_directories import StepDirectories
@@ -127,17 +127,13 @@ class CheckpointManager:
         if self._signals.watched or not isinstance(rule, int):
             agreement = Agreement(self._rank_set)
         self._schedule = Schedule(rule, agreement)
-        self._open: list[tuple[int, SaveHandle]] = []
-        """The saves whose outcome is not known to the loop."""
+        self._outcomes = Outcomes(strict)
         self._newest_save: tuple[int, SaveHandle | None] | None = None
-        self._failure: BaseException | None = None
         self._deletions: Deletions | None = None
         if self._keep is not None and self._rank_set.rank == 0:
             self._deletions = Deletions()
         self._step: int | None = None
         self._closed = False
-        self.failures = 0
-        """How many saves have failed. Those that ``when_behind`` left out do not count."""
         self.stopping = False
         """Whether the loop should end: a signal has come to a rank, and this step is saved. The same on all ranks."""
 
@@ -145,6 +141,11 @@ class CheckpointManager:
     def interval(self) -> str:
         """When it saves, and why, in words."""
         return str(self._schedule)
+
+    @property
+    def failures(self) -> int:
+        """How many saves have failed. Those that ``when_behind`` left out do not count."""
+        return self._outcomes.failures
 
     def path(self, step: int) -> Path:
         """The directory of the checkpoint of ``step``."""
@@ -182,13 +183,13 @@ class CheckpointManager:
             DataStatesError: with ``strict``, the error of an earlier save.
         """
         self._check_step(step)
-        self._take_outcomes()
+        self._outcomes.take()
         decision = self._schedule.at(step, self._signals.came, force)
         self.stopping = self.stopping or decision.stop
         if not decision.save:
             return None
         if force or decision.stop or self._strict:
-            self._finish()  # so that this save is not left out, whatever when_behind says
+            self._outcomes.finish()  # so that this save is not left out, whatever when_behind says
         before = self._newest_save
         if before is not None and before[0] == step and not _has_failed(before[1]):
             self._schedule.ended(decision.number, False)
@@ -220,11 +221,11 @@ class CheckpointManager:
             # With one rank, async_save itself raises what else fails the save on all ranks.
             if self._strict or not isinstance(error, (OSError, SaveStalledError)):
                 raise
-            self._note(error)
+            self._outcomes.failed_at_once(error)
             logger.error("step %d is not saved: %s", step, error)
             return None
         self._schedule.saved(began, time.monotonic() - began)
-        self._open.append((step, handle))
+        self._outcomes.add(step, handle)
         handle.committed.add_done_callback(lambda outcome: self._outcome_known(number, outcome))
         return handle
 
@@ -254,27 +255,6 @@ class CheckpointManager:
         self._schedule.ended(number, not failed)
         if self._deletions is not None and not failed:
             self._deletions.request(self._delete_old)
-
-    def _take_outcomes(self) -> None:
-        """Count the failures among the saves that have ended."""
-        for each in [each for each in self._open if each[1].committed.done()]:
-            self._open.remove(each)
-            error = each[1].committed.exception()
-            if error is not None and not isinstance(error, CheckpointSkipped):
-                self._note(error)
-
-    def _note(self, error: BaseException) -> None:
-        self.failures += 1
-        self._failure = self._failure or error
-
-    def _finish(self) -> None:
-        """Wait for the outcomes of all saves; with ``strict``, raise the first failure that was not raised yet."""
-        for _, handle in self._open:
-            handle.wait()
-        self._take_outcomes()
-        failure, self._failure = self._failure, None
-        if self._strict and failure is not None:
-            raise failure
 
     # ---- restoring -----------------------------------------------------------------------------------
 
@@ -306,7 +286,7 @@ class CheckpointManager:
         """
         fit = Fit.of(_checked(options), options.get("only"))
         allow_objects = options.get("allow_objects", True)
-        self._await_saves()
+        self._outcomes.wait()  # one may be the newest; and reads may be of tensors to fill
         damaged: list[int] = []
         while True:
             newest = self._on_first_rank(
@@ -329,7 +309,7 @@ class CheckpointManager:
         return self._restore(step, state, fit, options.get("allow_objects", True))
 
     def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
-        self._await_saves()
+        self._outcomes.wait()
         self._newest_save = None
         path = self.path(step)
         self._check_ranks()
@@ -352,11 +332,6 @@ class CheckpointManager:
         logger.info("restored %s", path)
         return step
 
-    def _await_saves(self) -> None:
-        """Of the saves in flight, one may be the newest, and reads may be of tensors that are about to be filled."""
-        for _, handle in self._open:
-            handle.wait()
-
     # ---- keeping -------------------------------------------------------------------------------------
 
     def pin(self, step: int, name: str = "keep") -> None:
@@ -364,9 +339,8 @@ class CheckpointManager:
 
         Waits for its commit if it is in flight, and raises the save's error if it fails.
         """
-        for each, handle in self._open:
-            if each == step:
-                handle.result()
+        for handle in self._outcomes.of(step):
+            handle.result()
         self._on_first_rank(
             lambda: pin(self.path(step), name), "pin", "that a checkpoint is pinned"
         )
@@ -403,7 +377,7 @@ class CheckpointManager:
             return
         self._closed = True
         try:
-            self._finish()
+            self._outcomes.finish()
         finally:
             self._schedule.close()
             self._signals.close()
