@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 from typing_extensions import Unpack
@@ -36,7 +37,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.agreement import Agreement
 from dcp_datastates.manager.interval import AutoInterval, parse_every
-from dcp_datastates.manager.outcomes import Outcomes
+from dcp_datastates.manager.outcomes import OnCommit, OnFailure, Outcomes
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_directories import StepDirectories
@@ -87,6 +88,10 @@ class CheckpointManager:
             and :attr:`stopping` is true from then on.
         strict: Whether a failed save ends the loop: then the next save that is due, or the end of the ``with`` block,
             raises its error, on all ranks. By default it is logged and counted (:attr:`failures`).
+        max_failures: So many failed saves in a row end the loop, as with ``strict``, which is 1. None: no number does.
+        on_commit: Is called as ``on_commit(step, handle)`` for each committed save, on every rank, in the training
+            thread, by the next call of a method. What it raises, that call raises.
+        on_failure: The same for each failed save, as ``on_failure(step, error)``.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
         process_group: The ranks that save; None: all.
         options: Options of :class:`DataStatesWriter`.
@@ -105,6 +110,9 @@ class CheckpointManager:
         keep: int | Keep | None = None,
         on_signal: Iterable[int] = (),
         strict: bool = False,
+        max_failures: int | None = None,
+        on_commit: OnCommit | None = None,
+        on_failure: OnFailure | None = None,
         verify: Verification = "structure",
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
@@ -127,7 +135,7 @@ class CheckpointManager:
         if self._signals.watched or not isinstance(rule, int):
             agreement = Agreement(self._rank_set)
         self._schedule = Schedule(rule, agreement)
-        self._outcomes = Outcomes(strict)
+        self._outcomes = Outcomes(1 if strict else max_failures, on_commit, on_failure)
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._deletions: Deletions | None = None
         if self._keep is not None and self._rank_set.rank == 0:
@@ -151,11 +159,27 @@ class CheckpointManager:
         """The directory of the checkpoint of ``step``."""
         return self._steps.path(step)
 
+    # ---- looking: each rank asks the file system for itself ----------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The steps of which there are committed checkpoints, in order."""
+        return self._steps.committed()
+
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the newest committed checkpoint, whether it can be restored or not; None if there is none."""
+        return self._steps.latest()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the checkpoint that ``Keep(best=…)`` counts as the best; None without one."""
+        return None if self._keep is None else self._steps.best(self._keep)
+
     # ---- saving --------------------------------------------------------------------------------------
 
     def save(
         self,
-        step: int,
+        step: SupportsIndex,
         state: Mapping[str, Any],
         metrics: Mapping[str, float] | None = None,
         *,
@@ -182,14 +206,15 @@ class CheckpointManager:
             RankLostError, NoAnswerError: the ranks exchange numbers, and one is lost or does not come.
             DataStatesError: with ``strict``, the error of an earlier save.
         """
-        self._check_step(step)
+        step = self._checked_step(step)
         self._outcomes.take()
         decision = self._schedule.at(step, self._signals.came, force)
         self.stopping = self.stopping or decision.stop
         if not decision.save:
             return None
-        if force or decision.stop or self._strict:
+        if force or decision.stop:
             self._outcomes.finish()  # so that this save is not left out, whatever when_behind says
+        self._outcomes.check()
         before = self._newest_save
         if before is not None and before[0] == step and not _has_failed(before[1]):
             self._schedule.ended(decision.number, False)
@@ -212,6 +237,7 @@ class CheckpointManager:
             self._check_ranks()
             parts = TrainingState(state, self._rank_set)
             if self._newest_save is None:
+                self._check_metrics(metrics)
                 parts.warn()
             handle = async_save(
                 parts.to_save(), self.path(step), writer=self._writer, metrics=metrics
@@ -221,7 +247,7 @@ class CheckpointManager:
             # With one rank, async_save itself raises what else fails the save on all ranks.
             if self._strict or not isinstance(error, (OSError, SaveStalledError)):
                 raise
-            self._outcomes.failed_at_once(error)
+            self._outcomes.failed_at_once(step, error)
             logger.error("step %d is not saved: %s", step, error)
             return None
         self._schedule.saved(began, time.monotonic() - began)
@@ -238,16 +264,28 @@ class CheckpointManager:
                 f"{len(now.ranks)}; make it after init_process_group, and close it before destroy_process_group"
             )
 
-    def _check_step(self, step: int) -> None:
+    def _checked_step(self, given: SupportsIndex) -> int:
         if self._closed:
             raise ConfigurationError("the manager is closed; save within its with block")
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise ConfigurationError(f"step={step!r} must be a whole number, 0 or more")
+        try:
+            step = -1 if isinstance(given, bool) else operator.index(given)
+        except TypeError:
+            step = -1
+        if step < 0:
+            raise ConfigurationError(f"step={given!r} must be a whole number, 0 or more")
         if self._step is not None and step < self._step:
             raise ConfigurationError(
                 f"step={step} comes after step {self._step}: a checkpoint of a lower step would count as the newest"
             )
         self._step = step
+        return step
+
+    def _check_metrics(self, metrics: Mapping[str, float] | None) -> None:
+        best = None if self._keep is None else self._keep.best
+        if best is not None and self._rank_set.rank == 0 and best[0] not in (metrics or ()):
+            raise ConfigurationError(
+                f"keep=Keep(best={best!r}) wants the metric {best[0]!r}, and the first save has metrics={metrics!r}"
+            )
 
     def _outcome_known(self, number: int, committed: Future[None]) -> None:
         """In the commit thread."""
@@ -365,6 +403,15 @@ class CheckpointManager:
         if self._alone:
             return compute()
         return from_first_rank(compute, key, purpose, self._group, timeout)
+
+    def wait(self) -> None:
+        """Return when the outcome of every save is known and old checkpoints are deleted.
+
+        Raises the error of a failed save where ``strict`` or ``max_failures`` says so.
+        """
+        self._outcomes.finish()
+        if self._deletions is not None:
+            self._deletions.wait()
 
     # ---- ending --------------------------------------------------------------------------------------
 

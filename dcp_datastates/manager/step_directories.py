@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.find import Verification, flaw
+from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_of
 from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
 
@@ -35,13 +36,31 @@ class StepDirectories:
         """Whether a path is named as a checkpoint of a step is."""
         return _NAME.fullmatch(path.name) is not None
 
+    def committed(self) -> list[int]:
+        """The steps with a checkpoint, in order."""
+        return sorted(int(path.name.rpartition("-")[2]) for path in self._paths())
+
+    def latest(self) -> int | None:
+        """The step of the newest checkpoint of this package; None if there is none."""
+        return next((step_of(found.path.name) for found in newest_first(self._paths())), None)
+
+    def best(self, keep: Keep) -> int | None:
+        """The step of the best checkpoint by ``keep``; None if it does not rank them, or none has the metric."""
+        best = keep.the_best(
+            newest_first(self._paths()), lambda found: flaw(found, self._verify) is None
+        )
+        return step_of(best[0].path.name) if best else None
+
+    def _paths(self) -> list[Path]:
+        return [path for path in checkpoints(self._root) if self.is_one(path)]
+
     def newest(self, leave_out: Collection[int]) -> int | None:
         """The step of the newest checkpoint that can be restored; None if there are no checkpoints.
 
         Raises :class:`CheckpointCorruptError` if there are some, and all are damaged; :class:`ForeignCheckpointError`
         if all are other programs'.
         """
-        paths = [path for path in checkpoints(self._root) if self.is_one(path)]
+        paths = self._paths()
         problems = []
         for found in newest_first(paths):
             step = step_of(found.path.name)

@@ -1,0 +1,119 @@
+"""What the loop learns of its saves: steps, hooks, failures in a row, metrics that never come."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+from support.failing import armed
+
+from dcp_datastates import CheckpointManager, ConfigurationError, DataStatesError, Keep
+
+STATE = {"w": torch.arange(10.0)}
+
+
+def _save(manager, step, fails=False):
+    """A save whose outcome is known when this returns."""
+    with armed("publish.rename.before=error:ENOSPC") if fails else nullcontext():
+        handle = manager.save(step, STATE)
+        assert handle.wait(60)
+
+
+def test_steps_are_those_that_are_committed_and_the_latest_is_the_newest(tmp_path):
+    keep = Keep(last=9, best=("loss", "min"))
+    with CheckpointManager(tmp_path / "run", every=5, keep=keep) as manager:
+        assert (manager.steps(), manager.latest_step, manager.best_step) == ([], None, None)
+        for step in range(21):
+            manager.save(step, STATE, metrics={"loss": abs(step - 9)})
+        manager.wait()
+        assert (manager.steps(), manager.latest_step) == ([0, 5, 10, 15, 20], 20)
+        assert manager.best_step == 10
+        manager.restore(5, dict(STATE))
+        manager.save(6, STATE, metrics={"loss": 9.0}, force=True).result()
+        assert (manager.steps(), manager.latest_step) == ([0, 5, 6, 10, 15, 20], 6)
+    shutil.rmtree(tmp_path / "run" / "step-6")
+    reader = CheckpointManager(tmp_path / "run", every=1)  # an evaluator: it saves nothing
+    assert (reader.steps(), reader.latest_step, reader.best_step) == ([0, 5, 10, 15, 20], 20, None)
+    reader.close()
+
+
+@pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), torch.tensor(3)])
+def test_whole_numbers_of_other_libraries_are_steps(step, tmp_path):
+    with CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(step, STATE)
+    assert (tmp_path / "step-3" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("step", [True, -1, 1.0, "1", None, np.float32(1)])
+def test_other_steps_are_refused(step, tmp_path):
+    with (
+        CheckpointManager(tmp_path, every=1) as manager,
+        pytest.raises(ConfigurationError, match="step="),
+    ):
+        manager.save(step, STATE)
+
+
+def test_hooks_are_called_in_order_with_what_came_of_each_save(tmp_path):
+    told = []
+    with CheckpointManager(
+        tmp_path,
+        every=1,
+        on_commit=lambda step, handle: told.append(
+            (step, handle.path.name, handle.stats.bytes_written > 0)
+        ),
+        on_failure=lambda step, error: told.append((step, isinstance(error, DataStatesError))),
+    ) as manager:
+        for step in range(3):
+            _save(manager, step, fails=step == 1)
+    assert told == [(0, "step-0", True), (1, True), (2, "step-2", True)]
+    assert manager.failures == 1
+
+
+def test_what_a_hook_raises_the_call_raises(tmp_path):
+    def stop(step, _):
+        raise KeyError(step)
+
+    with CheckpointManager(tmp_path, every=1, on_commit=stop) as manager:
+        manager.save(4, STATE)
+        with pytest.raises(KeyError, match="4"):
+            manager.wait()
+
+
+def test_so_many_failures_in_a_row_end_the_loop_and_one_commit_forgives_them(tmp_path):
+    with CheckpointManager(tmp_path, every=1, max_failures=3) as manager:
+        for step in range(7):
+            _save(manager, step, fails=step in (1, 2, 4, 5, 6))
+        with pytest.raises(DataStatesError):
+            manager.save(7, STATE)
+    assert manager.failures == 5
+    assert manager.steps() == [0, 3]
+
+
+def test_an_error_that_was_raised_is_not_raised_again(tmp_path):
+    with CheckpointManager(tmp_path, every=1, strict=True) as manager:
+        _save(manager, 0, fails=True)
+        with pytest.raises(DataStatesError):
+            manager.wait()
+        manager.save(1, STATE)
+    assert manager.steps() == [1]
+
+
+@pytest.mark.parametrize("most", [0, -1, True, 1.5, "3"])
+def test_a_limit_that_cannot_work_is_refused(most, tmp_path):
+    with pytest.raises(ConfigurationError, match="max_failures="):
+        CheckpointManager(tmp_path, every=1, max_failures=most)
+
+
+@pytest.mark.parametrize("metrics", [None, {}, {"Loss": 1.0}])
+def test_a_metric_that_keep_wants_and_that_does_not_come_is_an_error_at_the_first_save(
+    metrics, tmp_path
+):
+    with CheckpointManager(tmp_path, every=2, keep=Keep(best=("loss", "min"))) as manager:
+        with pytest.raises(ConfigurationError, match="'loss'"):
+            manager.save(0, STATE, metrics)
+        manager.save(1, STATE)  # none is due
+        manager.save(2, STATE, {"loss": 1.0})
+    assert manager.steps() == [2]
