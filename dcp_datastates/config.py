@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypedDict, get_args
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
@@ -21,6 +21,7 @@ __all__ = [
     "ReadWindow",
     "WhenBehind",
     "WriterConfig",
+    "WriterOptions",
     "check_options",
     "parse_duration",
     "parse_host_cache_size",
@@ -184,6 +185,23 @@ class EngineConfig:
                 f"that, or None for no limit"
             )
         return EngineConfig(**counts, copy_rate=rate)
+
+
+class WriterOptions(TypedDict, total=False):
+    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
+
+    host_cache_size: int | str
+    read_window: ReadWindow
+    read_deadline: float
+    defer: Defer
+    overwrite: bool
+    commit: Commit
+    commit_timeout: float
+    exit_timeout: float
+    max_in_flight: int
+    when_behind: WhenBehind
+    audit: bool
+    no_dist: bool
 
 
 @dataclass(frozen=True)

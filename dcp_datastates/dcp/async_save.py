@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
+from typing_extensions import Unpack
 
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.rank_set import ALONE, rank_set_of
+from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.dcp.writer import DataStatesWriter
@@ -35,7 +37,7 @@ def async_save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     metrics: Mapping[str, float] | None = None,
-    **options: Any,
+    **options: Unpack[WriterOptions],
 ) -> SaveHandle:
     """Save ``state_dict`` to ``path`` while training continues; the handle says when it is captured and committed.
 
@@ -52,7 +54,7 @@ def async_save(
         process_group: the ranks that save; None means all. Only its list of ranks is used.
         metrics: numbers by name, such as ``{"loss": 2.3}``, that are stored with the checkpoint's metadata; the first
             rank's count. ``inspect`` shows them, and :class:`Keep` compares them.
-        options: the options of :class:`DataStatesWriter`.
+        options: those of :class:`DataStatesWriter`, :class:`WriterOptions`.
 
     Returns:
         A handle: ``result()`` returns when the checkpoint is committed on all ranks. If the save fails, it raises an
@@ -76,7 +78,7 @@ def save(
     planner: SavePlanner | None = None,
     process_group: dist.ProcessGroup | None = None,
     metrics: Mapping[str, float] | None = None,
-    **options: Any,
+    **options: Unpack[WriterOptions],
 ) -> SaveStats:
     """Save ``state_dict`` to ``path``; returns when it is committed on all ranks.
 
@@ -97,7 +99,7 @@ def _call(
     planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
     metrics: Mapping[str, float] | None,
-    options: dict[str, Any],
+    options: WriterOptions,
 ) -> SaveOperation:
     if writer is None:
         rank_set = ALONE if options.get("no_dist") else rank_set_of(process_group)
@@ -114,6 +116,7 @@ def _call(
         numbers = _numbers(metrics)
         state = _without_objects(state_dict)
         if writer is None:
+            check_options("async_save", options, WriterOptions)
             writer = DataStatesWriter(path, process_group=process_group, **options)
         made = writer.call(writer.path_of(path), state, planner, numbers)
     except BaseException as error:

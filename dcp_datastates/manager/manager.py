@@ -22,7 +22,7 @@ from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit.rank_set import ALONE, rank_set_of
-from dcp_datastates.config import check_options
+from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.fitting import Fit, FittingPlanner, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
@@ -115,8 +115,9 @@ class CheckpointManager:
         on_failure: OnFailure | None = None,
         verify: Verification = "structure",
         process_group: dist.ProcessGroup | None = None,
-        **options: Any,
+        **options: Unpack[WriterOptions],
     ) -> None:
+        check_options("CheckpointManager", options, WriterOptions)
         self.root: Final = local.local_path(root)
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
