@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -59,6 +59,14 @@ class Keep:
                 f"keep={keep!r} must be a whole number, 1 or more (the last checkpoint is never deleted), or a Keep"
             )
         return Keep(last=keep)
+
+    def check(self, metrics: Mapping[str, float] | None) -> None:
+        """Raise :class:`ConfigurationError` if ``best`` ranks by a metric that a save does not have."""
+        if self.best is not None and self.best[0] not in (metrics or ()):
+            raise ConfigurationError(
+                f"Keep(best={self.best!r}) wants the metric {self.best[0]!r}, and the first save has "
+                f"metrics={metrics!r}"
+            )
 
     def asks_for(self, found: Found, newest: float) -> bool:
         """Whether ``every`` or ``within`` asks for this checkpoint.

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, SupportsIndex, TypeVar
@@ -20,7 +21,6 @@ from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.commit.rank_set import ALONE, rank_set_of
 from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.async_save import async_save
@@ -86,6 +86,8 @@ class CheckpointManager:
             first rank deletes the rest in a thread, after each commit.
         on_signal: Signals that announce the end of the job. If one comes to any rank, all ranks save at the next step,
             and :attr:`stopping` is true from then on.
+        save_last: Whether :meth:`close`, without an error in the ``with`` block, saves the step of the last call of
+            :meth:`save` if that was not due: the state as it is then.
         strict: Whether a failed save ends the loop: then the next save that is due, or the end of the ``with`` block,
             raises its error, on all ranks. By default it is logged and counted (:attr:`failures`).
         max_failures: So many failed saves in a row end the loop, as with ``strict``, which is 1. None: no number does.
@@ -109,6 +111,7 @@ class CheckpointManager:
         every: int | str | AutoInterval,
         keep: int | Keep | None = None,
         on_signal: Iterable[int] = (),
+        save_last: bool = True,
         strict: bool = False,
         max_failures: int | None = None,
         on_commit: OnCommit | None = None,
@@ -142,6 +145,9 @@ class CheckpointManager:
         if self._keep is not None and self._rank_set.rank == 0:
             self._deletions = Deletions()
         self._step: int | None = None
+        self._save_last = save_last
+        self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
+        """The arguments of the last call of :meth:`save`, if it did not save."""
         self._closed = False
         self.stopping = False
         """Whether the loop should end: a signal has come to a rank, and this step is saved. The same on all ranks."""
@@ -208,10 +214,12 @@ class CheckpointManager:
             DataStatesError: with ``strict``, the error of an earlier save.
         """
         step = self._checked_step(step)
+        self._unsaved = None
         self._outcomes.take()
         decision = self._schedule.at(step, self._signals.came, force)
         self.stopping = self.stopping or decision.stop
         if not decision.save:
+            self._unsaved = step, state, metrics
             return None
         if force or decision.stop:
             self._outcomes.finish()  # so that this save is not left out, whatever when_behind says
@@ -238,7 +246,8 @@ class CheckpointManager:
             self._check_ranks()
             parts = TrainingState(state, self._rank_set)
             if self._newest_save is None:
-                self._check_metrics(metrics)
+                if self._keep is not None and self._rank_set.rank == 0:
+                    self._keep.check(metrics)
                 parts.warn()
             handle = async_save(
                 parts.to_save(), self.path(step), writer=self._writer, metrics=metrics
@@ -281,19 +290,12 @@ class CheckpointManager:
         self._step = step
         return step
 
-    def _check_metrics(self, metrics: Mapping[str, float] | None) -> None:
-        best = None if self._keep is None else self._keep.best
-        if best is not None and self._rank_set.rank == 0 and best[0] not in (metrics or ()):
-            raise ConfigurationError(
-                f"keep=Keep(best={best!r}) wants the metric {best[0]!r}, and the first save has metrics={metrics!r}"
-            )
-
     def _outcome_known(self, number: int, committed: Future[None]) -> None:
         """In the commit thread."""
         failed = committed.exception() is not None
         self._schedule.ended(number, not failed)
-        if self._deletions is not None and not failed:
-            self._deletions.request(self._delete_old)
+        if self._keep is not None and self._deletions is not None and not failed:
+            self._deletions.request(partial(self._steps.delete_old, self._keep))
 
     # ---- restoring -----------------------------------------------------------------------------------
 
@@ -349,7 +351,7 @@ class CheckpointManager:
 
     def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
         self._outcomes.wait()
-        self._newest_save = None
+        self._newest_save = self._unsaved = None
         path = self.path(step)
         self._check_ranks()
         parts = TrainingState(state, self._rank_set)
@@ -390,14 +392,6 @@ class CheckpointManager:
             lambda: unpin(self.path(step), name), "unpin", "that a checkpoint is unpinned"
         )
 
-    def _delete_old(self) -> None:
-        assert self._keep is not None
-        retained = retain_here(
-            self.root, keep=self._keep, verify=self._verify, among=self._steps.is_one
-        )
-        for path in retained.deleted:
-            logger.info("deleted checkpoint %s", path)
-
     def _on_first_rank(
         self, compute: Callable[[], T], key: str, purpose: str, timeout: float = DEFAULT_TIMEOUT
     ) -> T:
@@ -417,16 +411,22 @@ class CheckpointManager:
     # ---- ending --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait until the outcome of every save is known and old checkpoints are deleted. Idempotent.
+        """Save the last step (``save_last``), wait until the outcome of every save is known and old checkpoints are
+        deleted. Idempotent.
 
-        Raises, with ``strict``, the error of a failed save that was not raised before.
+        Raises the error of a failed save where ``strict`` or ``max_failures`` says so.
         """
+        self._end(self._save_last)
+
+    def _end(self, save_last: bool) -> None:
         if self._closed:
             return
-        self._closed = True
         try:
+            if save_last and self._unsaved is not None:
+                self.save(*self._unsaved, force=True)
             self._outcomes.finish()
         finally:
+            self._closed = True
             self._schedule.close()
             self._signals.close()
             if self._deletions is not None:
@@ -443,7 +443,7 @@ class CheckpointManager:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self.close()
+            self._end(self._save_last and error is None)
         except Exception as failure:
             if error is None:
                 raise

@@ -11,6 +11,7 @@ from typing import Final
 from dcp_datastates.checkpoints.find import Verification, flaw
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_of
+from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
 
 __all__ = ["StepDirectories"]
@@ -21,7 +22,7 @@ _NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 class StepDirectories:
-    """The checkpoints below ``root``. Asks the file system, and keeps nothing."""
+    """The checkpoints below ``root``. Has no state: it asks the file system."""
 
     def __init__(self, root: Path, verify: Verification) -> None:
         self._root = root
@@ -50,6 +51,12 @@ class StepDirectories:
             newest_first(self._paths()), lambda found: flaw(found, self._verify) is None
         )
         return step_of(best[0].path.name) if best else None
+
+    def delete_old(self, keep: Keep) -> None:
+        """Delete the checkpoints that ``keep`` does not ask for."""
+        retained = retain_here(self._root, keep=keep, verify=self._verify, among=self.is_one)
+        for path in retained.deleted:
+            logger.info("deleted checkpoint %s", path)
 
     def _paths(self) -> list[Path]:
         return [path for path in checkpoints(self._root) if self.is_one(path)]

@@ -117,3 +117,53 @@ def test_a_metric_that_keep_wants_and_that_does_not_come_is_an_error_at_the_firs
         manager.save(1, STATE)  # none is due
         manager.save(2, STATE, {"loss": 1.0})
     assert manager.steps() == [2]
+
+
+@pytest.mark.parametrize(
+    ("calls", "options", "expected"),
+    [
+        (range(8), {}, [0, 5, 7]),
+        (range(6), {}, [0, 5]),
+        (range(8), {"save_last": False}, [0, 5]),
+        (range(1, 4), {}, [3]),
+        ((), {}, []),
+    ],
+)
+@pytest.mark.parametrize("closes", [True, False])
+def test_the_last_step_is_saved_at_the_end_of_the_loop(calls, options, expected, closes, tmp_path):
+    manager = CheckpointManager(tmp_path, every=5, **options)
+    state = {"w": torch.zeros(1)}
+    with nullcontext() if closes else manager:
+        for step in calls:
+            state["w"] += 1
+            manager.save(step, state)
+    manager.close()
+    assert manager.steps() == expected
+    if expected:
+        found = {"w": torch.zeros(1)}
+        manager = CheckpointManager(tmp_path, every=5)
+        manager.restore_latest(found)
+        manager.close()
+        assert found["w"].item() == expected[-1] - min(calls) + 1
+
+
+def test_a_loop_that_an_error_ends_does_not_save_its_last_step(tmp_path):
+    manager = CheckpointManager(tmp_path, every=5)
+
+    def loop():
+        with manager:
+            manager.save(0, STATE)
+            manager.save(1, STATE)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        loop()
+    assert manager.steps() == [0]
+
+
+def test_after_a_restore_there_is_no_last_step(tmp_path):
+    with CheckpointManager(tmp_path, every=5) as manager:
+        manager.save(5, STATE)
+        manager.save(6, STATE)
+        manager.restore_latest(dict(STATE))
+    assert manager.steps() == [5]
