@@ -23,8 +23,10 @@ ANSWER_SECONDS: Final = 10.0
 a limit.
 """
 
-_END_SECONDS: Final = 10.0
-"""How long the end of the process waits for requests: longer than a connection that cannot be made takes to fail."""
+_END_SECONDS: Final = 30.0
+"""How long the end of the process waits for requests: longer than a connection that cannot be made takes to fail. torch
+tries twice for five seconds, with a pause of some seconds between.
+"""
 
 _Asked = tuple[Callable[[Any], Any], "Future[Any]"]
 
