@@ -1,0 +1,50 @@
+"""Options of a load on several ranks: what one rank cannot load no rank loads, and shards come by their new names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import dcp_datastates
+from dcp_datastates import IncompatibleStateError
+
+
+def _sharded(full):
+    return distribute_tensor(full, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+
+
+@ranks(2)
+@pytest.mark.parametrize("misfit", ["a name", "a shape", "a dtype"])
+def test_what_one_rank_cannot_load_no_rank_loads(misfit, shared_dir):
+    path, mine = shared_dir / "c", f"of rank {dist.get_rank()}"
+    state = {"w": _sharded(torch.ones(8, 4)), mine: torch.ones(3)}
+    dcp_datastates.save(state, path)
+    into = {"w": _sharded(torch.zeros(8, 4)), mine: torch.zeros(3)}
+    if dist.get_rank() == 1:
+        into |= {
+            "a name": {"new": torch.zeros(1)},
+            "a shape": {mine: torch.zeros(4)},
+            "a dtype": {mine: torch.zeros(3, dtype=torch.int64)},
+        }[misfit]
+    with pytest.raises(IncompatibleStateError) as refused:
+        dcp_datastates.load(path, into)
+    assert ("new" in refused.value.missing) == (misfit == "a name")
+    assert ("of rank 1" in refused.value.unfit) == (misfit != "a name")
+    assert not into["w"].to_local().any()
+    assert not into[mine].any()
+
+
+@ranks(2)
+def test_shards_are_loaded_by_their_new_names_and_parts_are_left_out(shared_dir):
+    path = shared_dir / "c"
+    full = torch.arange(40.0).view(10, 4)
+    dcp_datastates.save({"old": {"a": _sharded(full), "b": _sharded(full + 1)}, "n": 3}, path)
+    into = {"new": {"a": _sharded(torch.zeros(10, 4)), "b": _sharded(torch.zeros(10, 4))}, "n": 0}
+    dcp_datastates.load(path, into, rename={"old.*": "new.*"}, exclude="*.b", unexpected="error")
+    assert torch.equal(into["new"]["a"].full_tensor(), full)
+    assert not into["new"]["b"].to_local().any()
+    assert into["n"] == 3
