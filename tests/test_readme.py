@@ -138,19 +138,27 @@ def test_one_process_takes_a_last_save_when_it_is_told_to_stop(tmp_path):
     last = ds.load(end)
     assert last["step"] == 99
     assert last["optimizer"]["state"]["weight"]["step"] == 100, "the optimizer was not resumed"
+    run(python(), directory)  # there is nothing left to do
+    assert ds.load(end)["step"] == 99
 
 
 def test_ddp_stops_on_all_ranks_when_one_is_told_to(tmp_path):
     directory = write(tmp_path, program(DDP))
-    with started(torchrun(2, "train.py"), directory) as process:
-        await_commit(directory / "ddp" / "step-1", process)
-        os.kill(children(process.pid)[0], signal.SIGTERM)
-        _, log = process.communicate(timeout=120)
-    assert process.returncode == 0, log
+    begun = 1
+    for _ in range(2):  # and the second run goes on from the last save of the first
+        with started(torchrun(2, "train.py"), directory) as process:
+            await_commit(directory / "ddp" / f"step-{begun}", process)
+            os.kill(children(process.pid)[0], signal.SIGTERM)
+            _, log = process.communicate(timeout=120)
+        assert process.returncode == 0, log
+        begun = len(list((directory / "ddp").iterdir())) + 1
     saves = list((directory / "ddp").iterdir())
     assert all(map(committed, saves)), "a save was lost"
     last = load_everything(ds.latest(directory / "ddp"))
     assert last["step"] == len(saves) - 1
+    assert last["optimizer"]["state"]["weight"]["step"] == len(saves), (
+        "the optimizer was not resumed"
+    )
     assert {"rng-0", "rng-1"} <= set(last)
 
 
