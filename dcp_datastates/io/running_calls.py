@@ -4,10 +4,13 @@ An operation that writes in place increments its tensor's version counter *after
 not moved says nothing about an operation that is still running. This module tells when those have ended that were
 running at some moment.
 
-A thread is in an operation if its innermost frame waits for a call into C, or if a frame further out waits for an
-operation that torch carries out in Python (``__torch_dispatch__``: tensor subclasses). The call has ended once the
-frame has gone on to another instruction, or has returned. Frames are compared by identity and instruction only: a
-thread that repeats one instruction in a loop seems to stand still, so this may wait too long, but never too little.
+A thread is in an operation if its innermost frame waits for a call into C. The call has ended once the frame has gone
+on to another instruction, or has returned. Frames are compared by identity and instruction only: a thread that repeats
+one instruction in a loop seems to stand still, so this may wait too long.
+
+Frames further out are not looked at: ``f_back`` of another thread's frame crashes Python 3.11 now and then. So an
+operation that torch carries out in Python (``__torch_dispatch__``: some tensor subclasses) counts as ended when the
+innermost call in it has.
 """
 
 from __future__ import annotations
@@ -22,16 +25,13 @@ from typing import Final
 
 __all__ = ["Places", "RunningCalls", "places"]
 
-Places = dict[int, tuple[tuple[int, int], ...]]
-"""For each thread (``threading.get_ident()``), the frames that may wait for an operation, and their instructions."""
+Places = dict[int, tuple[int, int]]
+"""For each thread (``threading.get_ident()``) that may be in an operation, its innermost frame and instruction."""
 
 _STANDARD_LIBRARY: Final = str(Path(os.__file__).parent)
 _PACKAGE: Final = str(Path(__file__).parent.parent)
 _CALLS_ANYTHING: Final = frozenset({"run", "_run"})
 """Functions of the standard library that call what they were given: of threads, executors and event loops."""
-
-_DTENSOR_DISPATCH: Final = os.path.join("torch", "distributed", "tensor", "_dispatch.py")
-"""Torch calls DTensor's dispatch directly, not by ``__torch_dispatch__``."""
 
 _ASLEEP_SECONDS: Final = 0.1
 """A thread that sleeps at every look for so long waits for something else than the threads of an operation."""
@@ -57,13 +57,10 @@ class RunningCalls:
         """Whether all of them have ended."""
         if not self._running:
             return True
-        frames = sys._current_frames()
+        now = places()
         self._running = {
-            thread: still
-            for thread, place in self._running.items()
-            if (still := _still_at(place, frames.get(thread)))
+            thread: place for thread, place in self._running.items() if now.get(thread) == place
         }
-        del frames  # they keep their variables alive
         asleep = set(map(_is_asleep, self._running))
         patience = _UNKNOWN_SECONDS if None in asleep else _ASLEEP_SECONDS
         if False in asleep:
@@ -83,27 +80,10 @@ def places() -> Places:
     }
 
 
-def _place(innermost: FrameType) -> tuple[tuple[int, int], ...]:
-    place = []
-    if not _never_operates(innermost.f_code):
-        place.append((id(innermost), innermost.f_lasti))
-    inner, outer = innermost, innermost.f_back
-    while outer is not None:
-        if _is_dispatch(inner.f_code):
-            place.append((id(outer), outer.f_lasti))
-        inner, outer = outer, outer.f_back
-    return tuple(place)
-
-
-def _still_at(
-    place: tuple[tuple[int, int], ...], frame: FrameType | None
-) -> tuple[tuple[int, int], ...]:
-    """The part of ``place`` where the thread still is."""
-    now = set()
-    while frame is not None:
-        now.add((id(frame), frame.f_lasti))
-        frame = frame.f_back
-    return tuple(each for each in place if each in now)
+def _place(innermost: FrameType) -> tuple[int, int] | None:
+    if _never_operates(innermost.f_code):
+        return None
+    return id(innermost), innermost.f_lasti
 
 
 def _never_operates(code: CodeType) -> bool:
@@ -112,12 +92,6 @@ def _never_operates(code: CodeType) -> bool:
     if file.startswith(_STANDARD_LIBRARY):
         return "-packages" not in file and code.co_name not in _CALLS_ANYTHING
     return file.startswith((_PACKAGE, "<frozen "))
-
-
-def _is_dispatch(code: CodeType) -> bool:
-    return code.co_name.endswith("__torch_dispatch__") or code.co_filename.endswith(
-        _DTENSOR_DISPATCH
-    )
 
 
 def _is_asleep(thread: int) -> bool | None:

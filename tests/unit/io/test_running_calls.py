@@ -6,7 +6,6 @@ import _thread
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 import torch
@@ -45,30 +44,6 @@ def test_an_operation_is_waited_for_until_its_thread_goes_on() -> None:
         calls = RunningCalls()
         await_that(calls.ended)
         assert tensor._version == 1
-
-
-class Slow(torch.Tensor):
-    """Its operations run Python code, which waits."""
-
-    goes_on = threading.Event()
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        cls.goes_on.wait(60)
-        return args[0]
-
-
-def test_an_operation_that_torch_carries_out_in_python_is_waited_for() -> None:
-    tensor = torch.Tensor._make_subclass(Slow, torch.zeros(4))
-    with running(lambda: tensor.add_(1)) as thread:
-        await_that(lambda: thread.ident in places())
-        calls = RunningCalls()
-        for _ in range(3):
-            assert not calls.ended()
-        Slow.goes_on.set()
-        await_that(calls.ended)
 
 
 def test_a_thread_that_sleeps_is_not_waited_for_long() -> None:
