@@ -434,7 +434,8 @@ def test_saves_go_on_alone_when_the_process_group_is_gone_and_nothing_of_it_is_l
     response = dcp_datastates.async_save({"n": torch.tensor(rank)}, mine, host_cache_size=CACHE)
     response.upload_completion.result(60)
     assert load_everything(mine)["n"].item() == rank
-    assert "dcp_datastates-heartbeat" not in {thread.name for thread in threading.enumerate()}
+    beats = "dcp_datastates-heartbeat"
+    await_that(lambda: beats not in {thread.name for thread in threading.enumerate()}, 20)
     store = dist.FileStore(str(shared_dir / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     _begin(2, shared_dir / "c").upload_completion.result(60)
