@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
-from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.name_patterns import (
     NO_NAMES,
     KeyPath,
@@ -203,8 +202,10 @@ class FittingPlanner(DefaultLoadPlanner):
         self._names = self.fit.names([*stored, *boxed])
         self._wrapped = frozenset(name for name, old in self._names.items() if old in boxed)
         self._chosen = frozenset(self._names.values())
-        self._prune()
-        unfit = self._grow(stored)
+        unfit: dict[str, str] = {}
+        if self._filled:
+            self._prune()
+            unfit = self._grow(stored)
         wanted = {name: value for name, value in self.state_dict.items() if self.fit.takes(name)}
         missing = [name for name in wanted if name not in self._names]
         unfit |= self._unfit(wanted, stored)
@@ -212,10 +213,10 @@ class FittingPlanner(DefaultLoadPlanner):
             self._refuse(missing if self.fit.missing == "error" else [], unfit)
         if missing and self.fit.missing == "warn":
             logger.warning(
-                "%s has no %s: %s of the state stay as they are",
+                "%s: %d values of the state are not in the checkpoint, and stay as the program made them: %s",
                 self._source,
-                some_of(missing),
                 len(missing),
+                ", ".join(map(repr, missing)),
             )
         named = {name: value for name, value in wanted.items() if name in self._names}
         plan = create_default_local_load_plan(
@@ -272,8 +273,8 @@ class FittingPlanner(DefaultLoadPlanner):
     def _grow(self, stored: Mapping[str, STORAGE_TYPES]) -> dict[str, str]:
         """Make room for what is stored below names that take all of it. Returns where that cannot be, and why."""
         assert self.metadata is not None
-        present = {name: self.state_dict[name] for name in self._names if name in self.state_dict}
-        outgrown = [name for name, _ in self._unfit(present, stored) if self._may_replace(name)]
+        replaced = {name: self.state_dict[name] for name in self._names if self._may_replace(name)}
+        outgrown = [name for name, _ in self._unfit(replaced, stored)]
         new = [name for name in self._unasked() if is_under(name, self._filled)]
         unfit = self._in_the_way(new)
         for name in [*new, *outgrown]:
@@ -298,10 +299,14 @@ class FittingPlanner(DefaultLoadPlanner):
         return found
 
     def _may_replace(self, name: str) -> bool:
-        """Whether a new tensor may come to be in the place of this value."""
-        plain = type(self.state_dict[name]) in (torch.Tensor, torch.nn.Parameter)
-        is_shard = isinstance(self.state_dict[name], torch.Tensor) and not plain
-        return is_under(name, self._replaced) and not is_shard
+        """Whether there is a value, and a new tensor may come to be in its place: it is no shard."""
+        if name not in self.state_dict or not is_under(name, self._replaced):
+            return False
+        value = self.state_dict[name]
+        return not isinstance(value, torch.Tensor) or type(value) in (
+            torch.Tensor,
+            torch.nn.Parameter,
+        )
 
     def _unasked(self) -> list[str]:
         """The names to load that the state does not have, neither itself nor in a wrapper."""

@@ -65,7 +65,7 @@ def test_a_new_layer_is_left_as_the_program_made_it_and_named(saved, tmp_path, c
     _assert_taken(state, saved, ())
     with caplog.at_level(logging.WARNING):
         assert _restore(tmp_path, state, missing="warn") == 7
-    assert "'model.2.weight'" in caplog.text
+    assert "'model.2.weight', 'model.2.bias'" in caplog.text
     _assert_taken(state, saved, _weights(saved))
     moments = state["optimizer"].state
     for new, old in zip(
