@@ -213,7 +213,7 @@ def test_an_object_goes_back_to_exactly_what_it_was_saved_with(tmp_path):
     assert [each.tolist() for each in ema.values["list"]] == [[0]]
     assert "c" not in ema.values.get("b", {})
     assert live["n"] == 2, "what state_dict() gave is the object's own"
-    assert len(live["list"]) == 3
+    assert (len(live["list"]), live["b"]) == (3, {"c": 3})
 
 
 @pytest.mark.parametrize("empty", [None, []])
