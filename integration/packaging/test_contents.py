@@ -78,7 +78,7 @@ def test_nothing_is_required_but_what_is_imported(metadata: Message) -> None:
         for requirement in map(Requirement, metadata.get_all("Requires-Dist"))
         if requirement.marker is None or requirement.marker.evaluate({"extra": ""})
     }
-    assert required == {"torch", "numpy", "rich"}
+    assert required == {"torch", "numpy", "rich", "typing_extensions"}
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
 
