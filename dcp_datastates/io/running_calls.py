@@ -8,9 +8,9 @@ A thread is in an operation if its innermost frame waits for a call into C. The 
 on to another instruction, or has returned. Frames are compared by identity and instruction only: a thread that repeats
 one instruction in a loop seems to stand still, so this may wait too long.
 
-Frames further out are not looked at: ``f_back`` of another thread's frame crashes Python 3.11 now and then. So an
-operation that torch carries out in Python (``__torch_dispatch__``: some tensor subclasses) counts as ended when the
-innermost call in it has.
+Frames further out are not looked at: ``f_back`` of another thread's frame crashes Python 3.11 now and then. They matter
+only to an operation that torch carries out in Python (``__torch_dispatch__``: some tensor subclasses). It consists of
+operations on inner tensors, each with a counter of its own, and those count as well.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from support.checkpoints import CACHE
 from support.tiers import sampled
+from support.wrapped import Blocks
 from support.write_kinds import (
     COLUMNS,
     FEW,
@@ -215,6 +216,48 @@ def test_a_write_that_ends_after_the_reads_is_seen(kind: str, tmp_path: Path) ->
         target.scatter_add_(0, index, added)
     opener.join()
     assert outcome(handle, tensor, expected, tmp_path) != "WRONG"
+    assert owner
+
+
+class InTwoCalls(Blocks):
+    """Torch carries out its zero_() in Python: two operations, with a wait between them."""
+
+    between = threading.Event()
+    goes_on = threading.Event()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is not torch.ops.aten.zero_.default:
+            return super().__torch_dispatch__(function, types, args, kwargs)
+        args[0].codes.zero_()
+        cls.between.set()
+        assert cls.goes_on.wait(60)
+        args[0].scales.zero_()
+        return args[0]
+
+
+@pytest.mark.parametrize("reads_end_between", [True, False])
+def test_a_write_that_torch_carries_out_in_python_is_seen(
+    reads_end_between: bool, tmp_path: Path
+) -> None:
+    InTwoCalls.between.clear()
+    InTwoCalls.goes_on.clear()
+    tensor = InTwoCalls(torch.rand(ROWS, COLUMNS), torch.rand(ROWS // 2))
+    owner = Owner(tensor)
+    handle = _saved(tensor.detach(), tmp_path, read_window="backward", read_deadline=600)
+    thread = threading.Thread(target=tensor.zero_)
+    thread.start()
+    assert InTwoCalls.between.wait(60)
+    if reads_end_between:
+        step_gate.open_windows()
+        with contextlib.suppress(SnapshotTornError):
+            handle.captured.wait(60)
+    InTwoCalls.goes_on.set()
+    thread.join()
+    with pytest.raises(SnapshotTornError):
+        handle.result()
     assert owner
 
 
