@@ -139,7 +139,7 @@ def retain_here(
 
 def _time_of_newest(everything: list[Found]) -> float:
     """The time of the newest commit, in seconds since the epoch, or an earlier time: a clock may be wrong, and may have
-    been. The times are storage's. A job may have paused since, so the age of a checkpoint is not counted from now.
+    been. The times are the coordinators'. A job may have paused since, so the age is not counted from now.
     """
     times = [found.committed.committed_at for found in everything if found.committed is not None]
     for newer, older in pairwise(times):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,7 +134,11 @@ class _Writing:
             StorageMeta(save_id=self._attempt.name),
             DCP_VERSION,
         )
-        return encode(table_of(metadata, Note(self._attempt, self._files, self._after)))
+        return encode(
+            table_of(
+                metadata, Note(self._attempt, self._files, self._after, published_at=time.time())
+            )
+        )
 
     def _tensor_item(self, name: str) -> WriteItem:
         info = self._source.tensors[name]

@@ -4,6 +4,7 @@ It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 
 - ``attempt``, ``after``: the name of the attempt, and of the newest attempt that was seen when it was claimed, or null
 - ``metrics``: numbers by name; left out if there are none
+- ``published_at``: seconds since the epoch; older versions left it out
 - ``files``: a list of ``[path, nbytes, table_offset]``, in the order of ``Placement.paths``
 - ``names``: ``Catalog.names``
 - ``properties``: ``Catalog.table``; for each entry, its fields by name, as values
@@ -16,6 +17,7 @@ It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
@@ -53,6 +55,7 @@ def write_document(table: MetadataTable) -> bytes:
             **({"metrics": dict(note.metrics)} if note.metrics else {}),
             "attempt": note.attempt.name,
             "after": None if note.after is None else note.after.name,
+            **({} if note.published_at is None else {"published_at": note.published_at}),
             "files": [
                 [each.relative_path, each.nbytes, each.table_offset] for each in note.files.values()
             ],
@@ -114,6 +117,7 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         {each.relative_path: each for each in files},
         None if found.get("after") is None else _attempt(found["after"], "after"),
         _metrics(found.get("metrics", {})),
+        _time(found.get("published_at")),
     )
     if len(note.files) != len(files):
         raise MetadataError("a data file is named twice")
@@ -156,6 +160,12 @@ def _attempt(name: Any, what: str) -> Attempt:
 def _metrics(found: Any) -> dict[str, float]:
     if type(found) is not dict or not set(map(type, found.values())) <= {float}:
         raise MetadataError("the metrics are no numbers by name")
+    return found
+
+
+def _time(found: Any) -> float | None:
+    if found is not None and (type(found) is not float or not math.isfinite(found)):
+        raise MetadataError(f"the time of publication is {described(found)}")
     return found
 
 

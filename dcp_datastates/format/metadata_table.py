@@ -27,13 +27,15 @@ class Note:
     """This package's note in the metadata of a checkpoint.
 
     ``after``: the newest attempt at the path or beside it when this one was claimed; None if unknown. ``metrics``: the
-    numbers by which the user compares checkpoints.
+    numbers by which the user compares checkpoints. ``published_at``: when the metadata were written, right before the
+    commit, in seconds since the epoch by the coordinator's clock; None in checkpoints of older versions.
     """
 
     attempt: Attempt
     files: Mapping[str, FileRecord]
     after: Attempt | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    published_at: float | None = None
 
 
 @dataclass(frozen=True, eq=False)

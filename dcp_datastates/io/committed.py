@@ -29,7 +29,7 @@ class Committed:
     metadata_bytes: int
     """Size of the ``.metadata`` file."""
     committed_at: float
-    """The time of publication, in seconds since the epoch."""
+    """The time of publication, in seconds since the epoch. (That of the file is another one after a copy.)"""
 
     @property
     def note(self) -> Note:
@@ -48,8 +48,12 @@ def open_committed(directory: Path) -> Committed:
     Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
-    data, published = _read(directory)
-    return Committed(directory, _decode(data, directory), len(data), published)
+    data, written_at = _read(directory)
+    table = _decode(data, directory)
+    published_at = table.note.published_at
+    return Committed(
+        directory, table, len(data), written_at if published_at is None else published_at
+    )
 
 
 def wrong_size(record: FileRecord, nbytes: int) -> str | None:

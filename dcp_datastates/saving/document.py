@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -51,7 +52,7 @@ def document(
     metadata.storage_data = storage_data
     metadata.storage_meta = meta
     metadata.version = DCP_VERSION
-    return encode(table_of(metadata, Note(claim.attempt, files, claim.after, metrics)))
+    return encode(table_of(metadata, Note(claim.attempt, files, claim.after, metrics, time.time())))
 
 
 def _planned_document(
@@ -67,7 +68,7 @@ def _planned_document(
         MetadataTable(
             metadata.whole.catalog,
             metadata.whole.placement(metadata.reports, attempt.name),
-            Note(attempt, files, claim.after, metrics),
+            Note(attempt, files, claim.after, metrics, time.time()),
             meta,
             DCP_VERSION,
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import shutil
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from dcp_datastates import (
     retain,
     unpin,
 )
+from dcp_datastates.format.metadata import decode, encode
 
 LOSSES = {100: 3.0, 200: 1.0, 300: 2.0, 400: 1.5, 500: 4.0}
 
@@ -69,8 +71,10 @@ DAY = 86400
 
 def _set_ages(run, days: dict[str, float]) -> None:
     for name, age in days.items():
-        then = time.time() - age * DAY
-        os.utime(run / name / ".metadata", (then, then))
+        path = run / name / ".metadata"
+        table = decode(path.read_bytes(), path)
+        note = replace(table.note, published_at=time.time() - age * DAY)
+        path.write_bytes(encode(replace(table, note=note)))
 
 
 @pytest.mark.parametrize("ahead", [-30, 30])
@@ -99,11 +103,18 @@ def test_within_keeps_by_this_hosts_clock_if_the_newest_is_of_the_future(run):
 
 
 def test_within_a_time_everything_stays(run):
-    for step in (100, 200):
-        old = time.time() - 8 * 86400
-        os.utime(run / f"step-{step}" / ".metadata", (old, old))
+    _set_ages(run, {"step-100": 8.0, "step-200": 8.0})
     retain(run, keep=Keep(within="7d"))
     assert steps(run) == [300, 400, 500]
+
+
+def test_within_counts_by_the_commits_of_copied_checkpoints(run, tmp_path_factory):
+    _set_ages(run, {"step-100": 8.0, "step-200": 8.0})
+    copied = tmp_path_factory.mktemp("copied")
+    for path in sorted(run.iterdir(), reverse=True):
+        shutil.copytree(path, copied / path.name, copy_function=shutil.copyfile)
+    retain(copied, keep=Keep(within="7d"))
+    assert steps(copied) == [300, 400, 500]
 
 
 def test_a_damaged_checkpoint_is_not_the_best(run):
