@@ -9,7 +9,7 @@ __all__ = ["SaveStats"]
 
 @dataclass
 class SaveStats:
-    """Times in seconds, sizes in bytes; all of this rank only.
+    """Times in seconds, sizes in bytes; all of this rank only. What is not known yet is None.
 
     Attributes:
         stage_seconds: spent in ``stage()``, that is, in ``async_save`` (0 for a synchronous save).
@@ -27,8 +27,8 @@ class SaveStats:
     gate_seconds: float = 0.0
     eager_bytes: int = 0
     deferred_bytes: int = 0
-    bytes_written: int = 0
-    read_seconds: float = 0.0
-    total_seconds: float = 0.0
-    direct: bool = False
-    steady: bool = False
+    bytes_written: int | None = None
+    read_seconds: float | None = None
+    total_seconds: float | None = None
+    direct: bool | None = None
+    steady: bool | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -51,7 +50,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _checked(options: LoadOptions) -> LoadOptions:
+def _checked_options(options: LoadOptions) -> LoadOptions:
     check_options("restore", options, LoadOptions)
     return options
 
@@ -144,7 +143,6 @@ class CheckpointManager:
         self._deletions: Deletions | None = None
         if self._keep is not None and self._rank_set.rank == 0:
             self._deletions = Deletions()
-        self._step: int | None = None
         self._save_last = save_last
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""
@@ -184,6 +182,20 @@ class CheckpointManager:
 
     # ---- saving --------------------------------------------------------------------------------------
 
+    def should_save(self, step: SupportsIndex) -> bool:
+        """Whether :meth:`save` will save at ``step``, the next one it is called with; for what only a save needs.
+
+        The same on all ranks. If the ranks exchange numbers, this waits for those of the step before.
+
+        Raises as :meth:`save`.
+        """
+        return self._schedule.is_due(self._checked(step))
+
+    def _checked(self, step: SupportsIndex) -> int:
+        if self._closed:
+            raise ConfigurationError("the manager is closed; save within its with block")
+        return self._schedule.checked(step)
+
     def save(
         self,
         step: SupportsIndex,
@@ -213,7 +225,7 @@ class CheckpointManager:
             RankLostError, NoAnswerError: the ranks exchange numbers, and one is lost or does not come.
             DataStatesError: with ``strict``, the error of an earlier save.
         """
-        step = self._checked_step(step)
+        step = self._checked(step)
         self._unsaved = None
         self._outcomes.take()
         decision = self._schedule.at(step, self._signals.came, force)
@@ -274,22 +286,6 @@ class CheckpointManager:
                 f"{len(now.ranks)}; make it after init_process_group, and close it before destroy_process_group"
             )
 
-    def _checked_step(self, given: SupportsIndex) -> int:
-        if self._closed:
-            raise ConfigurationError("the manager is closed; save within its with block")
-        try:
-            step = -1 if isinstance(given, bool) else operator.index(given)
-        except TypeError:
-            step = -1
-        if step < 0:
-            raise ConfigurationError(f"step={given!r} must be a whole number, 0 or more")
-        if self._step is not None and step < self._step:
-            raise ConfigurationError(
-                f"step={step} comes after step {self._step}: a checkpoint of a lower step would count as the newest"
-            )
-        self._step = step
-        return step
-
     def _outcome_known(self, number: int, committed: Future[None]) -> None:
         """In the commit thread."""
         failed = committed.exception() is not None
@@ -325,7 +321,7 @@ class CheckpointManager:
             ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
             IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
         """
-        fit = Fit.of(_checked(options), options.get("only"))
+        fit = Fit.of(_checked_options(options), options.get("only"))
         allow_objects = options.get("allow_objects", True)
         self._outcomes.wait()  # one may be the newest; and reads may be of tensors to fill
         damaged: list[int] = []
@@ -346,7 +342,7 @@ class CheckpointManager:
 
         The loop may go back to an earlier step: what it saves from then on is the newest. Waits for saves in flight.
         """
-        fit = Fit.of(_checked(options), options.get("only"))
+        fit = Fit.of(_checked_options(options), options.get("only"))
         return self._restore(step, state, fit, options.get("allow_objects", True))
 
     def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
@@ -368,7 +364,6 @@ class CheckpointManager:
             allow_objects=allow_objects,
         )
         parts.put_back(wanted.state)
-        self._step = step
         self._schedule.restored(step)
         logger.info("restored %s", path)
         return step

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, SupportsIndex
 
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.agreement import Agreement
 from dcp_datastates.manager.interval import AutoInterval, Chosen, Cost, CostMeter, choose
 from dcp_datastates.text import duration
@@ -59,6 +61,7 @@ class Schedule:
         self._meter = CostMeter()
         self._chosen: Chosen | None = None
         self._cost: Cost | None = None
+        self._step: int | None = None
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
         self._left: float | None = None
@@ -81,11 +84,28 @@ class Schedule:
             return f"every {duration(self._rule)}"
         return f"every {self._rule} steps"
 
+    def checked(self, given: SupportsIndex) -> int:
+        """``given`` as an int. Raises :class:`ConfigurationError` if it is no step, or lies before the latest one."""
+        try:
+            step = -1 if isinstance(given, bool) else operator.index(given)
+        except TypeError:
+            step = -1
+        if step < 0:
+            raise ConfigurationError(f"step={given!r} must be a whole number, 0 or more")
+        if self._step is not None and step < self._step:
+            raise ConfigurationError(
+                f"step={step} comes after step {self._step}: a checkpoint of a lower step would count as the newest"
+            )
+        return step
+
     def at(self, step: int, signalled: bool, force: bool = False) -> Decision:
-        """Decide for ``step``. ``signalled``: a signal has come to this rank. ``force``: all ranks save in any case.
+        """Decide for ``step``, which is :meth:`checked`.
+
+        ``signalled``: a signal has come to this rank. ``force``: all ranks save in any case.
 
         Raises as :meth:`Agreement.take`.
         """
+        self._step = step
         now = time.monotonic()
         if self._left is not None:
             self._meter.step(now - self._left)
@@ -93,9 +113,8 @@ class Schedule:
         if (ended := self._ended) is not None:
             self._ended, self._in_flight, self._quiet = None, False, 0
             self._meter.end_save(*ended)
-        agreed = None if self._agreement is None else self._agreement.take()
-        heard = None if agreed is None else _Said(*agreed)
-        stop = heard is not None and bool(heard.signalled) and not self._stopped
+        heard = self._heard()
+        stop = self._must_stop(heard)
         self._stopped = self._stopped or stop
         due = self._is_due(step, heard) or stop or force
         if due:  # before this rank tells the others
@@ -105,6 +124,11 @@ class Schedule:
             self._agreement.give(self._say(signalled, now))
         self._left = time.monotonic()
         return Decision(due, stop, self._number)
+
+    def is_due(self, step: int) -> bool:
+        """Whether :meth:`at` will save at ``step``, the next one. Raises as :meth:`Agreement.take`."""
+        heard = self._heard()
+        return self._is_due(step, heard) or self._must_stop(heard)
 
     def saved(self, began: float, call: float) -> None:
         """The save that was due began at ``began``, and its call took ``call`` seconds."""
@@ -118,12 +142,21 @@ class Schedule:
 
     def restored(self, step: int) -> None:
         """The loop goes on behind ``step``, which is saved."""
+        self._step = step
         self._saved_step, self._saved_at, self._left = step, time.monotonic(), None
 
     def close(self) -> None:
         """End the exchanges."""
         if self._agreement is not None:
             self._agreement.close()
+
+    def _heard(self) -> _Said | None:
+        """What the ranks said at the step before; None at the first step."""
+        agreed = None if self._agreement is None else self._agreement.take()
+        return None if agreed is None else _Said(*agreed)
+
+    def _must_stop(self, heard: _Said | None) -> bool:
+        return heard is not None and bool(heard.signalled) and not self._stopped
 
     def _is_due(self, step: int, heard: _Said | None) -> bool:
         if isinstance(self._rule, int):

@@ -133,11 +133,11 @@ class TrainingState:
 
     Args:
         given: models, optimizers, objects with ``state_dict()`` and ``load_state_dict()``, tensors, values, and dicts
-            of tensors and values.
+            and lists of them.
 
     Raises:
-        ConfigurationError: an optimizer's parameters are in none of the models, or in several; a name is no string; a
-            model, an optimizer or what differs between ranks lies within a dict.
+        ConfigurationError: an optimizer's parameters are in none of the models, or in several; a name is no string, or
+            is that of two parts; a dict contains itself.
     """
 
     def __init__(self, given: Mapping[str, Any], rank_set: RankSet) -> None:
@@ -145,10 +145,11 @@ class TrainingState:
             raise ConfigurationError(
                 f"the state is a {type(given).__name__}; pass a dict of names to models, optimizers and values"
             )
-        self._given = given
         self._rank_set = rank_set
-        self._models = [value for value in given.values() if isinstance(value, torch.nn.Module)]
-        self._parts = {name: self._part(name, value) for name, value in given.items()}
+        self._given = _parted(given)
+        values = {name: inside[key] for name, (inside, key) in self._given.items()}
+        self._models = [value for value in values.values() if isinstance(value, torch.nn.Module)]
+        self._parts = {name: self._part(name, value) for name, value in values.items()}
 
     def to_save(self) -> dict[str, Any]:
         """The state, for ``async_save``."""
@@ -195,26 +196,27 @@ class TrainingState:
         """
         own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
-            if self._given[name] is not value and value is not self._parts[name]:
-                if not isinstance(self._given, dict):
-                    raise ConfigurationError(f"the state must be a dict to receive {name!r}")
-                self._given[name] = value
+            if value is self._parts[name]:
+                continue
+            inside, key = self._given[name]
+            if not isinstance(inside, (dict, list)):
+                raise ConfigurationError(
+                    f"{name!r} lies in a {type(inside).__name__}; it must be a dict or a list to receive the value"
+                )
+            inside[key] = value
         for part in sorted(own, key=lambda each: isinstance(each.value, RngState)):
             if part.loaded is not None:
                 unpack(part.value, part.loaded)
 
     def _part(self, name: str, value: Any) -> Any:
-        if not isinstance(name, str):
-            raise ConfigurationError(f"the state has the key {name!r}; names must be strings")
         if (mine := differs(value)) is not None:
             return _Own(mine, self._rank_set.rank)
         if isinstance(value, torch.nn.Module):
             return _Model(value)
         if isinstance(value, torch.optim.Optimizer):
             return _Optimizer(name, model_of(self._models, value, name), value)
-        if isinstance(value, Stateful) and not isinstance(value, torch.Tensor):
+        if _has_state(value):
             return _Object(value)
-        _check_plain(name, value)
         return value
 
 
@@ -249,17 +251,47 @@ def _containers_copied(value: Any) -> Any:
     return value
 
 
-def _check_plain(path: str, value: Any) -> None:
-    """Refuse objects with a state within dicts and lists: DCP would pickle them, and restore none."""
-    inner: Iterable[tuple[Any, Any]] = ()
+def _parted(given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """For each part by its name in DCP: what it lies in, and its key there.
+
+    A dict, list or tuple is a part if it has tensors and values only. If an object with a state lies in it, at any
+    depth, its values are parts: DCP would pickle such objects, and restore none.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def look(inside: Any, path: str, around: tuple[int, ...]) -> None:
+        for key, value in _items(inside):
+            if not path and not isinstance(key, str):
+                raise ConfigurationError(f"the state has the key {key!r}; names must be strings")
+            name = f"{path}{key}"
+            if _holds_objects(value, name, around):
+                look(value, f"{name}.", (*around, id(value)))
+            elif name in found:
+                raise ConfigurationError(f"two parts of the state have the name {name!r}")
+            else:
+                found[name] = inside, key
+
+    look(given, "", (id(given),))
+    return found
+
+
+def _holds_objects(value: Any, name: str, around: tuple[int, ...]) -> bool:
+    """Whether an object with a state lies in ``value``, a container. ``around``: the ids of what that lies in."""
+    if id(value) in around:
+        raise ConfigurationError(f"the part {name!r} of the state contains itself")
+    if _has_state(value):
+        return False
+    return any(
+        _has_state(each) or _holds_objects(each, name, (*around, id(value)))
+        for _, each in _items(value)
+    )
+
+
+def _has_state(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and isinstance(value, (Stateful, PerRank))
+
+
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
-        inner = value.items()
-    elif isinstance(value, (list, tuple)):
-        inner = enumerate(value)
-    for key, each in inner:
-        if isinstance(each, (Stateful, PerRank)) and not isinstance(each, torch.Tensor):
-            raise ConfigurationError(
-                f"{path}.{key} is a {type(each).__name__} within a {type(value).__name__}; pass it at the top of the "
-                f"state, under a name of its own"
-            )
-        _check_plain(f"{path}.{key}", each)
+        return list(value.items())
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()

@@ -32,7 +32,7 @@ def log_outcome(
 
 
 def _committed(call: SaveCall, path: Path | None, stats: SaveStats, seconds: float) -> str:
-    nbytes = stats.bytes_written
+    nbytes = stats.bytes_written or 0
     rate = nbytes / stats.total_seconds / 1e9 if stats.total_seconds else 0.0
     world = call.group.rank_set.world
     of = f" of {world} ranks" if world > 1 else ""

@@ -57,7 +57,7 @@ class Save:
         if isinstance(self._writer, DataStatesWriter):
             statistics = self._writer.last_save
             assert statistics is not None
-            gate, write = statistics.gate_seconds, statistics.total_seconds
+            gate, write = statistics.gate_seconds, statistics.total_seconds or 0.0
             self._writer.close()
         return [
             self._returned - self._called,

@@ -81,8 +81,10 @@ def test_a_time_that_is_over_on_one_rank_makes_all_save_once(shared_dir):
         for step in range(1, 12):
             if step == 5 and dist.get_rank() == 2:
                 checkpoints._schedule._saved_at -= 3600
+            due = checkpoints.should_save(step)
             if checkpoints.save(step, {"w": torch.ones(10)}):
                 saved.append(step)
+            assert due == (step in saved)
     assert saved == [6]
 
 

@@ -60,6 +60,16 @@ def test_steps_that_are_a_multiple_are_saved_and_others_by_force(tmp_path):
     assert committed_names(tmp_path) == ["step-3", "step-6", "step-7"]
 
 
+def test_a_loop_can_ask_whether_a_step_will_be_saved(tmp_path):
+    with manager(tmp_path, every=3) as checkpoints:
+        for step in range(1, 8):
+            due = checkpoints.should_save(step)
+            assert due == checkpoints.should_save(step) == (step % 3 == 0)
+            assert (checkpoints.save(step, {"step": step}) is not None) == due
+        with raises(ConfigurationError, "step=3", "comes after"):
+            checkpoints.should_save(3)
+
+
 def test_old_checkpoints_go_by_the_rules_and_pinned_ones_stay(tmp_path):
     with manager(tmp_path, keep=Keep(last=1, every=4, best=("loss", "min"))) as checkpoints:
         for step in range(1, 8):

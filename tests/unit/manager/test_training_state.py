@@ -23,8 +23,8 @@ def test_an_optimizer_needs_its_model(tmp_path):
         halves = {"a": loop.model[0], "b": loop.model[2], "optimizer": loop.optimizer}
         with raises(ConfigurationError, "several models"):
             checkpoints.save(1, halves)
-        with raises(ConfigurationError, "nested.deep.model"):
-            checkpoints.save(1, {"nested": {"deep": {"model": loop.model}}})
+        with raises(ConfigurationError, "no model", "nested.deep.0"):
+            checkpoints.save(1, {"nested": {"deep": [loop.optimizer]}})
         with raises(ConfigurationError, "names must be strings"):
             checkpoints.save(1, {1: 1})
 
@@ -190,12 +190,73 @@ def test_random_generators_are_restored_last(tmp_path):
     assert torch.equal(torch.rand(4), expected)
 
 
-@pytest.mark.parametrize(
-    "wrap", [list, tuple, lambda each: {"deep": list(each)}], ids=["list", "tuple", "dict"]
-)
-def test_objects_with_a_state_must_be_at_the_top(wrap, tmp_path):
-    loop = Loop()
+def _pair(seed):
+    """Two models with an optimizer each, and other objects, in containers."""
+    torch.manual_seed(seed)
+    models = {"generator": torch.nn.Linear(4, 4), "critics": [torch.nn.Linear(4, 4)]}
+    first, second = models["generator"], models["critics"][0]
+    optimizers = (torch.optim.Adam(first.parameters()), torch.optim.SGD(second.parameters(), 0.1))
+    if seed == 0:
+        for model, optimizer in zip((first, second), optimizers, strict=True):
+            model(torch.randn(2, 4)).sum().backward()
+            optimizer.step()
+    position = Position()
+    position.at = {"seen": seed}
+    return {
+        "models": models,
+        "optimizers": optimizers,
+        "others": [{"epoch": seed, "at": position, "mine": PerRank(Position())}, RngState()],
+        "plain": [torch.full((3,), float(seed)), {"seed": seed}],
+    }
+
+
+def test_objects_with_a_state_may_lie_in_dicts_and_lists(tmp_path):
+    first, second = _pair(0), _pair(1)
     with manager(tmp_path) as checkpoints:
-        for value in (loop.model, loop.optimizer, loop.scheduler, RngState(), PerRank(Position())):
-            with raises(ConfigurationError, type(value).__name__):
-                checkpoints.save(1, {"things": wrap([value])})
+        checkpoints.save(1, first)
+        drawn = torch.rand(3)
+    with manager(tmp_path) as checkpoints:
+        assert checkpoints.restore_latest(second) == 1
+    assert torch.equal(torch.rand(3), drawn)
+    for old, new in zip(
+        (first["models"]["generator"], first["models"]["critics"][0], *first["optimizers"]),
+        (second["models"]["generator"], second["models"]["critics"][0], *second["optimizers"]),
+        strict=True,
+    ):
+        assert_same(new.state_dict(), old.state_dict())
+    assert second["others"][0]["epoch"] == 0
+    assert second["others"][0]["at"].at == {"seen": 0}
+    assert second["plain"][1] == {"seed": 0}
+    assert torch.equal(second["plain"][0], torch.zeros(3))
+
+
+def test_a_container_with_objects_is_stored_as_its_parts_at_the_top_are(tmp_path):
+    state = _pair(0)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        flat = {f"models.{name}": model for name, model in state["models"].items()}
+        flat["models.critics.0"] = flat.pop("models.critics")[0]
+        for each in flat.values():
+            expected = {name: value.clone() for name, value in each.state_dict().items()}
+            torch.nn.init.zeros_(each.weight)
+            checkpoints.restore(1, flat, unexpected="ignore")
+            assert_same(each.state_dict(), expected)
+
+
+def test_a_value_within_a_tuple_cannot_be_put_back_and_says_so(tmp_path):
+    state = {"both": (torch.nn.Linear(1, 1), 3)}
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        with raises(ConfigurationError, "both.1", "tuple"):
+            checkpoints.restore(1, {"both": (torch.nn.Linear(1, 1), 4)})
+
+
+def test_names_that_two_parts_have_and_a_dict_within_itself_are_refused(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    endless = {"model": model}
+    endless["again"] = endless
+    with manager(tmp_path) as checkpoints:
+        with raises(ConfigurationError, "two parts", "a.b"):
+            checkpoints.save(1, {"a.b": 3, "a": {"b": model}})
+        with raises(ConfigurationError, "contains itself"):
+            checkpoints.save(1, {"endless": endless})

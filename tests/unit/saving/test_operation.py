@@ -108,6 +108,18 @@ def test_save_returns_when_it_is_committed_or_raises(tmp_path):
         dcp_datastates.save(state, tmp_path / "d", host_cache_size=CACHE)
 
 
+def test_what_is_not_known_yet_is_none(tmp_path):
+    state, _optimizer = _owned()
+    handle = dcp_datastates.async_save(
+        state, tmp_path / "c", read_window="backward", read_deadline=3600, host_cache_size=CACHE
+    )
+    told = handle.stats
+    later = ("bytes_written", "read_seconds", "total_seconds", "direct", "steady")
+    assert [getattr(told, name) for name in later] == [None] * len(later)
+    handle.result()
+    assert None not in [getattr(told, name) for name in later]
+
+
 def test_save_copies_nothing_that_can_be_read_in_place(tmp_path):
     free = {"w": torch.ones(1_000_000)}  # no optimizer owns it
     stats = dcp_datastates.save(free, tmp_path / "c", host_cache_size=CACHE)
