@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Literal, TypedDict, get_args
@@ -22,6 +22,7 @@ __all__ = [
     "WhenBehind",
     "WriterConfig",
     "WriterOptions",
+    "check_names",
     "check_options",
     "parse_duration",
     "parse_host_cache_size",
@@ -65,13 +66,17 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 def check_options(call: str, given: Mapping[str, Any], known: type) -> None:
     """Raise :class:`ConfigurationError` for an option of ``call`` that ``known``, a ``TypedDict``, does not have."""
-    names = known.__annotations__
+    check_names(f"{call}()", given, known.__annotations__)
+
+
+def check_names(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise :class:`ConfigurationError` for a name that ``what`` does not know."""
     for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, 1)
             raise ConfigurationError(
-                f"{call}() has no option {name!r}; "
-                + (f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(names))}")
+                f"{what} has no option {name!r}; "
+                + (f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(known))}")
             )
 
 

@@ -111,7 +111,9 @@ def _add_convert(commands: _Commands) -> None:
         "--exclude", action="append", metavar="NAME", help="leave out what is under this name"
     )
     _add_rename(convert, "replace this prefix of names")
-    convert.add_argument("--dtype", help="dtype of all floating-point tensors, such as bfloat16")
+    convert.add_argument(
+        "--dtype", help="dtype of all floating-point tensors, such as bfloat16 or bf16"
+    )
     convert.add_argument(
         "--shard-size", metavar="SIZE", help="most bytes of tensors in a file (default: 5GB)"
     )

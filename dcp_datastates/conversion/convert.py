@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypedDict, get_args
+
+import torch
+from typing_extensions import Unpack
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.config import parse_host_cache_size, parse_size
+from dcp_datastates.config import check_options, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.destination import appearing, check_destination
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.open import open_source
@@ -27,6 +33,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.format.contents import some_of
+from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
@@ -36,6 +43,9 @@ __all__ = ["Conversion", "convert", "thread_count"]
 logger = logging.getLogger(__name__)
 
 Target = Literal["datastates", "hf", "safetensors", "dcp", "torch"]
+
+_OPTIMIZER: Final = re.compile(r"(.+?)\.param_groups(?=$|[.\[])")
+"""A name within the state of an optimizer, and the optimizer's."""
 
 _FILES: Final = ("safetensors", "torch")
 _HOLD_OBJECTS: Final = ("datastates", "dcp", "torch")
@@ -48,14 +58,23 @@ _MOST_PIECE_BYTES: Final = 16 << 20
 
 _CHOICES: Final = ("only", "exclude", "part", "rename", "dtype")
 _FLAGS: Final = ("overwrite", "strict", "allow_objects")
-_OPTIONS: Final = (
-    *_CHOICES,
-    *_FLAGS,
-    "shard_size",
-    "config_from",
-    "threads",
-    "host_cache_size",
-)
+
+
+class ConvertOptions(TypedDict, total=False):
+    """The options of :func:`convert`, which documents them."""
+
+    only: str | Iterable[str]
+    exclude: str | Iterable[str]
+    part: str
+    rename: Rename
+    dtype: str | torch.dtype
+    shard_size: int | str
+    config_from: str | os.PathLike[str]
+    overwrite: bool
+    strict: bool
+    allow_objects: bool
+    threads: int
+    host_cache_size: int | str
 
 
 @dataclass(frozen=True)
@@ -113,13 +132,24 @@ def _check_nesting(source: Source) -> None:
         ) from None
 
 
+def _refuse_optimizers(source: Source, to: Target) -> None:
+    """Refuse the state of an optimizer in a format for models: no program reads it there."""
+    names = chain(source.tensors, source.objects)
+    found = next((match[1] for name in names if (match := _OPTIMIZER.match(name))), None)
+    if found is not None:
+        raise ConfigurationError(
+            f"{source.path} holds the state of an optimizer, {found!r}, which no program looks for in the format "
+            f"{to!r}: choose the model, with part='model' (--part model) or what its name is; or exclude={found!r}"
+        )
+
+
 def convert(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     to: Target | None = None,
     *,
     progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Conversion:
     """Convert the checkpoint at ``source`` into a new one at ``target``; returns when that is complete and durable.
 
@@ -145,7 +175,7 @@ def convert(
               ``model.layers.0.weight`` becomes ``layers.0.weight``.
             - ``rename``: a dict from old prefixes to new ones, the first that fits is replaced; or a function from a
               name to a name. It sees names without ``part``.
-            - ``dtype``: the dtype of all floating-point tensors, such as "bfloat16". Others stay as they are.
+            - ``dtype``: the dtype of all floating-point tensors, such as "bfloat16" or "bf16". Others stay as they are.
             - ``shard_size``: the most bytes of tensors in one file of "hf" and "datastates"; default: "5GB".
             - ``config_from``: for "hf", a folder whose configuration and tokenizer files are copied; default: the
               source, if it is a Hugging Face folder.
@@ -157,7 +187,8 @@ def convert(
               Reading this package's format takes 64 MiB more.
 
     Raises:
-        ConfigurationError: an option cannot work, names collide, or the format cannot hold a name or dtype.
+        ConfigurationError: an option cannot work, names collide, the format cannot hold a name or dtype, or it is one
+            for models, "hf" or "safetensors", and there is the state of an optimizer, without a choice.
         CheckpointExistsError: something is at ``target``, and ``overwrite`` is False.
         CheckpointNotFoundError: there is nothing to convert at ``source``.
         CheckpointCorruptError: the source is damaged.
@@ -177,6 +208,8 @@ def convert(
         chosen_format = _target_format(opened, to, checked)
         check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
         selected = select(opened, checked.selection)
+        if chosen_format in _FLAT and not checked.selection.chooses:
+            _refuse_optimizers(selected, chosen_format)
         skipped = _without_objects(selected, chosen_format, checked.strict)
         if chosen_format not in _FLAT:
             _check_nesting(selected)
@@ -220,12 +253,9 @@ def _job(
     return datastates_job(source, path, target.parent, limits)
 
 
-def _checked(given: dict[str, Any]) -> _Options:
-    unknown = sorted(given.keys() - set(_OPTIONS))
-    if unknown:
-        raise ConfigurationError(
-            f"convert has no option {unknown[0]!r}; it has {', '.join(_OPTIONS)}"
-        )
+def _checked(options: ConvertOptions) -> _Options:
+    check_options("convert", options, ConvertOptions)
+    given: dict[str, Any] = {**options}
     selection = Selection.checked(**{name: given[name] for name in _CHOICES if name in given})
     flags = {name: given.get(name, False) for name in _FLAGS}
     for name, value in flags.items():

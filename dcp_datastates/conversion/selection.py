@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -23,6 +23,8 @@ from dcp_datastates.format.name_patterns import (
 
 __all__ = ["Selection", "select"]
 
+_SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -33,6 +35,11 @@ class Selection:
     part: str | None = None
     rename: Rename | None = None
     dtype: torch.dtype | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the user has named what is taken."""
+        return self.only is not None or self.part is not None
 
     @staticmethod
     def checked(
@@ -149,10 +156,12 @@ def _check_cast(old: torch.dtype, new: torch.dtype) -> None:
 def _dtype(dtype: Any) -> torch.dtype | None:
     if dtype is None:
         return None
-    named = isinstance(dtype, str)
-    found = getattr(torch, dtype.removeprefix("torch."), None) if named else dtype
+    found = dtype
+    if isinstance(dtype, str):
+        name = dtype.removeprefix("torch.")
+        found = getattr(torch, _SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise ConfigurationError(
-            f"dtype={dtype!r} is no floating-point dtype; give one such as 'bfloat16'"
+            f"dtype={dtype!r} is no floating-point dtype; give one such as 'bfloat16' or 'bf16'"
         )
     return found

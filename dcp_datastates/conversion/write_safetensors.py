@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ from dcp_datastates.storage import operations
 from dcp_datastates.storage.local import explained
 
 __all__ = ["hf_job", "safetensors_job"]
+
+logger = logging.getLogger(__name__)
+
+_CONFIG: Final = "config.json"
 
 _ALIGNMENT: Final = 64
 """Tensors begin at a multiple of this, the larger elements first: each is aligned to its element."""
@@ -55,6 +60,12 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
     def finish() -> None:
         if companions is not None:
             _copy_companions(companions, folder)
+        if not (folder / _CONFIG).exists():
+            logger.warning(
+                "the folder has no %s, which from_pretrained() needs: copy the model's, or convert with "
+                "config_from=FOLDER (--config-from)",
+                _CONFIG,
+            )
         if len(shards) > 1:
             _write_index(source, folder, names, shards)
 

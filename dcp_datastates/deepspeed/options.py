@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from dcp_datastates.config import WriterConfig
+from dcp_datastates.config import WriterConfig, check_names
 from dcp_datastates.errors import ConfigurationError
 
 __all__ = ["OPTIONS", "writer_options"]
@@ -30,12 +30,7 @@ def writer_options(given: object) -> dict[str, Any]:
         raise ConfigurationError(
             f'{KEY}={given!r} must be a table of options, such as {{"host_cache_size": 16}}'
         )
-    known = ("host_cache_size", *OPTIONS)
-    for name in given:
-        if name not in known:
-            raise ConfigurationError(
-                f"{KEY}.{name} is not an option; it has {', '.join(map(str, known))}"
-            )
+    check_names(KEY, given, ("host_cache_size", *OPTIONS))
     options = dict(given)
     size = options.get("host_cache_size", "auto")
     if isinstance(size, (int, float)) and not isinstance(size, bool):

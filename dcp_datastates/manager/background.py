@@ -4,6 +4,7 @@ have to wait for them.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import logging
 import os
@@ -37,12 +38,19 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
+_MISSPELLED: Final = 0.85
+"""Names that are at least so similar are taken for the same. No option of a framework is so similar to one of ours."""
+
+
 def take_options(keywords: dict[str, Any]) -> dict[str, Any]:
     """Move this package's options (``host_cache_size``, …) out of a framework's ``keywords``, and check them.
 
-    Raises :class:`ConfigurationError` for a value that cannot work.
+    Raises :class:`ConfigurationError` for a value that cannot work, and for a misspelled name.
     """
     chosen = {name: keywords.pop(name) for name in _DEFAULTS if name in keywords}
+    for name in keywords:
+        if near := difflib.get_close_matches(name, _DEFAULTS, 1, _MISSPELLED):
+            raise ConfigurationError(f"there is no option {name!r}; did you mean {near[0]!r}?")
     WriterConfig.checked(**{**_DEFAULTS, **chosen}, overwrite=True, commit="wait")
     return chosen
 

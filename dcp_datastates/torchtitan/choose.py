@@ -9,6 +9,7 @@ from typing import Any
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.config.override import derive
 
+from dcp_datastates.config import check_names
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.torchtitan.manager import DataStatesCheckpointManager
 
@@ -49,11 +50,7 @@ def derived(
             f"the job's checkpoint manager is configured by {type(config).__qualname__}, which is not torchtitan's: "
             f"derive its manager from DataStatesCheckpointManager instead"
         )
-    known = [field.name for field in fields(base)]
-    if unknown := [name for name in options if name not in known]:
-        raise ConfigurationError(
-            f"{unknown[0]}={options[unknown[0]]!r} is no option of the checkpoint manager; it has {', '.join(known)}"
-        )
+    check_names("the checkpoint manager", options, [field.name for field in fields(base)])
     chosen = dict(options)
     if base is not type(config) and getattr(config, "async_mode", "disabled") == "disabled":
         chosen.setdefault("async_mode", "async")

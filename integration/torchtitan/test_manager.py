@@ -491,7 +491,9 @@ def test_the_override_keeps_torchtitans_fields() -> None:
 
     with pytest.raises(ConfigurationError, match="TorchFTCheckpointManager"):
         datastates(TorchFTCheckpointManager.Config(enable=True))
-    with pytest.raises(ConfigurationError, match="host_cash=1 is no option"):
+    with pytest.raises(
+        ConfigurationError, match=r"no option .host_cash.; did you mean .host_cache_size"
+    ):
         datastates(stock, host_cash=1)
 
 

@@ -1,11 +1,11 @@
-"""Which values are taken, and under which names: ``keys``, ``exclude``, ``part``, ``rename`` and ``dtype``."""
+"""Which values are taken, and under which names: ``only``, ``exclude``, ``part``, ``rename`` and ``dtype``."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import assert_same, raises, save
+from support.checkpoints import CACHE, assert_same, raises, save
 
 import dcp_datastates
 from dcp_datastates import ConfigurationError, IncompatibleStateError, convert
@@ -74,12 +74,54 @@ def test_names(options, names, source, tmp_path):
         ({"strict": 1}, ConfigurationError, "strict=1"),
         ({"config_from": "."}, ConfigurationError, "only for to='hf'"),
         ({"shards": 3}, ConfigurationError, "no option 'shards'"),
+        ({"exclud": "x"}, ConfigurationError, "no option 'exclud'; did you mean 'exclude'"),
     ],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(options, kind, words, source, tmp_path):
     with pytest.raises(kind, match=words):
         convert(source, tmp_path / "out", "safetensors", **{**SMALL, **options})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A model and its optimizer, as a loop has saved them."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    with dcp_datastates.CheckpointManager(
+        tmp_path / "run", every=1, host_cache_size=CACHE
+    ) as manager:
+        manager.save(1, {"model": model, "optim": optimizer})
+    return tmp_path / "run" / "step-1"
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors"])
+def test_the_state_of_an_optimizer_is_refused_in_a_format_for_models(to, trained, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"optimizer, 'optim'.*part='model'"):
+        convert(trained, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+    assert convert(trained, tmp_path / "a", to, part="model").tensors == 2
+    assert convert(trained, tmp_path / "b", to, exclude="optim").tensors == 2
+    assert convert(trained, tmp_path / "c", to, only="optim.state").tensors > 2  # asked for by name
+
+
+def test_a_folder_without_the_models_configuration_is_said(trained, tmp_path, caplog):
+    convert(trained, tmp_path / "a", "hf", part="model")
+    assert "no config.json" in caplog.text
+    caplog.clear()
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text("{}")
+    convert(trained, tmp_path / "b", "hf", part="model", config_from=tmp_path / "base")
+    assert "config.json" not in caplog.text
+
+
+@pytest.mark.parametrize("short", ["bf16", "fp16", "fp32", "fp64"])
+def test_dtypes_have_short_names(short, trained, tmp_path):
+    convert(trained, tmp_path / "a", "torch", part="model", dtype=short)
+    kind = {"bf": "bfloat", "fp": "float"}[short[:2]] + short[2:]
+    assert torch.load(tmp_path / "a")["weight"].dtype == getattr(torch, kind)
 
 
 def test_a_format_must_be_given_and_known(source, tmp_path):

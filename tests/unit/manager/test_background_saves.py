@@ -122,5 +122,7 @@ def test_options_are_taken_and_checked() -> None:
     assert keywords == {"precision": "32"}
     with pytest.raises(ds.ConfigurationError, match="when_behind"):
         take_options({"when_behind": "never"})
+    with pytest.raises(ds.ConfigurationError, match="'max_inflight'; did you mean 'max_in_flight'"):
+        take_options({"max_inflight": 2, "accelerator": "cpu"})
     with pytest.raises(ds.ConfigurationError, match="strict"):
         BackgroundSaves({}, strict="no")  # type: ignore[arg-type]
