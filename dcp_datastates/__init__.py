@@ -49,7 +49,7 @@ from dcp_datastates.errors import (
     UnsupportedTensorError,
 )
 from dcp_datastates.io.engine import configure_engine
-from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState
+from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveStats
 
@@ -88,6 +88,7 @@ __all__ = [
     "SaveStats",
     "SnapshotTornError",
     "StorageError",
+    "Trainable",
     "UnreadableMetadataError",
     "UnsafeObjectError",
     "UnsupportedStateError",

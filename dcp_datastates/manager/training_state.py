@@ -39,6 +39,8 @@ from dcp_datastates.manager.per_rank import (
     unpack,
     warn_of_order,
 )
+from dcp_datastates.manager.trainable import Trainable
+from dcp_datastates.staging.ownership import note_frozen
 
 __all__ = ["TrainingState", "model_of"]
 
@@ -56,6 +58,22 @@ class _Model:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_model_state_dict(self.model, state)
+
+
+@dataclass
+class _Trainable:
+    name: str
+    value: Trainable
+    stored: Collection[str] = ()
+    """The names in the checkpoint to load."""
+
+    def state_dict(self) -> dict[str, Any]:
+        start = f"{self.name}."
+        own = {each[len(start) :] for each in self.stored if each.startswith(start)}
+        return self.value.to_fill(own)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value.load_state_dict(state)
 
 
 @dataclass
@@ -148,11 +166,18 @@ class TrainingState:
         self._rank_set = rank_set
         self._given = _parted(given)
         values = {name: inside[key] for name, (inside, key) in self._given.items()}
-        self._models = [value for value in values.values() if isinstance(value, torch.nn.Module)]
+        self._models = [
+            value.model if isinstance(value, Trainable) else value
+            for value in values.values()
+            if isinstance(value, (torch.nn.Module, Trainable))
+        ]
         self._parts = {name: self._part(name, value) for name, value in values.items()}
 
     def to_save(self) -> dict[str, Any]:
         """The state, for ``async_save``."""
+        for part in self._parts.values():
+            if isinstance(part, _Optimizer):
+                note_frozen(part.optimizer, part.model)
         return dict(self._parts)
 
     def warn(self) -> None:
@@ -173,6 +198,8 @@ class TrainingState:
                 part.stored = stored
                 if part.is_whole:
                     replaced.append(key)
+            elif isinstance(part, _Trainable):
+                part.stored = stored
             elif isinstance(part, _Own):
                 found = sum(name.startswith(f"{key}.{_RANK}") for name in stored)
                 if found not in (0, self._rank_set.world):
@@ -213,6 +240,8 @@ class TrainingState:
             return _Own(mine, self._rank_set.rank)
         if isinstance(value, torch.nn.Module):
             return _Model(value)
+        if isinstance(value, Trainable):
+            return _Trainable(name, value)
         if isinstance(value, torch.optim.Optimizer):
             return _Optimizer(name, model_of(self._models, value, name), value)
         if _has_state(value):

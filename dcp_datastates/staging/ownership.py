@@ -25,8 +25,10 @@ __all__ = [
     "STABLE",
     "UNOWNED",
     "Ownership",
+    "by_storage",
     "known_optimizers",
     "never_defer",
+    "note_frozen",
     "stepped",
     "track",
 ]
@@ -54,6 +56,13 @@ _ALSO: Final = "_dcp_datastates_also"
 
 They live as long as their optimizer. Weak references to tensors would keep torch from swapping them (``swap_tensors``,
 and so ``Module.to`` under FSDP2). Optimizers neither pickle nor copy attributes that they do not know.
+"""
+
+
+_FROZEN: Final = "_dcp_datastates_frozen"
+_STILL: Final = "_dcp_datastates_still"
+"""The same for the frozen parameters of its model, with their version counters at the latest save; and for those of
+them that had not changed since the save before.
 """
 
 
@@ -109,6 +118,22 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
         vars(optimizer)[_ALSO] = list(also)
 
 
+def note_frozen(optimizer: Optimizer, model: torch.nn.Module) -> None:
+    """At a save: defer the parameters of ``model``, the optimizer's, that nothing trains and nothing writes to.
+
+    These are the parameters without ``requires_grad`` that torch has not written to between the call before and this
+    one. So the first save copies them, and a momentum encoder, say, is copied each time. They are gated like the
+    optimizer's own.
+    """
+    then: dict[torch.Tensor, int] = vars(optimizer).get(_FROZEN, {})
+    vars(optimizer)[_FROZEN] = now = {
+        each: each._version
+        for each in model.parameters()
+        if not each.requires_grad and not each.is_inference()
+    }
+    vars(optimizer)[_STILL] = [each for each, version in now.items() if then.get(each) == version]
+
+
 def known_optimizers() -> list[Optimizer]:
     """The live optimizers that have stepped or were passed to :func:`track`."""
     with _lock:
@@ -129,12 +154,13 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
                 if name != "step" or (isinstance(value, torch.Tensor) and not value.is_cpu)
             ]
     tensors += vars(optimizer).get(_ALSO, ())
+    tensors += vars(optimizer).get(_STILL, ())
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         return tensors
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
 
-def _by_storage(
+def by_storage(
     tensors: list[torch.Tensor],
 ) -> tuple[list[torch.UntypedStorage], list[torch.Tensor]]:
     """The storages of ``tensors``, and for each the tensor: a wrapper or a DTensor for those of its inner tensors."""
@@ -174,20 +200,20 @@ class Ownership:
         self.distrusted = any(optimizer in _torn for optimizer in self._optimizers)
         """Whether something else than an optimizer's step has written to what one of them owns."""
         self._held: list[tuple[list[torch.UntypedStorage], list[torch.Tensor]]] = []
-        """Of each optimizer, the storages and the tensors over them, as of :func:`_by_storage`."""
+        """Of each optimizer, the storages and the tensors over them, as of :func:`by_storage`."""
         group_of_owners: dict[frozenset[int], int] = {}
         announced = list(map(_is_announced, self._optimizers))
         for optimizer in compress(self._optimizers, announced):
             self._add(optimizer, group_of_owners)
         for optimizer in compress(self._optimizers, map(operator.not_, announced)):
-            for storage in _by_storage(_owned(optimizer))[0]:  # other optimizers may own it, too
+            for storage in by_storage(_owned(optimizer))[0]:  # other optimizers may own it, too
                 self._group_of_storage.pop(storage, None)
                 self._unannounced.add(storage)
 
     def _add(self, optimizer: Optimizer, group_of_owners: dict[frozenset[int], int]) -> None:
         groups = self._group_of_storage
         mine = self._group(frozenset({id(optimizer)}), group_of_owners)
-        storages, tensors = _by_storage(_owned(optimizer))
+        storages, tensors = by_storage(_owned(optimizer))
         self._held.append((storages, tensors))
         if groups.keys().isdisjoint(storages):
             groups.update(dict.fromkeys(storages, mine))
@@ -254,7 +280,7 @@ class Ownership:
         """Whether a step of ``optimizer`` may legitimately change the (local) ``tensors`` of ``group``."""
         if group == UNOWNED or id(optimizer) in self._owners.get(group, frozenset()):
             return True
-        return not set(_by_storage(_owned(optimizer))[0]).isdisjoint(_by_storage(list(tensors))[0])
+        return not set(by_storage(_owned(optimizer))[0]).isdisjoint(by_storage(list(tensors))[0])
 
     def is_gated_by(self, group: int, optimizer: Any) -> bool:
         """Whether ``optimizer`` may change tensors of ``group`` when it steps.

@@ -1,0 +1,83 @@
+"""``Trainable``: the part of a model that training changes, such as the adapters over a frozen base."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.staging.ownership import by_storage
+
+__all__ = ["Trainable"]
+
+
+class Trainable:
+    """The parameters of a model that are trained (``requires_grad``), and its buffers; in place of the model.
+
+    ::
+
+        state = {"adapter": Trainable(model), "optimizer": optimizer}
+
+    A checkpoint then has no frozen parameter, and a restore leaves these as the program has made them. The names are
+    those of the whole model's state, for sharded, compiled and wrapped models, too. A parameter that was trained once,
+    or that was restored, stays part of it: what a schedule freezes again is not lost. Of tied parameters, every name
+    counts. It works in a state for the manager, for :func:`async_save` and :func:`load`, and for DCP. With FSDP1, whose
+    states are new tensors, it has the whole model.
+
+    Args:
+        model: The model.
+        buffers: Whether the persistent buffers belong to it. False for a base whose weights are buffers.
+
+    Raises:
+        ConfigurationError: ``model`` is no module.
+
+    Threads: the thread that saves.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, buffers: bool = True) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigurationError(
+                f"Trainable() takes a torch.nn.Module, not a {type(model).__name__}"
+            )
+        self.model = model
+        self._buffers = buffers
+        self._once: set[str] = set()
+        """The names of the parameters that were trained at a call before, or that were loaded."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors by name: the model's own, not copies."""
+        return self.to_fill(())
+
+    def to_fill(self, stored: Collection[str]) -> dict[str, Any]:
+        """:meth:`state_dict`, and the model's tensors of the names in ``stored``."""
+        # By memory, not by name: a wrapper changes the names of parameters, but not of a state; tied ones have several.
+        parameters = list(self.model.parameters())
+        trained = _storages([each for each in parameters if each.requires_grad])
+        left_out = _storages([each for each in parameters if not each.requires_grad])
+        if not self._buffers:
+            left_out |= _storages(list(self.model.buffers()))
+        left_out -= trained
+        found = {}
+        for name, value in get_model_state_dict(self.model).items():
+            memory = _storages([value]) if isinstance(value, torch.Tensor) else set()
+            if memory & trained:
+                self._once.add(name)
+            if name in self._once or name in stored or not memory or memory - left_out:
+                found[name] = value
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give the model the values of a state, and leave its others as they are."""
+        self._once.update(state)
+        set_model_state_dict(self.model, state, options=StateDictOptions(strict=False))
+
+
+def _storages(tensors: list[torch.Tensor]) -> set[torch.UntypedStorage]:
+    return set(by_storage(tensors)[0])

@@ -1,0 +1,164 @@
+"""Parameters that nothing trains: not copied in each call, and right whatever a program does to them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.checkpoints import CACHE
+from support.tiers import sampled
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import dcp_datastates as ds
+from dcp_datastates import SnapshotTornError
+
+ROWS = 160  # 100 KiB: deferred
+LATER = {"read_window": "backward", "read_deadline": 600.0, "host_cache_size": CACHE}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "s"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Adapted(torch.nn.Module):
+    """Frozen layers, and a small one that is trained."""
+
+    def __init__(self, sharded: bool, layers: int = 3) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (1,))
+
+        def weight() -> torch.Tensor:
+            dense = torch.randn(ROWS, ROWS) / 8
+            return distribute_tensor(dense, mesh, [Shard(0)]) if sharded else dense
+
+        self.base = torch.nn.ParameterList(
+            torch.nn.Parameter(weight(), requires_grad=False) for _ in range(layers)
+        )
+        self.adapter = torch.nn.Parameter(weight())
+
+    def forward(self) -> torch.Tensor:
+        result: Any = self.adapter
+        for weight in self.base:
+            result = torch.tanh(result @ weight)
+        return result.square().mean()  # type: ignore[no-any-return]
+
+
+def made(sharded: bool) -> tuple[Adapted, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Adapted(sharded)
+    optimizer = torch.optim.SGD([model.adapter], 0.1, momentum=0.9)
+    ds.track(optimizer)
+    return model, optimizer
+
+
+def step(model: Adapted, optimizer: torch.optim.Optimizer) -> None:
+    loss = model()
+    (loss.full_tensor() if isinstance(loss, DTensor) else loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_frozen_parameters_are_copied_in_the_first_call_only(sharded: bool, tmp_path: Path) -> None:
+    model, optimizer = made(sharded)
+    copied = []
+    with ds.CheckpointManager(tmp_path, every=1, **LATER) as manager:
+        for number in range(4):
+            handle = manager.save(number, {"model": model, "optimizer": optimizer})
+            assert handle is not None
+            copied.append(handle.stats.eager_bytes)
+            step(model, optimizer)
+            handle.result()
+    frozen = 3 * 4 * ROWS * ROWS
+    assert copied[0] >= frozen
+    assert max(copied[1:]) < 1000, copied
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_momentum_encoder_never_fails_a_save(sharded: bool, tmp_path: Path) -> None:
+    """It is frozen, and changes in each forward pass, between the call and the step."""
+    model, optimizer = made(sharded)
+    expected = {}
+    with ds.CheckpointManager(tmp_path, every=1, strict=True, **LATER) as manager:
+        for number in range(4):
+            expected[number] = model.base[0].detach().clone()
+            manager.save(number, {"model": model, "optimizer": optimizer})
+            with torch.no_grad():
+                model.base[0].lerp_(model.adapter, 0.1)
+            step(model, optimizer)
+    for number, weight in expected.items():
+        _check(tmp_path / f"step-{number}", {"base.0": weight})
+
+
+def _check(path: Path, expected: dict[str, torch.Tensor]) -> None:
+    found = ds.load(path)["model"]
+    for name, weight in expected.items():
+        dense = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        assert torch.equal(found[name], dense), name
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _swap(parameter: torch.Tensor) -> None:
+    parameter.data = parameter.data * 2
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "add": lambda p: p.add_(1),
+    "copy": lambda p: p.copy_(p * 2),
+    "one row": lambda p: _local(p)[3].mul_(2),
+    "all of .data": lambda p: p.data.mul_(2),
+    "all of .data's local": lambda p: _local(p.data).mul_(2),
+    "another tensor": _swap,
+    "train it": lambda p: p.requires_grad_(True),
+    "freeze it": lambda p: p.requires_grad_(False),
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("seed", sampled(range(40), keep=lambda seed: seed < 3))
+def test_what_is_committed_is_the_state_at_the_call(
+    seed: int, sharded: bool, tmp_path: Path
+) -> None:
+    """Random writes to frozen parameters, before a call, after it, or neither."""
+    draws = random.Random(seed)
+    model, optimizer = made(sharded)
+    committed = 0
+    with ds.CheckpointManager(tmp_path, every=1, **LATER) as manager:
+        for number in range(8):
+            if draws.random() < 0.3:
+                _write(model, draws)
+            expected = {
+                name: parameter.detach().clone() for name, parameter in model.named_parameters()
+            }
+            handle = manager.save(number, {"model": model, "optimizer": optimizer})
+            assert handle is not None
+            if draws.random() < 0.3:
+                _write(model, draws)
+            step(model, optimizer)
+            try:
+                handle.result()
+            except SnapshotTornError:
+                ds.track(optimizer)  # defers again: so that the next rounds ask something
+            else:
+                _check(tmp_path / f"step-{number}", expected)
+                committed += 1
+    assert committed >= 3
+
+
+def _write(model: Adapted, draws: random.Random) -> None:
+    with torch.no_grad():
+        WRITES[draws.choice(list(WRITES))](draws.choice(list(model.base)))
