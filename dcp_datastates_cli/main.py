@@ -96,7 +96,7 @@ def _add_convert(commands: _Commands) -> None:
     convert.add_argument("target", metavar="DST", help="a new file or directory")
     convert.add_argument(
         "--to",
-        choices=("datastates", "hf", "safetensors", "dcp", "torch"),
+        choices=("datastates", "hf", "peft", "safetensors", "dcp", "torch"),
         help="this package's format (the default if SRC has another); a Hugging Face folder; one safetensors file; "
         "stock DCP; one file of torch.save",
     )

@@ -17,6 +17,7 @@ from typing_extensions import Unpack
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.config import check_options, parse_host_cache_size, parse_size
+from dcp_datastates.conversion.adapters import adapter_config, adapter_of
 from dcp_datastates.conversion.destination import appearing, check_destination
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.open import open_source
@@ -24,7 +25,7 @@ from dcp_datastates.conversion.selection import Selection, select
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.work import Progress, work
 from dcp_datastates.conversion.write_datastates import datastates_job
-from dcp_datastates.conversion.write_safetensors import hf_job, safetensors_job
+from dcp_datastates.conversion.write_safetensors import hf_job, peft_job, safetensors_job
 from dcp_datastates.conversion.write_stock import stock_job
 from dcp_datastates.conversion.write_torch import torch_job
 from dcp_datastates.errors import (
@@ -42,7 +43,7 @@ __all__ = ["Conversion", "convert", "thread_count"]
 
 logger = logging.getLogger(__name__)
 
-Target = Literal["datastates", "hf", "safetensors", "dcp", "torch"]
+Target = Literal["datastates", "hf", "peft", "safetensors", "dcp", "torch"]
 
 _OPTIMIZER: Final = re.compile(r"(.+?)\.param_groups(?=$|[.\[])")
 """A name within the state of an optimizer, and the optimizer's."""
@@ -117,7 +118,7 @@ class _Options:
     memory: int
 
 
-_FLAT: Final = ("hf", "safetensors")
+_FLAT: Final = ("hf", "peft", "safetensors")
 """Formats without nested states."""
 
 
@@ -161,10 +162,11 @@ def convert(
 
     Args:
         source: A file or directory.
-        target: A directory for "hf", "dcp" and "datastates"; a file for "safetensors" and "torch".
+        target: A directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and "torch".
         to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index.
-            "safetensors": one file. "dcp": for stock ``FileSystemReader``. "torch": one file of ``torch.save``, nested
-            as the state was saved. None: "datastates", if the source has another format.
+            "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
+            ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved. None:
+            "datastates", if the source has another format.
         progress: Called in the calling thread, about ten times per second and at the end, with the bytes done and the
             total bytes.
         options: These keywords:
@@ -178,7 +180,8 @@ def convert(
             - ``dtype``: the dtype of all floating-point tensors, such as "bfloat16" or "bf16". Others stay as they are.
             - ``shard_size``: the most bytes of tensors in one file of "hf" and "datastates"; default: "5GB".
             - ``config_from``: for "hf", a folder whose configuration and tokenizer files are copied; default: the
-              source, if it is a Hugging Face folder.
+              source, if it is a Hugging Face folder. For "peft", one with ``adapter_config.json``; default: the one
+              that the Trainer has saved.
             - ``overwrite``: whether a checkpoint or file at ``target`` is replaced; default: False.
             - ``strict``: whether an object that the format cannot hold is an error, rather than a warning.
             - ``allow_objects``: whether Python objects may be unpickled that may run code; only for sources you trust.
@@ -208,7 +211,11 @@ def convert(
         chosen_format = _target_format(opened, to, checked)
         check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
         selected = select(opened, checked.selection)
-        if chosen_format in _FLAT and not checked.selection.chooses:
+        config = b""
+        if chosen_format == "peft":
+            config = adapter_config(opened, checked.config_from)
+            selected = adapter_of(selected)
+        elif chosen_format in _FLAT and not checked.selection.chooses:
             _refuse_optimizers(selected, chosen_format)
         skipped = _without_objects(selected, chosen_format, checked.strict)
         if chosen_format not in _FLAT:
@@ -216,7 +223,7 @@ def convert(
         total = sum(info.nbytes for info in selected.tensors.values())
         limits = _limits(opened, selected, checked)
         with appearing(there, checked.overwrite) as path:
-            job = _job(selected, path, there, chosen_format, limits, checked)
+            job = _job(selected, path, there, chosen_format, limits, checked, config)
             try:
                 work(job.units, total, limits.threads, progress)
                 job.finish()
@@ -236,9 +243,17 @@ def convert(
 
 
 def _job(
-    source: Source, path: Path, target: Path, to: Target, limits: Limits, options: _Options
+    source: Source,
+    path: Path,
+    target: Path,
+    to: Target,
+    limits: Limits,
+    options: _Options,
+    config: bytes,
 ) -> Job:
-    """``path`` is where ``target`` is written before it appears."""
+    """``path`` is where ``target`` is written before it appears; ``config``: of an adapter."""
+    if to == "peft":
+        return peft_job(source, path, limits, config)
     if to == "hf":
         companions = options.config_from
         if companions is None and source.format == "Hugging Face":
@@ -295,8 +310,8 @@ def _target_format(source: Source, to: Target | None, options: _Options) -> Targ
                 f"{source.path} has this package's format already; say which to convert it to, with to= (--to)"
             )
         to = "datastates"
-    if options.config_from is not None and to != "hf":
-        raise ConfigurationError(f"config_from is only for to='hf', not for to={to!r}")
+    if options.config_from is not None and to not in ("hf", "peft"):
+        raise ConfigurationError(f"config_from is only for to='hf' and 'peft', not for to={to!r}")
     return to
 
 

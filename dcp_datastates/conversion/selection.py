@@ -21,7 +21,7 @@ from dcp_datastates.format.name_patterns import (
     renamed_path,
 )
 
-__all__ = ["Selection", "select"]
+__all__ = ["Selection", "renamed_source", "select"]
 
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -86,6 +86,14 @@ def select(source: Source, selection: Selection) -> Source:
         )
     old_of = renamed(taken, selection.rename, part=selection.part, all_used=True)
     return _Selected(source, old_of, selection.dtype)
+
+
+def renamed_source(source: Source, stored: Mapping[str, str]) -> Source:
+    """The values of ``source`` whose names are in ``stored``, under the new names, which are its keys.
+
+    Closing the result closes ``source``.
+    """
+    return _Selected(source, stored, None)
 
 
 class _Selected(Source):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
+from dcp_datastates.conversion.adapters import ADAPTER_CONFIG
 from dcp_datastates.conversion.image import Image, ImageWriter, Placed
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.read_safetensors import NAME_OF
@@ -19,7 +20,7 @@ from dcp_datastates.format.layout import MAX_HEADER_BYTES
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.local import explained
 
-__all__ = ["hf_job", "safetensors_job"]
+__all__ = ["hf_job", "peft_job", "safetensors_job"]
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,21 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
             _write_index(source, folder, names, shards)
 
     return Job(writer.units(), tuple(image.path for image in images), finish, writer.close)
+
+
+def peft_job(source: Source, folder: Path, limits: Limits, config: bytes) -> Job:
+    """A folder as PEFT's ``save_pretrained`` writes one. ``config``: the contents of ``adapter_config.json``."""
+    with explained("creating directory", folder):
+        operations.make_directory(folder, "convert")
+    image = _image(folder / "adapter_model.safetensors", source, list(source.tensors))
+    writer = ImageWriter([image], source, limits.piece_bytes)
+
+    def finish() -> None:
+        path = folder / ADAPTER_CONFIG
+        with explained("writing", path, len(config)):
+            operations.write_new_file(path, config, "convert")
+
+    return Job(writer.units(), (image.path,), finish, writer.close)
 
 
 def _shards(source: Source, limit: int) -> list[list[str]]:

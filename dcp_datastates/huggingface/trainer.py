@@ -6,11 +6,13 @@ It differs from that of transformers only in these points:
   writes (its state, the scheduler, the random numbers of each rank). The Trainer goes on at once;
 * ``train(resume_from_checkpoint=True)`` resumes from the newest committed checkpoint;
 * ``save_total_limit`` counts committed checkpoints, and old ones are deleted when a newer one is committed;
+* of a model with adapters of PEFT, a checkpoint has what is trained, and no frozen parameter;
 * at its end, the training waits for the saves in flight.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -22,6 +24,7 @@ from typing import Any, Final
 import torch
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.utils import is_peft_available
 
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import latest
@@ -39,6 +42,7 @@ from dcp_datastates.manager.library_state import (
     state_of,
     with_files,
 )
+from dcp_datastates.manager.trainable import Trainable
 
 __all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
 
@@ -66,6 +70,9 @@ class DataStatesTrainerMixin:
 
     _resumed_from: str | None = None
     """The checkpoint that ``train`` resumes from, if it is one of this package."""
+
+    _trainable: Trainable | None = None
+    """What is saved of a model with adapters."""
 
     _written_to: str | None = None
     """During a save: the temporary directory to which the Trainer writes its small files."""
@@ -104,7 +111,7 @@ class DataStatesTrainerMixin:
             name = f"checkpoint-{state.global_step}"
             files = read_files(Path(folder, name))
         optimizers = {} if self.args.save_only_model else self._saved_optimizers  # type: ignore[attr-defined]
-        saved = state_of({_MODEL: self.model}, optimizers)  # type: ignore[attr-defined]
+        saved = state_of(self._saved_models, optimizers)
         self._saves.start(with_files(saved, files), os.path.join(run, name))
         self._delete_old(Path(run))
 
@@ -117,6 +124,13 @@ class DataStatesTrainerMixin:
         """Export the model, as the Trainer does. (Not called for checkpoints.)"""
         if self._written_to is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        elif output_dir is not None and self.args.should_save:  # type: ignore[attr-defined]
+            os.makedirs(output_dir, exist_ok=True)
+            if (model := self._adapters) is not None:
+                # As PEFT does: what loads an adapter reads that it is for inference.
+                config = copy.copy(model.peft_config[model.active_adapters[0]])
+                config.inference_mode = True
+                config.save_pretrained(output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._written_to is None:
@@ -183,22 +197,21 @@ class DataStatesTrainerMixin:
         if self._resumed_from is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
         else:
-            model = self.model if model is None else model  # type: ignore[attr-defined]
-            load_models(self._resumed_from, {_MODEL: model})
+            models = self._saved_models if model in (None, self.model) else {_MODEL: model}  # type: ignore[attr-defined]
+            load_models(self._resumed_from, models)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self._resumed_from is None:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
         elif holds(self._resumed_from, _OPTIMIZER):
-            models = {_MODEL: self.model}  # type: ignore[attr-defined]
-            load_optimizers(self._resumed_from, models, self._saved_optimizers)
+            load_optimizers(self._resumed_from, self._saved_models, self._saved_optimizers)
             schedule = torch.load(os.path.join(checkpoint or "", SCHEDULER_NAME), weights_only=True)
             self.lr_scheduler.load_state_dict(schedule)  # type: ignore[attr-defined]
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
         if is_ours(best):
-            load_models(best, {_MODEL: self.model})  # type: ignore[attr-defined]
+            load_models(best, self._saved_models)
         else:
             super()._load_best_model()  # type: ignore[misc]
 
@@ -213,6 +226,26 @@ class DataStatesTrainerMixin:
             logger.warning("the save of the best checkpoint, %s, was not committed", best)
             self.state.best_model_checkpoint = None  # type: ignore[attr-defined]
         return super()._finalize_training(*arguments, **keywords)  # type: ignore[misc]
+
+    @property
+    def _adapters(self) -> Any:
+        """The model without wrappers, if it is one of PEFT; else None."""
+        if not is_peft_available():
+            return None
+        from peft import PeftModel
+
+        inner = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)  # type: ignore[attr-defined]
+        return inner if isinstance(inner, PeftModel) else None
+
+    @property
+    def _saved_models(self) -> dict[str, torch.nn.Module | Trainable]:
+        """The model; of one with adapters of PEFT, what is trained."""
+        model = self.model  # type: ignore[attr-defined]
+        if self._adapters is None:
+            return {_MODEL: model}
+        if self._trainable is None or self._trainable.model is not model:
+            self._trainable = Trainable(model)
+        return {_MODEL: self._trainable}
 
     @property
     def _saved_optimizers(self) -> dict[str, torch.optim.Optimizer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -28,6 +28,7 @@ from dcp_datastates.manager.optimizer_state import (
     set_optimizer_state,
     state_to_fill,
 )
+from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.manager.training_state import model_of
 from dcp_datastates.staging.ownership import note_frozen
 from dcp_datastates.storage import attempts, local
@@ -44,7 +45,7 @@ __all__ = [
     "with_files",
 ]
 
-Models = Mapping[str, torch.nn.Module]
+Models = Mapping[str, "torch.nn.Module | Trainable"]
 Optimizers = Mapping[str, torch.optim.Optimizer]
 
 _FILES: Final = "files"
@@ -55,7 +56,7 @@ def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
 
     Shards stay shards, and no tensor is copied (FSDP1 makes new ones).
     """
-    state = {name: get_model_state_dict(model) for name, model in models.items()}
+    state = {name: _state_of_model(model) for name, model in models.items()}
     for name, optimizer in optimizers.items():
         state[name] = state_of_optimizer(models, optimizer)
     return state
@@ -73,15 +74,22 @@ def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = 
 
     With ``strict=False``, values that were not saved stay as they are. Raises as :func:`~dcp_datastates.load`.
     """
-    state = state_of(models, {})
+    stored = _stored_names(path)
+    state = {
+        name: _state_of_model(model, [each.removeprefix(f"{name}.") for each in stored])
+        for name, model in models.items()
+    }
     if not strict:
-        stored = _stored_names(path)
         for name, values in state.items():
             state[name] = {key: values[key] for key in values if f"{name}.{key}" in stored}
     state = {name: values for name, values in state.items() if values}
     load(path, state, only=state)
     for name, model in models.items():
-        set_model_state_dict(model, state.get(name, {}), options=StateDictOptions(strict=strict))
+        if isinstance(model, Trainable):
+            model.load_state_dict(state.get(name, {}))
+        else:
+            options = StateDictOptions(strict=strict)
+            set_model_state_dict(model, state.get(name, {}), options=options)
 
 
 def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Optimizers) -> None:
@@ -103,10 +111,17 @@ def holds(path: str | os.PathLike[str], name: str) -> bool:
     return any(each.startswith(f"{name}.") for each in _stored_names(path))
 
 
+def _state_of_model(
+    model: torch.nn.Module | Trainable, stored: Collection[str] = ()
+) -> dict[str, Any]:
+    return (
+        model.to_fill(stored) if isinstance(model, Trainable) else dict(get_model_state_dict(model))
+    )
+
+
 def _owner(models: Models, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    if len(models) == 1:
-        return next(iter(models.values()))
-    return model_of(models.values(), optimizer, type(optimizer).__name__)
+    whole = [each.model if isinstance(each, Trainable) else each for each in models.values()]
+    return whole[0] if len(whole) == 1 else model_of(whole, optimizer, type(optimizer).__name__)
 
 
 def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:

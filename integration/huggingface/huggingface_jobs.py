@@ -221,9 +221,11 @@ def trainer(
     kill_after: int | None = None,
     killing: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
+    adapters: bool = False,
+    export: str | None = None,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """A job of the Trainer."""
+    """A job of the Trainer. ``adapters``: only those of PEFT are trained. ``export``: where PEFT saves them."""
     warnings.simplefilter("ignore")
     use_cpu_for_fsdp()
     sharding = {"version": 2, "transformer_layer_cls_to_wrap": [LAYER]}
@@ -245,8 +247,16 @@ def trainer(
         **settings,
     )
     made = NotingStockTrainer if stock else NotingTrainer
+    model = tiny_llama()
+    if adapters:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], use_dora=True
+        )
+        model = get_peft_model(model, config)
     job = made(
-        model=tiny_llama(),
+        model=model,
         args=args,
         train_dataset=examples(),
         eval_dataset=examples()[:4],
@@ -258,6 +268,8 @@ def trainer(
     job.train(resume_from_checkpoint=resume)
     sharded = isinstance(next(job.model.parameters()), DTensor)
     assert sharded == fsdp
+    if export is not None:
+        job.model.save_pretrained(export)
     loaded = 0
     if args.load_best_model_at_end and job.state.best_model_checkpoint is not None:
         stored = ds.load(job.state.best_model_checkpoint, only="model")["model"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support.processes import Ended, run_ranks
 
 import dcp_datastates as ds
@@ -129,6 +132,39 @@ def test_the_trainer_with_ddp(tmp_path: Path) -> None:
     killed(TRAINER, tmp_path / "killed", tmp_path, kill_after=4, killing=killing, **settings)
     resumed = train(TRAINER, tmp_path / "killed", tmp_path, resume=True, **settings)
     assert resumed["losses"] == from_step(losses, 3)
+
+
+def test_a_run_with_adapters_saves_them_alone_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    settings = {"fsdp": False, "max_steps": 5, "adapters": True}
+    root = tmp_path / "whole"
+    exported = tmp_path / "exported"
+    losses = train(TRAINER, root, tmp_path, export=str(exported), **settings)["losses"]
+    stored = ds.load(root / "checkpoint-5")
+    assert all("lora_" in name or "modules_to_save" in name for name in stored["model"])
+    ds.convert(root / "checkpoint-5", tmp_path / "adapter", "peft")
+    ours, theirs = (
+        load_file(each / "adapter_model.safetensors") for each in (tmp_path / "adapter", exported)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+    ours, theirs = (
+        json.loads((each / "adapter_config.json").read_bytes())
+        for each in (tmp_path / "adapter", exported)
+    )
+    assert ours == theirs
+
+    killing = {"begun": "checkpoint-4", "committed": "checkpoint-2"}
+    killed(TRAINER, tmp_path / "killed", tmp_path, kill_after=4, killing=killing, **settings)
+    resumed = train(TRAINER, tmp_path / "killed", tmp_path, resume=True, **settings)
+    assert resumed["losses"] == from_step(losses, 3)
+
+
+def test_the_model_alone(tmp_path: Path) -> None:
+    found = train(TRAINER, tmp_path / "jobs", tmp_path, save_only_model=True, max_steps=4)
+    assert list(found["losses"]) == [1, 2, 3, 4]
+    assert set(ds.load(tmp_path / "jobs" / "checkpoint-4")) == {"model", "files"}
 
 
 @pytest.mark.parametrize("library", BOTH)
@@ -263,7 +299,6 @@ def test_options_are_checked_when_the_accelerator_is_made() -> None:
 
 def test_a_hook_that_takes_the_weights_gets_them_without_fsdp(tmp_path: Path) -> None:
     """Hooks that save a model by themselves take its weights out of the list."""
-    import torch
 
     from dcp_datastates.huggingface import DataStatesAccelerator
 

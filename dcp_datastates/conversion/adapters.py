@@ -1,0 +1,87 @@
+"""PEFT's layout: the parameters of one LoRA adapter, under the names that its files have.
+
+A model with adapters has parameters such as ``base_model.model.layers.0.q_proj.lora_A.default.weight``; ``default`` is
+the name of the adapter. A file has them without it. Modules that are trained whole (``modules_to_save``) lie in the
+file under the names of the modules that they stand for. The rest of the model is not in the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.conversion.selection import renamed_source
+from dcp_datastates.conversion.source import Source, value_of
+from dcp_datastates.errors import ConfigurationError
+
+__all__ = ["ADAPTER_CONFIG", "adapter_config", "adapter_of"]
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+
+_ROOT: Final = "base_model.model."
+_WHOLE: Final = "modules_to_save"
+_MAGNITUDE: Final = "lora_magnitude_vector"
+
+
+def adapter_of(source: Source) -> Source:
+    """The tensors of the adapter in ``source``. Closing the result closes ``source``.
+
+    Raises :class:`ConfigurationError` if there is none, or if there are several.
+    """
+    stored: dict[str, str] = {}
+    adapters: set[str] = set()
+    for name in source.tensors:
+        found = _in_file(name)
+        if found is None:
+            continue
+        adapter, new = found
+        stored[new] = name
+        adapters.add(adapter)
+    if not stored:
+        raise ConfigurationError(
+            f"{source.path} has no parameters of a LoRA adapter of PEFT, such as '{_ROOT}q_proj.lora_A.default.weight'"
+        )
+    if len(adapters) > 1:
+        raise ConfigurationError(
+            f"{source.path} has {len(adapters)} adapters: {', '.join(sorted(adapters))}; choose one, such as with "
+            f"only='*.{min(adapters)}*'"
+        )
+    return renamed_source(source, stored)
+
+
+def adapter_config(source: Source, given: Path | None) -> bytes:
+    """The contents of ``adapter_config.json``: from the folder ``given``, or the one that the checkpoint has.
+
+    Raises :class:`ConfigurationError` if there is none.
+    """
+    if given is not None:
+        path = given / ADAPTER_CONFIG
+        if not path.is_file():
+            raise ConfigurationError(f"config_from={str(given)!r} has no {ADAPTER_CONFIG}")
+        return path.read_bytes()
+    for name in source.objects:
+        if name.endswith(f".{ADAPTER_CONFIG}"):
+            value = value_of(source, name, allow_objects=False)
+            if isinstance(value, bytes):
+                return value
+    raise ConfigurationError(
+        f"{source.path} has no {ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one with "
+        f"config_from (--config-from); model.peft_config['default'].save_pretrained(folder) writes it"
+    )
+
+
+def _in_file(name: str) -> tuple[str, str] | None:
+    """The adapter to which a parameter belongs, and its name in a file; None if it belongs to none."""
+    start = name.find(_ROOT)
+    if start < 0 or (start and name[start - 1] != "."):
+        return None
+    parts = name[start:].split(".")
+    for number, part in enumerate(parts[:-1]):
+        before, adapter, after = parts[:number], parts[number + 1], parts[number + 2 :]
+        if part == _WHOLE:
+            return adapter, ".".join(before + after)
+        if part == _MAGNITUDE:
+            return adapter, ".".join([*before, part])
+        if part.startswith("lora_"):
+            return adapter, ".".join([*before, part, *after])
+    return None
