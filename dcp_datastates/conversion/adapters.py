@@ -13,6 +13,7 @@ from typing import Final
 from dcp_datastates.conversion.selection import renamed_source
 from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.format.stored_names import is_under
 
 __all__ = ["ADAPTER_CONFIG", "adapter_config", "adapter_of"]
 
@@ -23,8 +24,9 @@ _WHOLE: Final = "modules_to_save"
 _MAGNITUDE: Final = "lora_magnitude_vector"
 
 
-def adapter_of(source: Source) -> Source:
-    """The tensors of the adapter in ``source``. Closing the result closes ``source``.
+def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
+    """The tensors of the adapter in ``source``, without the states of ``optimizers``. Closing the result closes
+    ``source``.
 
     Raises :class:`ConfigurationError` if there is none, or if there are several.
     """
@@ -32,7 +34,7 @@ def adapter_of(source: Source) -> Source:
     adapters: set[str] = set()
     for name in source.tensors:
         found = _in_file(name)
-        if found is None:
+        if found is None or is_under(name, optimizers):
             continue
         adapter, new = found
         stored[new] = name

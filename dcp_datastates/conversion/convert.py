@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
 
@@ -21,7 +19,7 @@ from dcp_datastates.conversion.adapters import adapter_config, adapter_of
 from dcp_datastates.conversion.destination import appearing, check_destination
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.open import open_source
-from dcp_datastates.conversion.selection import Selection, select
+from dcp_datastates.conversion.selection import Selection, optimizers_in, select
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.work import Progress, work
 from dcp_datastates.conversion.write_datastates import datastates_job
@@ -44,9 +42,6 @@ __all__ = ["Conversion", "convert", "thread_count"]
 logger = logging.getLogger(__name__)
 
 Target = Literal["datastates", "hf", "peft", "safetensors", "dcp", "torch"]
-
-_OPTIMIZER: Final = re.compile(r"(.+?)\.param_groups(?=$|[.\[])")
-"""A name within the state of an optimizer, and the optimizer's."""
 
 _FILES: Final = ("safetensors", "torch")
 _HOLD_OBJECTS: Final = ("datastates", "dcp", "torch")
@@ -135,9 +130,7 @@ def _check_nesting(source: Source) -> None:
 
 def _refuse_optimizers(source: Source, to: Target) -> None:
     """Refuse the state of an optimizer in a format for models: no program reads it there."""
-    names = chain(source.tensors, source.objects)
-    found = next((match[1] for name in names if (match := _OPTIMIZER.match(name))), None)
-    if found is not None:
+    for found in optimizers_in(source):
         raise ConfigurationError(
             f"{source.path} holds the state of an optimizer, {found!r}, which no program looks for in the format "
             f"{to!r}: choose the model, with part='model' (--part model) or what its name is; or exclude={found!r}"
@@ -214,7 +207,7 @@ def convert(
         config = b""
         if chosen_format == "peft":
             config = adapter_config(opened, checked.config_from)
-            selected = adapter_of(selected)
+            selected = adapter_of(selected, frozenset(optimizers_in(opened)))
         elif chosen_format in _FLAT and not checked.selection.chooses:
             _refuse_optimizers(selected, chosen_format)
         skipped = _without_objects(selected, chosen_format, checked.strict)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -21,7 +23,10 @@ from dcp_datastates.format.name_patterns import (
     renamed_path,
 )
 
-__all__ = ["Selection", "renamed_source", "select"]
+__all__ = ["Selection", "optimizers_in", "renamed_source", "select"]
+
+_OPTIMIZER: Final = re.compile(r"(.+?)\.param_groups(?=$|[.\[])")
+"""A name within the state of an optimizer, and the optimizer's."""
 
 _SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -86,6 +91,12 @@ def select(source: Source, selection: Selection) -> Source:
         )
     old_of = renamed(taken, selection.rename, part=selection.part, all_used=True)
     return _Selected(source, old_of, selection.dtype)
+
+
+def optimizers_in(source: Source) -> list[str]:
+    """The names of the optimizers whose states are in ``source``."""
+    names = chain(source.tensors, source.objects)
+    return list(dict.fromkeys(found[1] for name in names if (found := _OPTIMIZER.match(name))))
 
 
 def renamed_source(source: Source, stored: Mapping[str, str]) -> Source:

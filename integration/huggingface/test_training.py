@@ -299,7 +299,6 @@ def test_options_are_checked_when_the_accelerator_is_made() -> None:
 
 def test_a_hook_that_takes_the_weights_gets_them_without_fsdp(tmp_path: Path) -> None:
     """Hooks that save a model by themselves take its weights out of the list."""
-
     from dcp_datastates.huggingface import DataStatesAccelerator
 
     accelerator = DataStatesAccelerator(cpu=True, host_cache_size="64MiB")
