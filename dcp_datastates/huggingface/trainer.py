@@ -102,6 +102,7 @@ class DataStatesTrainerMixin:
         state = self.state  # type: ignore[attr-defined]
         if state.best_global_step and state.best_global_step == state.global_step:
             state.best_model_checkpoint = os.path.join(run, f"checkpoint-{state.best_global_step}")
+        best = state.best_model_checkpoint
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
             self._written_to = folder
             try:
@@ -109,6 +110,10 @@ class DataStatesTrainerMixin:
             finally:
                 self._written_to = None
             name = f"checkpoint-{state.global_step}"
+            if state.best_model_checkpoint != best:  # the Trainer has found the temporary directory
+                state.best_model_checkpoint = best
+                if self.args.should_save:  # type: ignore[attr-defined]
+                    state.save_to_json(os.path.join(folder, name, TRAINER_STATE_NAME))
             files = read_files(Path(folder, name))
         optimizers = {} if self.args.save_only_model else self._saved_optimizers  # type: ignore[attr-defined]
         saved = state_of(self._saved_models, optimizers)
@@ -127,10 +132,7 @@ class DataStatesTrainerMixin:
         elif output_dir is not None and self.args.should_save:  # type: ignore[attr-defined]
             os.makedirs(output_dir, exist_ok=True)
             if (model := self._adapters) is not None:
-                # As PEFT does: what loads an adapter reads that it is for inference.
-                config = copy.copy(model.peft_config[model.active_adapters[0]])
-                config.inference_mode = True
-                config.save_pretrained(output_dir)
+                _save_adapter_config(model, output_dir)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._written_to is None:
@@ -255,6 +257,17 @@ class DataStatesTrainerMixin:
 
 class DataStatesTrainer(DataStatesTrainerMixin, Trainer):  # type: ignore[misc]
     """The ``Trainer`` of transformers, with saves that do not stop training."""
+
+
+def _save_adapter_config(model: Any, folder: str) -> None:
+    """What ``save_pretrained`` of PEFT writes beside the weights of an adapter."""
+    config = copy.copy(model.peft_config[model.active_adapters[0]])
+    config.inference_mode = True
+    mapping = None
+    if config.task_type is None:
+        kind = type(model.get_base_model())
+        mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    config.save_pretrained(folder, auto_mapping_dict=mapping)
 
 
 def _step(path: Path) -> int:
