@@ -39,6 +39,7 @@ from dcp_datastates.manager.library_state import (
     load_models,
     load_optimizers,
     state_of,
+    state_of_optimizer,
     with_files,
 )
 
@@ -46,6 +47,9 @@ __all__ = ["DataStatesAccelerator"]
 
 _REFUSED: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 _NAME: Final = re.compile(r"checkpoint_([0-9]+)")
+_STOCK_FILES: Final = "random_states_*.pkl"
+"""What every rank of Accelerate's own ``save_state`` writes, as its last file but those of registered objects."""
+
 _CUSTOM: Final = re.compile(r"custom_checkpoint_[0-9]+\.pkl")
 
 
@@ -97,23 +101,22 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
         ``project_dir/checkpoints/checkpoint_N``, and older checkpoints than the ``total_limit`` newest committed ones
         are deleted in the background once this one is committed. ``safe_serialization`` has no effect.
 
-        Raises ValueError, as Accelerate does, if the automatic name is that of a checkpoint from before.
+        Raises ValueError, as Accelerate does, if the automatic name is that of a checkpoint from before; and for a
+        directory with a checkpoint of Accelerate's own, whose files its tools would go on loading.
         """
         configuration = self.project_configuration
         if configuration.automatic_checkpoint_naming:
             path = self._folder / f"checkpoint_{self.save_iteration}"
-            self._check_name(path)
         elif output_dir is None:
             raise ValueError("no output_dir, and no automatic_checkpoint_naming: name a directory")
         else:
             path = Path(os.path.expanduser(output_dir))
+        self._check_name(path)
+        models, optimizers = self._trained()
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
-            for hook in self._save_model_state_pre_hook.values():
-                sharded = (
-                    self.distributed_type == DistributedType.FSDP
-                )  # Accelerate passes none then
-                weights = [] if sharded else [each.state_dict() for each in self._models]
-                hook(self._models, weights, folder)
+            saved = models
+            if self._save_model_state_pre_hook:
+                saved = self._without_saved_by_hooks(models, folder)
             save_accelerator_state(
                 folder,
                 [],
@@ -127,7 +130,10 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             for index, custom in enumerate(self._custom_objects):
                 save_custom_state(custom, folder, index)
             files = read_files(Path(folder))
-        self._saves.start(with_files(state_of(*self._trained()), files), path)
+        state = state_of(saved, {})
+        for name, optimizer in optimizers.items():
+            state[name] = state_of_optimizer(models, optimizer)
+        self._saves.start(with_files(state, files), path)
         if configuration.automatic_checkpoint_naming and configuration.total_limit is not None:
             keep = max(1, configuration.total_limit)
             self._saves.when_committed(
@@ -135,6 +141,18 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             )
         configuration.iteration += 1
         return str(path)
+
+    def _without_saved_by_hooks(self, models: dict[str, Any], folder: str) -> dict[str, Any]:
+        """Call the hooks. One that saves a model by itself takes its weights out of the list. (With FSDP, Accelerate
+        passes none.) Often only that of the first rank does.
+        """
+        weights = {} if self._is_sharded else {n: each.state_dict() for n, each in models.items()}
+        left = list(weights.values())
+        for hook in self._save_model_state_pre_hook.values():
+            hook(self._models, left, folder)
+        taken = weights.keys() - _among(left, weights).keys()
+        taken = from_first_rank(lambda: sorted(taken), "taken", "which models hooks save")
+        return {name: model for name, model in models.items() if name not in taken}
 
     def load_state(
         self,
@@ -144,18 +162,23 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
     ) -> None:
         """Load the states from ``input_dir``; with ``automatic_checkpoint_naming``, None is the newest committed one.
 
-        All ranks call this, at any number of ranks. Checkpoints that Accelerate itself has saved are loaded by it.
+        All ranks call this, at any number of ranks. Checkpoints that Accelerate itself has saved are loaded by it; the
+        numbers of automatic names go on behind the one that was loaded.
 
         Raises :class:`CheckpointNotFoundError` if there is no committed checkpoint; :class:`IncompatibleStateError` if
         other objects are registered than were saved; and the errors of :func:`~dcp_datastates.load`.
         """
         path = self._to_load(input_dir)
-        if not is_ours(path):
+        if is_ours(path):
+            self._load(path, load_kwargs)
+        else:
             super().load_state(str(path), load_kwargs, **load_model_func_kwargs)
-            return
+        number = _number(path)
+        if number and self.project_configuration.automatic_checkpoint_naming:
+            self.project_configuration.iteration = int(number[1]) + 1
+
+    def _load(self, path: Path, load_kwargs: dict[str, Any] | None) -> None:
         models, optimizers = self._trained()
-        load_models(path, models)
-        load_optimizers(path, models, optimizers)
         files = files_from(path)
         saved = len(list(filter(_CUSTOM.fullmatch, files)))
         if saved != len(self._custom_objects):
@@ -165,8 +188,14 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             )
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
             write_files(Path(folder), files)
+            # A hook that loads a model by itself takes it out of the list. (With FSDP, Accelerate passes none.)
+            left = [] if self._is_sharded else list(self._models)
             for hook in self._load_model_state_pre_hook.values():
-                hook([], folder)
+                hook(left, folder)
+            by_us = models if self._is_sharded else _among(left, models)
+            if by_us:
+                load_models(path, by_us)
+            load_optimizers(path, models, optimizers)
             found = load_accelerator_state(
                 folder,
                 [],
@@ -182,9 +211,6 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
                 self.step = found["step"]
             for index, custom in enumerate(self._custom_objects):
                 load_custom_state(custom, folder, index)
-        number = _number(path)
-        if number and self.project_configuration.automatic_checkpoint_naming:
-            self.project_configuration.iteration = int(number[1]) + 1
 
     def _trained(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Models and optimizers, by the names under which they are saved."""
@@ -196,37 +222,74 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
         return models, optimizers
 
     @property
+    def _is_sharded(self) -> bool:
+        """Whether Accelerate passes no models and weights to hooks."""
+        return bool(self.distributed_type == DistributedType.FSDP)
+
+    @property
     def _folder(self) -> Path:
         return Path(self.project_dir) / "checkpoints"
 
     def _check_name(self, path: Path) -> None:
-        """Of the first automatic name: raise ValueError if a checkpoint is committed there."""
-        if not self._checked_names and from_first_rank(
-            partial(_is_committed, path), "is_committed", "whether a checkpoint is there"
-        ):
+        """Raise ValueError if a checkpoint is there that must stay: at an automatic name, the first time; or one of
+        Accelerate's own.
+        """
+        automatic = self.project_configuration.automatic_checkpoint_naming
+        if automatic and self._checked_names:
+            return
+        found = from_first_rank(partial(_found, path), "found", "whether a checkpoint is there")
+        if found == "stock":
+            raise ValueError(
+                f"{path} has a checkpoint of Accelerate itself, whose files its tools would go on loading; name "
+                f"another directory, or load the newest one with load_state(), from which numbers go on"
+            )
+        if found and automatic:
             raise ValueError(
                 f"{path} is a checkpoint already; load the newest one with load_state(), or set "
                 f"project_configuration.iteration to the next number"
             )
-        self._checked_names = True
+        self._checked_names = automatic
 
     def _to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
             return Path(os.path.expanduser(input_dir))
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("no input_dir, and no automatic_checkpoint_naming: name a directory")
-        newest = latest(self._folder)
-        if newest is None:
+        found = [
+            latest(self._folder),
+            from_first_rank(partial(_newest_stock, self._folder), "stock", "its own"),
+        ]
+        named = [each for each in found if each is not None and _number(each)]
+        if not named:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self._folder}")
-        return newest
+        return max(named, key=_as_int)
 
 
 def _number(path: Path) -> re.Match[str] | None:
     return _NAME.fullmatch(path.name)
 
 
-def _is_committed(path: Path) -> bool:
+def _among(left: list[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """Those of ``named`` that are in ``left``."""
+    return {name: each for name, each in named.items() if any(each is one for one in left)}
+
+
+def _as_int(path: Path) -> int:
+    match = _number(path)
+    return int(match[1]) if match else -1
+
+
+def _found(path: Path) -> str | None:
+    """Whose checkpoint is at ``path``: "ours", "stock" or None."""
+    if any(path.glob(_STOCK_FILES)):
+        return "stock"
     try:
-        return is_ours_here(path)
+        return "ours" if is_ours_here(path) else None
     except CheckpointNotFoundError:
-        return False
+        return None
+
+
+def _newest_stock(folder: Path) -> Path | None:
+    """The directory with the highest number that Accelerate itself has written."""
+    found = {path.parent for path in folder.glob(f"checkpoint_*/{_STOCK_FILES}")}
+    return max(filter(_number, found), key=_as_int, default=None)

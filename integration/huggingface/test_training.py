@@ -312,6 +312,90 @@ def test_a_hook_that_takes_the_weights_gets_them_without_fsdp(tmp_path: Path) ->
     assert taken == [["bias", "weight"]]
 
 
+def _accelerator(made: Any, root: Path) -> Any:
+    """An accelerator of a new process, with a prepared model and optimizer."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import ProjectConfiguration
+
+    AcceleratorState._reset_state(True)
+    assert PartialState().num_processes == 1
+    naming = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = made(cpu=True, project_config=naming)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(30, 30)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return accelerator
+
+
+def _train_a_step(accelerator: Any) -> torch.Tensor:
+    (model,), (optimizer,) = accelerator._models, accelerator._optimizers
+    accelerator.backward(model(torch.randn(4, 30)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    return model.weight.detach().clone()  # type: ignore[no-any-return]
+
+
+def test_a_job_of_accelerate_changes_over_and_numbers_go_on(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    stock = _accelerator(Accelerator, tmp_path)
+    for _ in range(3):
+        weight = _train_a_step(stock)
+        stock.save_state()
+    folder = tmp_path / "checkpoints"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    ours = _accelerator(DataStatesAccelerator, tmp_path)
+    ours.project_configuration.iteration = 2
+    with pytest.raises(ValueError, match="checkpoint of Accelerate itself"):
+        ours.save_state()
+    ours.load_state()
+    assert torch.equal(ours._models[0].weight, weight)
+    weight = _train_a_step(ours)
+    assert Path(ours.save_state()).name == "checkpoint_3"
+    ours.wait_for_saves()
+    assert {path: path.read_bytes() for path in before} == before
+
+    again = _accelerator(DataStatesAccelerator, tmp_path)
+    again.load_state()
+    assert torch.equal(again._models[0].weight, weight)
+    assert again.save_iteration == 4
+    again.load_state(str(folder / "checkpoint_2"))  # back, to one of Accelerate's own
+    assert again.save_iteration == 3
+    with pytest.raises(ValueError, match="load the newest one"):
+        again.save_state()
+    again.project_configuration.automatic_checkpoint_naming = False
+    with pytest.raises(ValueError, match="checkpoint of Accelerate itself"):
+        again.save_state(str(folder / "checkpoint_2"))
+
+
+def test_hooks_that_save_and_load_a_model_by_themselves(tmp_path: Path) -> None:
+    """As in the scripts of diffusers for LoRA."""
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    accelerator = _accelerator(DataStatesAccelerator, tmp_path)
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        torch.save(models[0].state_dict(), Path(folder, "lora.bin"))
+        weights.pop()
+
+    def load(models: Any, folder: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(folder, "lora.bin")))
+        assert not models
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    weight = _train_a_step(accelerator)
+    path = accelerator.save_state()
+    accelerator.wait_for_saves()
+    assert "model_0" not in ds.load(path)
+    _train_a_step(accelerator)
+    accelerator.load_state()
+    assert torch.equal(accelerator._models[0].weight, weight)
+
+
 @pytest.mark.parametrize("library", BOTH)
 def test_the_training_does_not_wait_for_storage(tmp_path: Path, library: Library) -> None:
     """Storage hangs in the first save, and the training comes to its last one all the same."""
