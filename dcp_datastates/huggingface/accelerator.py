@@ -150,8 +150,8 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
         left = list(weights.values())
         for hook in self._save_model_state_pre_hook.values():
             hook(self._models, left, folder)
-        taken = weights.keys() - _among(left, weights).keys()
-        taken = from_first_rank(lambda: sorted(taken), "taken", "which models hooks save")
+        mine = sorted(weights.keys() - _among(left, weights).keys())
+        taken = from_first_rank(lambda: mine, "taken", "which models hooks save")
         return {name: model for name, model in models.items() if name not in taken}
 
     def load_state(
