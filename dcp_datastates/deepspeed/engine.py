@@ -20,7 +20,7 @@ from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.deepspeed.commit import Save, failed_saves, note_failure, wait_for_all, watch
 from dcp_datastates.deepspeed.export import load_file
 from dcp_datastates.deepspeed.files import MapLocation, pack
-from dcp_datastates.deepspeed.options import writer_options
+from dcp_datastates.deepspeed.options import called_by_framework, wait_option, writer_options
 from dcp_datastates.deepspeed.placeholders import is_placeholder
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.stats import SaveStats
@@ -42,7 +42,9 @@ class CheckpointEngine:
     """
 
     def __init__(self, deepspeed_config: Any, rank: int) -> None:
-        self._options = writer_options(deepspeed_config.datastates_config.config)
+        given = deepspeed_config.datastates_config.config
+        self._options = writer_options(given)
+        self._wait = wait_option(given)
         self._rank = rank
         self._thread = threading.get_ident()
         self._collecting = False
@@ -115,7 +117,11 @@ class CheckpointEngine:
 
         Never waits for storage or another rank, unless too many saves are in flight (``max_in_flight``). A save that
         cannot be started on this rank fails on all ranks, and is logged and counted; this does not raise.
+
+        With the option ``wait``, and where a framework will now delete older checkpoints, this waits for the commit,
+        and raises the error of a save that failed.
         """
+        wait = called_by_framework() if self._wait is None else self._wait
         self._thread = threading.get_ident()
         files, self._files = self._files, {}
         root = local.local_path(save_dir)
@@ -130,10 +136,15 @@ class CheckpointEngine:
             )
         except Exception as error:
             note_failure(root, tag, error)
+            if wait:
+                raise
             return
         self.last_save = handle.stats
         writes = self._rank == 0
         watch(Save(handle, root, tag, writes, writes and save_latest))
+        if wait:
+            wait_for_all()
+            handle.result()
 
     @staticmethod
     def settle() -> None:

@@ -9,14 +9,20 @@
 * ``DataStatesCheckpointEngine.ckpt_engine``: None on the class. ``cleanup()`` deletes the attribute of the object, and
   reads it again when the object is collected, which printed an AttributeError.
 
+* ``get_last_checkpoint`` of transformers, if that is imported already: it takes the highest number, also where the save
+  was not committed. Such directories are left out.
+
 Engines without ``datastates_ckpt`` in their configuration are not affected.
 """
 
 from __future__ import annotations
 
 import functools
+import re
+import sys
 from collections.abc import Iterable
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
@@ -29,8 +35,11 @@ from dcp_datastates.config import Defer
 from dcp_datastates.deepspeed.engine import CheckpointEngine
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.staging.ownership import track
+from dcp_datastates.storage import attempts, local
 
-__all__ = ["install"]
+__all__ = ["install", "newest_committed"]
+
+_CHECKPOINT: Final = re.compile(r"checkpoint-([0-9]+)")
 
 
 def install() -> None:
@@ -64,6 +73,23 @@ def install() -> None:
     DataStatesCheckpointEngine.ckpt_engine = None
     DeepSpeedEngine.save_checkpoint = save_checkpoint
     DeepSpeedEngine.load_checkpoint = load_checkpoint
+    trainer = sys.modules.get("transformers.trainer")
+    if trainer is not None:
+        trainer.get_last_checkpoint = newest_committed  # type: ignore[attr-defined]
+
+
+def newest_committed(folder: str) -> str | None:
+    """``transformers.trainer_utils.get_last_checkpoint``, without saves of this package that were not committed."""
+    found = []
+    for path in Path(folder).iterdir():
+        number = _CHECKPOINT.fullmatch(path.name)
+        if number and path.is_dir() and not any(map(_is_open, path.glob("global_step*"))):
+            found.append((int(number[1]), str(path)))
+    return max(found)[1] if found else None
+
+
+def _is_open(tag: Path) -> bool:
+    return bool(attempts.present(tag)) and not (tag / local.METADATA_NAME).exists()
 
 
 def _ours(engine: DeepSpeedEngine) -> CheckpointEngine | None:

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 import dcp_datastates.deepspeed
 from dcp_datastates import ConfigurationError
 from dcp_datastates.deepspeed import CheckpointEngine
-from dcp_datastates.deepspeed.options import writer_options
+from dcp_datastates.deepspeed.options import called_by_framework, wait_option, writer_options
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,42 @@ def test_a_value_that_cannot_work_is_named(given: object, named: str) -> None:
     config = types.SimpleNamespace(datastates_config=types.SimpleNamespace(config=given))
     with pytest.raises(ConfigurationError, match=named):
         CheckpointEngine(config, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "waits"),
+    [
+        ({}, None),
+        ({"wait": "auto"}, None),
+        ({"wait": True}, True),
+        ({"wait": False}, False),
+        (None, None),
+    ],
+)
+def test_whether_a_save_waits_is_an_option(given: object, waits: bool | None) -> None:
+    assert wait_option(given) is waits
+    assert "wait" not in writer_options(given)
+
+
+def test_a_wait_that_is_neither_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"datastates_ckpt\.wait='yes'"):
+        wait_option({"wait": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("module", "rotates"),
+    [
+        ("transformers.trainer", True),
+        ("accelerate.accelerator", True),
+        ("lightning.pytorch.trainer", True),
+        ("transformers_of_mine", False),
+        ("__main__", False),
+    ],
+)
+def test_a_framework_that_deletes_older_checkpoints_is_known(module: str, rotates: bool) -> None:
+    names = {"__name__": module, "called_by_framework": called_by_framework}
+    exec("def save():\n    return called_by_framework()\nfound = save()", names)
+    assert names["found"] is rotates
 
 
 def adapter(given: object = None) -> DataStatesCheckpointEngine:
