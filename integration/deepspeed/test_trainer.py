@@ -1,4 +1,4 @@
-"""The stock Trainer over DeepSpeed: it deletes older checkpoints when a save returns, so one that is committed is left."""
+"""The stock Trainer over DeepSpeed deletes older checkpoints when a save returns: one that is committed is left."""
 
 from __future__ import annotations
 
@@ -20,9 +20,15 @@ def job(
     """The exit code, the losses by step, and what it has printed."""
     environment = {
         **os.environ,
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
-        **{"MASTER_PORT": str(20000 + os.getpid() % 20000), "DS_ACCELERATOR": "cpu"},
-        **{"DS_BUILD_OPS": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + os.getpid() % 20000),
+        "DS_ACCELERATOR": "cpu",
+        "DS_BUILD_OPS": "0",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
         "DCP_DATASTATES_FAILPOINTS": failpoints,
     }
     script = Path(__file__).with_name("trainer_job.py")
