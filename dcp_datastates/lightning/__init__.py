@@ -18,15 +18,19 @@ except ImportError as error:
 
 from dcp_datastates.lightning.callback import DataStatesModelCheckpoint
 from dcp_datastates.lightning.strategy import (
+    DataStatesDDPStrategy,
     DataStatesFSDPStrategy,
     DataStatesModelParallelStrategy,
+    DataStatesSingleDeviceStrategy,
     DataStatesStrategyMixin,
 )
 
 __all__ = [
+    "DataStatesDDPStrategy",
     "DataStatesFSDPStrategy",
     "DataStatesModelCheckpoint",
     "DataStatesModelParallelStrategy",
+    "DataStatesSingleDeviceStrategy",
     "DataStatesStrategyMixin",
 ]
 

@@ -1,4 +1,4 @@
-"""Lightning's sharded strategies, whose checkpoints are saved and loaded through this package.
+"""Lightning's strategies, whose checkpoints are saved and loaded through this package.
 
 They differ from Lightning's only in these points:
 
@@ -15,16 +15,22 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from dcp_datastates.checkpoints.delete import delete
+from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.manager.background import BackgroundSaves, take_options
 from dcp_datastates.manager.library_state import (
@@ -39,15 +45,34 @@ from dcp_datastates.manager.library_state import (
 from dcp_datastates.manager.per_rank import RngState, packed, unpack
 from dcp_datastates.staging.ownership import track
 
-__all__ = ["DataStatesFSDPStrategy", "DataStatesModelParallelStrategy", "DataStatesStrategyMixin"]
+__all__ = [
+    "DataStatesDDPStrategy",
+    "DataStatesFSDPStrategy",
+    "DataStatesModelParallelStrategy",
+    "DataStatesSingleDeviceStrategy",
+    "DataStatesStrategyMixin",
+]
 
 _MODEL: Final = "state_dict"
 _OPTIMIZERS: Final = "optimizer_states"
 _META: Final = "meta.pt"
 
+_TENSORS: Final = "dcp_datastates_tensors"
+"""The key of the names of further states that are tensors, such as those of ``WeightAveraging``."""
+
+_FOR_TOOLS: Final = (
+    "pytorch-lightning_version",
+    "epoch",
+    "global_step",
+    "hparams_name",
+    "hparams_type",
+    "hyper_parameters",
+)
+"""What is stored as values, too: a file that ``convert`` makes then has what ``load_from_checkpoint`` reads."""
+
 
 class DataStatesStrategyMixin:
-    """For a sharded strategy of Lightning: ``class S(DataStatesStrategyMixin, ModelParallelStrategy)``.
+    """For a strategy of Lightning: ``class S(DataStatesStrategyMixin, ModelParallelStrategy)``.
 
     Args:
         strict: whether a failed save ends the training: the next save, or the end of ``fit``, then raises its error.
@@ -60,6 +85,9 @@ class DataStatesStrategyMixin:
 
     Threads: Lightning's training thread calls the methods. The first rank deletes checkpoints in a thread.
     """
+
+    _fills_model = True
+    """Whether a load fills the model's shards in place; else Lightning puts whole tensors into it."""
 
     def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
         self._saves = BackgroundSaves(take_options(keywords), strict=strict)
@@ -99,6 +127,9 @@ class DataStatesStrategyMixin:
         path = self.broadcast(str(filepath))  # type: ignore[attr-defined]
         meta = dict(checkpoint)
         state = {_MODEL: meta.pop(_MODEL), **_numbered(meta.pop(_OPTIMIZERS, []))}
+        meta[_TENSORS] = [name for name, value in meta.items() if _is_of_tensors(value)]
+        state.update({name: meta.pop(name) for name in meta[_TENSORS]})
+        state.update({name: meta[name] for name in _FOR_TOOLS if name in meta})
         # Each rank's own, because the positions of data loaders may differ.
         files = {_META: _packed(meta), self._rng_name: packed(RngState())}
         self._saves.start(with_files(state, files), path)
@@ -148,7 +179,8 @@ class DataStatesStrategyMixin:
         optimizers = self.optimizers if fitting else []  # type: ignore[attr-defined]
         strict = self.lightning_module.strict_loading  # type: ignore[attr-defined]
         models = {_MODEL: self._module}
-        load_models(path, models, strict=strict)
+        if self._fills_model:
+            load_models(path, models, strict=strict)
         load_optimizers(path, models, _numbered(optimizers))
         files = files_from(path)
         if _META not in files:
@@ -159,7 +191,19 @@ class DataStatesStrategyMixin:
             # A checkpoint from the end of an epoch is followed by the next epoch's shuffling.
             self._rng = files[self._rng_name]
             unpack(RngState(), self._rng)
-        return torch.load(io.BytesIO(files[_META]), weights_only=weights_only)  # type: ignore[no-any-return]
+        meta: dict[str, Any] = torch.load(io.BytesIO(files[_META]), weights_only=weights_only)
+        whole = meta.pop(_TENSORS, [])
+        if not self._fills_model:
+            whole.append(_MODEL)
+        return {**meta, **load(path, only=whole)} if whole else meta
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # optimizers are loaded in place
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if _OPTIMIZERS in checkpoint:  # of a checkpoint that Lightning has saved
+            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._rng is not None:
@@ -209,6 +253,35 @@ class DataStatesFSDPStrategy(DataStatesStrategyMixin, FSDPStrategy):  # type: ig
                 f"state_dict_type={self._state_dict_type!r} gathers the whole model on one rank; use Lightning's "
                 f"FSDPStrategy for that, or leave it 'sharded'"
             )
+
+
+class DataStatesDDPStrategy(DataStatesStrategyMixin, DDPStrategy):  # type: ignore[misc]
+    """Lightning's ``DDPStrategy``, with saves that do not stop training, and of which each rank writes a part."""
+
+    _fills_model = False
+
+
+class DataStatesSingleDeviceStrategy(DataStatesStrategyMixin, SingleDeviceStrategy):  # type: ignore[misc]
+    """Lightning's ``SingleDeviceStrategy``, with saves that do not stop training.
+
+    Args:
+        device: The device; default: the first GPU, or the CPU without one.
+    """
+
+    _fills_model = False
+
+    def __init__(self, device: Any = None, *arguments: Any, **keywords: Any) -> None:
+        if device is None:
+            device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        super().__init__(device, *arguments, **keywords)
+
+
+def _is_of_tensors(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(isinstance(each, torch.Tensor) for each in value.values())
+    )
 
 
 def _numbered(values: list[Any]) -> dict[str, Any]:

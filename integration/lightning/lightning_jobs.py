@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from support.waiting import await_that
 from torch.distributed.fsdp import fully_shard, fully_sharded_data_parallel
@@ -21,9 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import dcp_datastates as ds
 from dcp_datastates.lightning import (
+    DataStatesDDPStrategy,
     DataStatesFSDPStrategy,
     DataStatesModelCheckpoint,
     DataStatesModelParallelStrategy,
+    DataStatesSingleDeviceStrategy,
 )
 
 WIDTH = 256
@@ -76,7 +78,7 @@ class Tiny(pl.LightningModule):
                 for layer in self.layers:
                     fully_shard(layer, mesh=self.device_mesh["data_parallel"])
                 fully_shard(self, mesh=self.device_mesh["data_parallel"])
-            torch.manual_seed(100 + dist.get_rank())
+            torch.manual_seed(100 + self.global_rank)
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         hidden = batch
@@ -139,6 +141,10 @@ def strategy_of(kind: str, options: dict[str, Any]) -> Any:
     use_cpu_for_fsdp1()
     if kind == "fsdp1":
         return DataStatesFSDPStrategy(auto_wrap_policy={torch.nn.Linear}, **options)
+    if kind == "ddp":
+        return DataStatesDDPStrategy(**options)
+    if kind == "single":
+        return DataStatesSingleDeviceStrategy(**options)
     if kind == "stock-fsdp1":
         return FSDPStrategy(auto_wrap_policy={torch.nn.Linear}, state_dict_type="sharded")
     made = ModelParallelStrategy if kind == "stock" else DataStatesModelParallelStrategy
@@ -151,7 +157,7 @@ def trainer_of(
     warnings.simplefilter("ignore")
     return pl.Trainer(
         accelerator="cpu",
-        devices=dist.get_world_size(),
+        devices=dist.get_world_size() if dist.is_initialized() else 1,
         strategy=strategy_of(kind, options),
         max_steps=steps,
         max_epochs=-1,
@@ -173,6 +179,7 @@ def train(
     resume: str | None = None,
     kill: dict[str, Any] | None = None,
     options: dict[str, Any] | None = None,
+    average: bool = False,
     **saving: Any,
 ) -> dict[str, Any]:
     """Train and return what the model noted; ``kill`` is for :class:`Kill`, ``saving`` for the callback."""
@@ -181,6 +188,8 @@ def train(
         dirpath=root, filename="{step}", every_n_train_steps=every, **{"save_top_k": -1, **saving}
     )
     callbacks: list[Any] = [saves, *([Kill(root, **kill)] if kill else [])]
+    if average:
+        callbacks.insert(0, WeightAveraging())
     trainer = trainer_of(root, kind, steps, options or {}, callbacks)
     model = Tiny()
     path: Any = ds.latest(root) if resume == "newest" else resume
@@ -195,6 +204,7 @@ def train(
         "lr": trainer.optimizers[0].param_groups[0]["lr"],
         "path": str(path),
         "best": saves.best_model_path,
+        "weights": [float(each.detach().sum()).hex() for each in model.parameters()],
     }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.processes import Ended, run_ranks
 
 import dcp_datastates as ds
@@ -111,6 +112,55 @@ def test_fsdp1(tmp_path: Path) -> None:
     # The parameters have the same names as with FSDP2.
     ended = job("resume_from", 2, tmp_path, folder=str(tmp_path), path=str(other / name(2)))
     assert all(len(one.result()["same"]) == 4 for one in ended)
+
+
+def test_ddp(tmp_path: Path) -> None:
+    """With the average of weights, which Lightning exchanges for the model's when it saves."""
+    settings = {"kind": "ddp", "average": True}
+    found = train(tmp_path / "whole", tmp_path, **settings)
+    folder = tmp_path / "killed"
+    killed(folder, tmp_path, kill={"step": 6, "begun": name(6), "committed": name(4)}, **settings)
+    resumed = train(folder, tmp_path, resume="newest", **settings)
+    assert resumed["losses"] == from_step(found["losses"], 5)
+    assert resumed["weights"] == found["weights"], (
+        "the averages, which are the model's after the training"
+    )
+    stored = ds.load(tmp_path / "whole" / name(4))
+    assert stored["current_model_state"].keys() == stored["state_dict"].keys()
+
+
+def test_one_device(tmp_path: Path) -> None:
+    settings = {"kind": "single", "world": 1}
+    losses = train(tmp_path / "whole", tmp_path, **settings)["losses"]
+    resumed = train(
+        tmp_path / "other", tmp_path, resume=str(tmp_path / "whole" / name(4)), **settings
+    )
+    assert resumed["losses"] == from_step(losses, 5)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("ddp", "fsdp2"), ("fsdp2", "ddp")])
+def test_a_job_may_change_its_strategy(tmp_path: Path, saved: str, loaded: str) -> None:
+    train(tmp_path / "first", tmp_path, kind=saved, steps=2)
+    path = str(tmp_path / "first" / name(2))
+    arguments = {"folder": str(tmp_path / "second"), "path": path, "kind": loaded}
+    for one in job("resume_from", 2, tmp_path, **arguments):
+        assert len(one.result()["same"]) == 4
+        assert list(one.result()["losses"]) == [3, 4, 5]
+
+
+def test_load_from_checkpoint_reads_a_file_that_was_converted(
+    tmp_path: Path, whole: tuple[Path, dict[int, str]]
+) -> None:
+    from lightning_jobs import Tiny
+
+    ds.convert(whole[0] / name(4), tmp_path / "file.ckpt", "torch")
+    module = Tiny.load_from_checkpoint(tmp_path / "file.ckpt", strict=False, weights_only=False)
+    assert module.hparams["dropout"] == 0.1
+    stored = torch.load(tmp_path / "file.ckpt", weights_only=False)
+    assert stored["state_dict"].keys() == {
+        f"layers.{n}.{part}" for n in (0, 1) for part in ("weight", "bias")
+    }
+    assert stored["global_step"] == 4
 
 
 def test_last_is_the_last_commit_and_a_save_that_was_not_committed_is_not_resumed_from(
