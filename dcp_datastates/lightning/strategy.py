@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -195,15 +195,12 @@ class DataStatesStrategyMixin:
         whole = meta.pop(_TENSORS, [])
         if not self._fills_model:
             whole.append(_MODEL)
+            meta[_OPTIMIZERS] = []  # Lightning looks for the key; they are loaded
         return {**meta, **load(path, only=whole)} if whole else meta
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         return True  # optimizers are loaded in place
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if _OPTIMIZERS in checkpoint:  # of a checkpoint that Lightning has saved
-            super().load_optimizer_state_dict(checkpoint)  # type: ignore[misc]
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._rng is not None:
