@@ -206,8 +206,8 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             GarbageCollection.collect("before a checkpoint is staged")
             self._save_behind(self._all_states(), curr_step)
         GarbageCollection.collect("after a checkpoint was staged")
-        if self._deletions is not None and not last_step:
-            # The save in flight is not committed yet, so it does not count among those that are kept.
+        if self._deletions is not None:
+            # A save in flight is not committed yet, so it does not count among those that are kept.
             self._deletions.request(self._delete_old)
         return True
 

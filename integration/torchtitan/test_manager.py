@@ -293,6 +293,18 @@ def test_purging_keeps_good_commits_and_what_is_not_a_step(job: Callable[..., Jo
     assert (one.folder / "old-step-2").exists()
 
 
+@pytest.mark.parametrize("model_only", [False, True])
+def test_after_the_last_step_as_many_are_left_as_are_to_be_kept(
+    model_only: bool, job: Callable[..., Job]
+) -> None:
+    one = job(keep_latest_k=2, last_save_model_only=model_only)
+    for number in range(1, 6):
+        one.step()
+        one.manager.save(number, last_step=number == 5)
+    one.manager.close()
+    assert one.steps() == ["step-4", "step-5"]
+
+
 def test_a_pinned_checkpoint_does_not_keep_stock_ones(job: Callable[..., Job]) -> None:
     one = job(async_mode="disabled", keep_latest_k=2)
     dcp.save({"x": torch.ones(4)}, checkpoint_id=str(one.folder / "step-1"))  # stock's
