@@ -101,7 +101,7 @@ python-test: $(VENV)/installed
 # Then the tests of devices once more, on a fake driver that is as bad as a real one.
 python-thorough: export FAKE_CUDA_HOSTILE := 1
 python-thorough: $(VENV)/installed integration-test
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m thorough $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 25 -m thorough $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/device $(PYTEST_ARGS)
 
 # With the real libraries, which `make test` does not install.

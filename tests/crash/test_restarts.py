@@ -107,7 +107,7 @@ def test_nodes_that_come_and_go_change_the_job_and_its_saves_work(events, tmp_pa
 
 
 @pytest.mark.timeout(600 + 2 * int(os.environ.get("SOAK_SAVES", "200")))
-@pytest.mark.parametrize("saves", tries(8, 200, "SOAK_SAVES"))
+@pytest.mark.parametrize("saves", tries(8, 100, "SOAK_SAVES"))
 def test_no_save_is_lost_over_many_restarts(saves, tmp_path):
     print(f"SOAK_SAVES={saves} SOAK_SEED={SEED}")
     every = min(EVERY, saves // 2)

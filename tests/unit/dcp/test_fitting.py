@@ -240,7 +240,7 @@ def _emptied(value):
     return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
 
 
-@pytest.mark.parametrize("examples", tries(40, 1500))
+@pytest.mark.parametrize("examples", tries(40, 500))
 def test_random_states(examples, tmp_path_factory):
     @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(STATES, STATES, st.sets(NAMES), st.sampled_from(["error", "ignore"]))
