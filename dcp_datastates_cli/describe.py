@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
-from dcp_datastates_cli.output import OK, pipe_may_close, print_json
+from dcp_datastates_cli.output import DAMAGED, OK, pipe_may_close, print_json
 
 __all__ = ["run"]
 
@@ -15,9 +15,10 @@ __all__ = ["run"]
 def run(options: argparse.Namespace) -> int:
     """Say what is at ``options.path``; returns the exit status."""
     found = describe(options.path)
+    status = DAMAGED if _is_damaged(found) else OK
     if options.json:
         print_json(_document(found, options.tensors))
-        return OK
+        return status
     from dcp_datastates_cli.tables import print_checkpoint, print_directory  # imports rich
 
     with pipe_may_close():
@@ -25,7 +26,14 @@ def run(options: argparse.Namespace) -> int:
             print_directory(found)
         else:
             print_checkpoint(found, options.tensors)
-    return OK
+    return status
+
+
+def _is_damaged(found: Checkpoint | Directory) -> bool:
+    if isinstance(found, Directory):
+        ours = [each for each in found.checkpoints if each.format == "dcp_datastates"]
+        return any(each.committed and each.problem for each in ours)
+    return any(file.found_nbytes != file.nbytes for file in found.files)
 
 
 def _document(found: Checkpoint | Directory, tensors: bool) -> dict[str, Any]:

@@ -75,8 +75,8 @@ def _add_inspect(commands: _Commands) -> None:
         "inspect",
         help="say what is in a checkpoint, or list a directory of checkpoints",
         description="Say what is in a checkpoint, or list a directory of checkpoints. "
-        "Only the metadata are read. Exit status: 0 described, 1 the metadata are damaged, "
-        "2 no checkpoint or it cannot be read.",
+        "Only the metadata are read, and the sizes of files looked up. Exit status: 0 described, 1 metadata are "
+        "damaged, or a file is missing or has another size, 2 no checkpoint or it cannot be read.",
     )
     inspect.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor and object")

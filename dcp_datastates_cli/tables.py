@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Final
 
@@ -128,6 +129,10 @@ def _table(*headers: str) -> Table:
 
 
 def _print(shown: Table) -> None:
-    """As wide as the terminal; names are not taken for markup."""
-    width = None if sys.stdout.isatty() else _PLAIN_WIDTH
-    _Console(width=width, highlight=False, markup=False).print(shown)
+    """As wide as the terminal; names are not taken for markup. To a pipe, without blanks at the ends of lines."""
+    if sys.stdout.isatty():
+        _Console(highlight=False, markup=False).print(shown)
+        return
+    text = io.StringIO()
+    Console(file=text, width=_PLAIN_WIDTH, highlight=False, markup=False).print(shown)
+    print("\n".join(map(str.rstrip, text.getvalue().splitlines())))

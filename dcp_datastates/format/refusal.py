@@ -14,7 +14,8 @@ __all__ = ["TRANSFORM_DESCRIPTORS"]
 TRANSFORM_DESCRIPTORS: Final = (
     (
         "this is a checkpoint of dcp_datastates: load it with dcp_datastates.load(path), or with "
-        "storage_reader=dcp_datastates.DataStatesReader(path); torch.save(dcp_datastates.load(path), file) converts it"
+        "storage_reader=dcp_datastates.DataStatesReader(path); `dcp-datastates convert PATH OUT --to dcp` makes one of "
+        "stock DCP"
     ),
 )
 """For ``_StorageInfo.transform_descriptors``. It contains no slash: text after a slash is a version, and is not

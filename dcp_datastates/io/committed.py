@@ -6,7 +6,9 @@ import os
 import pickle
 import pickletools
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Final
 
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -18,6 +20,24 @@ from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, deco
 from dcp_datastates.storage import attempts, local
 
 __all__ = ["Committed", "open_committed", "wrong_size"]
+
+_CONVERTS: Final = "dcp-datastates convert makes a checkpoint of this package of it"
+
+_KINDS_OF_FILES: Final = {
+    ".safetensors": f"a safetensors file; {_CONVERTS}",
+    ".pt": f"a file, perhaps of torch.save; {_CONVERTS}",
+    ".pth": f"a file, perhaps of torch.save; {_CONVERTS}",
+    ".ckpt": f"a file, perhaps of Lightning; {_CONVERTS}",
+}
+_KINDS_OF_FOLDERS: Final = {
+    "adapter_config.json": "a folder of PEFT, with an adapter",
+    "*.safetensors": f"a folder of safetensors files, such as Hugging Face's; {_CONVERTS}",
+    "pytorch_model*.bin*": "a Hugging Face folder with files of torch.save, which save_pretrained() converts",
+    "global_step*": "a directory of DeepSpeed's; its tags are below it",
+    "zero_pp_rank_*": "a tag that DeepSpeed itself has saved",
+    "*_model_states.pt": "a tag that DeepSpeed itself has saved",
+}
+"""By the ending of a file's name, and by the names in a folder: what it is, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +140,7 @@ def _what_is_there(directory: Path) -> str:
             )
         return "the directory does not exist"
     if not directory.is_dir():
-        return "it is a file"
+        return f"it is {_KINDS_OF_FILES.get(directory.suffix, 'a file')}"
     with local.explained("listing", directory):
         uncommitted = attempts.present(directory)
     if uncommitted and attempts.is_rest(directory, uncommitted[-1]):
@@ -136,4 +156,7 @@ def _what_is_there(directory: Path) -> str:
     steps = [name for name in inside if os.path.lexists(directory / name / local.METADATA_NAME)]
     if steps:
         return f"but there are checkpoints below it, such as {steps[-1]!r}"
+    for pattern, what in _KINDS_OF_FOLDERS.items():
+        if any(fnmatchcase(name, pattern) for name in inside):
+            return f"it is {what}"
     return f"the directory holds {len(inside)} other entries, such as {inside[0]!r}"

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from support.checkpoints import assert_same, raises, save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from dcp_datastates import DataStatesSavePlanner, load
+from dcp_datastates import DataStatesSavePlanner, convert
 
 
 def _state():
@@ -25,7 +25,8 @@ def test_the_stock_reader_says_what_loads_it(planner, wanted, tmp_path):
 
 def test_converting_to_torch_save_says_what_converts_it_and_that_does(tmp_path):
     save(_state(), tmp_path / "c")
-    with raises(ValueError, "torch.save(dcp_datastates.load(path), file)"):
+    with raises(ValueError, "`dcp-datastates convert PATH OUT --to dcp`"):
         dcp_to_torch_save(tmp_path / "c", tmp_path / "c.pt")
-    torch.save(load(tmp_path / "c"), tmp_path / "c.pt")
+    convert(tmp_path / "c", tmp_path / "stock", "dcp")
+    dcp_to_torch_save(tmp_path / "stock", tmp_path / "c.pt")
     assert_same(torch.load(tmp_path / "c.pt", weights_only=True), _state())
