@@ -62,7 +62,9 @@ def _many() -> tuple[torch.optim.Optimizer, dict[str, Any]]:
 
 
 def measure(state: dict[str, Any], directory: Path, saves: int) -> dict[str, dict[str, float]]:
-    """Medians, in milliseconds: of the call, and of the processor from the call to the commit."""
+    """Medians, in milliseconds: of the call, and of the processor from the call to the commit; with detection, without,
+    and of the differences between saves that follow each other, which depend less on what else the machine does.
+    """
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
     for number in range(WARM_UP + saves):
         for name in (list(WAYS), list(WAYS)[::-1])[number % 2]:
@@ -75,13 +77,15 @@ def measure(state: dict[str, Any], directory: Path, saves: int) -> dict[str, dic
                 call = time.perf_counter() - began
                 handle.result()
                 spent[name].append((call * 1e3, (time.process_time() - busy) * 1e3))
-    return {
-        name: {
-            "call_ms": median(call for call, _ in each[WARM_UP:]),
-            "processor_ms": median(busy for _, busy in each[WARM_UP:]),
+    found = {}
+    for place, figure in enumerate(("call_ms", "processor_ms")):
+        there, gone = ([each[place] for each in spent[name][WARM_UP:]] for name in WAYS)
+        found[figure] = {
+            "with": median(there),
+            "without": median(gone),
+            "added": median(a - b for a, b in zip(there, gone, strict=True)),
         }
-        for name, each in spent.items()
-    }
+    return found
 
 
 def main() -> None:
@@ -101,8 +105,11 @@ def main() -> None:
         for name, saved in (("stall", workload.state_dict()), ("many", state)):
             results[name] = measured = measure(saved, directory, arguments.saves)
             for figure in ("call_ms", "processor_ms"):
-                there, gone = (measured[way][figure] for way in ("with", "without"))
-                print(f"{name:6} {figure:13} {there:8.2f} {gone:8.2f}  {there / gone - 1:+.1%}")
+                ways = measured[figure]
+                part = ways["added"] / ways["without"]
+                print(
+                    f"{name:6} {figure:13} {ways['without']:8.2f} {ways['added']:+8.2f} {part:+.1%}"
+                )
     finally:
         shutil.rmtree(directory)
     if arguments.output is not None:
