@@ -25,7 +25,7 @@ from __future__ import annotations
 import sys
 
 try:
-    import deepspeed  # noqa: F401
+    import deepspeed
 except ImportError as error:
     raise ImportError(
         f"dcp_datastates.deepspeed needs DeepSpeed 0.19 ({error}): "
@@ -35,9 +35,11 @@ except ImportError as error:
 from dcp_datastates.deepspeed.engine import CheckpointEngine
 from dcp_datastates.deepspeed.export import export
 from dcp_datastates.deepspeed.hooks import install
+from dcp_datastates.manager.frameworks import tell_if_untested
 
 __all__ = ["CheckpointEngine", "export"]
 
+tell_if_untested("deepspeed", deepspeed.__version__)
 install()
 # DeepSpeed's name for this module. One that is imported already, of whatever distribution, stays.
 sys.modules.setdefault("datastates", sys.modules[__name__])

@@ -19,12 +19,15 @@ except ImportError as error:
     ) from error
 
 from dcp_datastates.huggingface.accelerator import DataStatesAccelerator
+from dcp_datastates.huggingface.install import install
+from dcp_datastates.manager.frameworks import tell_if_untested
 
 if TYPE_CHECKING:
     from dcp_datastates.huggingface.trainer import DataStatesTrainer, DataStatesTrainerMixin
 
-__all__ = ["DataStatesAccelerator", "DataStatesTrainer", "DataStatesTrainerMixin"]
+__all__ = ["DataStatesAccelerator", "DataStatesTrainer", "DataStatesTrainerMixin", "install"]
 
+tell_if_untested("accelerate", accelerate.__version__)
 del accelerate
 
 

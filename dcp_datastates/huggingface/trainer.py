@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import is_peft_available
@@ -32,6 +33,7 @@ from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.huggingface.files import read_files, write_files
 from dcp_datastates.manager.background import BackgroundSaves, take_options
+from dcp_datastates.manager.frameworks import tell_if_untested
 from dcp_datastates.manager.library_state import (
     files_from,
     holds,
@@ -47,6 +49,8 @@ from dcp_datastates.manager.trainable import Trainable
 __all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
 
 logger = logging.getLogger(__name__)
+
+tell_if_untested("transformers", transformers.__version__)
 
 _NAME: Final = re.compile(r"checkpoint-([0-9]+)")
 _MODEL: Final = "model"

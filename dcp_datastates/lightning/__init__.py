@@ -24,6 +24,7 @@ from dcp_datastates.lightning.strategy import (
     DataStatesSingleDeviceStrategy,
     DataStatesStrategyMixin,
 )
+from dcp_datastates.manager.frameworks import tell_if_untested
 
 __all__ = [
     "DataStatesDDPStrategy",
@@ -34,4 +35,5 @@ __all__ = [
     "DataStatesStrategyMixin",
 ]
 
+tell_if_untested("lightning", lightning.__version__)
 del lightning

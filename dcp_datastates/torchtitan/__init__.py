@@ -13,6 +13,8 @@ Only this subpackage needs torchtitan (0.3.0 or newer).
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 try:
     from torchtitan.components.checkpointer.base import BaseCheckpointManager
     from torchtitan.config.override import override
@@ -22,10 +24,13 @@ except ImportError as error:
         f"pip install 'dcp_datastates[torchtitan]'"
     ) from error
 
+from dcp_datastates.manager.frameworks import tell_if_untested
 from dcp_datastates.torchtitan.choose import derived, with_datastates
 from dcp_datastates.torchtitan.manager import DataStatesCheckpointManager
 
 __all__ = ["DataStatesCheckpointManager", "datastates", "with_datastates"]
+
+tell_if_untested("torchtitan", version("torchtitan"))
 
 
 @override(  # type: ignore[untyped-decorator]

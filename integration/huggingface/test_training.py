@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -394,6 +395,45 @@ def test_hooks_that_save_and_load_a_model_by_themselves(tmp_path: Path) -> None:
     _train_a_step(accelerator)
     accelerator.load_state()
     assert torch.equal(accelerator._models[0].weight, weight)
+
+
+SCRIPT = """
+import sys
+
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, Trainer, TrainingArguments
+
+config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=2)
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+args = TrainingArguments(sys.argv[1], max_steps=2, save_steps=1, use_cpu=True, report_to=[])
+Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=data).train()
+print(issubclass(Seq2SeqTrainer, Trainer), Accelerator.__module__, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "module", "only"])
+def test_a_program_of_somebody_else_gets_the_classes(way: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    what = {
+        "script": ["program.py"],
+        "module": ["-m", "program"],
+        "only": ["--only=trainer", "program.py"],
+    }[way]
+    command = [sys.executable, "-m", "dcp_datastates.huggingface", *what, "out", "--flag"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    whose = "accelerate.accelerator" if way == "only" else "dcp_datastates.huggingface.accelerator"
+    assert ended.stdout.splitlines()[-1] == f"True {whose} ['out', '--flag']"
+    assert committed(tmp_path / "out") == {"checkpoint-1", "checkpoint-2"}
+
+
+def test_a_name_that_cannot_be_installed_is_refused() -> None:
+    command = [sys.executable, "-m", "dcp_datastates.huggingface", "--only", "trainr", "x.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "choose of accelerate, trainer" in ended.stderr
 
 
 @pytest.mark.parametrize("library", BOTH)

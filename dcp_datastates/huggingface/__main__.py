@@ -1,0 +1,52 @@
+"""``python -m dcp_datastates.huggingface [--only accelerate,trainer] SCRIPT | -m MODULE [arguments]``."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.huggingface.install import install
+
+
+def main() -> None:
+    """Run a script or a module with this package's classes in place of Accelerate's and transformers'."""
+    parser = argparse.ArgumentParser(
+        prog="python -m dcp_datastates.huggingface",
+        description="Run SCRIPT, or a module, in which Accelerator and Trainer are those of dcp_datastates.",
+        usage="%(prog)s [--only NAMES] (-m MODULE | SCRIPT) [arguments]",
+    )
+    parser.add_argument("--only", metavar="NAMES", help="accelerate, or trainer (default: both)")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module")
+    parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT")
+    given, rest = _split(sys.argv[1:])
+    options = parser.parse_args(given)
+    if not options.module and not rest:
+        parser.error("name a script, or a module with -m")
+    try:
+        install(*(options.only.split(",") if options.only else ()))
+    except ConfigurationError as error:
+        parser.error(str(error))
+    if options.module:
+        sys.argv = [options.module, *rest]
+        runpy.run_module(options.module, run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = rest
+        runpy.run_path(rest[0], run_name="__main__")
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """This module's own options, and what is the program's: the script and all after it, or all after the module."""
+    end = 0
+    while end < len(arguments) and arguments[end].startswith("-"):
+        alone = "=" in arguments[end] or arguments[end] in ("-h", "--help")
+        is_module = arguments[end] == "-m"
+        end += 1 if alone else 2
+        if is_module:
+            break
+    return arguments[:end], arguments[end:]
+
+
+if __name__ == "__main__":
+    main()

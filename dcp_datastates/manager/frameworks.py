@@ -1,0 +1,35 @@
+"""The releases of training frameworks that this package was tested with."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Final
+
+__all__ = ["TESTED_FRAMEWORKS", "tell_if_untested"]
+
+logger = logging.getLogger(__name__)
+
+TESTED_FRAMEWORKS: Final = {
+    "accelerate": "1.15.0",
+    "deepspeed": "0.19.8",
+    "lightning": "2.6.6",
+    "torchtitan": "0.3.0",
+    "transformers": "5.23.0",
+}
+
+
+def tell_if_untested(name: str, version: str) -> None:
+    """Log a warning if the release of a framework differs from the tested one, by major and minor number."""
+    tested = TESTED_FRAMEWORKS[name]
+    if _minor(version) != _minor(tested):
+        logger.warning(
+            "%s %s is another release than the one that dcp_datastates was tested with (%s)",
+            name,
+            version,
+            tested,
+        )
+
+
+def _minor(version: str) -> list[str]:
+    return re.findall(r"\d+", version)[:2]
