@@ -12,7 +12,7 @@ from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
 from dcp_datastates.text import printable
-from dcp_datastates_cli import convert, delete, describe, diff, find, verify
+from dcp_datastates_cli import convert, delete, describe, diff, find, verify, watch
 from dcp_datastates_cli.output import DAMAGED, TROUBLE, complain
 
 __all__ = ["run"]
@@ -20,6 +20,7 @@ __all__ = ["run"]
 _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "verify": verify.run,
     "inspect": describe.run,
+    "watch": watch.run,
     "convert": convert.run,
     "diff": diff.run,
     "latest": find.run,

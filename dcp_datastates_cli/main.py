@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -17,7 +18,12 @@ _INTERRUPTED = 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status, or exits with it on wrong usage."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    with contextlib.suppress(ImportError):  # completion in shells is there where argcomplete is
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    options = parser.parse_args(arguments)
     try:
         # Imports torch, which takes seconds: not before it is known that a command is to run.
         from dcp_datastates_cli.commands import run
@@ -35,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_verify(commands)
     _add_inspect(commands)
+    _add_watch(commands)
     _add_convert(commands)
     _add_diff(commands)
     _add_latest(commands)
@@ -80,6 +87,23 @@ def _add_inspect(commands: _Commands) -> None:
     )
     inspect.add_argument("path", metavar="PATH", help="a checkpoint, or a directory of checkpoints")
     inspect.add_argument("--tensors", action="store_true", help="list every tensor and object")
+
+
+def _add_watch(commands: _Commands) -> None:
+    watch = commands.add_parser(
+        "watch",
+        help="show a directory of checkpoints as it changes, until Ctrl-C",
+        description="Show the newest checkpoints in a directory, with their age and the time between commits, and the "
+        "saves that are in flight, until Ctrl-C. To a pipe: a line for each commit. "
+        "Exit status: 130 interrupted, 2 the directory cannot be read.",
+    )
+    watch.add_argument("path", metavar="ROOT", help="a directory of checkpoints")
+    watch.add_argument(
+        "--every", type=float, default=2.0, metavar="SECONDS", help="how often to look (default: 2)"
+    )
+    watch.add_argument(
+        "--rows", type=int, default=12, metavar="N", help="how many to show (default: 12)"
+    )
 
 
 def _add_convert(commands: _Commands) -> None:

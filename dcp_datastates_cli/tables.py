@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 from rich import box
@@ -11,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dcp_datastates.checkpoints.describe import Checkpoint, Directory
-from dcp_datastates.text import count, date, numbers, printable, size
+from dcp_datastates.checkpoints.describe import Checkpoint, Directory, Listed
+from dcp_datastates.text import count, date, duration, numbers, printable, size
 from dcp_datastates_cli.output import say
 
-__all__ = ["print_checkpoint", "print_directory"]
+__all__ = ["print_checkpoint", "print_directory", "watched"]
 
 _FILES_SHOWN: Final = 16
 
@@ -70,6 +71,39 @@ def print_checkpoint(found: Checkpoint, tensors: bool) -> None:
         _print_files(found)
     if tensors:
         _print_tensors(found)
+
+
+def watched(
+    root: str,
+    committed: Sequence[Listed],
+    open_saves: Sequence[Listed],
+    due: float | None,
+    now: float,
+) -> Table:
+    """What ``watch`` shows: saves without a commit, and the newest checkpoints with their age and distance."""
+    shown = _table("checkpoint", "step>", "size>", "committed", "age>", "after>", "metrics", "")
+    shown.title = printable(root)
+    for each in open_saves:
+        shown.add_row(
+            _text(each.name), _or_empty(each.step), "", "", "", "", "", each.problem or ""
+        )
+    times = [each.committed_at for each in committed]
+    for each, before in zip(committed, [*times[1:], None], strict=True):
+        at = each.committed_at
+        shown.add_row(
+            _text(each.name),
+            _or_empty(each.step),
+            "" if each.nbytes is None else size(each.nbytes),
+            date(at),
+            "" if at is None else duration(max(0.0, now - at)),
+            "" if at is None or before is None else duration(max(0.0, at - before)),
+            _text(numbers(each.metrics)),
+            _text(each.problem or ""),
+        )
+    if due is not None:
+        late = f"{duration(now - due)} late" if now > due else f"in {duration(due - now)}"
+        shown.caption = f"next commit: {late}"
+    return shown
 
 
 def _print_uncommitted(found: Checkpoint) -> None:

@@ -30,7 +30,7 @@ from dcp_datastates.storage import attempts, local, lock
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.text import count, date, numbers, size
 
-__all__ = ["Checkpoint", "Directory", "describe"]
+__all__ = ["Checkpoint", "Directory", "Listed", "describe", "newest"]
 
 _SHOWN: Final = 16
 """How many tensors and objects, or files, the text of a checkpoint lists."""
@@ -341,6 +341,18 @@ def _directory(root: Path) -> Directory:
     names = {listed.name for listed in ours}
     others = [_other(path) for path in everything if path.name not in names]
     return Directory(root, latest, (*ours, *(listed for listed in others if listed is not None)))
+
+
+def newest(root: Path, most: int) -> tuple[list[Listed], list[Listed]]:
+    """The ``most`` newest checkpoints of this package in ``root``, newest first; and all saves without a commit.
+
+    Reads no more metadata than that needs. Raises :class:`StorageError` if ``root`` cannot be read.
+    """
+    everything = directories(root)
+    committed = list(filter(is_committed, everything))
+    others = [path for path in everything if not is_committed(path)]
+    listed = [_listed(found) for found in islice(newest_first(committed), most)]
+    return listed, [each for path in others if (each := _other(path)) is not None]
 
 
 def _listed(found: Found) -> Listed:

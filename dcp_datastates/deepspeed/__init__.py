@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"dcp_datastates.deepspeed needs DeepSpeed 0.19 ({error}): "
-        f"pip install 'dcp_datastates[deepspeed]'"
+        f"pip install 'deepspeed>=0.19.8,<0.20'"
     ) from error
 
 from dcp_datastates.deepspeed.engine import CheckpointEngine

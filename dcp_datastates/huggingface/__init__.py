@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"dcp_datastates.huggingface needs accelerate 1.15 ({error}): "
-        f"pip install 'dcp_datastates[huggingface]'"
+        f"pip install 'accelerate>=1.15,<1.16' 'transformers>=5'"
     ) from error
 
 from dcp_datastates.huggingface.accelerator import DataStatesAccelerator
@@ -39,6 +39,6 @@ def __getattr__(name: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"dcp_datastates.huggingface.{name} needs transformers 5 ({error}): "
-            f"pip install 'dcp_datastates[huggingface]'"
+            f"pip install 'accelerate>=1.15,<1.16' 'transformers>=5'"
         ) from error
     return getattr(trainer, name)

@@ -12,8 +12,7 @@ try:
     import lightning.pytorch
 except ImportError as error:
     raise ImportError(
-        f"dcp_datastates.lightning needs lightning 2.6 ({error}): "
-        f"pip install 'dcp_datastates[lightning]'"
+        f"dcp_datastates.lightning needs lightning 2.6 ({error}): pip install 'lightning>=2.6,<2.7'"
     ) from error
 
 from dcp_datastates.lightning.callback import DataStatesModelCheckpoint

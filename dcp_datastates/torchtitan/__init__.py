@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError(
         f"dcp_datastates.torchtitan needs torchtitan 0.3.0 or newer ({error}): "
-        f"pip install 'dcp_datastates[torchtitan]'"
+        f"pip install 'torchtitan==0.3.0' tokenizers triton"
     ) from error
 
 from dcp_datastates.manager.frameworks import tell_if_untested

@@ -22,7 +22,7 @@ collect_ignore_glob = ["test_*.py"] if _MISSING else []
 def pytest_report_header() -> str | None:
     """Say why there are no tests."""
     if _MISSING:
-        return "deepspeed is not installed: pip install 'dcp_datastates[deepspeed]'"
+        return "deepspeed is not installed: pip install '.[deepspeed]'"
     return None
 
 

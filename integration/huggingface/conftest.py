@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name for name in ("accelerate", "transformers") if not importlib.util.find_spec(name)
     ]
     if missing:
-        why = f"{', '.join(missing)} not installed: pip install 'dcp_datastates[huggingface]'"
+        why = f"{', '.join(missing)} not installed: pip install '.[huggingface]'"
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason=why))

@@ -453,7 +453,9 @@ def test_without_the_library_the_error_says_what_to_install(
     for module in ("", ".accelerator", ".trainer"):
         monkeypatch.delitem(sys.modules, f"dcp_datastates.huggingface{module}", raising=False)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=r"pip install 'dcp_datastates\[huggingface\]'"):
+    with pytest.raises(
+        ImportError, match=r"pip install 'accelerate>=1\.15,<1\.16' 'transformers>=5'"
+    ):
         _ = importlib.import_module("dcp_datastates.huggingface").DataStatesTrainer
 
 

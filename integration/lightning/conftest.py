@@ -18,7 +18,7 @@ sys.path += [TESTS, HERE]  # at the end: other folders import their own conftest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("lightning") is None:
-        why = "lightning not installed: pip install 'dcp_datastates[lightning]'"
+        why = "lightning not installed: pip install '.[lightning]'"
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason=why))

@@ -249,5 +249,5 @@ def test_the_training_does_not_wait_for_storage(tmp_path: Path) -> None:
 def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "dcp_datastates.lightning")
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
-    with pytest.raises(ImportError, match=r"pip install 'dcp_datastates\[lightning\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning>=2\.6,<2\.7'"):
         importlib.import_module("dcp_datastates.lightning")

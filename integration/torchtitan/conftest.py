@@ -23,7 +23,7 @@ _MISSING = [
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if _MISSING:
-        why = f"{', '.join(_MISSING)} not installed: pip install 'dcp_datastates[torchtitan]'"
+        why = f"{', '.join(_MISSING)} not installed: pip install '.[torchtitan]'"
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason=why))

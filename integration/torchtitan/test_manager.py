@@ -29,7 +29,7 @@ from dcp_datastates import (
     pin,
 )
 
-pytest.importorskip("torchtitan", reason="pip install 'dcp_datastates[torchtitan]'")
+pytest.importorskip("torchtitan", reason="pip install '.[torchtitan]'")
 
 WIDTH = 256  # 256 KiB in float32: large enough to be deferred
 

@@ -128,7 +128,7 @@ def test_runtime_dependencies_are_those_that_are_imported():
             if not EXTRAS.intersection(path.parts):
                 imported |= _imports(ast.parse(path.read_text()))
     third_party = imported - set(sys.stdlib_module_names) - {"dcp_datastates", "dcp_datastates_cli"}
-    assert third_party == declared
+    assert third_party - {"argcomplete"} == declared  # completion is there where that is
 
 
 def _imports(tree):

@@ -1,0 +1,80 @@
+"""``dcp-datastates watch``: the newest checkpoints of a directory, as they come."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from dcp_datastates.checkpoints.describe import Listed, newest
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.storage import local
+from dcp_datastates.text import date, numbers, size
+from dcp_datastates_cli.output import OK, pipe_may_close, say
+
+__all__ = ["next_commit", "run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show ``options.path`` until an interrupt, or until the reader of a pipe has gone."""
+    root = local.local_path(options.path)
+    if options.every <= 0 or options.rows < 1:
+        raise ConfigurationError("--every must be more than 0 seconds, and --rows 1 or more")
+    if sys.stdout.isatty() and not options.json:
+        _show(root, options.every, options.rows)
+    else:
+        with pipe_may_close():
+            _tell(root, options.every, options.json)
+    return OK
+
+
+def next_commit(committed: Sequence[Listed]) -> float | None:
+    """When the next commit is due, in seconds since the epoch, if the commits go on as they have; None if unknown.
+
+    ``committed``: the newest first.
+    """
+    times = [each.committed_at for each in committed if each.committed_at is not None]
+    if len(times) < 2:
+        return None
+    return times[0] + median(newer - older for newer, older in pairwise(times))
+
+
+def _tell(root: Path, every: float, as_json: bool) -> None:
+    """A line for each commit, the ones that are there first."""
+    told: set[str | None] = set()
+    while True:
+        committed, _ = newest(root, sys.maxsize if not told else 16)
+        for each in reversed(committed):
+            if each.attempt not in told:
+                told.add(each.attempt)
+                if as_json:
+                    print(json.dumps(dataclasses.asdict(each), default=os.fspath), flush=True)
+                else:
+                    say("  ".join(filter(None, _line(each))))
+        sys.stdout.flush()
+        time.sleep(every)
+
+
+def _line(each: Listed) -> list[str]:
+    nbytes = "" if each.nbytes is None else size(each.nbytes)
+    return [date(each.committed_at), each.name, nbytes, numbers(each.metrics), each.problem or ""]
+
+
+def _show(root: Path, every: float, rows: int) -> None:
+    from rich.live import Live
+
+    from dcp_datastates_cli.tables import watched  # imports rich
+
+    with Live(auto_refresh=False, screen=False) as live:
+        while True:
+            committed, open_saves = newest(root, rows)
+            table = watched(str(root), committed, open_saves, next_commit(committed), time.time())
+            live.update(table, refresh=True)
+            time.sleep(every)

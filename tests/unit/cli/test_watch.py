@@ -1,0 +1,105 @@
+"""``watch``: a line for each commit in a pipe, a table on a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from support.checkpoints import save
+from support.commands import run_cli
+from support.waiting import await_that
+
+from dcp_datastates.checkpoints.describe import newest
+from dcp_datastates_cli.tables import watched
+from dcp_datastates_cli.watch import next_commit
+
+
+@contextmanager
+def watching(*arguments: object, output: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "dcp_datastates", "watch", *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=output, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_line_for_each_commit_until_an_interrupt(as_json: bool, tmp_path: Path) -> None:
+    save({"w": torch.ones(100)}, tmp_path / "step-1")
+    with watching(tmp_path, "--every", "0.1", *(["--json"] if as_json else [])) as process:
+        assert process.stdout is not None
+        for step in (1, 2, 3):
+            if step > 1:
+                save({"w": torch.ones(100)}, tmp_path / f"step-{step}")
+            line = process.stdout.readline()
+            name = json.loads(line)["name"] if as_json else line.split("  ")[1]
+            assert name == f"step-{step}"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+
+
+def test_a_reader_that_has_gone_ends_it(tmp_path: Path) -> None:
+    save({"w": torch.ones(100)}, tmp_path / "step-1")
+    with watching(tmp_path, "--every", "0.1") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        save({"w": torch.ones(100)}, tmp_path / "step-2")
+        assert process.wait(60) == 0
+
+
+def test_a_table_on_a_terminal(tmp_path: Path) -> None:
+    save({"w": torch.ones(100)}, tmp_path / "step-1")
+    ours, theirs = pty.openpty()
+    shown = b""
+    with watching(tmp_path, "--every", "0.1", output=theirs):
+        os.set_blocking(ours, False)
+
+        def has_shown() -> bool:
+            nonlocal shown
+            try:
+                shown += os.read(ours, 1 << 16)
+            except BlockingIOError:
+                return False
+            return b"step-1" in shown and b"age" in shown
+
+        await_that(has_shown)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_the_table_has_age_distance_and_the_next(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save({"w": torch.ones(100)}, tmp_path / f"step-{step}")
+    committed, open_saves = newest(tmp_path, 2)
+    assert [each.name for each in committed] == ["step-3", "step-2"]
+    assert open_saves == []
+    times = [each.committed_at or 0.0 for each in committed]
+    assert next_commit(committed) == pytest.approx(times[0] + times[0] - times[1])
+    assert next_commit(committed[:1]) is None
+    text = io.StringIO()
+    now = time.time()
+    table = watched("run", committed, open_saves, now + 5400, now + 1800)
+    Console(file=text, width=160).print(table)
+    assert "next commit: in 1 h" in text.getvalue()
+    assert "step-3" in text.getvalue()
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+    assert run_cli("watch", tmp_path, "--every", "0").returncode == 2
+    (tmp_path / "file").touch()
+    assert run_cli("watch", tmp_path / "file").returncode == 2
