@@ -79,8 +79,9 @@ def select(source: Source, selection: Selection) -> Source:
     """
     names = [*source.tensors, *source.objects]
     taken = names
-    if selection.part is not None:
-        taken = NamePatterns("part", selection.part).choose(names)
+    part = None if selection.part is None else NamePatterns("part", selection.part)
+    if part is not None:
+        taken = part.choose(names)
     elif selection.only is not None:
         taken = selection.only.choose(names)
     left_out = set(selection.exclude.choose(taken))
@@ -89,7 +90,7 @@ def select(source: Source, selection: Selection) -> Source:
         raise ConfigurationError(
             f"nothing is left of {source.path}: exclude={sorted(selection.exclude.given)} takes all out"
         )
-    old_of = renamed(taken, selection.rename, part=selection.part, all_used=True)
+    old_of = renamed(taken, selection.rename, part=part, all_used=True)
     return _Selected(source, old_of, selection.dtype)
 
 

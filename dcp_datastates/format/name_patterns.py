@@ -59,6 +59,13 @@ class NamePatterns:
             return True
         return any(_fits(glob, name) for glob in self._globs.values())
 
+    def without(self, name: str) -> str:
+        """What is left of ``name`` behind the shortest prefix that fits; ``name`` itself if that leaves nothing."""
+        for prefix in sorted(prefixes_of(name), key=len):
+            if prefix != name and self.match(prefix):
+                return name[len(prefix) + 1 :]
+        return name
+
     def choose(self, names: Iterable[str]) -> list[str]:
         """The ``names`` that match, in their order.
 
@@ -127,9 +134,13 @@ def _renamed(name: str, rename: Mapping[str, str]) -> tuple[str, str | None]:
 
 
 def renamed(
-    names: Iterable[str], rename: Rename | None, *, part: str | None = None, all_used: bool = False
+    names: Iterable[str],
+    rename: Rename | None,
+    *,
+    part: NamePatterns | None = None,
+    all_used: bool = False,
 ) -> dict[str, str]:
-    """The old name by the new. First ``part`` and a dot are removed from the beginning of names.
+    """The old name by the new. First what fits ``part`` and a dot are removed from the beginning of names.
 
     Raises :class:`ConfigurationError` if two names become one; with ``all_used``, also for an entry of ``rename`` that
     fits no name.
@@ -138,7 +149,7 @@ def renamed(
     used: set[str | None] = set()
     old_of: dict[str, str] = {}
     for old in known:
-        short = old if part is None or old == part else old.removeprefix(f"{part}.")
+        short = old if part is None else part.without(old)
         name, entry = new_name(short, rename)
         used.add(entry)
         if name in old_of:
