@@ -257,7 +257,7 @@ $(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
 
 # DeepSpeed is built from its sources, without its CUDA operators.
 $(VENV)/integrations: $(VENV)/installed
-	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft trl
 	@touch $@
 
 clean:

@@ -429,6 +429,22 @@ def test_a_program_of_somebody_else_gets_the_classes(way: str, tmp_path: Path) -
     assert committed(tmp_path / "out") == {"checkpoint-1", "checkpoint-2"}
 
 
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_trainers_of_trl(kind: str, tmp_path: Path) -> None:
+    """Four steps at once; and two, and two more in another process."""
+    pytest.importorskip("trl")
+    script = str(Path(__file__).with_name("trl_job.py"))
+    found = []
+    for folder, steps, resume in (("whole", "4", "no"), ("half", "2", "no"), ("half", "4", "yes")):
+        command = [sys.executable, script, kind, str(tmp_path / folder), steps, resume]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        (line,) = [each for each in ended.stdout.splitlines() if each.startswith("LOSSES ")]
+        found.append(json.loads(line.removeprefix("LOSSES ")))
+    assert committed(tmp_path / "half") == {"checkpoint-2", "checkpoint-4"}
+    assert {step: found[2][step] for step in "34"} == {step: found[0][step] for step in "34"}
+
+
 def test_a_name_that_cannot_be_installed_is_refused() -> None:
     command = [sys.executable, "-m", "dcp_datastates.huggingface", "--only", "trainr", "x.py"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
