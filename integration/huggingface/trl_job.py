@@ -1,4 +1,4 @@
-"""A trainer of TRL with the mixin: ``python trl_job.py KIND FOLDER STEPS RESUME``; prints the losses as JSON."""
+"""A trainer of TRL with the mixin: ``python trl_job.py KIND FOLDER STEPS RESUME``; prints sums of the weights as JSON."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def main(kind: str, folder: str, steps: str, resume: str) -> None:
         "report_to": [],
         "disable_tqdm": True,
         "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
         "seed": 3,
     }
     rows = [" ".join(f"w{(i * 7 + j) % 60}" for j in range(8)) for i in range(32)]
@@ -74,8 +75,8 @@ def main(kind: str, folder: str, steps: str, resume: str) -> None:
         data = Dataset.from_dict({"prompt": rows})
         job = Policy(model, reward, args=args, train_dataset=data, processing_class=tokenizer())
     job.train(resume_from_checkpoint=resume == "yes")
-    losses = {each["step"]: each["loss"] for each in job.state.log_history if "loss" in each}
-    print("LOSSES", json.dumps(losses))
+    weights = {name: float(each.double().sum()).hex() for name, each in model.named_parameters()}
+    print("WEIGHTS", json.dumps(weights))
 
 
 if __name__ == "__main__":
