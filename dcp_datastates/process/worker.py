@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -23,15 +24,26 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = ProcessLock()  # guards _thread and _closed
+        self._lock = ProcessLock()  # guards _thread, and that no thread starts after _closed
         self._thread: threading.Thread | None = None
         self._closed = False
+        self._ended = False
+        """The thread runs no more than what is in the queue now."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def post(self, work: Callable[[], None]) -> bool:
         """Run ``work`` after all earlier posts. Returns False after :meth:`close`, or if the thread cannot start. Any
         thread may call it.
         """
+        if self._closed or not (self._thread is not None or self._start()):
+            return False
+        # Without the lock: a signal handler that comes now may wait for what another thread posts here.
+        self._work.put(work)
+        if self._ended:  # a close has come in between, and the thread may be gone
+            self._run_rest()
+        return True
+
+    def _start(self) -> bool:
         with self._lock:
             if self._closed:
                 return False
@@ -43,7 +55,6 @@ class Worker:
                     logger.warning("%s cannot start: %s", self._name, error)
                     return False
                 self._thread = thread
-            self._work.put(work)
         return True
 
     def finish(self) -> None:
@@ -60,8 +71,19 @@ class Worker:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            try:
-                work()
-            except BaseException:
-                logger.exception("unexpected error in %s", self._name)
+            self._call(work)
             del work  # release what it holds while waiting for the next
+        self._ended = True
+        self._run_rest()
+
+    def _run_rest(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (work := self._work.get_nowait()) is not None:
+                    self._call(work)
+
+    def _call(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException:
+            logger.exception("unexpected error in %s", self._name)

@@ -1,4 +1,4 @@
-"""A trainer of TRL with the mixin: ``python trl_job.py KIND FOLDER STEPS RESUME``; prints sums of the weights as JSON."""
+"""A trainer of TRL with the mixin: ``trl_job.py KIND FOLDER STEPS RESUME`` prints sums of the weights as JSON."""
 
 from __future__ import annotations
 

@@ -29,7 +29,12 @@ from dcp_datastates_cli.watch import next_commit
 @contextmanager
 def watching(*arguments: object, output: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "dcp_datastates", "watch", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=output, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=output,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # may be ignored here
+    )
     try:
         yield process
     finally:

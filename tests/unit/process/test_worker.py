@@ -1,0 +1,76 @@
+"""``Worker``: what is posted runs once and in order, whatever comes in between."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+
+from dcp_datastates.process.worker import Worker
+
+
+def test_work_runs_in_order_and_none_is_taken_after_the_close() -> None:
+    worker, done = Worker("test"), []
+    for number in range(100):
+        assert worker.post(lambda number=number: done.append(number))
+    worker.close()
+    assert done == list(range(100))
+    assert not worker.post(lambda: done.append(-1))
+
+
+def test_a_failing_function_does_not_end_the_thread(caplog: pytest.LogCaptureFixture) -> None:
+    worker, done = Worker("test"), []
+    worker.post(lambda: 1 / 0)
+    worker.post(lambda: done.append(1))
+    worker.close()
+    assert done == [1]
+    assert "unexpected error in test" in caplog.text
+
+
+class _Held(queue.SimpleQueue[Any]):
+    """Its first ``put`` does not return, as if a signal handler ran right behind it."""
+
+    def __init__(self) -> None:
+        self.first = True
+        self.goes_on = threading.Event()
+
+    def put(self, item: Any, *rest: Any, **keywords: Any) -> None:
+        super().put(item)
+        if self.first:
+            self.first = False
+            assert self.goes_on.wait(60)
+
+
+def test_another_thread_posts_while_one_is_interrupted_in_a_post() -> None:
+    """A signal handler that saves may wait for that other thread."""
+    worker, done = Worker("test"), []
+    held = worker._work = _Held()
+    interrupted = threading.Thread(target=worker.post, args=(lambda: done.append("first"),))
+    interrupted.start()
+    other = threading.Thread(target=worker.post, args=(lambda: done.append("second"),))
+    other.start()
+    other.join(30)
+    assert not other.is_alive()
+    held.goes_on.set()
+    interrupted.join()
+    worker.close()
+    assert sorted(done) == ["first", "second"]
+
+
+def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between() -> None:
+    for _ in range(300):
+        worker, done, taken = Worker("test"), [], []
+
+        def post_some(worker: Worker = worker, done: Any = done, taken: Any = taken) -> None:
+            for number in range(50):
+                if worker.post(lambda number=number: done.append(number)):
+                    taken.append(number)
+
+        poster = threading.Thread(target=post_some)
+        poster.start()
+        worker.finish()
+        poster.join()
+        worker.close()
+        assert sorted(done) == taken
