@@ -28,10 +28,25 @@ __all__ = ["Places", "RunningCalls", "places"]
 Places = dict[int, tuple[int, int]]
 """For each thread (``threading.get_ident()``) that may be in an operation, its innermost frame and instruction."""
 
-_STANDARD_LIBRARY: Final = str(Path(os.__file__).parent)
-_PACKAGE: Final = str(Path(__file__).parent.parent)
-_CALLS_ANYTHING: Final = frozenset({"run", "_run"})
-"""Functions of the standard library that call what they were given: of threads, executors and event loops."""
+_LIBRARY: Final = Path(os.__file__).parent
+_WAITS: Final = frozenset(
+    str(_LIBRARY / name)
+    for name in (
+        "queue.py",
+        "selectors.py",
+        "socket.py",
+        "ssl.py",
+        "subprocess.py",
+        "threading.py",
+        "concurrent/futures/_base.py",
+        "multiprocessing/connection.py",
+        "multiprocessing/queues.py",
+        "multiprocessing/synchronize.py",
+    )
+)
+"""Files of the standard library whose functions wait, and call nothing that they were given, but for ``run``."""
+
+_PACKAGE: Final = str(Path(__file__).parent.parent) + os.sep
 
 _ASLEEP_SECONDS: Final = 0.1
 """A thread that sleeps at every look for so long waits for something else than the threads of an operation."""
@@ -89,9 +104,7 @@ def _place(innermost: FrameType) -> tuple[int, int] | None:
 def _never_operates(code: CodeType) -> bool:
     """Whether this function calls no operation of torch: it waits for a lock or a file, say."""
     file = code.co_filename
-    if file.startswith(_STANDARD_LIBRARY):
-        return "-packages" not in file and code.co_name not in _CALLS_ANYTHING
-    return file.startswith((_PACKAGE, "<frozen "))
+    return (file in _WAITS and code.co_name != "run") or file.startswith((_PACKAGE, "<frozen "))
 
 
 def _is_asleep(thread: int) -> bool | None:

@@ -30,7 +30,6 @@ from dcp_datastates.manager.optimizer_state import (
 )
 from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.manager.training_state import model_of
-from dcp_datastates.staging.ownership import note_frozen
 from dcp_datastates.storage import attempts, local
 
 __all__ = [
@@ -64,9 +63,7 @@ def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
 
 def state_of_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer of one of ``models``, to save it."""
-    owner = _owner(models, optimizer)
-    note_frozen(optimizer, owner)
-    return optimizer_state(owner, optimizer)
+    return optimizer_state(_owner(models, optimizer), optimizer)
 
 
 def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = True) -> None:

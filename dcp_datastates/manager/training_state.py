@@ -40,7 +40,6 @@ from dcp_datastates.manager.per_rank import (
     warn_of_order,
 )
 from dcp_datastates.manager.trainable import Trainable
-from dcp_datastates.staging.ownership import note_frozen
 
 __all__ = ["TrainingState", "model_of"]
 
@@ -175,9 +174,6 @@ class TrainingState:
 
     def to_save(self) -> dict[str, Any]:
         """The state, for ``async_save``."""
-        for part in self._parts.values():
-            if isinstance(part, _Optimizer):
-                note_frozen(part.optimizer, part.model)
         return dict(self._parts)
 
     def warn(self) -> None:

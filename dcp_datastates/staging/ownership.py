@@ -28,7 +28,6 @@ __all__ = [
     "by_storage",
     "known_optimizers",
     "never_defer",
-    "note_frozen",
     "stepped",
     "track",
 ]
@@ -56,13 +55,6 @@ _ALSO: Final = "_dcp_datastates_also"
 
 They live as long as their optimizer. Weak references to tensors would keep torch from swapping them (``swap_tensors``,
 and so ``Module.to`` under FSDP2). Optimizers neither pickle nor copy attributes that they do not know.
-"""
-
-
-_FROZEN: Final = "_dcp_datastates_frozen"
-_STILL: Final = "_dcp_datastates_still"
-"""The same for the frozen parameters of its model, with their version counters at the latest save; and for those of
-them that had not changed since the save before.
 """
 
 
@@ -118,22 +110,6 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
         vars(optimizer)[_ALSO] = list(also)
 
 
-def note_frozen(optimizer: Optimizer, model: torch.nn.Module) -> None:
-    """At a save: defer the parameters of ``model``, the optimizer's, that nothing trains and nothing writes to.
-
-    These are the parameters without ``requires_grad`` that torch has not written to between the call before and this
-    one. So the first save copies them, and a momentum encoder, say, is copied each time. They are gated like the
-    optimizer's own.
-    """
-    then: dict[torch.Tensor, int] = vars(optimizer).get(_FROZEN, {})
-    vars(optimizer)[_FROZEN] = now = {
-        each: each._version
-        for each in model.parameters()
-        if not each.requires_grad and not each.is_inference()
-    }
-    vars(optimizer)[_STILL] = [each for each, version in now.items() if then.get(each) == version]
-
-
 def known_optimizers() -> list[Optimizer]:
     """The live optimizers that have stepped or were passed to :func:`track`."""
     with _lock:
@@ -154,7 +130,6 @@ def _owned(optimizer: Optimizer) -> list[torch.Tensor]:
                 if name != "step" or (isinstance(value, torch.Tensor) and not value.is_cpu)
             ]
     tensors += vars(optimizer).get(_ALSO, ())
-    tensors += vars(optimizer).get(_STILL, ())
     if set(map(type, tensors)) <= _PLAIN_TYPES:
         return tensors
     return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import _thread
+import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from multiprocessing.pool import ThreadPool
+from typing import Any
 
 import pytest
 import torch
@@ -41,6 +45,39 @@ def test_an_operation_is_waited_for_until_its_thread_goes_on() -> None:
 
     with running(write):
         await_that(lambda: bool((tensor > 0).any()) or bool(written))
+        calls = RunningCalls()
+        await_that(calls.ended)
+        assert tensor._version == 1
+
+
+def _by_a_thread_pool(call: Callable[[], object]) -> None:
+    with ThreadPool(1) as pool:
+        pool.apply_async(call).get()
+
+
+def _by_an_exit_stack(call: Callable[[], object]) -> None:
+    with ExitStack() as stack:
+        stack.callback(call)
+
+
+def _by_a_dispatcher(call: Callable[[], object]) -> None:
+    functools.singledispatch(lambda _: call())(0)
+
+
+def _by_an_executor(call: Callable[[], object]) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(call).result()
+
+
+@pytest.mark.parametrize(
+    "by", [_by_a_thread_pool, _by_an_exit_stack, _by_a_dispatcher, _by_an_executor]
+)
+def test_an_operation_that_the_standard_library_calls_is_waited_for(by: Any) -> None:
+    """Directly, so that the innermost frame is the standard library's."""
+    tensor, index = torch.zeros(1 << 20), torch.randint(0, 1 << 20, (1 << 23,))
+    call = functools.partial(tensor.index_put_, (index,), torch.ones(1 << 23))
+    with running(lambda: by(call)):
+        await_that(lambda: bool((tensor > 0).any()))
         calls = RunningCalls()
         await_that(calls.ended)
         assert tensor._version == 1
