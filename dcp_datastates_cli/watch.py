@@ -25,8 +25,12 @@ __all__ = ["next_commit", "run"]
 def run(options: argparse.Namespace) -> int:
     """Show ``options.path`` until an interrupt, or until the reader of a pipe has gone."""
     root = local.local_path(options.path)
-    if options.every <= 0 or options.rows < 1:
-        raise ConfigurationError("--every must be more than 0 seconds, and --rows 1 or more")
+    if not root.is_dir():
+        raise ConfigurationError(f"there is no directory {str(root)!r}")
+    if not 0 < options.every < 86400 or options.rows < 1:
+        raise ConfigurationError(
+            "--every must be more than 0 seconds and less than a day, and --rows 1 or more"
+        )
     if sys.stdout.isatty() and not options.json:
         _show(root, options.every, options.rows)
     else:

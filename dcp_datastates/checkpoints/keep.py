@@ -68,6 +68,22 @@ class Keep:
                 f"metrics={metrics!r}"
             )
 
+    def check_known(self, candidates: Iterable[Found]) -> None:
+        """Raise :class:`ConfigurationError` if ``best`` ranks by a metric that no checkpoint has."""
+        if self.best is None:
+            return
+        known = {
+            name
+            for found in candidates
+            if found.committed is not None
+            for name in found.committed.note.metrics
+        }
+        if self.best[0] not in known:
+            raise ConfigurationError(
+                f"Keep(best={self.best!r}): no checkpoint has the metric {self.best[0]!r}; they have "
+                f"{', '.join(sorted(known)) or 'none'}. Nothing was deleted"
+            )
+
     def asks_for(self, found: Found, newest: float) -> bool:
         """Whether ``every`` or ``within`` asks for this checkpoint.
 

@@ -123,6 +123,7 @@ def retain_here(
     retained = Retained([found.path for found in last], newest=len(last))
     if len(last) < keep.last:
         return retained
+    keep.check_known(everything)
     best = keep.the_best(everything, lambda found: found in last or flaw(found, verify) is None)
     newest = -math.inf if keep.within is None else _time_of_newest(everything)
     for found in older:

@@ -7,6 +7,7 @@ file under the names of the modules that they stand for. The rest of the model i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,10 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
         if found is None or is_under(name, optimizers):
             continue
         adapter, new = found
+        if new in stored and adapter in adapters:
+            raise ConfigurationError(
+                f"{source.path} has several models with adapters: {stored[new]!r} and {name!r}; choose one with part"
+            )
         stored[new] = name
         adapters.add(adapter)
     if not stored:
@@ -60,16 +65,37 @@ def adapter_config(source: Source, given: Path | None) -> bytes:
         path = given / ADAPTER_CONFIG
         if not path.is_file():
             raise ConfigurationError(f"config_from={str(given)!r} has no {ADAPTER_CONFIG}")
-        return path.read_bytes()
+        return _checked(path.read_bytes(), str(path))
     for name in source.objects:
         if name.endswith(f".{ADAPTER_CONFIG}"):
             value = value_of(source, name, allow_objects=False)
             if isinstance(value, bytes):
-                return value
+                return _checked(value, f"{source.path}: {name}")
     raise ConfigurationError(
         f"{source.path} has no {ADAPTER_CONFIG}, without which PEFT loads no adapter: pass the folder of one with "
         f"config_from (--config-from); model.peft_config['default'].save_pretrained(folder) writes it"
     )
+
+
+def _checked(config: bytes, where: str) -> bytes:
+    """Raise :class:`ConfigurationError` for an adapter that has more than what :func:`adapter_of` knows."""
+    try:
+        found = json.loads(config)
+        kind, bias = found.get("peft_type", "LORA"), found.get("bias", "none")
+        tokens = found.get("trainable_token_indices")
+    except (ValueError, AttributeError) as error:
+        raise ConfigurationError(f"{where} is no configuration of an adapter: {error}") from error
+    for wrong in (
+        f"peft_type={kind!r}" if kind != "LORA" else "",
+        f"bias={bias!r}" if bias != "none" else "",
+        "trainable_token_indices" if tokens else "",
+    ):
+        if wrong:
+            raise ConfigurationError(
+                f"{where}: convert knows no adapters with {wrong}; load the checkpoint into the model, and let "
+                f"save_pretrained() of PEFT write it"
+            )
+    return config
 
 
 def _in_file(name: str) -> tuple[str, str] | None:

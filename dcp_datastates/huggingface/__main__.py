@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
 import sys
 
@@ -32,7 +33,10 @@ def main() -> None:
         sys.argv = [options.module, *rest]
         runpy.run_module(options.module, run_name="__main__", alter_sys=True)
     else:
+        if not os.path.isfile(rest[0]):
+            parser.error(f"there is no script {rest[0]!r}")
         sys.argv = rest
+        sys.path[0] = os.path.dirname(os.path.abspath(rest[0]))  # as Python has it for a script
         runpy.run_path(rest[0], run_name="__main__")
 
 

@@ -21,6 +21,7 @@ from accelerate.checkpointing import (
     save_accelerator_state,
     save_custom_state,
 )
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import latest
@@ -115,8 +116,9 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
         models, optimizers = self._trained()
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
             saved = models
+            changed: dict[str, Any] = {}
             if self._save_model_state_pre_hook:
-                saved = self._without_saved_by_hooks(models, folder)
+                saved, changed = self._without_saved_by_hooks(models, folder)
             save_accelerator_state(
                 folder,
                 [],
@@ -130,7 +132,7 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             for index, custom in enumerate(self._custom_objects):
                 save_custom_state(custom, folder, index)
             files = read_files(Path(folder))
-        state = state_of(saved, {})
+        state = {**state_of(saved, {}), **changed}
         for name, optimizer in optimizers.items():
             state[name] = state_of_optimizer(models, optimizer)
         self._saves.start(with_files(state, files), path)
@@ -142,17 +144,29 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
         configuration.iteration += 1
         return str(path)
 
-    def _without_saved_by_hooks(self, models: dict[str, Any], folder: str) -> dict[str, Any]:
-        """Call the hooks. One that saves a model by itself takes its weights out of the list. (With FSDP, Accelerate
-        passes none.) Often only that of the first rank does.
+    def _without_saved_by_hooks(
+        self, models: dict[str, Any], folder: str
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Call the hooks; returns the models that are left to save, and the states that hooks have put in their places.
+
+        A hook that saves a model by itself takes its weights out of the list; often only that of the first rank does.
+        One may also change them. (With FSDP, Accelerate passes none.)
         """
         weights = {} if self._is_sharded else {n: each.state_dict() for n, each in models.items()}
+        names = {name: list(each) for name, each in weights.items()}
         left = list(weights.values())
         for hook in self._save_model_state_pre_hook.values():
             hook(self._models, left, folder)
+        changed: dict[str, Any] = {}
+        if len(left) == len(weights):
+            for (name, given), now in zip(weights.items(), left, strict=True):
+                if now is not given or list(now) != names[name]:
+                    ours = dict(zip(names[name], get_model_state_dict(models[name]), strict=True))
+                    changed[name] = {ours.get(key, key): value for key, value in now.items()}
+            return {n: each for n, each in models.items() if n not in changed}, changed
         mine = sorted(weights.keys() - _among(left, weights).keys())
         taken = from_first_rank(lambda: mine, "taken", "which models hooks save")
-        return {name: model for name, model in models.items() if name not in taken}
+        return {name: model for name, model in models.items() if name not in taken}, {}
 
     def load_state(
         self,

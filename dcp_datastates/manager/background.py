@@ -38,7 +38,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 }
 
 
-_MISSPELLED: Final = 0.85
+_MISSPELLED: Final = 0.75
 """Names that are at least so similar are taken for the same. No option of a framework is so similar to one of ours."""
 
 

@@ -20,16 +20,20 @@ from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ForeignCheckpointError,
+    IncompatibleStateError,
 )
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.optimizer_state import (
+    WHOLE,
+    give_whole_state,
+    is_by_parameter,
     members_of,
     optimizer_state,
     set_optimizer_state,
     state_to_fill,
+    whole_state,
 )
 from dcp_datastates.manager.trainable import Trainable
-from dcp_datastates.manager.training_state import model_of
 from dcp_datastates.storage import attempts, local
 
 __all__ = [
@@ -62,8 +66,11 @@ def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
 
 
 def state_of_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer of one of ``models``, to save it."""
-    return optimizer_state(_owner(models, optimizer), optimizer)
+    """The state of an optimizer of ``models``, to save it: by parameters' names, or else as it gives it."""
+    owner = _owner(models, optimizer)
+    if owner is None or not is_by_parameter(optimizer):
+        return whole_state(optimizer)
+    return optimizer_state(owner, optimizer)
 
 
 def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = True) -> None:
@@ -93,14 +100,23 @@ def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Op
     """Load optimizers of ``models``, like :func:`load_models`."""
     if optimizers:
         stored = _stored_names(path)
-        state = {
-            name: state_to_fill(_owner(models, each), each, name, stored)
-            for name, each in optimizers.items()
-        }
+        state: dict[str, Any] = {}
+        owners: dict[str, torch.nn.Module] = {}
+        for name, each in optimizers.items():
+            if any(known.startswith(f"{name}.{WHOLE}.") for known in stored):
+                give_whole_state(each, load(path, only=f"{name}.{WHOLE}")[name])
+                continue
+            if (owner := _owner(models, each)) is None:
+                raise IncompatibleStateError(
+                    f"{path}: {name!r} was saved by names of parameters, and some of the optimizer's are in no model"
+                )
+            owners[name] = owner
+            state[name] = state_to_fill(owner, each, name, stored)
         members = {name: members_of(each) for name, each in state.items()}
-        load(path, state, only=state)
-        for name, optimizer in optimizers.items():
-            set_optimizer_state(_owner(models, optimizer), optimizer, state[name], members[name])
+        if state:
+            load(path, state, only=state)
+        for name, owner in owners.items():
+            set_optimizer_state(owner, optimizers[name], state[name], members[name])
 
 
 def holds(path: str | os.PathLike[str], name: str) -> bool:
@@ -116,9 +132,21 @@ def _state_of_model(
     )
 
 
-def _owner(models: Models, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
-    whole = [each.model if isinstance(each, Trainable) else each for each in models.values()]
-    return whole[0] if len(whole) == 1 else model_of(whole, optimizer, type(optimizer).__name__)
+def _owner(models: Models, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
+    """The model with the optimizer's parameters, or a module of several such models; None if some are in none."""
+    whole = {
+        name: each.model if isinstance(each, Trainable) else each for name, each in models.items()
+    }
+    wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    found = {name: wanted & set(map(id, each.parameters())) for name, each in whole.items()}
+    complete = [name for name, mine in found.items() if mine == wanted]
+    if complete:
+        return min(
+            (whole[name] for name in complete), key=lambda each: len(list(each.parameters()))
+        )
+    if wanted - set().union(*found.values()):
+        return None
+    return torch.nn.ModuleDict({name: whole[name] for name, mine in found.items() if mine})
 
 
 def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:

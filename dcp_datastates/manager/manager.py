@@ -146,7 +146,7 @@ class CheckpointManager:
         self._save_last = save_last
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""
-        self._closed = False
+        self._ending = self._closed = False
         self.stopping = False
         """Whether the loop should end: a signal has come to a rank, and this step is saved. The same on all ranks."""
 
@@ -258,7 +258,7 @@ class CheckpointManager:
             self._check_ranks()
             parts = TrainingState(state, self._rank_set)
             if self._newest_save is None:
-                if self._keep is not None and self._rank_set.rank == 0:
+                if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
                     self._keep.check(metrics)
                 parts.warn()
             handle = async_save(
@@ -416,6 +416,7 @@ class CheckpointManager:
     def _end(self, save_last: bool) -> None:
         if self._closed:
             return
+        self._ending = True  # a step that was not due may have no metrics
         try:
             if save_last and self._unsaved is not None:
                 self.save(*self._unsaved, force=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -16,6 +16,10 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.staging.ownership import by_storage
 
 __all__ = ["Trainable"]
+
+
+_ONCE: Final = "_dcp_datastates_trained"
+"""The attribute of the model that has them: another :class:`Trainable` of it knows them, too."""
 
 
 class Trainable:
@@ -48,7 +52,7 @@ class Trainable:
             )
         self.model = model
         self._buffers = buffers
-        self._once: set[str] = set()
+        self._once: set[str] = vars(model).setdefault(_ONCE, set())
         """The names of the parameters that were trained at a call before, or that were loaded."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ state fails the save on all ranks.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.manager.optimizer_state import (
     WHOLE,
     give_whole_state,
@@ -46,6 +48,8 @@ __all__ = ["TrainingState", "model_of"]
 logger = logging.getLogger(__name__)
 
 _RANK: Final = "rank-"
+_PACKED: Final = "packed"
+"""The name, below that of an object, of a state that DCP would change: it is stored as ``torch.save`` writes it."""
 
 
 @dataclass
@@ -127,10 +131,16 @@ class _Object:
     value: Stateful
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(_containers_copied(self.value.state_dict()))
+        state = self.value.state_dict()
+        if not _keeps_its_types(state):
+            return {_PACKED: packed(self.value)}
+        return dict(_containers_copied(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value.load_state_dict(state)
+        if _PACKED in state:
+            unpack(self.value, state[_PACKED])
+        else:
+            self.value.load_state_dict(state)
 
 
 class ToLoad(NamedTuple):
@@ -236,6 +246,10 @@ class TrainingState:
             return _Own(mine, self._rank_set.rank)
         if isinstance(value, torch.nn.Module):
             return _Model(value)
+        if isinstance(value, type) and isinstance(value, Stateful):
+            raise ConfigurationError(
+                f"the part {name!r} is the class {value.__name__}, not an object"
+            )
         if isinstance(value, Trainable):
             return _Trainable(name, value)
         if isinstance(value, torch.optim.Optimizer):
@@ -265,6 +279,37 @@ def model_of(
     raise ConfigurationError(
         f"no model in the state has the parameters of the optimizer {name!r}; pass its model, too"
     )
+
+
+def _keeps_its_types(value: Any) -> bool:
+    """Whether a state comes back from DCP as it was: with strings as keys, plain dicts and lists, and none empty.
+
+    One with sharded tensors cannot be packed, and passes.
+    """
+    return _is_plain(value) or _any_sharded(value)
+
+
+def _is_plain(value: Any, top: bool = True) -> bool:
+    if isinstance(value, Mapping):
+        if type(value) not in (dict, OrderedDict) or (type(value) is OrderedDict and not top):
+            return False
+        keys = all(type(key) is str for key in value)
+        return (
+            (top or bool(value)) and keys and all(_is_plain(each, False) for each in value.values())
+        )
+    if isinstance(value, (list, tuple)) and any(
+        isinstance(each, (Mapping, list, tuple, torch.Tensor)) for each in value
+    ):
+        return type(value) is list and all(_is_plain(each, False) for each in value)
+    return True  # DCP stores it as one value, with its type
+
+
+def _any_sharded(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_any_sharded, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(_any_sharded, value))
+    return isinstance(value, torch.Tensor) and (is_wrapper(value) or hasattr(value, "placements"))
 
 
 def _containers_copied(value: Any) -> Any:
@@ -313,7 +358,7 @@ def _holds_objects(value: Any, name: str, around: tuple[int, ...]) -> bool:
 
 
 def _has_state(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and isinstance(value, (Stateful, PerRank))
+    return not isinstance(value, (torch.Tensor, type)) and isinstance(value, (Stateful, PerRank))
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -452,6 +452,67 @@ def test_a_name_that_cannot_be_installed_is_refused() -> None:
     assert "choose of accelerate, trainer" in ended.stderr
 
 
+def test_a_hook_may_change_the_weights_that_are_saved(tmp_path: Path) -> None:
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    accelerator = _accelerator(DataStatesAccelerator, tmp_path)
+
+    def halve(models: Any, weights: Any, folder: str) -> None:
+        weights[0] = {name: value / 2 for name, value in weights[0].items()}
+
+    accelerator.register_save_state_pre_hook(halve)
+    weight = _train_a_step(accelerator)
+    path = accelerator.save_state()
+    accelerator.wait_for_saves()
+    accelerator.load_state(path)
+    assert torch.equal(accelerator._models[0].weight, weight / 2)
+
+
+@pytest.mark.parametrize("shape", ["LBFGS", "two models", "a parameter of its own"])
+def test_optimizers_of_all_kinds_resume(shape: str, tmp_path: Path) -> None:
+    from accelerate.state import AcceleratorState
+
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    def run(resume: bool) -> list[torch.Tensor]:
+        AcceleratorState._reset_state(True)
+        accelerator = DataStatesAccelerator(cpu=True, host_cache_size="64MiB")
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(4, 4) for _ in range(2 if shape == "two models" else 1)]
+        owned = [each for model in models for each in model.parameters()]
+        if shape == "a parameter of its own":
+            owned.append(torch.nn.Parameter(torch.ones(4)))
+        optimizer: Any = (
+            torch.optim.LBFGS(owned, max_iter=3) if shape == "LBFGS" else torch.optim.AdamW(owned)
+        )
+        accelerator.prepare(*models, optimizer)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            x = torch.ones(2, 4)
+            for model in models:
+                x = model(x)
+            extra = owned[-1] if shape == "a parameter of its own" else 0
+            loss = (x + extra - 2).square().mean()
+            loss.backward()
+            return loss
+
+        if resume:
+            accelerator.load_state(str(tmp_path / "saved"))
+            if shape == "a parameter of its own":
+                owned[-1].data = torch.load(tmp_path / "extra")
+        else:
+            optimizer.step(closure)
+            accelerator.save_state(str(tmp_path / "saved"))
+            torch.save(owned[-1].data, tmp_path / "extra")
+            accelerator.wait_for_saves()
+        for _ in range(3):
+            optimizer.step(closure)
+        return [each.detach().clone() for each in owned]
+
+    assert all(map(torch.equal, run(False), run(True)))
+
+
 @pytest.mark.parametrize("library", BOTH)
 def test_the_training_does_not_wait_for_storage(tmp_path: Path, library: Library) -> None:
     """Storage hangs in the first save, and the training comes to its last one all the same."""

@@ -55,7 +55,6 @@ def steps(root):
         (Keep(best=("loss", "min", 2)), [200, 400, 500]),
         (Keep(best=("loss", "max")), [500]),
         (Keep(last=2, best=("loss", "max", 2)), [100, 400, 500]),
-        (Keep(best=("accuracy", "max")), [500]),
         (Keep(every=300, best=("loss", "min")), [200, 300, 500]),
     ],
     ids=str,
@@ -64,6 +63,16 @@ def test_what_any_rule_asks_for_stays(keep, left, run):
     deleted = retain(run, keep=keep)
     assert steps(run) == left
     assert len(deleted) == len(LOSSES) - len(left)
+
+
+def test_a_metric_that_no_checkpoint_has_deletes_nothing(run):
+    for keep in (Keep(best=("accuracy", "max")), Keep(last=2, best=("Loss", "min"))):
+        with raises(ConfigurationError, keep.best[0], "they have loss", "Nothing was deleted"):
+            retain(run, keep=keep)
+    assert steps(run) == list(LOSSES)
+    ended = run_cli("retain", run, "--keep", "1", "--best", "acc:min")
+    assert ended.returncode == 2
+    assert "they have loss" in ended.stderr
 
 
 DAY = 86400

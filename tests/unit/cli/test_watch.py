@@ -105,6 +105,8 @@ def test_the_table_has_age_distance_and_the_next(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
-    assert run_cli("watch", tmp_path, "--every", "0").returncode == 2
+    for every in ("0", "nan", "inf"):
+        assert run_cli("watch", tmp_path, "--every", every).returncode == 2
+    assert "no directory" in run_cli("watch", tmp_path / "absent").stderr
     (tmp_path / "file").touch()
     assert run_cli("watch", tmp_path / "file").returncode == 2

@@ -86,6 +86,32 @@ def test_one_of_several_adapters_is_chosen(config: Path, tmp_path: Path) -> None
     assert found[f"{LAYER}.lora_A.weight"].tolist() == [1.0] * 3
 
 
+def test_several_models_with_adapters_are_refused(config: Path, tmp_path: Path) -> None:
+    model = _state([f"{LAYER}.lora_A.default.weight"])
+    save({"actor": model, "critic": model}, tmp_path / "in")
+    options: dict[str, Any] = {"config_from": config, **SMALL}
+    with pytest.raises(ConfigurationError, match=r"several models.*part"):
+        convert(tmp_path / "in", tmp_path / "out", "peft", **options)
+    assert convert(tmp_path / "in", tmp_path / "out", "peft", part="critic", **options).tensors == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"bias": "lora_only"}, "bias='lora_only'"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"peft_type": "IA3"}, "peft_type='IA3'"),
+    ],
+)
+def test_an_adapter_with_more_is_refused(
+    settings: Any, named: str, config: Path, tmp_path: Path
+) -> None:
+    (config / "adapter_config.json").write_text(json.dumps(settings))
+    save({"model": _state(STORED)}, tmp_path / "in")
+    with pytest.raises(ConfigurationError, match=named):
+        convert(tmp_path / "in", tmp_path / "out", "peft", config_from=config, **SMALL)
+
+
 def test_what_is_no_adapter_is_refused(config: Path, tmp_path: Path) -> None:
     save({"model": {"weight": torch.ones(3), "lora_A.weight": torch.ones(3)}}, tmp_path / "in")
     with pytest.raises(ConfigurationError, match="no parameters of a LoRA adapter"):

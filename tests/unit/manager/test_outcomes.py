@@ -22,6 +22,17 @@ def _save(manager, step, fails=False):
         assert handle.wait(60)
 
 
+def test_the_last_step_is_saved_if_only_steps_that_are_due_have_metrics(tmp_path):
+    for first in (0, 5):  # and in a job that goes on
+        keep = Keep(last=2, best=("loss", "min"))
+        with CheckpointManager(tmp_path, every=10, keep=keep, host_cache_size="64MiB") as manager:
+            manager.restore_latest({"w": torch.zeros(3)})
+            for step in range(first, first + 5):
+                metrics = {"loss": 1.0} if manager.should_save(step) else None
+                manager.save(step, {"w": torch.zeros(3)}, metrics)
+    assert (tmp_path / "step-9" / ".metadata").exists()
+
+
 def test_steps_are_those_that_are_committed_and_the_latest_is_the_newest(tmp_path):
     keep = Keep(last=9, best=("loss", "min"))
     with CheckpointManager(tmp_path / "run", every=5, keep=keep) as manager:

@@ -131,14 +131,13 @@ def test_what_is_frozen_again_is_not_lost(tmp_path: Path) -> None:
     model = Net()
     model.body.requires_grad_(False)
     model.head.requires_grad_(True)
-    part = Trainable(model)
     with ds.CheckpointManager(tmp_path, every=1, host_cache_size=CACHE) as manager:
-        manager.save(0, {"part": part})
+        manager.save(0, {"part": Trainable(model)})
         _trained(model, range(2))
         trained = model.head.weight.detach().clone()
         model.head.requires_grad_(False)
         model.body.down.requires_grad_(True)
-        manager.save(1, {"part": part})
+        manager.save(1, {"part": Trainable(model)})
     assert set(ds.load(tmp_path / "step-1")["part"]) == NORM | {"body.down"} | HEAD
 
     again = Net()  # its head is frozen, and never was anything else

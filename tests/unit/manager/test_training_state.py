@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict, defaultdict
+
 import pytest
 import torch
 from support.checkpoints import assert_same, raises
@@ -241,6 +243,79 @@ def test_a_container_with_objects_is_stored_as_its_parts_at_the_top_are(tmp_path
             torch.nn.init.zeros_(each.weight)
             checkpoints.restore(1, flat, unexpected="ignore")
             assert_same(each.state_dict(), expected)
+
+
+class Stateful:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {1: 10, "x": {2.5: torch.ones(3)}},
+        {"e": {}, "f": [], "g": ()},
+        Counter("abca"),
+        {"deep": [OrderedDict(a=1), {"b": defaultdict(int, c=2)}]},
+        {"pair": (1, 2.0), "nested": ([1], {"a": 2})},
+        {"plain": {"a": [1, 2], "b": torch.ones(2)}, "none": None},
+    ],
+    ids=str,
+)
+def test_an_object_receives_exactly_what_it_gave(state, tmp_path):
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"object": Stateful(state)})
+        restored = Stateful({"other": 1})
+        checkpoints.restore(1, {"object": restored})
+
+    def types(value):
+        if isinstance(value, dict):
+            return type(value), {key: types(each) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value), list(map(types, value))
+        return type(value)
+
+    assert types(restored.state) == types(state)
+    assert repr(restored.state) == repr(state)
+
+
+@pytest.mark.parametrize("milestones", [[3, 5], [6, 7]])
+def test_schedulers_of_torch_go_on(milestones, tmp_path):
+    def made(of):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 1.0)
+        parts = [
+            torch.optim.lr_scheduler.LinearLR(optimizer),
+            torch.optim.lr_scheduler.MultiStepLR(optimizer, of),
+        ]
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+    def steps(optimizer, scheduler, count):
+        rates = []
+        for _ in range(count):
+            optimizer.step()
+            scheduler.step()
+            rates.append(scheduler.get_last_lr())
+        return rates
+
+    first = made([3, 5])
+    steps(*first, 1)
+    with manager(tmp_path) as checkpoints:
+        checkpoints.save(1, {"scheduler": first[1]})
+        optimizer, scheduler = made(milestones)
+        checkpoints.restore(1, {"scheduler": scheduler})
+    optimizer.param_groups[0]["lr"] = first[0].param_groups[0]["lr"]
+    assert steps(optimizer, scheduler, 8) == steps(*first, 8)
+
+
+def test_a_class_is_no_part(tmp_path):
+    with manager(tmp_path) as checkpoints, raises(ConfigurationError, "'kind'", "class Linear"):
+        checkpoints.save(1, {"kind": torch.nn.Linear})
 
 
 def test_a_value_within_a_tuple_cannot_be_put_back_and_says_so(tmp_path):
