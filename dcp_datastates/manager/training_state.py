@@ -38,6 +38,7 @@ from dcp_datastates.manager.per_rank import (
     RngState,
     differs,
     packed,
+    packed_state,
     unpack,
     warn_of_order,
 )
@@ -133,7 +134,7 @@ class _Object:
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
         if not _keeps_its_types(state):
-            return {_PACKED: packed(self.value)}
+            return {_PACKED: packed_state(state)}
         return dict(_containers_copied(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
