@@ -81,9 +81,12 @@ class Worker:
             while True:
                 if (work := self._work.get_nowait()) is not None:
                     self._call(work)
+                del work
 
     def _call(self, work: Callable[[], None]) -> None:
         try:
             work()
         except BaseException:
             logger.exception("unexpected error in %s", self._name)
+        finally:
+            del work  # an error that somebody keeps may keep this frame
