@@ -30,6 +30,17 @@ def shared_dir(tmp_path: Path) -> Path:
     return Path(agree(str(tmp_path)))
 
 
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "s"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def _no_plans_cached() -> Iterator[None]:
     """Stock planners cache plans in class attributes; no test sees another's."""

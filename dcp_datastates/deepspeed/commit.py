@@ -1,4 +1,4 @@
-"""What follows a commit: placeholders, and DeepSpeed's file ``latest``. No thread of the training waits for it.
+"""What follows a commit: placeholders, and DeepSpeed's file ``latest``. Training waits for it only with ``wait``.
 
 1. All ranks agree on the outcome of the save, as on that of every save of this package. Every rank is told it.
 2. If the checkpoint is committed, a thread of rank 0 writes the placeholders, and then ``latest``, each durably.

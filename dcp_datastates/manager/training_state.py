@@ -133,7 +133,7 @@ class _Object:
 
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
-        if not _keeps_its_types(state):
+        if _PACKED in state or not _keeps_its_types(state):
             return {_PACKED: packed_state(state)}
         return dict(_containers_copied(state))
 

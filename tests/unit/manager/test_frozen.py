@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.checkpoints import CACHE
 from support.tiers import sampled
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,12 +21,7 @@ ROWS = 160  # 100 KiB: deferred
 LATER = {"read_window": "backward", "read_deadline": 600.0, "host_cache_size": CACHE}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "s"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 class Adapted(torch.nn.Module):

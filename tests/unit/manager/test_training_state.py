@@ -264,6 +264,7 @@ class Stateful:
         Counter("abca"),
         {"deep": [OrderedDict(a=1), {"b": defaultdict(int, c=2)}]},
         {"pair": (1, 2.0), "nested": ([1], {"a": 2})},
+        {"packed": 3, "other": [1]},
         {"plain": {"a": [1, 2], "b": torch.ones(2)}, "none": None},
     ],
     ids=str,
