@@ -123,8 +123,9 @@ class CheckpointManager:
         self.root: Final = local.local_path(root)
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
-        if not isinstance(strict, bool):
-            raise ConfigurationError(f"strict={strict!r} must be True or False")
+        for name, flag in (("strict", strict), ("save_last", save_last)):
+            if not isinstance(flag, bool):
+                raise ConfigurationError(f"{name}={flag!r} must be True or False")
         self._strict = strict
         self._verify: Verification = verify
         self._steps = StepDirectories(self.root, verify)

@@ -31,6 +31,9 @@ class Outcomes:
             raise ConfigurationError(
                 f"max_failures={most!r} must be a whole number, 1 or more; None for no limit"
             )
+        for name, hook in (("on_commit", on_commit), ("on_failure", on_failure)):
+            if hook is not None and not callable(hook):
+                raise ConfigurationError(f"{name}={hook!r} must be a function, or None")
         self._most = most
         self._on_commit, self._on_failure = on_commit, on_failure
         self._open: list[tuple[int, SaveHandle]] = []
