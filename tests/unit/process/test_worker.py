@@ -74,3 +74,25 @@ def test_nothing_that_was_taken_is_lost_when_a_close_comes_in_between() -> None:
         poster.join()
         worker.close()
         assert sorted(done) == taken
+
+
+class _Late(queue.SimpleQueue[Any]):
+    """A ``put`` of a function, other than the first, comes after the thread has ended."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.puts = 0
+
+    def put(self, item: Any, *rest: Any, **keywords: Any) -> None:
+        self.puts += item is not None
+        if item is not None and self.puts == 2:
+            self.worker.close()
+        super().put(item)
+
+
+def test_what_is_handed_over_behind_the_threads_end_runs_all_the_same() -> None:
+    worker, done = Worker("test"), []
+    worker._work = _Late(worker)
+    assert worker.post(lambda: done.append("first"))
+    assert worker.post(lambda: done.append("second"))
+    assert done == ["first", "second"]
