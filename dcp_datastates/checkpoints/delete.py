@@ -20,7 +20,7 @@ from dcp_datastates.checkpoints.listing import Found, open_found
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage import attempts, claims, local, lock, operations
+from dcp_datastates.storage import attempts, claims, local, lock, operations, readme
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["NotDeleted", "delete", "delete_committed", "delete_rest"]
@@ -193,6 +193,7 @@ def _withdraw(path: Path, claimed: list[Attempt]) -> None:
 
 def _remove(path: Path, claimed: list[Attempt]) -> bool:
     """Remove the attempts, and the directory if it is then empty; returns whether the directory is gone."""
+    readme.remove(path)
     for attempt in claimed:
         attempts.remove_attempt(path, attempt, _PHASE)
     attempts.remove_unborn(path)  # one that is only slow begins again

@@ -36,7 +36,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.process.forks import ProcessLock
-from dcp_datastates.storage import attempts, local, operations
+from dcp_datastates.storage import attempts, local, operations, readme
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import is_hung
 from dcp_datastates.storage.failpoints import hit
@@ -102,6 +102,7 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
                 with contextlib.suppress(DataStatesError):
                     _remember(directory, attempt)
         operations.tell(directory, attempt.name)
+        readme.write(directory)
     except Exception:
         if not published:
             raise

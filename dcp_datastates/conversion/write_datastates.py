@@ -29,7 +29,7 @@ from dcp_datastates.format.metadata import FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.saving.document import DCP_VERSION
-from dcp_datastates.storage import local, operations
+from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.claims import Neighbours
 
@@ -55,6 +55,7 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
         path = folder / local.METADATA_NAME
         with local.explained("writing", path, len(document)):
             operations.write_new_file(path, document, "convert")
+        readme.write(folder)
 
     return Job(writer.units(), tuple(image.path for image in images), finish, writer.close)
 

@@ -353,6 +353,6 @@ def _assert_tidy(path: Path) -> None:
     while len(attempts(path)) > 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     names = sorted(entry.name for entry in path.iterdir())
-    assert len(names) == 2, f"left behind: {names}"
-    assert names[0] == ".metadata"
+    assert len(names) == 3, f"left behind: {names}"
+    assert {".metadata", "README"} < set(names)
     dist.barrier()

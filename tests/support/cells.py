@@ -211,10 +211,10 @@ def _save_next(path: Path, world: int, scratch: Path) -> None:
     ):
         one.result()
     left = sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
-    attempt, *more = sorted({name.split("/")[0] for name in left} - {".metadata"})
+    attempt, *more = sorted({name.split("/")[0] for name in left} - {".metadata", "README"})
     assert not more, f"left behind: {left}"
     files = [f"{attempt}/r{rank:05}-0.safetensors" for rank in range(world)]
-    assert left == sorted([".metadata", attempt, *files]), f"left behind: {left}"
+    assert left == sorted([".metadata", "README", attempt, *files]), f"left behind: {left}"
 
 
 def passes(kind: Kind, names: Iterable[str], committed: Path, scratch: Path) -> list[str]:

@@ -130,7 +130,9 @@ def test_stock_tools_read_the_metadata(tmp_path):
 def test_the_files_are_where_they_should_be_and_nothing_else_is(tmp_path):
     save({"w": torch.ones(3)}, tmp_path)
     (attempt,) = attempts(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([".metadata", attempt.name])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(
+        [".metadata", "README", attempt.name]
+    )
     assert [entry.name for entry in attempt.iterdir()] == ["r00000-0.safetensors"]
 
 

@@ -1,0 +1,49 @@
+"""The file ``README`` in a checkpoint's directory. It tells people and programs that do not know the format what to do.
+
+Nothing relies on it, so it is not made durable, and no error of it ends a save or a deletion. A file that the program
+has put there under this name stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.storage.bounded import step
+
+__all__ = ["NAME", "remove", "write"]
+
+NAME: Final = "README"
+
+_TEXT: Final = b"""\
+This directory is a checkpoint of dcp_datastates, a storage backend for torch.distributed.checkpoint.
+
+Load it with dcp_datastates.load(state, PATH), or with
+    torch.distributed.checkpoint.load(state, storage_reader=dcp_datastates.DataStatesReader(PATH))
+
+Programs that do not know this format read a copy in a format of theirs:
+    dcp-datastates convert PATH OUT --to dcp            (FileSystemReader of torch)
+    dcp-datastates convert PATH OUT --to torch          (torch.load)
+    dcp-datastates convert PATH OUT --to safetensors    (safetensors)
+    dcp-datastates convert PATH OUT --to hf             (from_pretrained of transformers)
+
+dcp-datastates inspect PATH shows what it contains. dcp-datastates delete PATH deletes it.
+"""
+
+
+def write(directory: Path) -> None:
+    """Write the file, unless there is one. Never raises an error of storage."""
+    step()
+    with contextlib.suppress(OSError), open(directory / NAME, "xb") as file:
+        file.write(_TEXT)
+
+
+def remove(directory: Path) -> None:
+    """Remove the file, if this package wrote it, perhaps in part. Never raises an error of storage."""
+    step()
+    path = directory / NAME
+    with contextlib.suppress(OSError):
+        ours = path.is_file() and path.stat().st_size <= len(_TEXT)
+        if ours and _TEXT.startswith(path.read_bytes()):
+            path.unlink()
