@@ -11,8 +11,6 @@ from typing import Any, Literal, final
 
 from typing_extensions import Buffer
 
-from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
-
 SEGMENT_BYTES: int
 """Size of a host cache segment (8 MiB). A file is one byte stream cut into segments."""
 
@@ -83,24 +81,6 @@ class ExpectedBytes:
         copies: Sequence[int],
     ) -> None:
         """Expect all bytes of each tensor to be those at the address in ``copies``. No tensor may be empty."""
-
-def metadata_pickle(
-    opcodes: Buffer,
-    memo_size: int,
-    words: Ints,
-    names: Ints,
-    table: Ints,
-    paths: Ints,
-    catalog: Catalog,
-    placement: Placement,
-) -> bytes:
-    """``opcodes``, then the rest of the pickle of a ``Metadata`` (``dcp_datastates.format.metadata_pickle`` says how).
-
-    ``opcodes`` have neither PROTO nor frames, and end within a dict of attributes. The four arrays are
-    where the unpickler's memo, which has ``memo_size`` entries by then, has the words of
-    ``native/src/metadata/metadata_pickle.h``, and the names, properties and paths of the columns. Writes without the
-    GIL; the arrays must not change meanwhile. Raises ValueError for columns that are inconsistent.
-    """
 
 @final
 class Fault:

@@ -1,14 +1,13 @@
 """The ``.metadata`` file: a pickle for DCP's own tools, and a table with the same contents for this package.
 
-The pickle is the one of stock DCP: ``Metadata`` with ``_StorageInfo`` entries and relative paths, and only fields that
-every release of torch has. A table of columns follows it (:mod:`dcp_datastates.format.trailer`). This package reads
-only the table: it never unpickles metadata, and the table names no class or function to call.
+The pickle is a ``Metadata`` with names, shapes and dtypes (:mod:`dcp_datastates.format.dcp_stub`). A table of columns
+follows it (:mod:`dcp_datastates.format.trailer`). This package reads only the table: it never unpickles metadata, and
+the table names no class or function to call.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 from typing import Final
 
@@ -19,9 +18,9 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format import trailer, values
 from dcp_datastates.format.chunk_table import FileRecord
+from dcp_datastates.format.dcp_stub import stub_of
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
-from dcp_datastates.format.metadata_pickle import emit
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.storage.local import open_regular
 
@@ -37,10 +36,10 @@ def encode(table: MetadataTable) -> bytes:
     try:
         check(table.catalog, table.placement, table.note.files)
         document = write_document(table)
-        pickled = emit(table.catalog, table.placement, table.storage_meta, table.version)
-    except (MetadataError, values.ValueRefused, TypeError, pickle.PicklingError) as error:
+    except (MetadataError, values.ValueRefused, TypeError) as error:
         raise refused(error) from error
-    return trailer.append(pickled, document, table.catalog, table.placement)
+    stub = stub_of(table.catalog, table.version)
+    return trailer.append(stub, document, table.catalog, table.placement)
 
 
 _LARGE: Final = 64 << 20

@@ -82,6 +82,5 @@ PYBIND11_MODULE(_native, module) {
     bind_jobs(module);
     bind_failpoints(module);
     bind_engine(module);
-    bind_metadata(module);
     bind_pulse(module);
 }

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace datastates {
@@ -34,45 +33,6 @@ class PyBufferView {
     [[nodiscard]] bool read_only() const { return view_.readonly != 0; }
 
   private:
-    Py_buffer view_{};
-};
-
-/// A C-contiguous one-dimensional array of int64 (numpy's, say), exported as long as the view
-/// lives.
-class IntArray {
-  public:
-    /// ValueError for anything else; `name` is for the message.
-    IntArray(const pybind11::handle& object, const char* name) {
-        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_CONTIG_RO | PyBUF_FORMAT) != 0) {
-            PyErr_Clear();
-            refuse(name);
-        }
-        const std::string_view format = view_.format == nullptr ? "B" : view_.format;
-        const bool aligned =
-            reinterpret_cast<std::uintptr_t>(view_.buf) % alignof(std::int64_t) == 0;
-        if (view_.ndim != 1 || view_.itemsize != sizeof(std::int64_t) || !aligned ||
-            (format != "l" && format != "q")) {
-            PyBuffer_Release(&view_);
-            refuse(name);
-        }
-    }
-    IntArray(const IntArray&) = delete;
-    IntArray& operator=(const IntArray&) = delete;
-    IntArray(IntArray&&) = delete;
-    IntArray& operator=(IntArray&&) = delete;
-    ~IntArray() { PyBuffer_Release(&view_); }
-
-    [[nodiscard]] std::span<const std::int64_t> values() const {
-        return {static_cast<const std::int64_t*>(view_.buf),
-                static_cast<std::size_t>(view_.len) / sizeof(std::int64_t)};
-    }
-
-  private:
-    [[noreturn]] static void refuse(const char* name) {
-        throw pybind11::value_error(std::string(name) +
-                                    " is no C-contiguous one-dimensional array of int64");
-    }
-
     Py_buffer view_{};
 };
 

@@ -25,7 +25,6 @@ void bind_jobs(const py::module_& module);
 void bind_devices(const py::module_& module);
 void bind_engine(const py::module_& module);
 void bind_failpoints(const py::module_& module);
-void bind_metadata(py::module_& module);
 void bind_expected(const py::module_& module);
 void bind_pulse(const py::module_& module);
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import pickle
 import struct
 
 import pytest
@@ -15,8 +13,6 @@ from support.checkpoints import assert_same, attempts, bits, load_everything, sa
 from support.files import BLOCK, crc32c, data_files, read_file
 from support.states import DTYPES, filled
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
 
 NAMED = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
@@ -97,27 +93,6 @@ def test_every_file_has_a_uniquely_named_checksum_table(tmp_path):
     names = [set(read_file(path).header) - {"w"} for path in data_files(tmp_path)]
     assert all(names)
     assert not set.intersection(*names) or len(names) == 1
-
-
-def test_metadata_is_stock_and_readable_by_plain_pickle(tmp_path):
-    state = {
-        "a": filled((9, 4), torch.bfloat16),
-        "nested": {"b": torch.tensor(1)},
-        "object": (1, 2),
-    }
-    save(state, tmp_path)
-    with (tmp_path / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    assert type(metadata) is Metadata
-    assert set(metadata.state_dict_metadata) == {"a", "nested.b", "object"}
-    assert metadata.state_dict_metadata["a"].size == (9, 4)
-    assert metadata.planner_data["nested.b"] == ("nested", "b")
-    for index, info in metadata.storage_data.items():
-        assert type(info) is _StorageInfo
-        assert not os.path.isabs(info.relative_path)
-        raw = (tmp_path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-        if index.fqn == "a":
-            assert raw == bits(state["a"])
 
 
 def test_stock_tools_read_the_metadata(tmp_path):

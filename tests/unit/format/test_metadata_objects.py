@@ -21,7 +21,6 @@ from support.metadata_examples import (
     sharded,
     storable,
 )
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from dcp_datastates.format import trailer
@@ -94,12 +93,3 @@ def test_entries_can_be_changed() -> None:
     assert found.state_dict_metadata["w1"] is kept
     del found.storage_data[MetadataIndex("w0", (3, 0))]
     assert len(found.storage_data) == 5
-
-
-def test_stock_reader_loads_the_file(tmp_path: Path) -> None:
-    packed, note = packed_example(sharded(1001, 2))
-    data = encode(MetadataTable(*packed.columns(), note, META, "1.0.0"))
-    (tmp_path / ".metadata").write_bytes(data)
-    found = FileSystemReader(tmp_path).read_metadata()
-    found.storage_meta.load_id = None
-    assert_identical(found, packed.metadata())
