@@ -51,14 +51,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --constraint $(CONSTRAINTS) $(PIP_ARGS)
 
 NATIVE_SOURCES := $(shell find native -type f)
-PYTHON_SOURCES := dcp_datastates dcp_datastates_cli tests integration benchmarks
+PYTHON_SOURCES := dcp_datastates dcp_datastates_cli tests integration benchmarks docs
 
 # One rank per core is what the tests and the demo run; more threads only fight over the cores.
 export OMP_NUM_THREADS ?= 1
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install demo test test-thorough python-test python-thorough integration-test newest-test native-test native-plain native-tsan native-asan simulate soak bench lint format clean \
+.PHONY: help install demo test test-thorough python-test python-thorough integration-test newest-test native-test native-plain native-tsan native-asan simulate soak bench lint format docs clean \
     dist wheel \
     gpu-check gpu-install gpu-test gpu-bench gpu-first gpu-measure gpu-smoke
 
@@ -81,6 +81,7 @@ help:
 	@echo "make gpu-bench        the GPU benchmark, in GPU_PYTHON (GPU_BENCH_ARGS=... are passed on)"
 	@echo "make lint             formatting, static analysis, types"
 	@echo "make format           rewrite the sources in the house format"
+	@echo "make docs             the documents and the API reference as a site: build/docs/index.html"
 	@echo "make dist             a wheel and an sdist in dist/, and a look at what they hold"
 	@echo "make wheel            the same, and each saves and loads in an empty environment"
 	@echo "make clean            remove .venv and build/"
@@ -229,6 +230,21 @@ format: $(VENV)/tools
 
 CPP_SOURCES = $(filter %.cpp %.h %.hpp %.cc,$(NATIVE_SOURCES))
 
+# --- the documents as a site ----------------------------------------------------------------------
+
+# The pages, and the files that they link to. They are copied in the repository's own tree, so that a link works on the
+# site as on GitHub. A link that leads nowhere is an error; nothing is fetched.
+DOCUMENTS := README.md CONTRIBUTING.md CHANGELOG.md benchmarks/README.md \
+    $(wildcard docs/*.md docs/*/*.md integration/*/README.md) \
+    benchmarks/results/metadata-2026-11-22.json dcp_datastates/deepspeed/hooks.py integration/huggingface/test_convert.py
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/docs
+	rm -rf build/docs-source
+	mkdir -p build/docs-source
+	cp --parents $(DOCUMENTS) build/docs-source
+	$(BIN)/python -m mkdocs build --strict >build/docs.log 2>&1 || { cat build/docs.log; exit 1; }
+
 # --- set-up -------------------------------------------------------------------------------------
 
 # Alone and first: pip picks the newest build that satisfies the pin (a local CPU build, where the
@@ -258,6 +274,10 @@ $(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
 # DeepSpeed is built from its sources, without its CUDA operators.
 $(VENV)/integrations: $(VENV)/installed
 	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft trl
+	@touch $@
+
+$(VENV)/docs: $(VENV)/tools
+	$(INSTALL) mkdocs-material 'mkdocstrings[python]'
 	@touch $@
 
 clean:

@@ -86,7 +86,9 @@ def rows(given: MetadataTable, path: Path) -> dict[str, Callable[[], Any]]:
     """What is measured, by what it is called."""
     data = encode(given)
     path.write_bytes(data)
-    objects: Metadata = pickle.loads(data)
+    stock = path.with_name("stock")
+    stock.write_bytes(pickle.dumps(metadata_of(given)))
+    objects: Metadata = unpickled(stock)
     # The same with nothing known of it: what a catalog is checked for is remembered.
     return {
         "write, a new plan": lambda: encode(
@@ -99,7 +101,7 @@ def rows(given: MetadataTable, path: Path) -> dict[str, Callable[[], Any]]:
         "read, and make every entry": lambda: list(
             metadata_of(decode(path.read_bytes(), path)).state_dict_metadata.values()
         ),
-        "stock: pickle.load of the same file": lambda: unpickled(path),
+        "stock: pickle.load": lambda: unpickled(stock),
     }
 
 

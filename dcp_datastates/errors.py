@@ -52,7 +52,7 @@ class ConfigurationError(DataStatesError, ValueError):
 
 
 class DeviceError(DataStatesError, RuntimeError):
-    """An accelerator's driver refused an operation; the message has its words."""
+    """An accelerator's driver refused an operation; the message contains the driver's."""
 
 
 class StorageError(DataStatesError, OSError):
@@ -72,13 +72,13 @@ class ForeignCheckpointError(CheckpointNotFoundError):
 
 
 class CheckpointCorruptError(DataStatesError):
-    """Stored bytes are not those that were written (checksum, size or structure)."""
+    """Stored bytes differ from those that were written (checksum, size or structure)."""
 
 
 class UnreadableMetadataError(CheckpointCorruptError):
-    """The checksum of ``.metadata`` holds, but this release does not take what is in it.
+    """The checksum of ``.metadata`` is right, but this release cannot read its contents.
 
-    A release with another format wrote it, or it was made up.
+    A release with another format wrote it, or it was forged.
     """
 
 
@@ -87,16 +87,16 @@ class CheckpointReplacedError(DataStatesError):
 
 
 class UnsafeObjectError(DataStatesError):
-    """The state holds pickled Python objects and the reader was told ``allow_objects=False``."""
+    """A value is a pickled Python object, and ``allow_objects=False`` refuses it."""
 
 
 class IncompatibleStateError(DataStatesError, ValueError):
-    """What a load asks for does not fit what was saved. Where names decide that, the error has all of them.
+    """The state does not fit the checkpoint. The error has all names that differ.
 
     Attributes:
-        missing: names in the state that the checkpoint lacks.
-        unexpected: names in the checkpoint that the state lacks.
-        unfit: by name, in what a value of the state and the stored one differ: shape, dtype or kind.
+        missing: Names in the state that the checkpoint lacks.
+        unexpected: Names in the checkpoint that the state lacks.
+        unfit: For each name, how a value of the state differs from the stored one: in shape, dtype or kind.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class SaveAbandonedError(DataStatesError):
 
 
 class SaveFailedError(DataStatesError):
-    """A save failed on at least one rank, so on all; the checkpoint that was there before still is.
+    """A save failed on at least one rank, and so on all. An older checkpoint at the path is intact.
 
-    Raised as this where the cause is no error of this package; else as the cause's own type, with
-    rank and cause in the message.
+    The message names rank and cause. If the cause is an error of this package, its own type is raised
+    instead.
     """
 
 
@@ -149,11 +149,11 @@ class ReplicasDifferError(SaveFailedError):
 
 
 class CheckpointSupersededError(SaveFailedError):
-    """Another job committed a checkpoint at the path while this save was under way."""
+    """Another job committed a checkpoint at the path during this save."""
 
 
 class CheckpointSkipped(SaveFailedError):
-    """All ranks agreed to leave this save out, because those before it are late (``when_behind``)."""
+    """All ranks left this save out, because earlier saves are behind (``when_behind``)."""
 
 
 class CommitOutcomeUnknown(DataStatesError):
@@ -161,7 +161,7 @@ class CommitOutcomeUnknown(DataStatesError):
 
 
 class NoAnswerError(DataStatesError, TimeoutError):
-    """The one rank that looks on behalf of all gave no answer; the message says to what, and why."""
+    """The rank that reads storage for all ranks did not answer; the message has the question and the cause."""
 
 
 def release_frames(error: BaseException) -> None:

@@ -9,18 +9,18 @@ __all__ = ["SaveStats"]
 
 @dataclass
 class SaveStats:
-    """Times in seconds, sizes in bytes; all of this rank only. What is not known yet is None.
+    """Statistics of one save on this rank. Times are in seconds, sizes in bytes; None means not known yet.
 
     Attributes:
-        stage_seconds: spent in ``stage()``, that is, in ``async_save`` (0 for a synchronous save).
-        gate_seconds: that ``optimizer.step()`` waited for this save's reads.
-        eager_bytes: copied inside ``stage()``.
-        deferred_bytes: read later.
-        bytes_written: sizes of this rank's files.
-        read_seconds: from the opening of the read window to the last read.
-        total_seconds: from the opening of the read window to durable files.
-        direct: whether all files were written past the page cache (O_DIRECT).
-        steady: whether all was laid out as in an earlier save, without planning (:class:`DataStatesSavePlanner`).
+        stage_seconds: Time in the call of ``async_save`` (0 for a synchronous save that DCP runs).
+        gate_seconds: Time for which ``optimizer.step()`` waited for this save's reads.
+        eager_bytes: Bytes copied at the call.
+        deferred_bytes: Bytes read after the call.
+        bytes_written: The size of this rank's files.
+        read_seconds: Time from the opening of the read window to the last read.
+        total_seconds: Time from the opening of the read window to durable files.
+        direct: Whether all files were written past the page cache (O_DIRECT).
+        steady: Whether the save used a cached plan and layout (:class:`DataStatesSavePlanner`).
     """
 
     stage_seconds: float = 0.0

@@ -31,6 +31,7 @@ import dcp_datastates as ds
 
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="starts torchrun itself")
 
+RECIPES = "docs/recipes.md"
 QUICK_START = "Quick start"
 ONE_PROCESS = "One process"
 DDP = "DDP"
@@ -121,7 +122,7 @@ def assert_same_checkpoint(found: Path, expected: Path) -> None:
 
 
 def test_one_process_takes_a_last_save_when_it_is_told_to_stop(tmp_path):
-    directory = write(tmp_path, program(ONE_PROCESS))
+    directory = write(tmp_path, program(ONE_PROCESS, RECIPES))
     slowly = {"DCP_DATASTATES_FAILPOINTS": "read.before=sleep:0.1"}  # and the gate waits for reads
     with started(python(), directory, **slowly) as process:
         await_commit(directory / "one" / "step-1", process)
@@ -143,7 +144,7 @@ def test_one_process_takes_a_last_save_when_it_is_told_to_stop(tmp_path):
 
 
 def test_ddp_stops_on_all_ranks_when_one_is_told_to(tmp_path):
-    directory = write(tmp_path, program(DDP))
+    directory = write(tmp_path, program(DDP, RECIPES))
     begun = 1
     for _ in range(2):  # and the second run goes on from the last save of the first
         with started(torchrun(2, "train.py"), directory) as process:
@@ -165,7 +166,7 @@ def test_ddp_stops_on_all_ranks_when_one_is_told_to(tmp_path):
 def test_fsdp2_goes_on_at_another_size(tmp_path):
     quick_start = program(QUICK_START)
     assert DDP_LINE in quick_start
-    directory = write(tmp_path, quick_start.replace(DDP_LINE, program(FSDP2)))
+    directory = write(tmp_path, quick_start.replace(DDP_LINE, program(FSDP2, RECIPES)))
     run(torchrun(2, "train.py", 3), directory)
     ended = run(torchrun(1, "train.py", 5), directory)
     assert re.search(r"going on from .*step-2\b", ended.stdout)
@@ -176,7 +177,7 @@ def test_fsdp2_goes_on_at_another_size(tmp_path):
 
 def test_the_notebook_looks_into_a_checkpoint(uninterrupted):
     pytest.importorskip("safetensors")
-    (uninterrupted / "notebook.py").write_text(program(NOTEBOOK))
+    (uninterrupted / "notebook.py").write_text(program(NOTEBOOK, RECIPES))
     ended = run([sys.executable, "notebook.py"], uninterrupted)
     assert "step-12" in ended.stdout
     assert "tensor(" in ended.stdout
@@ -186,22 +187,42 @@ def test_the_notebook_looks_into_a_checkpoint(uninterrupted):
 # --- all documents --------------------------------------------------------------------------------
 
 
-def test_every_program_in_the_readme_is_run_by_a_test_above():
-    programs = [block.heading for block in blocks("README.md") if block.language == "python"]
-    assert programs == [QUICK_START, ONE_PROCESS, DDP, FSDP2, NOTEBOOK]
+RUN_ABOVE = {
+    ("README.md", QUICK_START),
+    *((RECIPES, heading) for heading in (ONE_PROCESS, DDP, FSDP2, NOTEBOOK)),
+}
+PROGRAMS = {
+    (block.document, block.heading)
+    for document in documents()
+    for block in blocks(document)
+    if block.language == "python"
+}
 
 
-@pytest.mark.parametrize(
-    ("document", "heading"),
-    [
-        (block.document, block.heading)
-        for document in documents()[1:]
-        for block in blocks(document)
-        if block.language == "python"
-    ],
-)
-def test_programs_in_other_documents_run(document, heading, tmp_path):
+def test_the_programs_that_are_run_above_are_printed():
+    assert RUN_ABOVE <= PROGRAMS
+
+
+@pytest.mark.parametrize(("document", "heading"), sorted(PROGRAMS - RUN_ABOVE))
+def test_all_other_programs_run(document, heading, tmp_path):
     run(python(), write(tmp_path, program(heading, document)))
+
+
+def test_the_first_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_index_lists_every_page():
+    index = (ROOT / "docs/index.md").read_text()
+    listed = {f"docs/{target}" for target in re.findall(r"\]\(([^)#]+\.md)\)", index)}
+    assert set(documents()) - {"README.md", "docs/index.md"} <= listed
+
+
+def test_the_reference_has_every_public_name():
+    pages = (ROOT / "docs/reference").glob("*.md")
+    text = "".join(page.read_text() for page in pages)
+    found = re.findall(r"^::: dcp_datastates\.(\w+)$", text, re.MULTILINE)
+    assert sorted(found) == sorted(ds.__all__)
 
 
 @pytest.mark.parametrize("document", documents())
@@ -224,7 +245,7 @@ def test_commands_in_documents_exist():
 
 
 def test_the_table_of_functions_names_what_they_take():
-    for name, *_ in table_cells("README.md", "name"):
+    for name, *_ in table_cells("docs/api.md", "name"):
         for call in re.findall(r"`(\w+(?:\(.*?\))?)`", name):
             function, _, rest = call.partition("(")
             taken = inspect.signature(getattr(ds, function)).parameters
@@ -235,7 +256,7 @@ def test_the_table_of_functions_names_what_they_take():
                     assert repr(taken[argument].default) == default.replace('"', "'")
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/dcp.md"])
+@pytest.mark.parametrize("document", ["docs/api.md", "docs/dcp.md"])
 def test_options_and_their_defaults_are_those_of_the_writer(document):
     taken = inspect.signature(ds.DataStatesWriter).parameters
     for option, default, *_ in table_cells(document, "option"):

@@ -18,15 +18,15 @@ Direction = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints are kept. One that any of the rules asks for stays, and so does one that is pinned.
+    """Rules for keeping checkpoints. A checkpoint stays if any rule selects it, or if it is pinned.
 
     Attributes:
-        last: How many of the newest, 1 or more.
-        every: Those whose step is a multiple of this number. The step is the number at the end of the name.
-        best: The one with the least or the greatest metric: ``("loss", "min")``; or as many as a third value says:
-            ``("accuracy", "max", 3)``. Checkpoints without that metric, or for which it is not a number, do not count.
-        within: Those committed within this time before the newest: seconds, or a string such as ``"7d"``. If the times
-            of the commits contradict their order, all stay.
+        last: The number of the newest to keep, 1 or more.
+        every: Keep those whose step is a multiple of this number. The step is the number at the end of the name.
+        best: Keep the one with the least or the greatest metric, ``("loss", "min")``, or several,
+            ``("accuracy", "max", 3)``. Checkpoints without that metric, or with NaN, do not count.
+        within: Keep those committed within this time before the newest: seconds, or a string such as ``"7d"``. If the
+            times of the commits contradict their order, all stay.
 
     Raises:
         ConfigurationError: a rule cannot work.

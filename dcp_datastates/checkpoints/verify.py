@@ -33,6 +33,7 @@ class Report:
     """The result of :func:`verify`. Sizes are bytes."""
 
     path: Path
+    """The checkpoint's directory."""
     attempt: str | None
     """The committed attempt; None if the metadata are damaged."""
     files: int
@@ -40,8 +41,11 @@ class Report:
     nbytes: int
     """The expected size of ``.metadata`` and all data files."""
     tensors: int
+    """The number of tensors."""
     objects: int
+    """The number of Python objects."""
     seconds: float
+    """How long the check took."""
     damages: tuple[Damage, ...]
     """All damages, by file and offset; neighbouring blocks form one damage."""
 
@@ -75,10 +79,14 @@ def verify(
         progress: Called in the calling thread, about ten times per second and once at the end, with the bytes done and
             the total bytes.
 
-    Damage does not raise: the report lists all of it. The check raises only if it cannot be carried out:
-    :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint), :class:`StorageError`
-    (no permission, say), :class:`CheckpointReplacedError` if another save committed there meanwhile,
-    :class:`ConfigurationError`.
+    Returns:
+        A report with all damage. Damage does not raise.
+
+    Raises:
+        CheckpointNotFoundError: no checkpoint is there (:class:`ForeignCheckpointError`: one of stock DCP is).
+        StorageError: it cannot be read, for example without permission.
+        CheckpointReplacedError: another save committed there meanwhile.
+        ConfigurationError: an argument cannot work.
     """
     directory = local.local_path(path)
     if threads is None:

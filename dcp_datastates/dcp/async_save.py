@@ -46,25 +46,28 @@ def async_save(
     in the host cache for the tensors that it copies.
 
     Args:
-        state_dict: names and values, nested to any depth: tensors, DTensors, picklable objects, and objects with a
+        state_dict: Names and values, nested to any depth: tensors, DTensors, picklable objects, and objects with a
             ``state_dict()`` method, which this call calls.
-        path: the checkpoint's directory. None if ``writer`` has one.
-        writer: a writer to reuse. None makes one from ``path`` and ``options``.
-        planner: the planner. None means one :class:`DataStatesSavePlanner` for all saves of these ranks.
-        process_group: the ranks that save; None means all. Only its list of ranks is used.
-        metrics: numbers by name, such as ``{"loss": 2.3}``, that are stored with the checkpoint's metadata; the first
+        path: The checkpoint's directory. None if ``writer`` has one.
+        writer: A writer to reuse. None makes one from ``path`` and ``options``.
+        planner: The planner. None means one :class:`DataStatesSavePlanner` for all saves of these ranks.
+        process_group: The ranks that save; None means all. Only its list of ranks is used.
+        metrics: Numbers by name, such as ``{"loss": 2.3}``, that are stored with the checkpoint's metadata; the first
             rank's count. ``inspect`` shows them, and :class:`Keep` compares them.
-        options: those of :class:`DataStatesWriter`, :class:`WriterOptions`.
+        options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``. Not together with ``writer``.
 
     Returns:
         A handle: ``result()`` returns when the checkpoint is committed on all ranks. If the save fails, it raises an
             error of this package that names the rank: :class:`RankLostError` within half a minute if a rank died, or
             after ``commit_timeout`` seconds if a rank has not made the call; :class:`CommitOutcomeUnknown` if the
-            coordinator may have published before it was lost. The outcome is logged, too.
+            coordinator may have published before it was lost. The log has the outcome, too.
 
     Raises:
         ConfigurationError: an option has a value that cannot work.
-        Exception: an object's ``state_dict()`` raised it. Then the other ranks' saves fail, too.
+        UnsupportedTensorError: a tensor cannot be stored. The other ranks' saves fail, too.
+        UnsupportedStateError: the state is no mapping, or an object cannot be stored. The other ranks' saves fail, too.
+        SaveStalledError: the call waited for an older save that made no progress for ``commit_timeout`` seconds.
+        Exception: an object's ``state_dict()`` raised it. The other ranks' saves fail, too.
     """
     made = _call(state_dict, path, writer, planner, process_group, metrics, options)
     return SaveHandle(made)
@@ -82,8 +85,14 @@ def save(
 ) -> SaveStats:
     """Save ``state_dict`` to ``path``; returns when it is committed on all ranks.
 
-    Like :func:`async_save`, but all tensors that can be read in place are, since the state does not change meanwhile.
-    Raises the error that failed the save.
+    Takes the arguments of :func:`async_save`. Tensors are read in place where possible, because the state does not
+    change during the call.
+
+    Returns:
+        The save's statistics on this rank.
+
+    Raises:
+        DataStatesError: the error that failed the save, of the same type on every rank; else as :func:`async_save`.
     """
     if writer is None:
         options = {"read_window": "immediate", "defer": "all", **options}

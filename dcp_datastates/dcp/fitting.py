@@ -50,24 +50,24 @@ _GUESSES: Final = 1000
 
 
 class FitOptions(TypedDict, total=False):
-    """What a load takes from a checkpoint, and what it does if that does not fit.
+    """What a load takes from a checkpoint, and what it does if the state does not fit.
 
-    All names are those of the program's state: ``rename`` comes first.
+    ``rename`` is applied first, so all other options take names of the program's state.
     """
 
     exclude: str | Iterable[str]
     """Leave the values under these names as they are."""
     rename: Rename | None
-    """The program's name of a stored one: a dict from old prefixes to new ones (``{"net.": "model."}``), or from
-    old globs to new ones (``{"*.attn.*": "*.attention.*"}``), of which the first that fits counts; or a function.
+    """The program's name for a stored name: a dict from old prefixes to new ones (``{"net.": "model."}``), or from
+    old globs to new ones (``{"*.attn.*": "*.attention.*"}``), or a function. The first entry that fits counts.
     """
     missing: Answer
-    """What to do if the state has values that the checkpoint lacks: fail (the default), or leave them as they are, with
-    a line in the log or without.
+    """What to do if the state has values that the checkpoint lacks: ``"error"`` (the default); ``"warn"``: they stay as
+    they are, and a line in the log has their names; ``"ignore"``: they stay as they are.
     """
     unexpected: Answer
-    """What to do if the checkpoint has values that no rank's state has: fail, leave them unread with a line in the log
-    (the default), or without.
+    """What to do if the checkpoint has values that no rank's state has: ``"error"``; ``"warn"`` (the default): they
+    stay unread, and a line in the log has their names; ``"ignore"``: they stay unread.
     """
     cast: bool
     """Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the default is to

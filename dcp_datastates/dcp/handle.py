@@ -16,8 +16,8 @@ __all__ = ["SaveHandle"]
 class SaveHandle(AsyncSaveResponse):
     """A save in progress. Any thread may use the handle at any time. The log has the outcome in any case.
 
-    DCP's names work too: ``staging_completion`` is :attr:`captured`, ``upload_completion`` is :attr:`committed`.
-    Waiting for either starts the save's reads at once: while the caller waits, no backward pass would.
+    DCP's names work, too: ``staging_completion`` is :attr:`captured`, ``upload_completion`` is :attr:`committed`.
+    Waiting for either starts the save's reads at once, because the waiting thread will not start a backward pass.
     """
 
     def __init__(self, save: SaveOperation) -> None:
@@ -27,15 +27,17 @@ class SaveHandle(AsyncSaveResponse):
 
     @property
     def captured(self) -> Future[None]:
-        """Done when all data are read, and the state may be changed freely. (``optimizer.step()`` need not wait for
-        it.)
+        """A future, done when all tensors have been read and the state may be changed freely.
+
+        ``optimizer.step()`` needs no such wait: the step gate makes it. ``result()`` raises if the save failed before.
         """
         return self.staging_completion
 
     @property
     def committed(self) -> Future[None]:
-        """Done when the outcome is known. ``result()`` returns if the checkpoint is committed on all ranks, else raises
-        the save's error.
+        """A future, done when the outcome is known.
+
+        ``result()`` returns if the checkpoint is committed on all ranks, and raises the save's error otherwise.
         """
         return self.upload_completion
 
@@ -52,14 +54,19 @@ class SaveHandle(AsyncSaveResponse):
     def result(self, timeout: float | None = None) -> None:
         """Return when the checkpoint is committed on all ranks.
 
-        Raises the error that failed the save, an error of this package, of the same type on every rank. Raises
-        TimeoutError after ``timeout`` seconds; the save then continues.
+        Args:
+            timeout: Seconds to wait. None: until the outcome is known.
+
+        Raises:
+            DataStatesError: the error that failed the save, of the same type on every rank.
+            TimeoutError: the outcome is not known after ``timeout`` seconds. The save continues.
         """
         self._save.committed.result(timeout)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds for the outcome; return whether it is known. Does not raise the
-        save's error.
+        """Wait for the outcome, for at most ``timeout`` seconds; return whether it is known.
+
+        Does not raise the save's error.
         """
         return self._save.committed.wait(timeout)
 

@@ -40,12 +40,12 @@ def load(
     allow_objects: bool = True,
     **options: Unpack[FitOptions],
 ) -> dict[str, Any]:
-    """Load the checkpoint at ``path`` into ``state``, or, if that is None, into a new dict.
+    """Load the checkpoint at ``path`` into ``state``, or into a new dict if ``state`` is None.
 
     With ``state``, this is :func:`torch.distributed.checkpoint.load`: all ranks of the group call it, at any world
     size, mesh or placement. It fills tensors in place, replaces objects, and passes the loaded values to ``Stateful``
-    objects: the values whose names are in ``state``, and no others. (:meth:`CheckpointManager.restore` also takes what
-    is stored below a dict or an object of the state.) If ``state`` does not fit, nothing of it changes on any rank.
+    objects. It loads only the values whose names are in ``state``. (:meth:`CheckpointManager.restore` also loads what
+    is stored below a dict or an object of the state.) If ``state`` does not fit, it stays unchanged on every rank.
 
     Without ``state``, the call is not collective and needs no process group: it returns the state as it was saved at
     any world size, nested, with full tensors on the CPU, which must fit in memory. Every byte read is verified.
@@ -58,8 +58,8 @@ def load(
         process_group: With ``state``: the ranks that load together; default: all.
         no_dist: With ``state``: this process loads alone, even if there are process groups.
         allow_objects: As for :class:`~dcp_datastates.DataStatesReader`.
-        options: Those of :class:`FitOptions`: ``exclude``, ``rename``, ``missing``, ``unexpected``, ``cast``.
-            Without ``state``, the last three mean nothing.
+        options: :class:`FitOptions`: ``exclude``, ``rename``, ``missing``, ``unexpected``, ``cast``. Without ``state``,
+            the last three have no effect.
 
     Returns:
         ``state``, or the new dict.

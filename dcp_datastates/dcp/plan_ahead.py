@@ -34,18 +34,20 @@ def prime(
 ) -> None:
     """Plan a save of ``state_dict`` now, so that the first save of such a state finds its plan in the cache.
 
-    Collective. Call it after a resume: the loaded state has the structure of the states to be saved. It reads no
-    tensor, changes nothing and writes nothing. Saves in flight are planned and read first, as before a synchronous
-    save.
+    Collective. Call it after a resume, for example: the loaded state has the structure of the states to be saved. It
+    reads no tensor, changes nothing and writes nothing. Saves in flight are planned and read first, as before a
+    synchronous save. The call waits up to 300 seconds for the other ranks.
 
     Args:
-        state_dict: a state like those that ``async_save`` will receive.
-        planner: the planner that will be passed to this package's ``async_save``; None if none will be. A planner whose
+        state_dict: A state like those that ``async_save`` will receive.
+        planner: The planner that will be passed to this package's ``async_save``; None if none will be. A planner whose
             class overrides hooks plans now, and plans again in the save.
-        process_group: the ranks that save; None means all.
+        process_group: The ranks that save; None means all.
 
-    Raises the error of reading the state's structure or of planning; with several ranks, all raise DCP's
-    ``CheckpointException`` with each rank's error.
+    Raises:
+        ConfigurationError: ``planner`` is no :class:`DataStatesSavePlanner`.
+        CheckpointException: with several ranks: DCP's error, with the error of each rank that failed. With one rank,
+            the error itself.
     """
     step_gate.open_windows()
     context = context_of(commit_group(rank_set_of(process_group)))

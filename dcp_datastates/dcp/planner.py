@@ -52,17 +52,17 @@ _SHOWN_ERRORS: Final = 500
 class DataStatesSavePlanner(DefaultSavePlanner):
     """A save planner for large jobs. It takes the options of :class:`DefaultSavePlanner`, and works with any writer.
 
-    Use one planner for all saves of a job: each has its own plan cache. The cache holds several plans, so state dicts
-    may alternate (model, optimizer).
+    Use one planner for all saves of a job, because each planner has its own plan cache. The cache holds several plans,
+    so state dicts may alternate (model, optimizer).
 
     Args:
-        flatten_state_dict: as in DCP.
-        flatten_sharded_tensors: as in DCP.
-        dedup_replicated_tensors: deprecated in DCP, without effect.
-        dedup_save_to_lowest_rank: the lowest rank writes a value that several ranks hold; replicas are not split.
-        enable_plan_caching: cache plans: if no rank's state has changed in structure, no plan is made, gathered or
+        flatten_state_dict: As in DCP.
+        flatten_sharded_tensors: As in DCP.
+        dedup_replicated_tensors: Deprecated in DCP, without effect.
+        dedup_save_to_lowest_rank: The lowest rank writes a value that several ranks hold; replicas are not split.
+        enable_plan_caching: Cache plans: if no rank's state has changed in structure, no plan is made, gathered or
             broadcast again. Only with this package's writer.
-        split_replicas: split tensors that several ranks hold into slices of rows, so that these ranks write equal
+        split_replicas: Split tensors that several ranks hold into slices of rows, so that these ranks write equal
             numbers of bytes within 1 %. Slices are ordinary DCP chunks. Only tensors that are declared equal are split:
             DTensors, and tensors that an optimizer owns. If replicas differ, the save fails
             (:class:`ReplicasDifferError`).

@@ -69,14 +69,17 @@ class DataStatesReader(StorageReader):
             ``state_dict()`` of an optimizer that has not stepped has none.
         exclude: Names, or prefixes of names (``"optimizer"``), that are left unread on purpose; ``*`` and ``?`` stand
             for any text and any character.
-        host_cache_size: Host memory for staging, bytes or a string; used only if this process has no engine yet.
+        host_cache_size: Host memory for staging, bytes or a string such as ``"64MiB"``, the default. Used only if this
+            process has no engine yet.
 
     Raises:
         ConfigurationError: an option has a value that cannot work.
 
-    Loading raises these errors, with several ranks wrapped in DCP's ``CheckpointException``:
-    :class:`CheckpointNotFoundError`, :class:`CheckpointCorruptError`, :class:`IncompatibleStateError`,
-    :class:`CheckpointReplacedError`, :class:`UnsafeObjectError` or :class:`StorageError`.
+    A load raises :class:`CheckpointNotFoundError`, :class:`CheckpointCorruptError`, :class:`IncompatibleStateError`,
+    :class:`CheckpointReplacedError`, :class:`UnsafeObjectError` or :class:`StorageError`. With several ranks, DCP wraps
+    them in its ``CheckpointException``.
+
+    Threads: one load at a time uses a reader, as with any DCP reader.
     """
 
     def __init__(

@@ -15,12 +15,12 @@ NAMES = ("accelerate", "trainer")
 
 
 def install(*names: str) -> None:
-    """Replace classes, from now on: what has imported one before keeps it.
+    """Replace classes of Accelerate and transformers for later imports. A module that has imported one keeps it.
 
     Args:
-        names: ``"accelerate"``: ``Accelerator`` becomes :class:`DataStatesAccelerator`. ``"trainer"``: transformers'
-            ``Trainer`` becomes :class:`DataStatesTrainer`, and so the base of all trainers that are defined from now
-            on. Default: both.
+        names: ``"accelerate"``: ``Accelerator`` becomes :class:`DataStatesAccelerator`. ``"trainer"``: the ``Trainer``
+            of transformers becomes :class:`DataStatesTrainer`, also as the base of trainers that are defined later.
+            Default: both.
 
     Raises:
         ConfigurationError: an unknown name.

@@ -54,15 +54,15 @@ def configure_engine(
     """Set the options of this process's native engine. Call it before the first writer, reader, save or load.
 
     Args:
-        copy_threads: Threads that copy tensors on the host into the cache, and tell devices to copy theirs.
+        copy_threads: Threads that copy tensors on the host into the cache, and enqueue the copies from devices.
         flush_threads: Threads that compute checksums and write files.
         restore_threads: Threads that read files, verify checksums, and copy into tensors.
-        copy_rate: Bytes per second, or a string such as ``"8GB"``: deferred tensors are copied from each device no
-            faster, so that training's own copies find more room. At least 64 MiB. The next step waits for longer then.
-            None: no limit.
+        copy_rate: The most bytes per second that saves copy from each device, as a number or a string such as
+            ``"8GB"``; at least 64 MiB. It leaves bandwidth to training's own copies, and makes the next step wait
+            longer. None: no limit.
 
     Raises:
-        ConfigurationError: an option has a value that cannot work, or the engine exists already, with others.
+        ConfigurationError: an option has a value that cannot work, or the engine exists already with other options.
     """
     global _config
     chosen = EngineConfig.checked(

@@ -19,10 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class DataStatesModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
-    """Lightning's callback, whose ``ckpt_path="last"`` leaves out what was not committed, or cannot be read.
+    """Lightning's callback, whose ``ckpt_path="last"`` skips uncommitted and unreadable checkpoints.
 
-    With Lightning's own callback, ``"last"`` finds the directory of a first save that a kill interrupted, and resuming
-    from it raises :class:`~dcp_datastates.CheckpointNotFoundError`. With this one, the training begins from the start.
+    If a kill interrupts the very first save, Lightning's own callback finds its directory for ``"last"``, and resuming
+    from it raises :class:`~dcp_datastates.CheckpointNotFoundError`. With this one, the training starts from the
+    beginning.
     """
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:

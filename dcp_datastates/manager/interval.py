@@ -25,10 +25,10 @@ _REMEMBERED_SAVES: Final = 5
 class AutoInterval:
     """An interval that follows from what a save costs.
 
-    The manager measures how long a step takes, by how much a save slows the steps down that it falls into, and when it
-    is committed. It then saves as often as three bounds allow: a save begins when the one before it is committed; the
-    saves cost at most ``stall_budget`` of the time (the rule of CheckFreq, FAST '21); and no more often than
-    ``sqrt(2 * cost * mtbf)``, beyond which saving costs more time than failures do (Young, 1974).
+    The manager measures how long a step takes, by how much a save slows down the steps during it, and how long it takes
+    until its commit. It then saves as often as three bounds allow: a save begins only when the one before it is
+    committed; saves cost at most ``stall_budget`` of the time (the rule of CheckFreq, FAST '21); and the interval is at
+    least ``sqrt(2 * cost * mtbf)``, below which saving costs more time than failures do (Young, 1974).
 
     Args:
         stall_budget: The part of the training time that saves may cost: 0.01 is one percent.

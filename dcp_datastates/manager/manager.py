@@ -73,31 +73,31 @@ class CheckpointManager:
                 if manager.stopping:
                     break
 
-    Every rank makes the same calls. :meth:`save` is called at each step, after the optimizer; it saves when a save is
-    due. If ranks must agree on that (on time, on a signal, on costs), they exchange a few numbers behind each step, and
-    act on them at the next.
+    Every rank makes the same calls. Call :meth:`save` at each step, after the optimizer; it saves when a save is due.
+    If ranks must agree on that (on time, on a signal, on costs), they exchange a few numbers after each step, and act
+    on them at the next step.
 
     Args:
         root: The directory of the checkpoints.
         every: When to save: at steps that are a multiple of this number; after a time, such as ``"10min"``; or
             ``"auto"``, which is :class:`AutoInterval` with its defaults.
-        keep: What stays of the older checkpoints, a number of the newest or a :class:`Keep`; None: everything. The
-            first rank deletes the rest in a thread, after each commit.
+        keep: The checkpoints to keep: a number of the newest, or a :class:`Keep`; None: all. After each commit, a
+            thread of the first rank deletes the others.
         on_signal: Signals that announce the end of the job. If one comes to any rank, all ranks save at the next step,
             and :attr:`stopping` is true from then on.
-        save_last: Whether :meth:`close`, without an error in the ``with`` block, saves the step of the last call of
-            :meth:`save` if that was not due: the state as it is then.
+        save_last: Whether :meth:`close` saves the step of the last call of :meth:`save`, with the state as it is then,
+            if that call did not save. An error in the ``with`` block prevents this.
         strict: Whether a failed save ends the loop: then the next save that is due, or the end of the ``with`` block,
             raises its error, on all ranks. By default it is logged and counted (:attr:`failures`).
-        max_failures: So many failed saves in a row end the loop, as with ``strict``, which is 1. None: no number does.
-        on_commit: Is called as ``on_commit(step, handle)`` for each committed save, on every rank, in the training
-            thread, by the next call of a method. What it raises, that call raises.
-        on_failure: The same for each failed save, as ``on_failure(step, error)``.
+        max_failures: This many failed saves in a row end the loop; ``strict`` means 1. None: failures never end it.
+        on_commit: Called as ``on_commit(step, handle)`` for each committed save, on every rank. The next call of a
+            method calls it, in the training thread, and raises what it raises.
+        on_failure: Called in the same way for each failed save, as ``on_failure(step, error)``.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
         process_group: The ranks that save; None: all.
-        options: Options of :class:`DataStatesWriter`.
+        options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
-    Threads: one thread uses a manager, and with ``on_signal`` the main thread makes it.
+    Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
 
     Raises:
         ConfigurationError: an option cannot work.
@@ -153,12 +153,12 @@ class CheckpointManager:
 
     @property
     def interval(self) -> str:
-        """When it saves, and why, in words."""
+        """The interval between saves and its reason, in words."""
         return str(self._schedule)
 
     @property
     def failures(self) -> int:
-        """How many saves have failed. Those that ``when_behind`` left out do not count."""
+        """The number of failed saves, without those that ``when_behind`` left out."""
         return self._outcomes.failures
 
     def path(self, step: int) -> Path:
@@ -168,7 +168,7 @@ class CheckpointManager:
     # ---- looking: each rank asks the file system for itself ----------------------------------------------
 
     def steps(self) -> list[int]:
-        """The steps of which there are committed checkpoints, in order."""
+        """The steps that have committed checkpoints, in order."""
         return self._steps.committed()
 
     @property
@@ -184,11 +184,11 @@ class CheckpointManager:
     # ---- saving --------------------------------------------------------------------------------------
 
     def should_save(self, step: SupportsIndex) -> bool:
-        """Whether :meth:`save` will save at ``step``, the next one it is called with; for what only a save needs.
+        """Whether :meth:`save` will save at ``step``, its next step. Use it for work that only a save needs.
 
         The same on all ranks. If the ranks exchange numbers, this waits for those of the step before.
 
-        Raises as :meth:`save`.
+        Raises the errors of :meth:`save`.
         """
         return self._schedule.is_due(self._checked(step))
 
@@ -205,25 +205,26 @@ class CheckpointManager:
         *,
         force: bool = False,
     ) -> SaveHandle | None:
-        """Call this at each step, after the optimizer's. It saves if a save is due, and does not wait for
-        its commit. (With ``strict``, it waits for the save before it.)
+        """Save if a save is due. Call this at each step, after the optimizer's.
+
+        It does not wait for the commit. (With ``strict``, it waits for the save before it.)
 
         Args:
-            step: The step that is done: the checkpoint's number. Greater than that of the call before; an equal one is
-                for ``force``, after the loop.
+            step: The step that is done, which becomes the checkpoint's number. It must be greater than that of the call
+                before. Repeat a step only with ``force=True``, after the loop.
             state: Names to models, optimizers, objects with ``state_dict()`` and ``load_state_dict()``, tensors and
                 values. A value that differs between ranks must be a :class:`PerRank` or a :class:`RngState` (a
-                ``StatefulDataLoader`` of torchdata is taken for one).
+                ``StatefulDataLoader`` of torchdata counts as a :class:`PerRank`).
             metrics: Numbers that are stored with the checkpoint, as for :func:`async_save`.
-            force: Save in any case: on all ranks, and again if a save of this step has failed. Waits for the saves in
-                flight.
+            force: Save in any case, also if a save of this step has failed; the same on all ranks. Waits for the saves
+                in flight.
 
         Returns:
             A handle of the save; None if none is due.
 
         Raises:
             ConfigurationError: ``step`` or ``state`` cannot work.
-            RankLostError, NoAnswerError: the ranks exchange numbers, and one is lost or does not come.
+            RankLostError, NoAnswerError: the ranks exchange numbers, and a rank was lost or did not make the call.
             DataStatesError: with ``strict``, the error of an earlier save.
         """
         step = self._checked(step)
@@ -305,20 +306,21 @@ class CheckpointManager:
     ) -> int | None:
         """Restore the newest checkpoint that can be loaded into ``state``; return its step, None if there is none.
 
-        One that is damaged is left out with a warning, and the next older one is taken. Waits for saves in
+        A damaged checkpoint is skipped, with a line in the log, and the next older one is restored. Waits for saves in
         flight. Every rank calls this.
 
         Args:
-            state: As for :meth:`save`. Models and optimizers get their states, and tensors are filled in place: names
-                and shapes must be those that were saved. Objects get exactly what their ``state_dict()`` gave when it
-                was saved. Dicts are filled with all that was saved of them. Other values are replaced in ``state``,
-                which must then be a dict.
-            timeout: Seconds that the other ranks wait while the first one looks. ``verify="full"`` reads all files.
+            state: As for :meth:`save`. Models, optimizers and tensors are filled in place: names and shapes must be
+                those that were saved. An object's ``load_state_dict()`` receives exactly what was saved. Dicts are
+                filled with all that was saved of them. Other values are replaced in ``state``, which must then be a
+                dict.
+            timeout: Seconds for which the other ranks wait for the first one (default: 300). With ``verify="full"`` it
+                reads all files.
             options: :class:`LoadOptions`, for a program that has changed since the save: ``only``, ``exclude``,
                 ``rename``, ``missing``, ``unexpected``, ``cast``; and ``allow_objects``.
 
         Raises:
-            CheckpointCorruptError: there are checkpoints, and all are damaged: the loop should not begin anew unseen.
+            CheckpointCorruptError: all checkpoints are damaged. The loop must not start over unnoticed.
             ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
             IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
         """
@@ -341,7 +343,8 @@ class CheckpointManager:
     def restore(self, step: int, state: Mapping[str, Any], **options: Unpack[LoadOptions]) -> int:
         """Restore the checkpoint of ``step`` into ``state``, as :meth:`restore_latest`; returns ``step``.
 
-        The loop may go back to an earlier step: what it saves from then on is the newest. Waits for saves in flight.
+        The loop may go back to an earlier step: its next save is then the newest checkpoint. Waits for saves in flight.
+        Raises the errors of :func:`load`.
         """
         fit = Fit.of(_checked_options(options), options.get("only"))
         return self._restore(step, state, fit, options.get("allow_objects", True))
@@ -398,7 +401,7 @@ class CheckpointManager:
     def wait(self) -> None:
         """Return when the outcome of every save is known and old checkpoints are deleted.
 
-        Raises the error of a failed save where ``strict`` or ``max_failures`` says so.
+        With ``strict`` or ``max_failures``, raises the error of a failed save.
         """
         self._outcomes.finish()
         if self._deletions is not None:
@@ -407,10 +410,9 @@ class CheckpointManager:
     # ---- ending --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Save the last step (``save_last``), wait until the outcome of every save is known and old checkpoints are
-        deleted. Idempotent.
+        """Save the last step (``save_last``), then wait for the outcome of every save and for deletions. Idempotent.
 
-        Raises the error of a failed save where ``strict`` or ``max_failures`` says so.
+        With ``strict`` or ``max_failures``, raises the error of a failed save.
         """
         self._end(self._save_last)
 

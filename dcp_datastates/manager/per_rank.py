@@ -18,14 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class PerRank:
-    """Marks an object of which each rank has its own state: a data loader that gives each rank other samples, say.
+    """Marks an object whose state differs between ranks, such as a data loader that gives each rank other samples.
 
-    The manager stores the state of every rank, and gives each rank its own back. If the number of ranks has changed,
-    none of the states fits any rank: then the object stays as it is, and a warning says so. The state is stored as it
-    is, with its types, by ``torch.save``: it should be small.
+    The manager stores the state of every rank, and restores each rank's own. If the number of ranks has changed, the
+    object stays as it is, and a warning says so. ``torch.save`` stores the state with its types; it should be small.
 
     Args:
-        wrapped: an object with ``state_dict()`` and ``load_state_dict()``.
+        wrapped: An object with ``state_dict()`` and ``load_state_dict()``.
     """
 
     def __init__(self, wrapped: Stateful) -> None:

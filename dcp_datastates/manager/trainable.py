@@ -23,17 +23,17 @@ _ONCE: Final = "_dcp_datastates_trained"
 
 
 class Trainable:
-    """The parameters of a model that are trained (``requires_grad``), and its buffers; in place of the model.
+    """Stands for a model in a state, with only its trained parameters (``requires_grad``) and its buffers.
 
     ::
 
         state = {"adapter": Trainable(model), "optimizer": optimizer}
 
-    A checkpoint then has no frozen parameter, and a restore leaves these as the program has made them. The names are
-    those of the whole model's state, for sharded, compiled and wrapped models, too. A parameter that was trained once,
-    or that was restored, stays part of it: what a schedule freezes again is not lost. Of tied parameters, every name
-    counts. It works in a state for the manager, for :func:`async_save` and :func:`load`, and for DCP. With FSDP1, whose
-    states are new tensors, it has the whole model.
+    A checkpoint then has no frozen parameter, and a restore leaves these as the program made them. The names are those
+    of the whole model's state, for sharded, compiled and wrapped models, too. A parameter that was trained once, or
+    that was restored, stays part of it, so that a parameter that a schedule freezes again is not lost. Tied parameters
+    are stored under every name. It works in a state for the manager, for :func:`async_save` and :func:`load`, and for
+    DCP. With FSDP1, whose states are new tensors, it has the whole model.
 
     Args:
         model: The model.

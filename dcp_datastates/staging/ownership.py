@@ -91,13 +91,17 @@ def track(optimizer: Optimizer, also: Iterable[torch.Tensor] = ()) -> None:
 
     Otherwise the first save of a job copies all tensors inside ``async_save``. After a torn save, the optimizer's
     tensors are copied at the call; another ``track`` defers them again. Keeps only a weak reference to the optimizer.
-    Raises :class:`ConfigurationError` for anything but a :class:`torch.optim.Optimizer`.
 
     Args:
-        optimizer: the optimizer.
-        also: further tensors that change only in ``step()``, or after it and before the next save: the parameters in
-            low precision, say, into which mixed precision copies the optimizer's. They are deferred and gated like its
-            own, and live as long as the optimizer. Replaces those of an earlier call.
+        optimizer: The optimizer.
+        also: Further tensors that change only in ``step()``, or after it and before the next save, such as the
+            low-precision parameters into which mixed precision copies the optimizer's. They are deferred and gated like
+            the optimizer's own tensors, and live as long as the optimizer. Replaces those of an earlier call.
+
+    Raises:
+        ConfigurationError: ``optimizer`` is no :class:`torch.optim.Optimizer`.
+
+    Threads: any.
     """
     if not isinstance(optimizer, Optimizer):
         raise ConfigurationError(

@@ -45,7 +45,8 @@ class Block:
 
 def documents() -> list[str]:
     """What is written for users, relative to the repository."""
-    return ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    pages = (ROOT / "docs").rglob("*.md")
+    return ["README.md", *sorted(page.relative_to(ROOT).as_posix() for page in pages)]
 
 
 @functools.cache
