@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
@@ -80,7 +82,13 @@ class CommitGroup:
         self._drawn = self.first
         self._worker = Worker("dcp_datastates-commit")
         self._expected: int | None = None  # the next round; commit thread only; None at first
-        self._reading: Progress | None = None
+        self._reading: list[
+            Progress
+        ] = []  # of the saves that this rank reads; replaced, never changed
+        self._order_lock = ProcessLock()  # guards the next three
+        self._announced: set[int] = set()  # numbers of rounds that are to come
+        self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
+        self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
         self._decisions = DecisionLog()
         self.detector: FailureDetector | None = None
         if rank_set.world > 1:
@@ -131,18 +139,41 @@ class CommitGroup:
         """Set what the planning thread is doing, for this rank's beat; empty if it is idle."""
         self._planning = doing
 
-    def reading(self, progress: Progress | None) -> None:
-        """Let the ``progress`` of the save that this rank reads count in its beat; None once the save has a part."""
-        self._reading = progress
+    def reading(self, progress: Progress, active: bool) -> None:
+        """Let the ``progress`` of a save that this rank reads count in its beat while it is ``active``."""
+        with self._lock:
+            others = [each for each in self._reading if each is not progress]
+            self._reading = [*others, progress] if active else others
+
+    def announce(self, number: int) -> None:
+        """Say that the round with this number will be submitted: rounds with greater numbers wait for it."""
+        with self._order_lock:
+            self._announced.add(number)
 
     def submit(self, round_: Round) -> None:
-        """Run the round after all earlier ones; ``round_.committed`` resolves with its outcome."""
-        if not self._worker.post(lambda: self._run(round_)):
-            round_.part.cancel()
-            round_.release()
-            round_.resolve(
-                SaveFailedError("the process was ending when this save was to be committed")
-            )
+        """Run the round after all earlier ones; ``round_.committed`` resolves with its outcome.
+
+        Rounds may come in another order than that of their numbers: a save may fail while an earlier one is read.
+        """
+        with self._order_lock:
+            self._announced.discard(round_.number)
+            first = min(self._announced, default=math.inf)
+            waiting = sorted([*self._waiting, round_], key=lambda each: each.number)
+            ready = [each for each in waiting if each.number < first]
+            self._waiting = waiting[len(ready) :]
+            self._ready.extend(ready)
+        for _ in ready:
+            if not self._worker.post(lambda: self._run(self._next())):
+                late = self._next()
+                late.part.cancel()
+                late.release()
+                late.resolve(
+                    SaveFailedError("the process was ending when this save was to be committed")
+                )
+
+    def _next(self) -> Round:
+        with self._order_lock:
+            return self._ready.popleft()
 
     def explain(self, error: BaseException, resolve: Callable[[BaseException], None]) -> None:
         """Call ``resolve``, in the commit thread, with :class:`RankLostError` if a lost rank caused ``error``, else
@@ -175,8 +206,8 @@ class CommitGroup:
         voter, reading = self._voter, self._reading
         progress = voter.progress
         doing = self._planning if self._planning and voter.round is None else voter.doing
-        if reading is not None:
-            progress, doing = progress + reading.value, "reading"
+        if reading:
+            progress, doing = progress + sum(each.value for each in reading), "reading"
         return Beat(voter.voted, progress, doing, calls=self.calls, ended=voter.ended)
 
     # ---- the commit thread -------------------------------------------------------------------

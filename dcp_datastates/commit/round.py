@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
-__all__ = ["Document", "FailedPart", "Part", "Round"]
+__all__ = ["Compose", "Document", "FailedPart", "Part", "Round"]
 
 
 class Part(Protocol):
@@ -56,6 +56,10 @@ Document = Callable[[StorageMeta, Claim], bytes]
 """Makes the bytes of ``.metadata``. The commit thread calls it once."""
 
 
+Compose = Callable[[Sequence[bytes]], Document]
+"""Makes the document of all ranks' reports, which came with their votes."""
+
+
 def _pending() -> Future[Any]:
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
@@ -87,6 +91,10 @@ class Round:
     """The number of the commit group's first round."""
     missed: int = 0
     """Calls of ``dcp.async_save`` on this rank that failed before they reached a writer."""
+    report: bytes = b""
+    """What this rank tells the coordinator with its vote."""
+    compose: Compose | None = None
+    """Coordinator: makes the document of all ranks' reports. None: DCP gathers the results, see :meth:`provide`."""
     committed: Future[None] = field(init=False, default_factory=_pending)
     """The commit thread resolves it with the round's outcome on this rank."""
     _document: Future[Document] = field(init=False, default_factory=_pending)
@@ -108,9 +116,11 @@ class Round:
         """Wait up to ``seconds`` for :meth:`provide` or :meth:`abandon`; return whether one was called."""
         return bool(wait([self._document], seconds).done)
 
-    def document(self) -> Document:
-        """The document that :meth:`provide` set. Raises the error that :meth:`abandon` set."""
-        return self._document.result()
+    def document(self, reports: Sequence[bytes]) -> Document:
+        """The document of the ranks' ``reports``, or the one that :meth:`provide` set. Raises the error of ``compose``,
+        or the one that :meth:`abandon` set.
+        """
+        return self._document.result() if self.compose is None else self.compose(reports)
 
     def release(self) -> None:
         """Coordinator: the attempt is in flight no more. Idempotent. Waits for storage."""

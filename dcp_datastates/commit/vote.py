@@ -1,6 +1,6 @@
 """A rank's vote in a round, and the decision that all votes come to.
 
-A vote travels as the integers of one reduction (elementwise maximum), a decision as text.
+The coordinator gathers the votes as bytes and broadcasts whether they are unanimous; a decision travels as text.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from enum import Enum
@@ -18,7 +19,7 @@ from dcp_datastates import errors
 from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveFailedError
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["Decision", "Outcome", "RankVote", "Reason", "is_unanimous"]
+__all__ = ["Count", "Decision", "Outcome", "RankVote", "Reason", "count_votes"]
 
 _LONGEST: Final = 768
 """Longest message of a reason, in characters: reasons travel through the store."""
@@ -26,12 +27,15 @@ _LONGEST: Final = 768
 _SHOWN: Final = 3
 """How many ranks' reasons an error message contains."""
 
+_VOTE: Final = struct.Struct("<?20s")
+
 
 @dataclass(frozen=True)
 class RankVote:
     """One rank's vote: whether its bytes are durable, and which save it votes for.
 
-    ``missed``: calls of ``dcp.async_save`` that failed on this rank before they reached a writer.
+    ``missed``: calls of ``dcp.async_save`` that failed on this rank before they reached a writer. ``report``: what the
+    coordinator needs to know of this rank's files, in any encoding.
     """
 
     ok: bool
@@ -40,27 +44,39 @@ class RankVote:
     directory: Path | None
     world: int
     missed: int = 0
+    report: bytes = b""
 
-    def encode(self) -> list[int]:
-        """First 0 for yes or 1 for no; then a digest of the save, and the digest's negative."""
-        digest = self._digest()
-        return [0 if self.ok else 1, digest, -digest]
+    def encode(self) -> bytes:
+        """Yes or no, a digest of the save, and the report."""
+        return _VOTE.pack(self.ok, self._digest()) + self.report
 
-    def _digest(self) -> int:
+    def _digest(self) -> bytes:
         # Only the last part of the path: other machines may mount the directory elsewhere.
         name = b"" if self.directory is None else os.fsencode(self.directory.name)
         attempt = None if self.attempt is None else astuple(self.attempt)
         save = repr((self.number, attempt, name, self.world, self.missed))
-        return int.from_bytes(hashlib.sha1(save.encode()).digest()[:8], "big") >> 2
+        return hashlib.sha1(save.encode()).digest()
 
 
-def is_unanimous(maxima: Sequence[int]) -> bool:
-    """Whether the maxima of all ranks' votes show that all are durable and vote for the same save.
+class Count(Enum):
+    """What all ranks' votes come to."""
 
-    The maxima of a digest and of its negative match only if all ranks sent the same digest.
-    """
-    no, digest, negated = maxima
-    return not no and digest == -negated
+    UNANIMOUS = b"yes"
+    """All are durable, and all vote for the same save."""
+    FAILED = b"no"
+    """Some rank's files are not durable."""
+    DIFFERENT = b"different"
+    """The ranks vote for different saves."""
+
+
+def count_votes(votes: Sequence[bytes]) -> tuple[Count, list[bytes]]:
+    """What the ranks' encoded votes come to, and the ranks' reports."""
+    heads = [_VOTE.unpack_from(vote) for vote in votes]
+    reports = [vote[_VOTE.size :] for vote in votes]
+    if not all(ok for ok, _ in heads):
+        return Count.FAILED, reports
+    same = len({digest for _, digest in heads}) == 1
+    return Count.UNANIMOUS if same else Count.DIFFERENT, reports
 
 
 class Outcome(Enum):

@@ -47,7 +47,14 @@ from dcp_datastates.commit.protocol import (
 from dcp_datastates.commit.publish import find_older, publish, settle
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import Decision, Outcome, RankVote, Reason, is_unanimous
+from dcp_datastates.commit.vote import (
+    Count,
+    Decision,
+    Outcome,
+    RankVote,
+    Reason,
+    count_votes,
+)
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, SaveStalledError
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.storage.attempt import Attempt
@@ -104,6 +111,7 @@ class Voter:
         self._store_failed = False
         self._older: list[Attempt] = []
         self._failure: BaseException | None = None  # see Agreed
+        self._reports: Sequence[bytes] = ()  # coordinator: all ranks'
         # The failure detector's thread reads these:
         self.round: Round | None = None
         """The current round."""
@@ -124,7 +132,7 @@ class Voter:
         """Run the round to its decision."""
         self.round = round_
         self._apart = None
-        self._store_failed, self._older, self._failure = False, [], None
+        self._store_failed, self._older, self._failure, self._reports = False, [], None, ()
         if self._tree is None:
             # A store may outlive a default group, and keep the keys of its connections.
             self._tree = GlooTree(self._rank_set, f"vote/{round_.first}")
@@ -273,33 +281,48 @@ class Voter:
 
     def _vote(self, round_: Round, ok: bool) -> Event:
         vote = RankVote(
-            ok, round_.number, round_.attempt, round_.path, self._rank_set.world, round_.missed
-        )
+            ok,
+            round_.number,
+            round_.attempt,
+            round_.path,
+            self._rank_set.world,
+            round_.missed,
+            round_.report,
+        ).encode()
         hit("vote.before")
-        maxima = vote.encode()
         if self._rank_set.world > 1:
             self.voted = round_.number
-            found = self._wait(round_, lambda tree, check: tree.max(maxima, check))
-            if not isinstance(found, list):
-                return found
-            maxima = found
+            found = self._wait(round_, lambda tree, check: self._count(tree, vote, check))
+        else:
+            found, self._reports = count_votes([vote])
+        if not isinstance(found, Count):
+            return found
         self._apart = None
         hit("vote.after")
-        if is_unanimous(maxima):
-            return Counted(True)
-        return Counted(False, None if maxima[0] else Reason.of(_different(round_)))
+        different = Reason.of(_different(round_)) if found is Count.DIFFERENT else None
+        return Counted(found is Count.UNANIMOUS, different)
+
+    def _count(self, tree: GlooTree, vote: bytes, check: Callable[[], None]) -> Count:
+        """Send this rank's vote up the tree; the coordinator's count comes down it."""
+        votes = tree.gather(vote, check)
+        if votes is None:
+            return Count(tree.broadcast(None, check))
+        count, self._reports = count_votes(votes)
+        tree.broadcast(count.value, check)
+        return count
 
     def _publish(self, round_: Round) -> Event:
         """Coordinator: wait for the metadata, then publish. All ranks' files are durable."""
-        self._say("waiting for DCP to gather the results", round_)
-        while not round_.await_document(_POLL_SECONDS):
-            if (event := self._notice(round_)) is not None:
-                return event
+        if round_.compose is None:
+            self._say("waiting for DCP to gather the results", round_)
+            while not round_.await_document(_POLL_SECONDS):
+                if (event := self._notice(round_)) is not None:
+                    return event
         self._say("publishing", round_)
         directory, timeout = round_.directory, round_.timeout
         assert directory is not None
         try:
-            document = round_.document()
+            document = round_.document(self._reports)
             bounded(  # 8 to 10
                 "publishing", directory, timeout, lambda: publish(round_, document, self._tick)
             )

@@ -21,15 +21,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.commit.round import Compose
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.dcp.planner import DataStatesSavePlanner
 from dcp_datastates.dcp.process_group import Collectives
-from dcp_datastates.dcp.steps import save_together
+from dcp_datastates.dcp.steps import Planned, plan_together
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
     CheckpointSkipped,
@@ -44,9 +46,11 @@ from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.call import LEFT_OUT
+from dcp_datastates.saving.document import composer, encode_results
 from dcp_datastates.saving.last_saves import finish_saves
 from dcp_datastates.saving.operation import Phase, SaveOperation
 from dcp_datastates.saving.start import take_up
+from dcp_datastates.saving.write import Writing
 
 __all__ = ["RankContext", "context_of"]
 
@@ -85,6 +89,7 @@ class RankContext:
         self.planner: Final = DataStatesSavePlanner()
         """For saves without a planner of the caller's."""
         self._worker = Worker("dcp_datastates-planning")
+        self._reader = Worker("dcp_datastates-reading")
         self._collectives: Collectives | None = None
         if group.detector is not None:
             self._collectives = Collectives(group.rank_set, group.detector, finish_saves)
@@ -152,6 +157,7 @@ class RankContext:
         if self._collectives is not None:
             self._worker.post(self._collectives.close)
         self._worker.close(_CLOSE_SECONDS)
+        self._reader.close(_CLOSE_SECONDS)
 
     def check_open(self) -> None:
         """Raise :class:`SaveAbandonedError` if the process is ending, and has waited long enough."""
@@ -162,16 +168,25 @@ class RankContext:
 
     def _save(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
         try:
-            self._plan(save, writer, planner)
+            planned = self._plan(save, writer, planner)
+            writing = _begin_write(save, planned.plan, writer, planner)
+            read = functools.partial(self._read, save, writing, planned.metadata)
+            del writing  # a traceback may retain this frame
+            save.end_turn()
+            if not self._reader.post(read):
+                raise SaveAbandonedError("the process was ending when this save was read")
         except BaseException as error:
-            save.blame(_cause_here(error, self.group.rank_set.rank))
-            self._failed(save, error)
+            self._give_up(save, error)
         finally:
-            save.end_planning()
             self.group.tell_planning("")
-            del writer, planner  # a traceback may retain this frame
+            del writer, planner
 
-    def _plan(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
+    def _give_up(self, save: SaveOperation, error: BaseException) -> None:
+        save.blame(_cause_here(error, self.group.rank_set.rank))
+        self._failed(save, error)
+        save.end_planning()
+
+    def _plan(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> Planned:
         name = save.directory().name
         if name in self._stray:
             self._stray.discard(name)
@@ -184,9 +199,30 @@ class RankContext:
         presence = _Presence(self, f"the save to {str(save.path)!r}", timeout, save)
         with self._meet(presence, save.left_out) as ranks:
             writer.run(taken)
-            written = save_together(taken.state, name, writer, planner, ranks, self._agree)
-        written.finish(writer)
+            planned = plan_together(taken.state, name, writer, planner, ranks, self._agree)
         self._stray.clear()
+        return planned
+
+    # ---- the reading thread ------------------------------------------------------------------
+
+    def _read(self, save: SaveOperation, writing: Writing, metadata: Metadata | None) -> None:
+        """Wait until the data of the save are read; then its files are for the commit thread."""
+        try:
+            results, part = writing.settle()
+            save.submit(part, encode_results(results), self._composer(save, metadata))
+        except BaseException as error:
+            _fail_reads(save, error)
+            self._give_up(save, error)
+        else:
+            save.end_planning()
+
+    def _composer(self, save: SaveOperation, metadata: Metadata | None) -> Compose | None:
+        if metadata is None:
+            return None
+        attempt = save.ticket(self.group.rank_set.rank).attempt.name
+        return composer(metadata, str(save.place()), attempt, save.call.metrics)
+
+    # ---- the planning thread -----------------------------------------------------------------
 
     def _meet(self, presence: _Presence, left_out: int = 0) -> AbstractContextManager[_DistWrapper]:
         if self._collectives is None:
@@ -298,7 +334,24 @@ class _Presence:
             return f"{some} not called async_save"
         if said := detector.said_by_coordinator:
             return f"waiting for rank 0 ({said})"
-        return "waiting for the other ranks to plan and read"
+        return "waiting for the other ranks to plan"
+
+
+def _begin_write(
+    save: SaveOperation, plan: SavePlan, writer: DataStatesWriter, planner: SavePlanner
+) -> Writing:
+    try:
+        return writer.begin_write(planner.finish_plan(plan), planner)
+    except BaseException as error:
+        _fail_reads(save, error)
+        raise
+
+
+def _fail_reads(save: SaveOperation, error: BaseException) -> None:
+    """Free the save's memory, and vote against it: the vote decides the outcome on all ranks."""
+    if save.reads is not None:
+        save.reads.fail(error)
+    save.submit_failure(error)
 
 
 def _leave_out(why: int) -> None:

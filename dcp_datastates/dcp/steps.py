@@ -1,7 +1,8 @@
-"""The steps of ``dcp.save`` for a save that this package runs: any planner and this package's writer, in DCP's order.
+"""The planning steps of ``dcp.save`` for a save that this package runs: any planner and this package's writer, in DCP's
+order.
 
-DCP's ``save`` would broadcast the metadata at the end, warn if ``torch.distributed`` is not used, and not check that
-all ranks make the same call.
+DCP's ``save`` would gather the results and broadcast the metadata, warn if ``torch.distributed`` is not used, and not
+check that all ranks make the same call. Here the results travel with the votes (``commit/vote.py``).
 """
 
 from __future__ import annotations
@@ -11,14 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.api import _wrap_exception
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_datastates.dcp.writer import DataStatesWriter
 
-__all__ = ["Call", "Written", "save_together"]
+__all__ = ["Call", "Planned", "plan_together"]
 
 
 @dataclass(frozen=True)
@@ -31,36 +31,29 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Written:
-    """The result of writing on this rank; on the coordinator, the results of all ranks."""
+class Planned:
+    """The plan of a save, as this rank has it."""
 
-    failure: BaseException | None
-    metadata: Sequence[Metadata]
-    results: list[Any] | None
-
-    def finish(self, writer: DataStatesWriter) -> None:
-        """Raise this rank's error, if writing failed; on the coordinator, call the writer's ``finish``."""
-        if self.failure is not None:
-            raise self.failure
-        # A rank that failed has no results. It will vote no, so the save is not published.
-        if self.results is not None and all(isinstance(each, list) for each in self.results):
-            writer.finish(metadata=self.metadata[0], results=self.results)
+    plan: SavePlan
+    """This rank's part, not finished yet."""
+    metadata: Metadata | None
+    """The coordinator's; None on other ranks."""
 
 
-def save_together(
+def plan_together(
     state: dict[str, Any],
     name: str,
     writer: DataStatesWriter,
     planner: SavePlanner,
     ranks: _DistWrapper,
     agree: Callable[[Sequence[str]], None],
-) -> Written:
-    """Plan and write. When this returns, no other rank waits for this one.
+) -> Planned:
+    """Plan a save. When this returns, no other rank waits for this one.
 
     Args:
         state: the staged state dict.
         ranks: DCP's collectives.
-        agree: called on the coordinator with all ranks' names; raises if the ranks mean different saves.
+        agree: called on the coordinator with all ranks' names; raises if the ranks' calls are for different saves.
 
     Raises DCP's ``CheckpointException``, on all ranks, if planning fails on any rank; and the errors of ``ranks``.
     """
@@ -85,11 +78,4 @@ def save_together(
 
     plan = ranks.reduce_scatter("plan", local_step, global_step)
     writer.take_ticket(plan)  # before finish_plan(), which may return an earlier save's plan
-    failure: BaseException | None = None
-    written: Any
-    try:
-        written = writer.write_data(planner.finish_plan(plan), planner).value()
-    except BaseException as error:
-        failure = error
-        written = _wrap_exception(error)
-    return Written(failure, metadata, ranks.gather_object(written))
+    return Planned(plan, metadata[0] if metadata else None)

@@ -50,7 +50,7 @@ from dcp_datastates.saving.call import Way
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import TakenUp, stage_save, start_synchronous, take_up
-from dcp_datastates.saving.write import check_path, write_plan
+from dcp_datastates.saving.write import Writing, begin_write, check_path
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
@@ -311,15 +311,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         running = self._running()
         save = running.save
-        ahead, running.ahead = running.ahead, None
         try:
-            try:
-                self.take_ticket(plan)
-                attempt = save.ticket(running.rank).attempt
-                results, part = write_plan(save, plan, planner, attempt, running.rank, ahead)
-            finally:  # before the turn ends: the next save may plan with the same planner
-                if save.session is not None and isinstance(save.session.taken_by, SharesPlanner):
-                    save.session.taken_by.release(save.session)
+            results, part = self.begin_write(plan, planner).settle()
         except BaseException as error:
             if save.reads is not None:
                 save.reads.fail(error)
@@ -327,7 +320,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             running.end()
             raise
         save.submit(part)
-        self._last = save.stats
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
         if not running.is_coordinator:
@@ -377,6 +369,23 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def run(self, taken: TakenUp) -> None:
         """Let the calling thread make DCP's calls for this save."""
         self._here.next = Running(taken.save, taken.ahead, ends_here=False)
+
+    def begin_write(self, plan: SavePlan, planner: SavePlanner) -> Writing:
+        """Begin to read and write this rank's part of the plan. Raises as :meth:`write_data`; the caller then fails the
+        save.
+        """
+        running = self._running()
+        save = running.save
+        ahead, running.ahead = running.ahead, None
+        try:
+            self.take_ticket(plan)
+            attempt = save.ticket(running.rank).attempt
+            writing = begin_write(save, plan, planner, attempt, running.rank, ahead)
+            self._last = save.stats
+            return writing
+        finally:  # before the turn ends: the next save may plan with the same planner
+            if save.session is not None and isinstance(save.session.taken_by, SharesPlanner):
+                save.session.taken_by.release(save.session)
 
     def take_ticket(self, plan: SavePlan) -> None:
         """Take the coordinator's ticket from ``plan``, if it has one (it may be an older save's)."""

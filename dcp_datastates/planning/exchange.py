@@ -10,21 +10,25 @@ unchanged sends a few bytes each way.
 from __future__ import annotations
 
 import hashlib
-import pickle
+import json
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
-import numpy as np
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
 __all__ = ["Answer", "Offer", "Report", "Session", "SessionMeta", "Told"]
+
+_REPORT: Final = b"dsre\x01"
+_TOLD: Final = b"dsto\x01"
+_TOLD_BY_DIGEST: Final = b"dsto\x02"
 
 
 @dataclass(eq=False)
@@ -133,12 +137,17 @@ class Report:
 
     def encode(self) -> bytes:
         columns = (self.numbers, self.offsets, self.lengths)
-        return pickle.dumps((self.files, *(column.tobytes() for column in columns)))
+        files = json.dumps(self.files).encode()
+        return pack(_REPORT, [files, *map(pack_ints, columns)])
 
     @staticmethod
-    def decode(data: bytes) -> Report:
-        files, *columns = pickle.loads(data)  # from a rank of this job, pickled by DCP
-        return Report(files, *(np.frombuffer(column, np.int64) for column in columns))
+    def decode(data: bytes | memoryview) -> Report:
+        """ValueError: the bytes are not from :meth:`encode`."""
+        files, *columns = unpack(_REPORT, 4, data)
+        first = unpack_ints(columns[0], -1)
+        others = [unpack_ints(column, len(first)) for column in columns[1:]]
+        names = tuple((name, nbytes, table) for name, nbytes, table in json.loads(bytes(files)))
+        return Report(names, first, *others)
 
     @lazily
     def digest(self) -> bytes:
@@ -147,12 +156,30 @@ class Report:
 
 @dataclass(frozen=True)
 class Told:
-    """Replaces DCP's write results: a report, by digest alone if the coordinator has it."""
+    """What a rank tells of its share that is written: a report, by digest alone if the coordinator has it."""
 
     digest: bytes
     data: bytes | None
     samples: bytes = b""
     """Samples of the replicas that this rank shares with others; see ``replicas.py``."""
+
+    def encode(self) -> bytes:
+        data = [] if self.data is None else [self.data]
+        return pack(_TOLD if data else _TOLD_BY_DIGEST, [self.digest, self.samples, *data])
+
+    @staticmethod
+    def is_encoded(data: bytes) -> bool:
+        """Whether these bytes are from :meth:`encode`."""
+        return data.startswith((_TOLD, _TOLD_BY_DIGEST))
+
+    @staticmethod
+    def decode(encoded: bytes) -> Told:
+        """ValueError: the bytes are not from :meth:`encode`."""
+        if encoded.startswith(_TOLD):
+            digest, samples, data = map(bytes, unpack(_TOLD, 3, encoded))
+            return Told(digest, data, samples)
+        digest, samples = map(bytes, unpack(_TOLD_BY_DIGEST, 2, encoded))
+        return Told(digest, None, samples)
 
     def __reduce__(self) -> Any:
         return Told, (self.digest, self.data, self.samples)

@@ -8,7 +8,6 @@ share it.
 from __future__ import annotations
 
 import pickle
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -27,6 +26,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.fields import further_of, pack_value, set_further
 from dcp_datastates.format.ragged import positions, starts_of, volumes
+from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
 
 __all__ = [
@@ -36,11 +36,7 @@ __all__ = [
     "Head",
     "LocalPlan",
     "digest_of",
-    "pack",
-    "pack_ints",
     "properties_key",
-    "unpack",
-    "unpack_ints",
 ]
 
 OBJECT, TENSOR, SHARD = 0, 1, 2
@@ -50,14 +46,6 @@ _TYPES = {kind: type_ for type_, kind in _KINDS.items()}
 _PLAN = b"dslp\x01"
 _HEAD = b"dslh\x02"
 _BETWEEN, _WITHIN = "\0", "\x1f"  # separate names, and the steps of a name's path
-
-_LENGTH = struct.Struct("<Q")
-_COLUMN = struct.Struct("<cQ")
-_STEPS = struct.Struct("<qq")
-# the key is the number of bytes of a value
-_WIDTHS = {b"1": "<u1", b"2": "<u2", b"4": "<u4", b"8": "<i8"}
-# greatest count of values: more means damaged bytes, which must not cause an allocation
-_MOST = 1 << 34
 
 Head: TypeAlias = tuple[Any, ...]
 """A decoded head: names, kinds, properties, table, ndims, shapes, mappings, as in :class:`LocalPlan`."""
@@ -368,63 +356,6 @@ def _within(values: npt.NDArray[Any], begin: int, end: int) -> bool:
 
 def _refuse(what: str) -> Any:
     raise ValueError(f"a plan's {what} are damaged: they do not go with the rest of it")
-
-
-# --- columns of integers as bytes: short if the values are small, or an arithmetic progression --------
-
-
-def pack(magic: bytes, sections: Sequence[bytes]) -> bytes:
-    """Join the sections into bytes that :func:`unpack` splits again."""
-    lengths = [_LENGTH.pack(len(section)) for section in sections]
-    return b"".join((magic, *lengths, *sections))
-
-
-def unpack(magic: bytes, count: int, data: bytes | memoryview) -> list[memoryview]:
-    """The ``count`` sections that :func:`pack` joined, not copied. ValueError: ``data`` is not from :func:`pack`."""
-    view = memoryview(data)
-    if view[: len(magic)] != magic:
-        raise ValueError(f"these bytes do not begin with {magic!r}, but {bytes(view[:8])!r}")
-    at = len(magic) + count * _LENGTH.size
-    if len(view) < at:
-        raise ValueError(f"{len(view)} bytes are too short for {count} sections")
-    sections = []
-    for (length,) in _LENGTH.iter_unpack(view[len(magic) : at]):
-        sections.append(view[at : at + length])
-        at += length
-    if at != len(view):
-        raise ValueError(f"the sections should end at byte {at}, but there are {len(view)}")
-    return sections
-
-
-def pack_ints(values: Ints) -> bytes:
-    """Pack 64-bit integers; an arithmetic progression takes 25 bytes."""
-    count = len(values)
-    if count > 1:
-        first, step = int(values[0]), int(values[1] - values[0])
-        if values[-1] == first + step * (count - 1) and (np.diff(values) == step).all():
-            return _COLUMN.pack(b"s", count) + _STEPS.pack(first, step)
-    most = int(values.max(initial=0)) if values.min(initial=0) >= 0 else 1 << 62
-    code = next((code for code in (b"1", b"2", b"4") if most < 1 << 8 * int(code)), b"8")
-    return _COLUMN.pack(code, count) + values.astype(_WIDTHS[code]).tobytes()
-
-
-def unpack_ints(data: memoryview, count: int) -> Ints:
-    """The values that :func:`pack_ints` packed. ValueError: they are not ``count`` values (-1: any number)."""
-    if len(data) < _COLUMN.size:
-        raise ValueError(f"{len(data)} bytes are too short for a column")
-    code, found = _COLUMN.unpack_from(data)
-    body = data[_COLUMN.size :]
-    if (found != count and count >= 0) or found > _MOST:
-        raise ValueError(f"a column has {found} values where {count} belong")
-    if code == b"s":
-        if len(body) != _STEPS.size:
-            raise ValueError(f"a progression has {len(body)} bytes instead of {_STEPS.size}")
-        first, step = _STEPS.unpack(body)
-        steps: Ints = first + step * np.arange(found, dtype=np.int64)
-        return steps
-    if code not in _WIDTHS or len(body) != found * int(code):
-        raise ValueError(f"{len(body)} bytes are not {found} values of a column of type {code!r}")
-    return np.frombuffer(body, np.dtype(_WIDTHS[code])).astype(np.int64)
 
 
 def unpack_objects(data: bytes | memoryview) -> Any:

@@ -9,15 +9,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.ragged import positions, starts_of
-from dcp_datastates.planning.local_plan import (
-    SHARD,
-    LocalPlan,
-    digest_of,
-    pack,
-    pack_ints,
-    unpack,
-    unpack_ints,
-)
+from dcp_datastates.planning.local_plan import SHARD, LocalPlan, digest_of
+from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
 
 __all__ = ["FinalPlan"]

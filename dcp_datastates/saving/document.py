@@ -1,24 +1,59 @@
-"""The bytes of ``.metadata``, made from the plan and all ranks' results, for the coordinator to publish."""
+"""The bytes of ``.metadata``, made from the plan and all ranks' results, for the coordinator to publish.
+
+The results of a save that this package runs travel with the ranks' votes: :func:`encode_results`, :func:`composer`.
+"""
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_datastates.commit.round import Compose, Document
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
+from dcp_datastates.planning.exchange import Told
 from dcp_datastates.planning.plan_cache import PlannedMetadata
 from dcp_datastates.storage.claims import Claim
 
-__all__ = ["DCP_VERSION", "document"]
+__all__ = ["DCP_VERSION", "composer", "document", "encode_results"]
 
 DCP_VERSION: Final = "1.0.0"
 """The value that stock DCP of torch 2.11 to 2.13 writes as ``Metadata.version``."""
+
+
+def encode_results(results: Sequence[Any]) -> bytes:
+    """A rank's results: the one :class:`Told` of a planner that knows this package, or DCP's write results."""
+    if len(results) == 1 and isinstance(results[0], Told):
+        return results[0].encode()
+    return pickle.dumps(results)
+
+
+def _decode_results(report: bytes) -> list[Any]:
+    # Pickled by a rank of this job.
+    return [Told.decode(report)] if Told.is_encoded(report) else pickle.loads(report)
+
+
+def composer(
+    metadata: Metadata, directory: str, attempt: str, metrics: Mapping[str, float]
+) -> Compose:
+    """Coordinator: makes the document of a save from the planner's metadata and all ranks' encoded results.
+
+    It raises what ``PlannedMetadata.consolidate`` raises.
+    """
+
+    def compose(reports: Sequence[bytes]) -> Document:
+        results = list(map(_decode_results, reports))
+        if isinstance(metadata, PlannedMetadata):
+            metadata.consolidate(results, directory, attempt)
+        return lambda meta, claim: document(meta, claim, metadata, results, metrics)
+
+    return compose
 
 
 def document(

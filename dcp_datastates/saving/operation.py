@@ -29,7 +29,7 @@ from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.rank_set import ALONE
-from dcp_datastates.commit.round import FailedPart, Part, Round
+from dcp_datastates.commit.round import Compose, FailedPart, Part, Round
 from dcp_datastates.errors import (
     CheckpointSkipped,
     CommitOutcomeUnknown,
@@ -185,7 +185,8 @@ class SaveOperation:
     def wait_briefly(self, seconds: float) -> None:
         """Like :meth:`wait`, for at most ``seconds``."""
         done = self.committed.wait(seconds)
-        if self.turn is not None and self.turn.join(seconds if done else 0.0):
+        ended = self.turn is None or self.turn.join(seconds if done else 0.0)
+        if ended and not self.call.own:
             self.end_planning()  # in case no thread came to plan it
 
     def give_up(self, why: str) -> None:
@@ -291,23 +292,25 @@ class SaveOperation:
                 f"{group.rank_set.rank} of the writer's; pass the same process_group= to both"
             )
         if self._phase < Phase.COMMITTING:
-            group.reading(self.progress)
+            group.reading(self.progress, True)
         return ticket
 
-    def submit(self, part: Part) -> None:
+    def submit(self, part: Part, report: bytes = b"", compose: Compose | None = None) -> None:
         """Hand this rank's part, in progress or failed, to the commit thread. Any thread.
 
-        The first part counts; any further part is cancelled.
+        The first part counts; any further part is cancelled. ``report`` and ``compose`` as in :class:`Round`.
         """
         with self._lock:
-            round_ = self._round_with(part) if self._phase is Phase.AGREED else None
+            round_ = None
+            if self._phase is Phase.AGREED:
+                round_ = self._round_with(part, report, compose)
             if round_ is not None:
                 self._phase, self._round, self._claim = Phase.COMMITTING, round_, None
         if round_ is None:
             part.cancel()
             return
-        group = self.group if self._world() != 1 else commit_group(ALONE)
-        group.reading(None)
+        group = self._group_of(self._world())
+        group.reading(self.progress, False)
         round_.committed.add_done_callback(self._decided)
         self.doing = "committing"
         group.submit(round_)
@@ -328,8 +331,13 @@ class SaveOperation:
         if self._round is not None:
             self._round.abandon(error)
 
+    def end_turn(self) -> None:
+        """Let the next save be planned: this one's reads have begun, or it has failed. Any thread."""
+        if self.turn is not None:
+            self.turn.end()
+
     def end_planning(self) -> None:
-        """End this save's planning, with or without success. Idempotent; never waits. Any thread."""
+        """End this save's part before the commit, with or without success. Idempotent; never waits. Any thread."""
         with self._lock:
             if self._planning_over:
                 return
@@ -364,11 +372,12 @@ class SaveOperation:
     def _agree(self, ticket: Ticket, claimed: Claim | None) -> None:
         with self._lock:
             self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
+        self._group_of(ticket.world).announce(ticket.number)
 
     def _world(self) -> int:
         return 0 if self._ticket is None else self._ticket.world
 
-    def _round_with(self, part: Part) -> Round:
+    def _round_with(self, part: Part, report: bytes, compose: Compose | None) -> Round:
         ticket, config = self._ticket, self.call.config
         assert ticket is not None
         return Round(
@@ -382,6 +391,8 @@ class SaveOperation:
             overwrite=config.overwrite,
             first=ticket.first,
             missed=self.call.missed,
+            report=report,
+            compose=compose,
         )
 
     def _decided(self, outcome: Future[None]) -> None:

@@ -45,7 +45,7 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["Ahead", "WrittenPart", "check_path", "read_ahead", "write_plan"]
+__all__ = ["Ahead", "Writing", "WrittenPart", "begin_write", "check_path", "read_ahead"]
 
 logger = logging.getLogger(__name__)
 
@@ -151,26 +151,24 @@ def check_path(save: SaveOperation) -> None:
     save.on_storage("looking at the path", look)
 
 
-def write_plan(
+def begin_write(
     save: SaveOperation,
     plan: SavePlan,
     planner: SavePlanner,
     attempt: Attempt,
     rank: int,
     ahead: Ahead | None = None,
-) -> tuple[list[Any], WrittenPart]:
-    """Begin to write ``plan``, this rank's part of ``save``; returns when all of its data are read and unchanged.
+) -> Writing:
+    """Begin to read and write ``plan``, this rank's part of ``save``. The planner is not needed afterwards.
 
-    There is one result per item, with its place, and one per file, with its size (:class:`FileRecord`). If the planner
-    knows this package, one :class:`Told` replaces them. When an error is raised, no read or write is in progress.
-    ``rank`` is the rank in the files' names.
+    ``rank`` is the rank in the files' names. When an error is raised, no read or write is in progress.
     """
-    return _write(_Write(save, plan, planner, _share_of(save), attempt, rank), ahead)
+    return _begin(_Write(save, plan, planner, _share_of(save), attempt, rank), ahead)
 
 
 @dataclass(frozen=True, eq=False)
 class _Write:
-    """The arguments of :func:`write_plan`."""
+    """The arguments of :func:`begin_write`."""
 
     save: SaveOperation
     plan: SavePlan
@@ -201,77 +199,103 @@ def _share_of(save: SaveOperation) -> Share | None:
     )
 
 
-def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
+@dataclass(frozen=True, eq=False)
+class Writing:
+    """A rank's part of a save whose reads have begun."""
+
+    _write: _Write
+    _content: _Content
+    _job: SaveJob
+    _samples: bytes
+
+    def settle(self) -> tuple[list[Any], WrittenPart]:
+        """Wait until all data are read, and check that they are unchanged; returns what to tell the coordinator, and
+        the files, on their way to storage.
+
+        There is one result per item, with its place, and one per file, with its size (:class:`FileRecord`). If the
+        planner knows this package, one :class:`Told` replaces them. Raises :class:`SnapshotTornError` and errors of
+        storage; then no read or write is in progress.
+        """
+        write, content, job = self._write, self._content, self._job
+        save, share = write.save, write.share
+        nbytes = sum(file.nbytes for file in content.sealed)
+        try:
+            if save.reads is None:
+                while not job.wait_read(-1, _POLL_SECONDS):
+                    pass
+            else:
+                try:
+                    save.reads.settle()
+                finally:
+                    save.reads.raise_failure()
+            if job.fault is not None:
+                raise _error(job.fault, nbytes)
+        except BaseException:
+            _cancel(job)
+            raise
+        write.keep.clear()  # all is read: release the copies and the tensors
+        part = WrittenPart(job, save.stats, nbytes)
+        items = write.plan.items
+        if share is None:
+            return _results(items, content.layouts, content.sealed, write.attempt), part
+        report = content.report or report_of(content.layouts, content.sealed, len(items))
+        told = _told(share, report, self._samples)
+        _remember_told(save, share, report.digest)
+        return [told], part
+
+
+def _begin(write: _Write, ahead: Ahead | None) -> Writing:
     save, share, folder = write.save, write.share, write.folder
     reads, stats = save.reads, save.stats
     native = engine(save.call.config.host_cache_bytes)
     synced = save.on_storage("looking for the attempt", lambda: _shared(folder, write.rank))
-    samples = b""
-    job: SaveJob | None = None
-    try:
-        if reads is not None and ahead is not None and ahead.share is share:
-            content = ahead.content
-            stats.steady = True
-            samples = _samples(write)  # while the gate still holds
-            job = reads.adopt()
-            paths = [str(folder / layout.name) for layout in content.layouts]
+    if reads is not None and ahead is not None and ahead.share is share:
+        stats.steady = True
+        samples = _samples(write)  # while the gate still holds
+        job = reads.adopt()
+        try:
+            paths = [str(folder / layout.name) for layout in ahead.content.layouts]
             job.place(paths, synced if paths else [])
-        else:
-            if reads is not None:
-                reads.discard()
-            try:
-                content = _content(write, native)
-            except RuntimeError:  # the planner met a tensor that is not as planned
-                if reads is not None:
-                    reads.check_unchanged()
-                raise
-            if reads is not None and reads.fences:  # from devices
-                _fit_cache(save.call.config, content)
-            stats.steady = content.report is not None
-            directories = synced if content.files else []
-
-            def start(window: Window) -> SaveJob:
-                nonlocal samples
-                samples = _samples(write)  # while the gate still holds
-                job = native.save(
-                    content.files,
-                    directories,
-                    save.call.order,
-                    window,
-                    write.keep,
-                    content.fences,
-                    None if reads is None else reads.staged.expected,
-                )
-                save.progress.follow(job)
-                return job
-
-            job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
-        if reads is None:
-            while not job.wait_read(-1, _POLL_SECONDS):
-                pass
-        else:
-            try:
-                reads.settle()
-            finally:
-                reads.raise_failure()
-        nbytes = sum(file.nbytes for file in content.sealed)
-        if job.fault is not None:
-            raise _error(job.fault, nbytes)
-    except BaseException:
-        if job is not None:
-            job.cancel()
-            while not job.wait(_POLL_SECONDS):
-                pass
+        except BaseException:
+            _cancel(job)
+            raise
+        return Writing(write, ahead.content, job, samples)
+    if reads is not None:
+        reads.discard()
+    try:
+        content = _content(write, native)
+    except RuntimeError:  # the planner met a tensor that is not as planned
+        if reads is not None:
+            reads.check_unchanged()
         raise
-    write.keep.clear()  # all is read: release the copies and the tensors
-    part = WrittenPart(job, stats, nbytes)
-    items = write.plan.items
-    if share is None:
-        return _results(items, content.layouts, content.sealed, write.attempt), part
-    report = content.report or report_of(content.layouts, content.sealed, len(items))
-    told = _told(share, report, samples)
-    _remember_told(save, share, report.digest)
-    return [told], part
+    if reads is not None and reads.fences:  # from devices
+        _fit_cache(save.call.config, content)
+    stats.steady = content.report is not None
+    samples = _samples(write)
+
+    def start(window: Window) -> SaveJob:
+        job = native.save(
+            content.files,
+            synced if content.files else [],
+            save.call.order,
+            window,
+            write.keep,
+            content.fences,
+            None if reads is None else reads.staged.expected,
+        )
+        save.progress.follow(job)
+        return job
+
+    if reads is None:
+        return Writing(write, content, start(Window(0.0)), samples)
+    return Writing(write, content, reads.hand_over(start, content.readers), samples)
+
+
+def _cancel(job: SaveJob) -> None:
+    """Returns when no read or write is in progress."""
+    job.cancel()
+    while not job.wait(_POLL_SECONDS):
+        pass
 
 
 def _fit_cache(config: WriterConfig, content: _Content) -> None:

@@ -34,7 +34,7 @@ from dcp_datastates.io.engine import next_order
 from dcp_datastates.saving.call import SaveCall, Way
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.write import write_plan
+from dcp_datastates.saving.write import begin_write
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.claims import Neighbours, claim
@@ -138,9 +138,8 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
         final = planner.finish_plan(plan)
         call = SaveCall(commit_group(ALONE), WriterConfig(64 << 20), Way.DCP, path, next_order())
-        mine, part = write_plan(
-            SaveOperation(call, SaveStats(), None), final, planner, attempt, rank
-        )
+        save = SaveOperation(call, SaveStats(), None)
+        mine, part = begin_write(save, final, planner, attempt, rank).settle()
         results.append(mine)
         parts.append(part)
     for part in parts:

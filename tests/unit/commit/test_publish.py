@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import pickle
 import shutil
 import time
 
@@ -25,6 +24,7 @@ from support.planners import FailingPlanner, PlannerRefusal
 from support.scripts import run_script
 from torch.distributed.checkpoint.api import CheckpointException
 
+import dcp_datastates
 from dcp_datastates import DataStatesError, track
 from dcp_datastates.storage import lock
 
@@ -137,14 +137,7 @@ def test_attempts_of_a_clock_in_the_future_are_still_superseded(tmp_path):
     (tmp_path / future_name).mkdir()
     save(_state(2), tmp_path)
     assert _number(tmp_path) == 2
-    newest = load_newest_attempt(tmp_path)
-    assert newest > future_name
-
-
-def load_newest_attempt(path):
-    with (path / ".metadata").open("rb") as file:
-        metadata = pickle.load(file)
-    return next(iter(metadata.storage_data.values())).relative_path.split("/")[0]
+    assert dcp_datastates.inspect(tmp_path).attempt > future_name
 
 
 def test_overlapping_saves_to_one_path_end_with_the_newest(tmp_path):

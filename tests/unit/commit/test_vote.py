@@ -15,23 +15,41 @@ from dcp_datastates import (
     SnapshotTornError,
     StorageError,
 )
-from dcp_datastates.commit.vote import Decision, Outcome, RankVote, Reason, is_unanimous
+from dcp_datastates.commit.vote import (
+    Count,
+    Decision,
+    Outcome,
+    RankVote,
+    Reason,
+    count_votes,
+)
 from dcp_datastates.storage.attempt import Attempt
 
 VOTE = RankVote(True, 7, Attempt(2**60 + 3, 12), Path("/a/step-5"), 4)
 
 
+def _count(*votes):
+    return count_votes([vote.encode() for vote in votes])[0]
+
+
 def _unanimous(*votes):
-    columns = zip(*map(RankVote.encode, votes), strict=True)
-    return is_unanimous([max(column) for column in columns])
+    return _count(*votes) is Count.UNANIMOUS
 
 
 def test_votes_for_the_same_save_are_unanimous():
     assert _unanimous(*[VOTE] * 4)
 
 
-def test_one_no_is_enough():
-    assert not _unanimous(VOTE, dataclasses.replace(VOTE, ok=False), VOTE)
+def test_one_no_is_enough_whatever_it_is_about():
+    no = dataclasses.replace(VOTE, ok=False)
+    assert _count(VOTE, no, VOTE) is Count.FAILED
+    assert _count(VOTE, dataclasses.replace(no, number=8)) is Count.FAILED
+
+
+def test_reports_come_in_the_order_of_the_ranks_whatever_bytes_they_have():
+    reports = [b"", b"\0\1", VOTE.encode(), b"x" * 100_000]
+    votes = [dataclasses.replace(VOTE, report=report).encode() for report in reports]
+    assert count_votes(votes) == (Count.UNANIMOUS, reports)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +66,8 @@ def test_one_no_is_enough():
 )
 def test_votes_for_different_saves_do_not_agree(change):
     for votes in ([VOTE, dataclasses.replace(VOTE, **change)],) * 2:
-        assert not _unanimous(*votes)
-        assert not _unanimous(*reversed(votes))
+        assert _count(*votes) is Count.DIFFERENT
+        assert _count(*reversed(votes)) is Count.DIFFERENT
 
 
 def test_a_directory_may_be_mounted_elsewhere_on_another_machine():
