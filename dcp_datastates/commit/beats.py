@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from dcp_datastates.commit.vote import Reason
 from dcp_datastates.errors import RankLostError
 
 __all__ = ["Beat", "Loss"]
@@ -68,11 +67,11 @@ class Loss:
     count: int = 1
 
     @staticmethod
-    def reason_of(losses: Sequence[Loss]) -> Reason:
-        """The reason for a decision: which ranks are lost, and why. It names the first three ranks."""
+    def error_of(losses: Sequence[Loss]) -> RankLostError:
+        """The error that says which ranks are lost, and why. It names the first three ranks."""
         others = sum(loss.count for loss in losses[3:])
         more = f"; and {others} more ranks" if others else ""
-        return Reason.of(RankLostError("; ".join(map(str, losses[:3])) + more))
+        return RankLostError("; ".join(map(str, losses[:3])) + more)
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"

@@ -25,13 +25,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.connection import Connection
-from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.processes import is_gone, is_near
-from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.pulse import Pulse
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.process.forks import ProcessLock
@@ -39,6 +37,8 @@ from dcp_datastates.process.forks import ProcessLock
 __all__ = ["SILENCE_SECONDS", "FailureDetector", "seconds_between_beats"]
 
 logger = logging.getLogger(__name__)
+
+D = TypeVar("D")
 
 SILENCE_SECONDS: Final = 15.0
 """A rank that has shown no sign of life for this long counts as lost."""
@@ -90,19 +90,26 @@ class _Watched:
         return bool(self.value)
 
 
-class FailureDetector:
+class FailureDetector(Generic[D]):
     """This rank's beat, and its watch over the others'.
 
     Args:
         store: a connection to the store for this thread alone.
         status: returns this rank's beat; the failure detector's thread calls it.
+        find: reads the coordinator's decision about a round that the coordinator has ended; the same thread calls it.
     """
 
-    def __init__(self, rank_set: RankSet, store: Connection, status: Callable[[], Beat]) -> None:
+    def __init__(
+        self,
+        rank_set: RankSet,
+        store: Connection,
+        status: Callable[[], Beat],
+        find: Callable[[int], D],
+    ) -> None:
         self._rank_set = rank_set
         self._store = store
-        self._decisions = DecisionLog(store)
         self._status = status
+        self._find = find
         self._watched = {
             rank: _Watched()
             for rank in (range(1, rank_set.world) if rank_set.rank == 0 else (0,))
@@ -110,12 +117,13 @@ class FailureDetector:
         }
         self._lock = ProcessLock()  # guards what follows
         self._round: int | None = None
-        self._said: Said | None = None  # the coordinator's decision in that round
+        self._decision: D | None = None  # the coordinator's, in that round
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
         self._told: list[Loss] = []  # by the coordinator's latest beat
-        # the coordinator's beat from before the save: its list of losses is out of date
-        self._old_news = b""
+        self._old_news = (
+            b""  # the coordinator's beat from before the save: its losses are out of date
+        )
         self._silent: list[Loss] = []
         self._gone: list[Loss] = []
         self._visited = 0.0
@@ -125,8 +133,9 @@ class FailureDetector:
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
         self._listeners: list[Callable[[list[Loss]], None]] = []
+        name = "dcp_datastates-heartbeat"
         self._thread = threading.Thread(
-            target=self._run, name="dcp_datastates-heartbeat", daemon=True
+            target=self._run, name=name, daemon=True
         )  # joined by close()
         self._started = False
         # The thread's:
@@ -191,7 +200,7 @@ class FailureDetector:
         """From now on look with every beat for the decision about this round; None for no round."""
         with self._lock:
             self._round = round_number
-            self._said = None
+            self._decision = None
             self._expect_unheard()  # a rank may reach its first save late
             # Before the round there was no progress to make. The next look counts from the last one on.
             uncounted = time.monotonic() - self._looked_at
@@ -200,10 +209,10 @@ class FailureDetector:
         self._wake.set()
 
     @property
-    def said(self) -> Said | None:
+    def decision(self) -> D | None:
         """The coordinator's decision about the round of :meth:`follow`; None before, and on the coordinator."""
         with self._lock:
-            return self._said
+            return self._decision
 
     @property
     def misses_store(self) -> bool:
@@ -389,10 +398,10 @@ class FailureDetector:
             round_number = self._round
         if round_number is None or not coordinator.heard or coordinator.beat.ended < round_number:
             return
-        decision = self._decisions.find(round_number)
+        decision = self._find(round_number)
         with self._lock:
             if self._round == round_number:
-                self._said = Said(decision)
+                self._decision = decision
 
     def _values(self) -> dict[int, bytes]:
         """The watched ranks' beats, by one request."""

@@ -16,6 +16,7 @@ from typing import Final, Protocol, TypeVar, cast
 from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.failure_detector import FailureDetector
+from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
 from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
@@ -23,7 +24,6 @@ from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
-    RankLostError,
     SaveFailedError,
     release_frames,
 )
@@ -82,11 +82,13 @@ class CommitGroup:
         self._expected: int | None = None  # the next round; commit thread only; None at first
         self._reading: Progress | None = None
         self._decisions = DecisionLog()
-        self.detector: FailureDetector | None = None
+        self.detector: FailureDetector[Said] | None = None
         if rank_set.world > 1:
             self._decisions = DecisionLog(rank_set.connect("commit"))
+            alone = rank_set.connect_alone("commit")
+            decisions = DecisionLog(alone)
             self.detector = FailureDetector(
-                rank_set, rank_set.connect_alone("commit"), self._status
+                rank_set, alone, self._status, lambda number: Said(decisions.find(number))
             )
         self._voter = Voter(rank_set, self.detector, self._decisions)
         self._companion_lock = ProcessLock()  # guards _companion
@@ -169,7 +171,7 @@ class CommitGroup:
         if self.detector is None:
             return error
         losses = self.detector.await_loss()
-        return RankLostError(Loss.reason_of(losses).message) if losses else error
+        return Loss.error_of(losses) if losses else error
 
     def _status(self) -> Beat:
         voter, reading = self._voter, self._reading

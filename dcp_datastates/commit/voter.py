@@ -93,7 +93,10 @@ class Voter:
     """
 
     def __init__(
-        self, rank_set: RankSet, detector: FailureDetector | None, decisions: DecisionLog
+        self,
+        rank_set: RankSet,
+        detector: FailureDetector[Said] | None,
+        decisions: DecisionLog,
     ) -> None:
         self._rank_set = rank_set
         self._detector = detector
@@ -268,7 +271,7 @@ class Voter:
             round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS
         ):
             why = f"has not met the others for {now - self._apart:.0f} s ({broken})"
-            event = Lost(Loss.reason_of([Loss(self._rank_set.rank, why)]))
+            event = Lost(Reason.of(Loss.error_of([Loss(self._rank_set.rank, why)])))
         return event or Broke()
 
     def _vote(self, round_: Round, ok: bool) -> Event:
@@ -395,8 +398,8 @@ class Voter:
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
         return interruption(
             detector.ended(round_.number) if self._is_coordinator else (),
-            detector.said,
-            Lost(Loss.reason_of(mine)) if mine else None,
+            detector.decision,
+            Lost(Reason.of(Loss.error_of(mine))) if mine else None,
             waits_in_vain=joining or bool(losses),
             telling=telling,
         )

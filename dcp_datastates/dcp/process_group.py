@@ -23,7 +23,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -71,7 +71,7 @@ class Collectives:
     """
 
     def __init__(
-        self, rank_set: RankSet, detector: FailureDetector, on_destroy: Callable[[], None]
+        self, rank_set: RankSet, detector: FailureDetector[Any], on_destroy: Callable[[], None]
     ) -> None:
         self._rank_set = rank_set
         self._detector = detector

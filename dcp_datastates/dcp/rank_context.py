@@ -288,7 +288,7 @@ class _Presence:
         if slow := detector.standing_still(self._timeout):
             raise RankLostError("; ".join(map(str, slow[:3])))
 
-    def _waited_for(self, detector: FailureDetector) -> str:
+    def _waited_for(self, detector: FailureDetector[Any]) -> str:
         absent = detector.absent(self._entry)
         if absent:
             named = ", ".join(map(str, absent[:3])) + (", …" if len(absent) > 3 else "")

@@ -355,9 +355,11 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     monkeypatch.setattr(detector, "_ACTIVE_SECONDS", 0.2)
     monkeypatch.setattr(detector, "is_gone", lambda who: False)  # other machines
 
-    def beating(rank: int) -> detector.FailureDetector:
+    def beating(rank: int) -> detector.FailureDetector[None]:
         rank_set = of_store(rank, (0, 1, 2), dist.FileStore(str(tmp_path / "store"), 3))
-        made = detector.FailureDetector(rank_set, rank_set.connect("commit"), Beat)
+        made = detector.FailureDetector(
+            rank_set, rank_set.connect("commit"), Beat, lambda number: None
+        )
         made.quicken()
         return made
 

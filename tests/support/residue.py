@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dcp_datastates.commit import gloo_group, groups
 from dcp_datastates.commit.failure_detector import FailureDetector
@@ -87,7 +88,7 @@ def _tasks() -> int:
     return count
 
 
-def hears_all(detector: FailureDetector) -> bool:
+def hears_all(detector: FailureDetector[Any]) -> bool:
     """Whether a pulse has come from each rank that it watches; it watches none before it has started."""
     return not detector._started or all(each.pulses for each in list(detector._watched.values()))
 
