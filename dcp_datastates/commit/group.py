@@ -13,12 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
-from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.protocol import Said
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
@@ -30,6 +27,9 @@ from dcp_datastates.errors import (
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.worker import Worker
+from dcp_datastates.ranks.beats import Beat, Loss
+from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.bounded import finished_within, is_hung
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.failpoints import hit

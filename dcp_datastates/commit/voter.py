@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.failure_detector import SILENCE_SECONDS, FailureDetector
-from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.protocol import (
     Action,
     AwaitFiles,
@@ -45,11 +42,14 @@ from dcp_datastates.commit.protocol import (
     lead,
 )
 from dcp_datastates.commit.publish import find_older, publish, settle
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Decision, Outcome, RankVote, Reason, is_unanimous
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, SaveStalledError
 from dcp_datastates.process.waiting import Stall
+from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector
+from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung
 from dcp_datastates.storage.failpoints import hit

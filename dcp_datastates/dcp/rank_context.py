@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.dcp.planner import DataStatesSavePlanner
@@ -43,6 +42,7 @@ from dcp_datastates.planning.rank_memory import SharesPlanner
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
+from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.last_saves import finish_saves
 from dcp_datastates.saving.operation import Phase, SaveOperation

@@ -28,7 +28,6 @@ from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.compat import (
     Running,
@@ -46,6 +45,7 @@ from dcp_datastates.planning.exchange import SessionMeta
 from dcp_datastates.planning.plan_cache import PlannedMetadata
 from dcp_datastates.planning.rank_memory import SharesPlanner
 from dcp_datastates.process.futures import resolved
+from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import Way
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.saves import Saves

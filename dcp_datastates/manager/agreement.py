@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Final
 
-from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.errors import NoAnswerError, RankLostError
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
+from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["Agreement"]
 

@@ -20,7 +20,6 @@ from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.commit.rank_set import ALONE, rank_set_of
 from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.fitting import Fit, FittingPlanner, LoadOptions
@@ -41,6 +40,7 @@ from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.storage import local
 
 __all__ = ["CheckpointManager"]

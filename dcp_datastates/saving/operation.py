@@ -25,10 +25,8 @@ from typing import Final, TypeVar
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import ALONE
 from dcp_datastates.commit.round import FailedPart, Part, Round
 from dcp_datastates.errors import (
     CheckpointSkipped,
@@ -44,6 +42,8 @@ from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.outcome import log_outcome

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError
-from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.commit import groups, publish
-from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.errors import StorageError
+from dcp_datastates.ranks import failure_detector as detector
+from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import next_attempt
 

@@ -25,13 +25,13 @@ from dcp_datastates import (
     PerRank,
     RngState,
 )
-from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
-from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.dcp import reader
 from dcp_datastates.io import committed
 from dcp_datastates.manager import agreement
 from dcp_datastates.manager import manager as manager_module
 from dcp_datastates.manager.agreement import Agreement
+from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.ranks.rank_set import rank_set_of
 
 
 def manager(root, every, **options):

@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_datastates import DataStatesReader
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.publish import publish
-from dcp_datastates.commit.rank_set import ALONE
 from dcp_datastates.commit.round import Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.io.engine import next_order
+from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import SaveCall, Way
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.operation import SaveOperation

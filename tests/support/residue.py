@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dcp_datastates.commit import gloo_group, groups
-from dcp_datastates.commit.failure_detector import FailureDetector
+from dcp_datastates.commit import groups
 from dcp_datastates.io import engine
+from dcp_datastates.ranks import gloo_group
+from dcp_datastates.ranks.failure_detector import FailureDetector
 
 __all__ = ["Residue", "assert_nothing_left", "entries"]
 
@@ -58,7 +59,7 @@ class Residue:
     def beyond(self, before: Residue) -> dict[str, object]:
         """What there is more of now than ``before``; any segment of the cache that is not free.
 
-        But for what gloo keeps by a defect of its own: see :func:`dcp_datastates.commit.gloo_group.abandoned`.
+        But for what gloo keeps by a defect of its own: see :func:`dcp_datastates.ranks.gloo_group.abandoned`.
         """
         stuck = gloo_group.abandoned()
         more = {

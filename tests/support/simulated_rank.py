@@ -8,8 +8,8 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from dcp_datastates.commit import protocol
-from dcp_datastates.commit.gloo_tree import Place, places
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from dcp_datastates.ranks.gloo_tree import Place, places
 from support.simulated_parts import Attempt, Save, Thread, Tree, neighbours
 from support.simulated_storage import claim, publish, retain, settle, tidy
 
@@ -72,7 +72,7 @@ class Rank:
     def _chance(self, probability: float) -> bool:
         return self.world.happens(probability)
 
-    # ---- which job the store's keys belong to (commit/incarnation.py) ---------------------------
+    # ---- which job the store's keys belong to (ranks/incarnation.py) ---------------------------
 
     def _meet_job(self) -> Generator[None, None, bool]:
         """Whether this rank has learnt the incarnation of its job."""

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dcp_datastates._native import PulseClient, PulseServer
-from dcp_datastates.commit.own_address import addresses, own_address
-from dcp_datastates.commit.rank_set import RankSet
+from dcp_datastates.ranks.own_address import addresses, own_address
+from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["Pulse"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from dcp_datastates.errors import RankLostError
 
-__all__ = ["Beat", "Loss"]
+__all__ = ["Beat", "Loss", "Watched"]
 
 _LISTED: Final = 8
 """How many lost ranks the coordinator's beat lists."""
@@ -75,3 +75,21 @@ class Loss:
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"
+
+
+@dataclass
+class Watched:
+    """What this rank knows of another."""
+
+    value: bytes = b""
+    beat: Beat = field(default_factory=Beat)
+    pulses: int = 0
+    silent: float = 0.0  # seconds without a new beat or pulse, counted while this rank was looking
+    beatless: float = 0.0  # seconds without a new beat
+    still: float = 0.0  # seconds without progress
+    near: str | None = None  # the identity of its process, if this rank can see it
+
+    @property
+    def heard(self) -> bool:
+        """Whether the rank has ever beaten."""
+        return bool(self.value)

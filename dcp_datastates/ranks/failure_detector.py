@@ -24,15 +24,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
-from dcp_datastates.commit.beats import Beat, Loss
-from dcp_datastates.commit.connection import Connection
-from dcp_datastates.commit.processes import is_gone, is_near
-from dcp_datastates.commit.pulse import Pulse
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.ranks.beats import Beat, Loss, Watched
+from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.processes import is_gone, is_near
+from dcp_datastates.ranks.pulse import Pulse
+from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["SILENCE_SECONDS", "FailureDetector", "seconds_between_beats"]
 
@@ -72,24 +71,6 @@ def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
     return max(_ACTIVE_SECONDS if active else _IDLE_SECONDS, _SECONDS_PER_RANK * ranks)
 
 
-@dataclass
-class _Watched:
-    """What this rank knows of another."""
-
-    value: bytes = b""
-    beat: Beat = field(default_factory=Beat)
-    pulses: int = 0
-    silent: float = 0.0  # seconds without a new beat or pulse, counted while this rank was looking
-    beatless: float = 0.0  # seconds without a new beat
-    still: float = 0.0  # seconds without progress
-    near: str | None = None  # the identity of its process, if this rank can see it
-
-    @property
-    def heard(self) -> bool:
-        """Whether the rank has ever beaten."""
-        return bool(self.value)
-
-
 class FailureDetector(Generic[D]):
     """This rank's beat, and its watch over the others'.
 
@@ -111,7 +92,7 @@ class FailureDetector(Generic[D]):
         self._status = status
         self._find = find
         self._watched = {
-            rank: _Watched()
+            rank: Watched()
             for rank in (range(1, rank_set.world) if rank_set.rank == 0 else (0,))
             if rank != rank_set.rank
         }
@@ -250,13 +231,13 @@ class FailureDetector(Generic[D]):
         host, _, pid, _ = who.split("|")
         return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
 
-    def _is_silent(self, watched: _Watched) -> bool:
+    def _is_silent(self, watched: Watched) -> bool:
         if not watched.heard and self._round is None:
             # Outside a round, a rank may not have reached its first save yet.
             return watched.silent >= _UNSEEN_SECONDS
         return watched.silent >= self._patience(watched)
 
-    def _patience(self, watched: _Watched) -> float:
+    def _patience(self, watched: Watched) -> float:
         return SILENCE_SECONDS * (1 if watched.pulses or not watched.heard else _PULSELESS)
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:

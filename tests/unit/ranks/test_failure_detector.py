@@ -13,12 +13,12 @@ from support.residue import hears_all
 from support.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
-from dcp_datastates.commit import failure_detector as detector_module
-from dcp_datastates.commit import processes
-from dcp_datastates.commit.beats import Beat, Loss
-from dcp_datastates.commit.failure_detector import FailureDetector
-from dcp_datastates.commit.pulse import Pulse
-from dcp_datastates.commit.rank_set import of_store
+from dcp_datastates.ranks import failure_detector as detector_module
+from dcp_datastates.ranks import processes
+from dcp_datastates.ranks.beats import Beat, Loss
+from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.pulse import Pulse
+from dcp_datastates.ranks.rank_set import of_store
 
 SILENCE = 1.5
 NEVER = 1e9
