@@ -158,14 +158,14 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         offers = [plan.planner_data for plan in all_plans]
         if self._session is not None and all(isinstance(offer, Offer) for offer in offers):
-            answers, whole = self._coordinator.plan(
+            answers, global_plan = self._coordinator.plan(
                 self._session.group,
                 offers,
                 self._own,
                 (self._split, self.dedup_save_to_lowest_rank),
             )
             self._solo = len(all_plans) < self._session.world
-            self.metadata = PlannedMetadata(whole)
+            self.metadata = PlannedMetadata(global_plan)
             self.global_plan = [SavePlan([], planner_data=answer) for answer in answers]
             return self.global_plan, self.metadata
         if any(isinstance(offer, Offer) for offer in offers):

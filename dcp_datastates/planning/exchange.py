@@ -109,7 +109,7 @@ class Offer:
 class Answer:
     """The coordinator's message: the rank's share of the global plan."""
 
-    whole: bytes
+    global_plan: bytes
     """The name of the global plan in the coordinator's cache."""
     digest: bytes
     data: bytes | None

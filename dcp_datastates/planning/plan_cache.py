@@ -22,15 +22,15 @@ from dcp_datastates.planning.rank_plan import FinalPlan
 from dcp_datastates.planning.replicas import Samples
 from dcp_datastates.process.lazily import lazily
 
-__all__ = ["Coordinator", "PlannedMetadata", "Whole"]
+__all__ = ["Coordinator", "GlobalPlan", "PlannedMetadata"]
 
-_KEPT_WHOLES: Final = 8
+_KEPT_GLOBAL_PLANS: Final = 8
 _KEPT_REPORTS: Final = 4
 
 Assign = Callable[[Sequence[LocalPlan]], tuple[list[FinalPlan], Catalog]]
 
 
-class Whole:
+class GlobalPlan:
     """One global plan.
 
     ``name`` is unique: two global plans with the same content have different names.
@@ -111,9 +111,9 @@ class PlannedMetadata(PublishedMetadata):
     Until the save is written, reading or changing a field raises :class:`DataStatesError`.
     """
 
-    def __init__(self, whole: Whole) -> None:
+    def __init__(self, global_plan: GlobalPlan) -> None:
         super().__init__()
-        self.whole = whole
+        self.global_plan = global_plan
         self.reports: list[Report] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -134,9 +134,9 @@ class PlannedMetadata(PublishedMetadata):
                     f"rank {rank} planned with a DataStatesSavePlanner and wrote with another planner, one that "
                     f"wraps it, say: pass the DataStatesSavePlanner itself, or derive from it"
                 )
-            self.reports.append(self.whole.take(rank, results[0]))
+            self.reports.append(self.global_plan.take(rank, results[0]))
             samples.append(results[0].samples)
-        self.whole.samples.check(samples)
+        self.global_plan.samples.check(samples)
 
 
 class Coordinator:
@@ -145,7 +145,7 @@ class Coordinator:
     def __init__(self, assign: Assign) -> None:
         self._assign = assign
         self._plans: dict[tuple[str, int], dict[bytes, LocalPlan]] = {}
-        self._wholes: OrderedDict[tuple[Hashable, ...], Whole] = OrderedDict()
+        self._global_plans: OrderedDict[tuple[Hashable, ...], GlobalPlan] = OrderedDict()
 
     def plan(
         self,
@@ -153,7 +153,7 @@ class Coordinator:
         offers: Sequence[Offer],
         own: Callable[[bytes], LocalPlan | None],
         options: Hashable = None,
-    ) -> tuple[list[Answer], Whole]:
+    ) -> tuple[list[Answer], GlobalPlan]:
         """The global plan for the ranks' offers, and the answers to the ranks.
 
         ``own`` finds plans of this process itself; ``options`` determine how shares are assigned. Raises ValueError for
@@ -162,22 +162,22 @@ class Coordinator:
         key = (options, *(offer.digest for offer in offers))
         heads: dict[bytes, Head] = {}
         locals_ = [self._plan(group, rank, offer, heads, own) for rank, offer in enumerate(offers)]
-        whole = self._wholes.get(key)
-        if whole is None:
-            whole = Whole(locals_, *self._assign(locals_))
-            self._wholes[key] = whole
-            while len(self._wholes) > _KEPT_WHOLES:
-                self._wholes.popitem(last=False)
-        self._wholes.move_to_end(key)
+        global_plan = self._global_plans.get(key)
+        if global_plan is None:
+            global_plan = GlobalPlan(locals_, *self._assign(locals_))
+            self._global_plans[key] = global_plan
+            while len(self._global_plans) > _KEPT_GLOBAL_PLANS:
+                self._global_plans.popitem(last=False)
+        self._global_plans.move_to_end(key)
         answers = [
             Answer(
-                whole.name,
+                global_plan.name,
                 share.digest,
                 None if offer.share == share.digest else share.encode(),
             )
-            for offer, share in zip(offers, whole.shares, strict=True)
+            for offer, share in zip(offers, global_plan.shares, strict=True)
         ]
-        return answers, whole
+        return answers, global_plan
 
     def _plan(
         self,

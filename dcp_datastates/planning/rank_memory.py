@@ -49,7 +49,7 @@ class Share:
     """By global plan: the digest of the report that the coordinator has."""
     sent: bytes = b""
     """Digest of the latest report."""
-    whole: bytes = b""
+    global_plan: bytes = b""
     """Name of the global plan of the latest save."""
 
 
@@ -77,7 +77,7 @@ class KnownPlan:
             )
             while len(self.shares) > _KEPT_SHARES:
                 self.shares.popitem(last=False)
-        share.whole = answer.whole
+        share.global_plan = answer.global_plan
         self.latest = answer.digest
         return share
 

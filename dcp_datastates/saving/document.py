@@ -66,8 +66,8 @@ def _planned_document(
             files[path] = FileRecord(path, nbytes, table_offset)
     return encode(
         MetadataTable(
-            metadata.whole.catalog,
-            metadata.whole.placement(metadata.reports, attempt.name),
+            metadata.global_plan.catalog,
+            metadata.global_plan.placement(metadata.reports, attempt.name),
             Note(attempt, files, claim.after, metrics, time.time()),
             meta,
             DCP_VERSION,

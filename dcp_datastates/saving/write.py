@@ -326,7 +326,7 @@ def _samples(write: _Write) -> bytes:
 
 
 def _told(share: Share, report: Report, samples: bytes) -> Told:
-    known = share.told.get(share.whole) == report.digest
+    known = share.told.get(share.global_plan) == report.digest
     share.sent = report.digest
     if not known:
         share.told = {}
@@ -337,12 +337,12 @@ def _remember_told(save: SaveOperation, share: Share, digest: bytes) -> None:
     """Once the save is committed, remember that the coordinator has this rank's report, and need not receive
     it again.
     """
-    whole = share.whole
+    global_plan = share.global_plan
 
     def note(committed: Future[None]) -> None:
         # After a failure it is unknown which report the coordinator has.
         known = save.committed.peek() is None and share.sent == digest
-        share.told = {whole: digest} if known else {}
+        share.told = {global_plan: digest} if known else {}
 
     save.committed.add_done_callback(note)
 
