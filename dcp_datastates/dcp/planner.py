@@ -38,7 +38,7 @@ from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.plan_cache import Coordinator, PlannedMetadata
 from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_memory import Foreseen, KnownPlan, Leaves, RankMemory, Share
-from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Held
 from dcp_datastates.planning.serializer import Serializer
 
@@ -267,7 +267,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     # ---- within ------------------------------------------------------------------------------------
 
-    def _assign(self, locals_: Sequence[LocalPlan]) -> tuple[list[FinalPlan], Catalog]:
+    def _assign(self, locals_: Sequence[LocalPlan]) -> tuple[list[RankPlan], Catalog]:
         shares, catalog = assign(
             locals_,
             split=self._split and not self.dedup_save_to_lowest_rank,

@@ -18,7 +18,7 @@ from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.lazy_metadata import FIELDS, PublishedMetadata
 from dcp_datastates.planning.exchange import Answer, Offer, Report, Told
 from dcp_datastates.planning.local_plan import Head, LocalPlan
-from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Samples
 from dcp_datastates.process.lazily import lazily
 
@@ -27,7 +27,7 @@ __all__ = ["Coordinator", "GlobalPlan", "PlannedMetadata"]
 _KEPT_GLOBAL_PLANS: Final = 8
 _KEPT_REPORTS: Final = 4
 
-Assign = Callable[[Sequence[LocalPlan]], tuple[list[FinalPlan], Catalog]]
+Assign = Callable[[Sequence[LocalPlan]], tuple[list[RankPlan], Catalog]]
 
 
 class GlobalPlan:
@@ -37,7 +37,7 @@ class GlobalPlan:
     """
 
     def __init__(
-        self, locals_: Sequence[LocalPlan], shares: Sequence[FinalPlan], catalog: Catalog
+        self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan], catalog: Catalog
     ) -> None:
         self.name: Final = os.urandom(8)
         self.shares: Final = shares

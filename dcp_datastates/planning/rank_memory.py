@@ -26,7 +26,7 @@ from dcp_datastates.io.devices import HOST
 from dcp_datastates.planning.exchange import Answer, Offer, Session
 from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
 from dcp_datastates.planning.prepared_write import Prepared
-from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Held
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
@@ -43,7 +43,7 @@ _KEPT_SHARES: Final = 4
 class Share:
     """This rank's share of a global plan, with the state of its reports."""
 
-    final: FinalPlan
+    final: RankPlan
     plan: SavePlan
     told: dict[bytes, bytes] = field(default_factory=dict)
     """By global plan: the digest of the report that the coordinator has."""
@@ -71,7 +71,7 @@ class KnownPlan:
         if share is None:
             if answer.data is None:
                 raise DataStatesError("the coordinator answers with a share that this rank has not")
-            final = FinalPlan.decode(answer.data)
+            final = RankPlan.decode(answer.data)
             share = self.shares[answer.digest] = Share(
                 final, SavePlan(final.write_items(self.plan))
             )
