@@ -35,7 +35,7 @@ from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.exchange import Answer, Offer, Session, SessionMeta
 from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.plan_cache import Coordinator, PlannedMetadata
+from dcp_datastates.planning.plan_cache import PlanCache, PlannedMetadata
 from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_memory import Foreseen, KnownPlan, Leaves, RankMemory, Share
 from dcp_datastates.planning.rank_plan import RankPlan
@@ -88,7 +88,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         )
         self._caches = enable_plan_caching
         self._split = split_replicas
-        self._coordinator = Coordinator(self._assign)
+        self._plan_cache = PlanCache(self._assign)
         self._memory = RankMemory(by_owner=split_replicas)
         self._serializer = Serializer()
         # State of the save that is being planned:
@@ -158,7 +158,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         offers = [plan.planner_data for plan in all_plans]
         if self._session is not None and all(isinstance(offer, Offer) for offer in offers):
-            answers, global_plan = self._coordinator.plan(
+            answers, global_plan = self._plan_cache.plan(
                 self._session.group,
                 offers,
                 self._own,

@@ -22,7 +22,7 @@ from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Samples
 from dcp_datastates.process.lazily import lazily
 
-__all__ = ["Coordinator", "GlobalPlan", "PlannedMetadata"]
+__all__ = ["GlobalPlan", "PlanCache", "PlannedMetadata"]
 
 _KEPT_GLOBAL_PLANS: Final = 8
 _KEPT_REPORTS: Final = 4
@@ -139,7 +139,7 @@ class PlannedMetadata(PublishedMetadata):
         self.global_plan.samples.check(samples)
 
 
-class Coordinator:
+class PlanCache:
     """The plan cache. For one thread at a time: saves take turns. Keys name groups of ranks."""
 
     def __init__(self, assign: Assign) -> None:
