@@ -38,7 +38,7 @@ from dcp_datastates.errors import (
     SaveFailedError,
     release_frames,
 )
-from dcp_datastates.planning.rank_memory import SharesPlanner
+from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker

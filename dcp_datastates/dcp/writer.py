@@ -43,7 +43,7 @@ from dcp_datastates.io.devices import capturing, open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.exchange import SessionMeta
 from dcp_datastates.planning.plan_cache import PlannedMetadata
-from dcp_datastates.planning.rank_memory import SharesPlanner
+from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import Way

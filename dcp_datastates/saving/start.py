@@ -16,7 +16,7 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, DataStatesError
 from dcp_datastates.io.engine import engine, moved, next_order
 from dcp_datastates.planning.exchange import Session
-from dcp_datastates.planning.rank_memory import SharesPlanner
+from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.waiting import Stall, WaitLog
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall, Way

@@ -36,7 +36,7 @@ from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.planning.exchange import Report, Told
 from dcp_datastates.planning.prepared_write import Prepared, report_of
-from dcp_datastates.planning.rank_memory import Share, SharesPlanner
+from dcp_datastates.planning.rank_plan_cache import Share, SharesPlanner
 from dcp_datastates.planning.replicas import sample
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.saving.operation import SaveOperation

@@ -31,7 +31,7 @@ from dcp_datastates.planning.replicas import Held
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["Foreseen", "KnownPlan", "Leaves", "RankMemory", "Share", "SharesPlanner"]
+__all__ = ["Foreseen", "KnownPlan", "Leaves", "RankPlanCache", "Share", "SharesPlanner"]
 
 _KEPT_PLANS: Final = 8
 """How many local plans are kept: a job may save several state dicts in turn."""
@@ -187,7 +187,7 @@ _Looks = tuple[str, Fingerprint, tuple[bool, ...]]
 """The key of leaves: the group, the state's fingerprint, and which tensors optimizers own."""
 
 
-class RankMemory:
+class RankPlanCache:
     """One rank's plan cache.
 
     Planning a save calls :meth:`begin`, :meth:`offer` and :meth:`finish`, in this order. If planning is not completed,
