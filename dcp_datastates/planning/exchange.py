@@ -24,7 +24,7 @@ from dcp_datastates.process.lazily import lazily
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["Answer", "Offer", "Report", "Session", "SessionMeta", "Told"]
+__all__ = ["Answer", "Offer", "RankReport", "Report", "Session", "SessionMeta"]
 
 
 @dataclass(eq=False)
@@ -146,7 +146,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """Replaces DCP's write results: a report, by digest alone if the coordinator has it."""
 
     digest: bytes
@@ -155,4 +155,4 @@ class Told:
     """Samples of the replicas that this rank shares with others; see ``replicas.py``."""
 
     def __reduce__(self) -> Any:
-        return Told, (self.digest, self.data, self.samples)
+        return RankReport, (self.digest, self.data, self.samples)

@@ -16,7 +16,7 @@ import numpy as np
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.lazy_metadata import FIELDS, PublishedMetadata
-from dcp_datastates.planning.exchange import Answer, Offer, Report, Told
+from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
 from dcp_datastates.planning.local_plan import Head, LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Samples
@@ -50,15 +50,17 @@ class GlobalPlan:
         """Compares the ranks' samples of the same tensors."""
         return Samples(self._locals, self.shares)
 
-    def take(self, rank: int, told: Told) -> Report:
+    def take(self, rank: int, sent: RankReport) -> Report:
         """The report that ``rank`` sent, now or, for a digest alone, before."""
         known = self._reports[rank]
-        if told.data is not None:
-            known[told.digest] = Report.decode(told.data)
-        report = known.get(told.digest)
+        if sent.data is not None:
+            known[sent.digest] = Report.decode(sent.data)
+        report = known.get(sent.digest)
         if report is None:
-            raise DataStatesError(f"rank {rank} tells of a report that it has not sent")
-        known.move_to_end(told.digest)
+            raise DataStatesError(
+                f"rank {rank} sent the digest of a report that is not cached here"
+            )
+        known.move_to_end(sent.digest)
         while len(known) > _KEPT_REPORTS:
             known.popitem(last=False)
         return report
@@ -124,18 +126,20 @@ class PlannedMetadata(PublishedMetadata):
             )
         super().__setattr__(name, value)
 
-    def consolidate(self, told: Sequence[Sequence[object]], directory: str, attempt: str) -> None:
+    def consolidate(
+        self, results: Sequence[Sequence[object]], directory: str, attempt: str
+    ) -> None:
         """Take all ranks' reports, and compare their samples. Raises :class:`DataStatesError`."""
         self.directory, self.attempt = directory, attempt
         samples: list[bytes] = []
-        for rank, results in enumerate(told):
-            if len(results) != 1 or not isinstance(results[0], Told):
+        for rank, mine in enumerate(results):
+            if len(mine) != 1 or not isinstance(mine[0], RankReport):
                 raise ConfigurationError(
                     f"rank {rank} planned with a DataStatesSavePlanner and wrote with another planner, one that "
                     f"wraps it, say: pass the DataStatesSavePlanner itself, or derive from it"
                 )
-            self.reports.append(self.global_plan.take(rank, results[0]))
-            samples.append(results[0].samples)
+            self.reports.append(self.global_plan.take(rank, mine[0]))
+            samples.append(mine[0].samples)
         self.global_plan.samples.check(samples)
 
 

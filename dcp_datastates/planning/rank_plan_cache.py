@@ -45,7 +45,7 @@ class Share:
 
     final: RankPlan
     plan: SavePlan
-    told: dict[bytes, bytes] = field(default_factory=dict)
+    reported: dict[bytes, bytes] = field(default_factory=dict)
     """By global plan: the digest of the report that the coordinator has."""
     sent: bytes = b""
     """Digest of the latest report."""

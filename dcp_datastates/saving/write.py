@@ -34,7 +34,7 @@ from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
-from dcp_datastates.planning.exchange import Report, Told
+from dcp_datastates.planning.exchange import RankReport, Report
 from dcp_datastates.planning.prepared_write import Prepared, report_of
 from dcp_datastates.planning.rank_plan_cache import Share, SharesPlanner
 from dcp_datastates.planning.replicas import sample
@@ -162,7 +162,7 @@ def write_plan(
     """Begin to write ``plan``, this rank's part of ``save``; returns when all of its data are read and unchanged.
 
     There is one result per item, with its place, and one per file, with its size (:class:`FileRecord`). If the planner
-    knows this package, one :class:`Told` replaces them. When an error is raised, no read or write is in progress.
+    knows this package, one :class:`RankReport` replaces them. When an error is raised, no read or write is in progress.
     ``rank`` is the rank in the files' names.
     """
     return _write(_Write(save, plan, planner, _share_of(save), attempt, rank), ahead)
@@ -269,9 +269,9 @@ def _write(write: _Write, ahead: Ahead | None) -> tuple[list[Any], WrittenPart]:
     if share is None:
         return _results(items, content.layouts, content.sealed, write.attempt), part
     report = content.report or report_of(content.layouts, content.sealed, len(items))
-    told = _told(share, report, samples)
-    _remember_told(save, share, report.digest)
-    return [told], part
+    rank_report = _rank_report(share, report, samples)
+    _remember_reported(save, share, report.digest)
+    return [rank_report], part
 
 
 def _fit_cache(config: WriterConfig, content: _Content) -> None:
@@ -325,15 +325,15 @@ def _samples(write: _Write) -> bytes:
     return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
 
 
-def _told(share: Share, report: Report, samples: bytes) -> Told:
-    known = share.told.get(share.global_plan) == report.digest
+def _rank_report(share: Share, report: Report, samples: bytes) -> RankReport:
+    known = share.reported.get(share.global_plan) == report.digest
     share.sent = report.digest
     if not known:
-        share.told = {}
-    return Told(report.digest, None if known else report.encode(), samples)
+        share.reported = {}
+    return RankReport(report.digest, None if known else report.encode(), samples)
 
 
-def _remember_told(save: SaveOperation, share: Share, digest: bytes) -> None:
+def _remember_reported(save: SaveOperation, share: Share, digest: bytes) -> None:
     """Once the save is committed, remember that the coordinator has this rank's report, and need not receive
     it again.
     """
@@ -342,7 +342,7 @@ def _remember_told(save: SaveOperation, share: Share, digest: bytes) -> None:
     def note(committed: Future[None]) -> None:
         # After a failure it is unknown which report the coordinator has.
         known = save.committed.peek() is None and share.sent == digest
-        share.told = {global_plan: digest} if known else {}
+        share.reported = {global_plan: digest} if known else {}
 
     save.committed.add_done_callback(note)
 
