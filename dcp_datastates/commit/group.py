@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.protocol import Said
+from dcp_datastates.commit.protocol import DecisionFound
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
@@ -82,13 +82,13 @@ class CommitGroup:
         self._expected: int | None = None  # the next round; commit thread only; None at first
         self._reading: Progress | None = None
         self._decisions = DecisionLog()
-        self.detector: FailureDetector[Said] | None = None
+        self.detector: FailureDetector[DecisionFound] | None = None
         if rank_set.world > 1:
             self._decisions = DecisionLog(rank_set.connect("commit"))
             alone = rank_set.connect_alone("commit")
             decisions = DecisionLog(alone)
             self.detector = FailureDetector(
-                rank_set, alone, self._status, lambda number: Said(decisions.find(number))
+                rank_set, alone, self._status, lambda number: DecisionFound(decisions.find(number))
             )
         self._voter = Voter(rank_set, self.detector, self._decisions)
         self._companion_lock = ProcessLock()  # guards _companion

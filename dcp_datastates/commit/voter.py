@@ -21,6 +21,8 @@ from dcp_datastates.commit.protocol import (
     Collected,
     Counted,
     Decided,
+    DecisionFound,
+    DecisionReceived,
     Done,
     Event,
     Explain,
@@ -31,10 +33,8 @@ from dcp_datastates.commit.protocol import (
     Meet,
     Note,
     Publish,
-    Said,
     Settle,
     Tell,
-    Told,
     Vote,
     Written,
     follow,
@@ -95,7 +95,7 @@ class Voter:
     def __init__(
         self,
         rank_set: RankSet,
-        detector: FailureDetector[Said] | None,
+        detector: FailureDetector[DecisionFound] | None,
         decisions: DecisionLog,
     ) -> None:
         self._rank_set = rank_set
@@ -202,7 +202,7 @@ class Voter:
             logger.warning(
                 "save %d: %s: %s", round_.number - round_.first, type(action).__name__, error
             )
-            return Collected({}) if isinstance(action, Collect) else Said(None)
+            return Collected({}) if isinstance(action, Collect) else DecisionFound(None)
 
     def _try(self, action: Action, round_: Round) -> Event:
         match action:
@@ -213,7 +213,7 @@ class Voter:
             case Collect():
                 return self._decisions.collect(round_.number)
             case Look():
-                return Said(self._decisions.find(round_.number))
+                return DecisionFound(self._decisions.find(round_.number))
         return Done()
 
     # ---- actions ---------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Voter:
             if not self._tree.join(lambda: self._interrupt(round_, joining=True)):
                 return Done()
             found = None if self._is_coordinator else self._decisions.find(round_.number)
-            return Done() if found is None else Said(found)
+            return Done() if found is None else DecisionFound(found)
         except _Interrupted as interrupted:
             self._leave()
             return interrupted.event
@@ -336,7 +336,7 @@ class Voter:
         hit("outcome.after")
         (number,) = _TOLD.unpack_from(found)
         mine = number == round_.number
-        return Told(Decision.decode(found[_TOLD.size :]) if mine else None)
+        return DecisionReceived(Decision.decode(found[_TOLD.size :]) if mine else None)
 
     def _settle(self, round_: Round, why: Reason) -> Decision:  # 16
         directory, attempt = round_.directory, round_.attempt
