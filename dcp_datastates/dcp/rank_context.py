@@ -46,7 +46,7 @@ from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.last_saves import finish_saves
 from dcp_datastates.saving.operation import Phase, SaveOperation
-from dcp_datastates.saving.start import take_up
+from dcp_datastates.saving.start import begin_planning
 
 __all__ = ["RankContext", "context_of"]
 
@@ -179,12 +179,12 @@ class RankContext:
                 f"the other ranks made their call for {name!r} before, when this rank came with one for another "
                 f"path: they are in step again from here on"
             )
-        taken = take_up(save, planner if isinstance(planner, SharesPlanner) else None)
+        planning = begin_planning(save, planner if isinstance(planner, SharesPlanner) else None)
         timeout = save.call.config.commit_timeout
         presence = _Presence(self, f"the save to {str(save.path)!r}", timeout, save)
         with self._meet(presence, save.left_out) as ranks:
-            writer.run(taken)
-            written = save_together(taken.state, name, writer, planner, ranks, self._agree)
+            writer.run(planning)
+            written = save_together(planning.state, name, writer, planner, ranks, self._agree)
         written.finish(writer)
         self._stray.clear()
 

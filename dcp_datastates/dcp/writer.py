@@ -49,7 +49,7 @@ from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import Way
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.saves import Saves
-from dcp_datastates.saving.start import TakenUp, stage_save, start_synchronous, take_up
+from dcp_datastates.saving.start import PlanningInput, begin_planning, stage_save, start_synchronous
 from dcp_datastates.saving.write import check_path, write_plan
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
@@ -229,12 +229,12 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
         def begin() -> dict[Any, Any]:
             bind(save)
-            taken = take_up(save)
+            planning = begin_planning(save)
             # Alone, DCP runs no collective after this writer's last call.
             alone = save.group.rank_set.world == 1
             ends_here = alone or threading.current_thread() is caller
-            self._here.next = Running(save, taken.ahead, ends_here)
-            return taken.state
+            self._here.next = Running(save, planning.ahead, ends_here)
+            return planning.state
 
         def abandon(error: BaseException) -> None:
             save.blame(error)
@@ -374,9 +374,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._used = True  # if it fails, the ranks are told
         return self._call(Way.PACKAGE, path, state, is_unchanged(planner), metrics)
 
-    def run(self, taken: TakenUp) -> None:
+    def run(self, planning: PlanningInput) -> None:
         """Let the calling thread make DCP's calls for this save."""
-        self._here.next = Running(taken.save, taken.ahead, ends_here=False)
+        self._here.next = Running(planning.save, planning.ahead, ends_here=False)
 
     def take_ticket(self, plan: SavePlan) -> None:
         """Take the coordinator's ticket from ``plan``, if it has one (it may be an older save's)."""

@@ -32,7 +32,7 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 
-__all__ = ["TakenUp", "stage_save", "start_synchronous", "take_up"]
+__all__ = ["PlanningInput", "begin_planning", "stage_save", "start_synchronous"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def stage_save(
     save = SaveOperation(call, stats, session, reads, failure, left_out)
     try:
         enter(save)
-    except BaseException as error:  # an interrupt: no thread will take the save up
+    except BaseException as error:  # an interrupt: no thread will plan the save
         save.fail(save.blame(error))
         save.end_planning()
         raise
@@ -154,8 +154,8 @@ def start_synchronous(group: CommitGroup, config: WriterConfig, path: Path | Non
 
 
 @dataclass(frozen=True, eq=False)
-class TakenUp:
-    """A save, as the thread that plans it has taken it up."""
+class PlanningInput:
+    """What the planning of a save starts from."""
 
     save: SaveOperation
     state: dict[Any, Any]
@@ -164,7 +164,7 @@ class TakenUp:
     """The reads that have begun before planning."""
 
 
-def take_up(save: SaveOperation, planner: SharesPlanner | None = None) -> TakenUp:
+def begin_planning(save: SaveOperation, planner: SharesPlanner | None = None) -> PlanningInput:
     """Make the calling thread the one that plans ``save``; returns when it is the save's turn.
 
     An error here goes to ``save.error``, and DCP's first step raises it: there the other ranks learn of it. If it were
@@ -199,7 +199,7 @@ def take_up(save: SaveOperation, planner: SharesPlanner | None = None) -> TakenU
         save.blame(error)
     if save.error is not None:
         save.reads.fail(save.error)  # frees its memory at once
-    return TakenUp(save, state, ahead)
+    return PlanningInput(save, state, ahead)
 
 
 def _read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
