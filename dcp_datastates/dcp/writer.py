@@ -46,7 +46,7 @@ from dcp_datastates.planning.plan_cache import PlannedMetadata
 from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
-from dcp_datastates.saving.call import Way
+from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import PlanningInput, begin_planning, stage_save, start_synchronous
@@ -224,7 +224,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         if not self._no_dist:
             warn_if_shared()
-        save = self._call(Way.DCP_ASYNC, self._path, state_dict, True, {})
+        save = self._call(SaveOrigin.DCP_ASYNC, self._path, state_dict, True, {})
         caller = threading.current_thread()
 
         def begin() -> dict[Any, Any]:
@@ -372,7 +372,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     ) -> SaveOperation:
         """The part of this package's ``async_save`` in the training thread."""
         self._used = True  # if it fails, the ranks are told
-        return self._call(Way.PACKAGE, path, state, is_unchanged(planner), metrics)
+        return self._call(SaveOrigin.PACKAGE, path, state, is_unchanged(planner), metrics)
 
     def run(self, planning: PlanningInput) -> None:
         """Let the calling thread make DCP's calls for this save."""
@@ -386,7 +386,12 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     # ---- within ------------------------------------------------------------------------------------
 
     def _call(
-        self, way: Way, path: Path | None, state: Mapping[str, Any], here: bool, metrics: Any
+        self,
+        origin: SaveOrigin,
+        path: Path | None,
+        state: Mapping[str, Any],
+        here: bool,
+        metrics: Any,
     ) -> SaveOperation:
         if capturing():
             raise ConfigurationError(
@@ -394,7 +399,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         self._enter()
         group = commit_group(self.rank_set)
-        save = stage_save(group, self._config, way, path, state, here, metrics)
+        save = stage_save(group, self._config, origin, path, state, here, metrics)
         self._saves.add(save)
         return save
 

@@ -19,7 +19,7 @@ from dcp_datastates.planning.exchange import Session
 from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.waiting import Stall, WaitLog
 from dcp_datastates.saving.admission import enter, make_room
-from dcp_datastates.saving.call import LEFT_OUT, SaveCall, Way
+from dcp_datastates.saving.call import LEFT_OUT, SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.turns import await_all
 from dcp_datastates.saving.write import Ahead, read_ahead
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def stage_save(
     group: CommitGroup,
     config: WriterConfig,
-    way: Way,
+    origin: SaveOrigin,
     path: Path | None,
     state_dict: Mapping[str, Any],
     planned_here: bool,
@@ -49,7 +49,7 @@ def stage_save(
     """The part of ``async_save`` in the training thread: stage the state, and arm the step gate for deferred reads.
 
     Args:
-        way: which API and thread run the save.
+        origin: which API and thread run the save.
         path: the checkpoint's directory; None if DCP passes it later.
         planned_here: whether the planner may know this package, and so need not receive the state.
         metrics: the numbers by which the user compares checkpoints.
@@ -59,8 +59,8 @@ def stage_save(
     """
     began = time.perf_counter()
     left_out = make_room(config.max_in_flight, config.when_behind)
-    missed = 0 if way is Way.PACKAGE else group.missed
-    call = SaveCall(group, config, way, path, next_order(), missed, metrics)
+    missed = 0 if origin is SaveOrigin.PACKAGE else group.missed
+    call = SaveCall(group, config, origin, path, next_order(), missed, metrics)
     stats = SaveStats()
     failure: BaseException | None = CheckpointSkipped(LEFT_OUT[left_out]) if left_out else None
     reads: DeferredReads | None = None
@@ -147,7 +147,7 @@ def start_synchronous(group: CommitGroup, config: WriterConfig, path: Path | Non
     # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
     stall = Stall(logger, "this save", config.commit_timeout)
     await_all(lambda: stall.look(moved(None), "the saves before it to be planned"))
-    call = SaveCall(group, config, Way.DCP, path, next_order(), group.missed)
+    call = SaveCall(group, config, SaveOrigin.DCP, path, next_order(), group.missed)
     ranks = group.rank_set
     session = Session(group.name, ranks.rank, ranks.world, None, None)  # DCP has the state itself
     return SaveOperation(call, SaveStats(), session)

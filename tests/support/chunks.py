@@ -31,7 +31,7 @@ from dcp_datastates.commit.round import Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE
-from dcp_datastates.saving.call import SaveCall, Way
+from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.write import write_plan
@@ -137,7 +137,9 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     results, parts = [], []
     for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
         final = planner.finish_plan(plan)
-        call = SaveCall(commit_group(ALONE), WriterConfig(64 << 20), Way.DCP, path, next_order())
+        call = SaveCall(
+            commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order()
+        )
         mine, part = write_plan(
             SaveOperation(call, SaveStats(), None), final, planner, attempt, rank
         )
