@@ -134,7 +134,7 @@ def _call(
     try:
         context.submit(made, writer, planner)
     except BaseException as error:  # an interrupt: the planning thread may not have the save
-        made.fail(made.blame(error))
+        made.fail(made.record_error(error))
         made.end_planning()
         raise
     return made

@@ -100,7 +100,7 @@ class RankContext:
         # Not a lambda: a traceback would retain its frame, and thereby the arguments.
         if not self._worker.post(functools.partial(self._save, save, writer, planner)):
             error = SaveAbandonedError("the process was ending when this save was called for")
-            save.fail(save.blame(error))
+            save.fail(save.record_error(error))
             save.end_planning()
 
     def refuse(self, path: object, error: BaseException) -> None:
@@ -164,7 +164,7 @@ class RankContext:
         try:
             self._plan(save, writer, planner)
         except BaseException as error:
-            save.blame(_cause_here(error, self.group.rank_set.rank))
+            save.record_error(_cause_here(error, self.group.rank_set.rank))
             self._failed(save, error)
         finally:
             save.end_planning()

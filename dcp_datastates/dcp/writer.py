@@ -237,7 +237,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             return planning.state
 
         def abandon(error: BaseException) -> None:
-            save.blame(error)
+            save.record_error(error)
             save.end_planning()
 
         return StagedStateDict(begin, abandon)
@@ -422,7 +422,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             try:
                 save.go_to(self._checked(path, save.call.working_directory))
             except DataStatesError as error:
-                save.blame(error)
+                save.record_error(error)
         if save.error is not None:
             raise save.error
         return running

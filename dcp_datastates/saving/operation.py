@@ -163,7 +163,7 @@ class SaveOperation:
         """Whether the outcome is known and planning has ended."""
         return self.committed.done() and (self.turn is None or self.turn.ended)
 
-    def blame(self, error: BaseException) -> BaseException:
+    def record_error(self, error: BaseException) -> BaseException:
         """Let planning fail with ``error`` on this rank, unless it has failed already. Returns the error that
         counts.
         """

@@ -85,7 +85,7 @@ def stage_save(
     try:
         enter(save)
     except BaseException as error:  # an interrupt: no thread will plan the save
-        save.fail(save.blame(error))
+        save.fail(save.record_error(error))
         save.end_planning()
         raise
     stats.stage_seconds = time.perf_counter() - began
@@ -186,7 +186,7 @@ def begin_planning(save: SaveOperation, planner: SharesPlanner | None = None) ->
                 # so that training does not wait.
                 ahead = _read_ahead(save, planner)
     except Exception as error:
-        save.blame(error)
+        save.record_error(error)
     log = WaitLog(logger, f"the save to {str(save.path)!r}")
     save.turn.wait(lambda: log.look("its turn; the threads of the saves before it have not ended"))
     state: dict[Any, Any] = {}
@@ -196,7 +196,7 @@ def begin_planning(save: SaveOperation, planner: SharesPlanner | None = None) ->
         if not (save.failed or (save.call.own and save.session is not None)):
             state = save.reads.state()
     except Exception as error:
-        save.blame(error)
+        save.record_error(error)
     if save.error is not None:
         save.reads.fail(save.error)  # frees its memory at once
     return PlanningInput(save, state, ahead)
