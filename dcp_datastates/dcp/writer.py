@@ -344,7 +344,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         try:
             if isinstance(metadata, PlannedMetadata):
                 attempt = save.ticket(running.rank).attempt
-                metadata.consolidate(results, str(save.place()), attempt.name)
+                metadata.consolidate(results, str(save.resolved_path()), attempt.name)
             save.consolidate(metadata, results)
         except BaseException as error:
             save.abandon(error)
@@ -420,7 +420,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         collect_ticket(None if save.call.own else save.deliver)
         if path is not None:
             try:
-                save.go_to(self._checked(path, save.call.working_directory))
+                save.set_path(self._checked(path, save.call.working_directory))
             except DataStatesError as error:
                 save.record_error(error)
         if save.error is not None:

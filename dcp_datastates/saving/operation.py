@@ -110,7 +110,7 @@ class SaveOperation:
         self.doing = "waiting for its turn"
         """What the save is waiting for, in words."""
         self._path = call.path
-        self._place: Path | None = None
+        self._resolved_path: Path | None = None
         # Keeps the store alive if the job destroys its process group meanwhile.
         self._store = call.group.rank_set.store
         self._lock = ProcessLock()  # guards what follows
@@ -227,7 +227,7 @@ class SaveOperation:
             detector.quicken()
             detector.listen(self._lost)
 
-    def go_to(self, path: Path) -> None:
+    def set_path(self, path: Path) -> None:
         """Set the checkpoint's directory, which DCP passes."""
         self._path = path
 
@@ -239,16 +239,16 @@ class SaveOperation:
             )
         return self._path
 
-    def place(self) -> Path:
+    def resolved_path(self) -> Path:
         """The directory with symbolic links resolved, once for the whole save: links may point elsewhere later."""
-        if self._place is None:
+        if self._resolved_path is None:
             path = self.directory()
-            self._place = Path(self.on_storage("resolving", lambda: os.path.realpath(path)))
-        return self._place
+            self._resolved_path = Path(self.on_storage("resolving", lambda: os.path.realpath(path)))
+        return self._resolved_path
 
     def on_storage(self, what: str, function: Callable[[], T]) -> T:
         """Run ``function``, which operates on the directory, within ``commit_timeout``."""
-        path = self._place or self.directory()
+        path = self._resolved_path or self.directory()
         check_not_hung(path)
         return bounded(what, path, self.call.config.commit_timeout, function)
 
@@ -263,7 +263,7 @@ class SaveOperation:
                 f"DCP's coordinator is rank {group.rank_set.rank} of those that commit; it must be the first: "
                 f"leave coordinator_rank=0"
             )
-        directory = self.place()
+        directory = self.resolved_path()
         claimed = self.on_storage("claiming", lambda: claim(directory, group.neighbours))
         ticket = Ticket(claimed.attempt, group.draw(), world, group.first)
         take(ticket)  # marks it as seen, so a later save finds it stale
@@ -374,7 +374,7 @@ class SaveOperation:
         return Round(
             ticket.number,
             ticket.attempt,
-            self._place or self._path,
+            self._resolved_path or self._path,
             part,
             timeout=config.commit_timeout,
             path=self._path,

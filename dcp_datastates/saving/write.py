@@ -142,7 +142,7 @@ def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
 
 def check_path(save: SaveOperation) -> None:
     """Raise early if the checkpoint may not, or cannot, be written."""
-    directory = save.place()
+    directory = save.resolved_path()
 
     def look() -> None:
         check_overwrite(directory, save.call.config.overwrite)
@@ -184,7 +184,7 @@ class _Write:
     @property
     def folder(self) -> Path:
         """The attempt's directory."""
-        return self.save.place() / self.attempt.name
+        return self.save.resolved_path() / self.attempt.name
 
 
 def _share_of(save: SaveOperation) -> Share | None:
