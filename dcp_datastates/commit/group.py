@@ -34,7 +34,7 @@ from dcp_datastates.storage.bounded import finished_within, is_hung
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.failpoints import hit
 
-__all__ = ["CommitGroup", "Companion"]
+__all__ = ["AttachedContext", "CommitGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,14 +48,14 @@ _CANCEL_SECONDS: Final = 10.0
 """How long the commit thread waits for a failed save's writes to end before it reports the outcome anyway."""
 
 
-class Companion(Protocol):
+class AttachedContext(Protocol):
     """What there is one of for a group, besides the group itself."""
 
     def close(self) -> None:
         """End it when what was submitted is over, and return when its threads have ended, or after some seconds."""
 
 
-C = TypeVar("C", bound=Companion)
+C = TypeVar("C", bound=AttachedContext)
 
 
 class CommitGroup:
@@ -91,8 +91,8 @@ class CommitGroup:
                 rank_set, alone, self._status, lambda number: DecisionFound(decisions.find(number))
             )
         self._voter = Voter(rank_set, self.detector, self._decisions)
-        self._companion_lock = ProcessLock()  # guards _companion
-        self._companion: Companion | None = None
+        self._attached_lock = ProcessLock()  # guards _attached
+        self._attached: AttachedContext | None = None
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -106,12 +106,12 @@ class CommitGroup:
         """Identifies the group: unique within the process."""
         return f"{self.first}/{self.rank_set.digest}"
 
-    def companion(self, make: Callable[[CommitGroup], C]) -> C:
+    def attached(self, make: Callable[[CommitGroup], C]) -> C:
         """What ``make`` has made for this group: at the first call now, later the same."""
-        with self._companion_lock:
-            if self._companion is None:
-                self._companion = make(self)
-            return cast("C", self._companion)
+        with self._attached_lock:
+            if self._attached is None:
+                self._attached = make(self)
+            return cast("C", self._attached)
 
     def draw(self) -> int:
         """Coordinator: take the number of the next round."""
@@ -154,14 +154,14 @@ class CommitGroup:
             resolve(error)
 
     def close(self) -> None:
-        """Finish the submitted rounds and end the threads, the companion's first. Idempotent.
+        """Finish the submitted rounds and end the threads, the attached context's first. Idempotent.
 
         A round that storage delays for long is abandoned: the process has already waited for its save.
         """
-        with self._companion_lock:
-            companion, self._companion = self._companion, None
-        if companion is not None:
-            companion.close()
+        with self._attached_lock:
+            attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.close()
         self._worker.close(_CLOSE_SECONDS)
         if self.detector is not None:
             self.detector.close()

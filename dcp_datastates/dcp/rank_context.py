@@ -324,4 +324,4 @@ def _release_outcome(committed: Future[None]) -> None:
 
 def context_of(group: CommitGroup) -> RankContext:
     """The rank context of ``group``."""
-    return group.companion(RankContext)
+    return group.attached(RankContext)

@@ -1,4 +1,4 @@
-"""How a save starts: the training thread stages it, and the thread that plans it takes it up."""
+"""How a save starts: the training thread stages it, and another thread begins to plan it."""
 
 from __future__ import annotations
 
