@@ -220,7 +220,7 @@ def measure(world: int) -> Row:
         groups = [CommitGroup(each) for each in rank_sets]
         detectors = [group.detector for group in groups if group.detector is not None]
         for detector in detectors:
-            detector.quicken()
+            detector.save_started()
         plans = [
             Collectives(each, detector, _nothing)
             for each, detector in zip(rank_sets, detectors, strict=True)
@@ -258,7 +258,7 @@ def measure(world: int) -> Row:
             ),
         )
         for detector in detectors:
-            detector.slow()
+            detector.save_ended()
         _together(world, lambda rank: plans[rank].close())
         _together(world, lambda rank: groups[rank].close())
     return row

@@ -164,7 +164,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if self._made_for.detector is not None:
             # From then on the other ranks see at once if this process dies. The failure detector's thread does it,
             # once.
-            self._made_for.detector.introduce(seconds=1.0)
+            self._made_for.detector.register(seconds=1.0)
 
     def __del__(self) -> None:
         # DCP calls a Stateful's state_dict() before it calls the writer. If that raises, the only trace of the call is

@@ -135,8 +135,8 @@ class FailureDetector(Generic[D]):
         with self._lock:
             self._listeners = [other for other in self._listeners if other != listener]
 
-    def quicken(self) -> None:
-        """Note that a save has begun: beat every second until :meth:`slow` has been called as often as this.
+    def save_started(self) -> None:
+        """Note that a save has begun: beat every second until :meth:`save_ended` has been called as often as this.
 
         The silence of ranks that have never beaten counts from here: they may have had no save before.
         """
@@ -147,10 +147,10 @@ class FailureDetector(Generic[D]):
             self._expect_unheard()
             if self._rank_set.rank != 0:  # a lost rank may have come back
                 self._told, self._old_news = [], self._watched[0].value
-        self.introduce(0.0)
+        self.register(0.0)
         self._wake.set()
 
-    def introduce(self, seconds: float) -> None:
+    def register(self, seconds: float) -> None:
         """Start the thread, once. Returns when this rank has met rank 0, which can then see whether the process exists,
         or after ``seconds``.
         """
@@ -172,7 +172,7 @@ class FailureDetector(Generic[D]):
             watched.silent = min(watched.silent, self._patience(watched) - grace)
         self._silent = []
 
-    def slow(self) -> None:
+    def save_ended(self) -> None:
         """Note that a save is over."""
         with self._lock:
             self._active -= 1
@@ -284,13 +284,13 @@ class FailureDetector(Generic[D]):
         takes.
         """
         deadline = time.monotonic() + SILENCE_SECONDS + 3 * _ACTIVE_SECONDS
-        self.quicken()
+        self.save_started()
         try:
             while not (losses := self.losses()) and time.monotonic() < deadline:
                 time.sleep(0.1)
             return losses
         finally:
-            self.slow()
+            self.save_ended()
 
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
@@ -324,7 +324,7 @@ class FailureDetector(Generic[D]):
                 error = self._rank_set.incarnation.store_error
             except Exception as failed:
                 error = str(failed).partition("\n")[0][:200] or type(failed).__name__
-            pulse.vouch(error is None)
+            pulse.set_sending(error is None)
             with self._lock:
                 if error != self._store_error:
                     self._store_error = error

@@ -83,7 +83,7 @@ class Pulse:
                 return {0: client.count}
         return {}
 
-    def vouch(self, for_this_rank: bool) -> None:
+    def set_sending(self, for_this_rank: bool) -> None:
         """Start or stop sending pulses for this rank: it stops while the store does not answer it."""
         server, client = self._server, self._client
         with contextlib.suppress(RuntimeError):  # as above

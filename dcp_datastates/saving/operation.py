@@ -224,7 +224,7 @@ class SaveOperation:
             self._listens = detector is not None
         self.doing = "planning"
         if detector is not None:
-            detector.quicken()
+            detector.save_started()
             detector.listen(self._lost)
 
     def set_path(self, path: Path) -> None:
@@ -352,7 +352,7 @@ class SaveOperation:
         if self.turn is not None:
             self.turn.end()
         if listens and self.group.detector is not None:
-            self.group.detector.slow()
+            self.group.detector.save_ended()
             self.group.detector.forget(self._lost)
 
     def submit_failure(self, error: BaseException) -> None:

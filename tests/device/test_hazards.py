@@ -360,7 +360,7 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
         made = detector.FailureDetector(
             rank_set, rank_set.connect("commit"), Beat, lambda number: None
         )
-        made.quicken()
+        made.save_started()
         return made
 
     running = cuda.adopt(torch.ones(1 << 20))

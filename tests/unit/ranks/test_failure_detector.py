@@ -92,7 +92,7 @@ class _Detectors:
             status or _Status(),
             lambda number: self.decided.get(number, "forgotten"),
         )
-        detector.quicken()
+        detector.save_started()
         self.made.append(detector)
         return detector
 
@@ -131,8 +131,8 @@ def test_a_save_that_begins_gives_a_silent_rank_time_to_be_heard_again(detectors
     await_that(lambda: first.ended(0) == [1])
     second.close()
     await_that(first.losses)
-    first.slow()  # the save that failed for it
-    first.quicken()
+    first.save_ended()  # the save that failed for it
+    first.save_started()
     assert first.losses() == []
     await_that(first.losses)
 
