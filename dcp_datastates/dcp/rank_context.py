@@ -112,8 +112,8 @@ class RankContext:
             def fail() -> Any:
                 raise error
 
-            presence = _Presence(self, f"the save to {str(path)!r}", _REFUSING_SECONDS)
-            with self._meet(presence) as ranks:
+            watch = _PeerWatch(self, f"the save to {str(path)!r}", _REFUSING_SECONDS)
+            with self._meet(watch) as ranks:
                 ranks.reduce_scatter("plan", fail, lambda _: [])
 
         def run() -> None:
@@ -133,7 +133,7 @@ class RankContext:
 
         def run() -> None:
             try:
-                with self._meet(_Presence(self, what, timeout)) as ranks:
+                with self._meet(_PeerWatch(self, what, timeout)) as ranks:
                     done = work(ranks)
                 ended.set_result(done)
             except BaseException as error:
@@ -181,20 +181,20 @@ class RankContext:
             )
         planning = begin_planning(save, planner if isinstance(planner, SharesPlanner) else None)
         timeout = save.call.config.commit_timeout
-        presence = _Presence(self, f"the save to {str(save.path)!r}", timeout, save)
-        with self._meet(presence, save.left_out) as ranks:
+        watch = _PeerWatch(self, f"the save to {str(save.path)!r}", timeout, save)
+        with self._meet(watch, save.left_out) as ranks:
             writer.run(planning)
             written = save_together(planning.state, name, writer, planner, ranks, self._agree)
         written.finish(writer)
         self._stray.clear()
 
-    def _meet(self, presence: _Presence, left_out: int = 0) -> AbstractContextManager[_DistWrapper]:
+    def _meet(self, watch: _PeerWatch, left_out: int = 0) -> AbstractContextManager[_DistWrapper]:
         if self._collectives is None:
             _leave_out(left_out)
             return nullcontext(_DistWrapper(None, False, 0))
         self._entries += 1
-        presence.expect(self._entries)
-        return self._collectives.entry(self._entries, presence.look, left_out, _leave_out)
+        watch.expect(self._entries)
+        return self._collectives.entry(self._entries, watch.look, left_out, _leave_out)
 
     @staticmethod
     def _agree(names: Sequence[str]) -> None:
@@ -245,7 +245,7 @@ class RankContext:
         return told
 
 
-class _Presence:
+class _PeerWatch:
     """Watches, for a thread that waits, whether the other ranks come to a save and make progress.
 
     Args:
