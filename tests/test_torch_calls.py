@@ -20,7 +20,7 @@ FACTORIES = {each.__name__ for each in torch.utils._device._device_constructors(
 """Of torch; they use the default device, unless they are given one."""
 
 WEAK = {
-    "checkpoints/answers.py": "incarnations",
+    "checkpoints/first_rank.py": "incarnations",
     "ranks/connection.py": "connections and threads",
     "ranks/incarnation.py": "incarnations",
     "ranks/rank_set.py": "stores",

@@ -23,8 +23,8 @@ from accelerate.checkpointing import (
 )
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import latest
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
