@@ -16,7 +16,7 @@ import torch
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
 from dcp_datastates.conversion.files import as_bytes
-from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Source, Want
 from dcp_datastates.conversion.work import Done, Unit
 from dcp_datastates.errors import DataStatesError
@@ -106,7 +106,7 @@ class _Writing:
 
     def _unit(self, begin: int, end: int, here: Sequence[tuple[int, int, Placed]]) -> Unit:
         def write(done: Done) -> None:
-            buffer = passing_tensor(end - begin, torch.uint8).zero_()
+            buffer = scratch_tensor(end - begin, torch.uint8).zero_()
             spans, wants = [], []
             for offset, data in self._image.known:
                 low, high = max(begin, offset), min(end, offset + len(data))
