@@ -32,7 +32,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.huggingface.files import read_files, write_files
-from dcp_datastates.manager.background import BackgroundSaves, take_options
+from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
 from dcp_datastates.manager.library_state import (
     files_from,
     is_ours,
@@ -70,7 +70,7 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
-        self._saves = BackgroundSaves(take_options(keywords), strict=strict)
+        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
         self._checked_names = False
         super().__init__(*arguments, **keywords)
         if self.distributed_type in _REFUSED:
