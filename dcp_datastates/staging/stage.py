@@ -24,7 +24,7 @@ from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.fields import further_values, with_further
+from dcp_datastates.format.fields import unknown_values, with_unknown_values
 from dcp_datastates.format.stored_names import WRAPPER
 from dcp_datastates.io.device_copies import DeviceCopies
 from dcp_datastates.io.devices import (
@@ -119,8 +119,8 @@ class StagedState:
     """
     expected: ExpectedBytes | None = None
     """What the deferred tensors hold at the call; None if there are none."""
-    further: list[tuple[Any, ...]] = field(default_factory=list)
-    """The result of :func:`further_values` for all tensors at the call: copies may have other properties."""
+    unknown_fields: list[tuple[Any, ...]] = field(default_factory=list)
+    """The result of :func:`unknown_values` for all tensors at the call: copies may have other properties."""
     ownership: Ownership = field(default_factory=lambda: Ownership(()))
     """The optimizers' tensors at the call."""
 
@@ -148,16 +148,19 @@ class StagedState:
         columns = self.traversal.columns
         if not self.regular or not _are_plain(self.traversal.structure, columns):
             return None
-        return fingerprint(self.traversal.structure, columns.tensors, columns.locals, self.further)
+        return fingerprint(
+            self.traversal.structure, columns.tensors, columns.locals, self.unknown_fields
+        )
 
     def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
-        """The items of a plan for this state, with the further properties of its tensors at the call.
+        """The items of a plan for this state, with the properties of its tensors that this package does not know,
+        as they were at the call.
 
         Raises :class:`UnsupportedTensorError` if the plan stores the parts of a wrapper as an object.
         """
         columns = self.traversal.columns
         _check_parts_planned(columns, items)
-        if not self.further or not items:
+        if not self.unknown_fields or not items:
             return items
         position = {columns.name(number): number for number in range(len(columns.keys))}
         changed = []
@@ -165,7 +168,7 @@ class StagedState:
             at = position.get(item.index.fqn)
             data = item.tensor_data
             if data is not None and at is not None and data.chunk.sizes == columns.locals[at].shape:
-                properties = with_further(data.properties, self.further[at])
+                properties = with_unknown_values(data.properties, self.unknown_fields[at])
                 data = dataclasses.replace(data, properties=properties)
                 item = dataclasses.replace(item, tensor_data=data)
             changed.append(item)
@@ -252,14 +255,14 @@ def stage_state(
         root, deferred, eager, offsets, forms, None, nbytes, regular, late, traversal
     )
     made.ownership = ownership
-    made.further = further_values(everything.locals)
+    made.unknown_fields = unknown_values(everything.locals)
     expectation = Expectation(
         deferred.columns.locals, deferred.addresses, deferred.sizes, deferred.devices, audit
     )
-    further = expectation.nbytes
-    if offsets or further:
+    compared = expectation.nbytes
+    if offsets or compared:
         devices_of_copies = {*compress(eager_devices or (), sizes), *deferred.devices}
-        made.buffer = allocate(max(nbytes + further, 1), bool(devices_of_copies - {HOST}))
+        made.buffer = allocate(max(nbytes + compared, 1), bool(devices_of_copies - {HOST}))
     if offsets:
         assert made.buffer is not None
         copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, made.buffer, nbytes)
@@ -300,7 +303,7 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
         root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, traversal
     )
     made.ownership = Ownership(known_optimizers())
-    made.further = further_values(locals_)
+    made.unknown_fields = unknown_values(locals_)
     return made
 
 
