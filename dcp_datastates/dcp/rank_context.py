@@ -1,6 +1,6 @@
 """The rank context: one per rank set, with the thread that plans this rank's saves in the order of the calls.
 
-``async_save`` submits a save and returns. When all earlier saves are planned, the planning thread takes the save up,
+``async_save`` submits a save and returns. When all earlier saves are planned, the planning thread begins to plan it,
 meets the other ranks (``process_group.py``), makes DCP's calls and hands over to the commit group. So the training
 thread never waits for another rank or the network.
 

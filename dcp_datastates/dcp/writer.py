@@ -386,12 +386,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     # ---- within ------------------------------------------------------------------------------------
 
     def _call(
-        self,
-        origin: SaveOrigin,
-        path: Path | None,
-        state: Mapping[str, Any],
-        here: bool,
-        metrics: Any,
+        self, origin: SaveOrigin, path: Path | None, state: Any, here: bool, metrics: Any
     ) -> SaveOperation:
         if capturing():
             raise ConfigurationError(
