@@ -212,7 +212,7 @@ lint: $(VENV)/installed
 	ruff format --check $(PYTHON_SOURCES)
 	ruff check $(PYTHON_SOURCES)
 	mypy
-	$(BIN)/python -m pytest -q tests/test_rooms.py
+	$(BIN)/python -m pytest -q tests/test_rooms.py tests/test_words.py
 	clang-format --dry-run --Werror $(CPP_SOURCES)
 	@mkdir -p build
 	cmake -S native -B build/lint -G Ninja -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \

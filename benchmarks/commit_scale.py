@@ -31,14 +31,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_datastates.commit import failure_detector
-from dcp_datastates.commit import rank_set as store_of_ranks
-from dcp_datastates.commit.connection import Client
-from dcp_datastates.commit.gloo_tree import GlooTree, places
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.rank_set import RankSet, of_store
 from dcp_datastates.commit.round import Round
 from dcp_datastates.dcp.process_group import Collectives
+from dcp_datastates.ranks import failure_detector
+from dcp_datastates.ranks import rank_set as store_of_ranks
+from dcp_datastates.ranks.connection import Client
+from dcp_datastates.ranks.gloo_tree import GlooTree, places
+from dcp_datastates.ranks.rank_set import RankSet, of_store
 from dcp_datastates.saving.document import document
 from dcp_datastates.storage.claims import claim
 from machine import describe
@@ -220,7 +220,7 @@ def measure(world: int) -> Row:
         groups = [CommitGroup(each) for each in rank_sets]
         detectors = [group.detector for group in groups if group.detector is not None]
         for detector in detectors:
-            detector.quicken()
+            detector.save_started()
         plans = [
             Collectives(each, detector, _nothing)
             for each, detector in zip(rank_sets, detectors, strict=True)
@@ -258,7 +258,7 @@ def measure(world: int) -> Row:
             ),
         )
         for detector in detectors:
-            detector.slow()
+            detector.save_ended()
         _together(world, lambda rank: plans[rank].close())
         _together(world, lambda rank: groups[rank].close())
     return row

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_datastates.format.validate import validate
-from dcp_datastates.planning.balance import FinalPlan, assign
+from dcp_datastates.planning.balance import RankPlan, assign
 from dcp_datastates.planning.local_plan import Head, LocalPlan
 from planning_jobs import Job
 
@@ -147,7 +147,7 @@ def _first(job: Job) -> tuple[Cost, _Decided]:
     cost.scattered = len(scattered[-1])
     local = _own_plan(cost, job)
     with cost.on_rank():
-        FinalPlan.decode(scattered[-1]).write_items(local)
+        RankPlan.decode(scattered[-1]).write_items(local)
     return cost, decided
 
 

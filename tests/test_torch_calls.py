@@ -20,10 +20,10 @@ FACTORIES = {each.__name__ for each in torch.utils._device._device_constructors(
 """Of torch; they use the default device, unless they are given one."""
 
 WEAK = {
-    "checkpoints/answers.py": "incarnations",
-    "commit/connection.py": "connections and threads",
-    "commit/incarnation.py": "incarnations",
-    "commit/rank_set.py": "stores",
+    "checkpoints/first_rank.py": "incarnations",
+    "ranks/connection.py": "connections and threads",
+    "ranks/incarnation.py": "incarnations",
+    "ranks/rank_set.py": "stores",
     "format/dcp_stub.py": "catalogs",
     "format/metadata_check.py": "catalogs",
     "process/forks.py": "locks",

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.checkpoints.agreement import Agreement
+from dcp_datastates.checkpoints.consistency_check import ConsistencyCheck
 from dcp_datastates.errors import StorageError
 from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.contents import Contents, Damage
@@ -76,11 +76,11 @@ class Examination:
         directory: Path,
         files: Mapping[str, FileRecord],
         contents: Contents,
-        agreement: Agreement,
+        consistency_check: ConsistencyCheck,
     ) -> None:
         self._directory = directory
         self._contents = contents
-        self._agreement = agreement
+        self._consistency_check = consistency_check
         self._files = list(files.values())
         self._total = sum(record.nbytes for record in self._files)
         self._stopped = threading.Event()
@@ -218,7 +218,7 @@ class Examination:
 
     def _damages_of(self, file: _File, parts: list[_Bad]) -> list[Damage]:
         path = file.record.relative_path
-        header_end = self._agreement.header_bytes(file.record)
+        header_end = self._consistency_check.header_bytes(file.record)
         damages = []
         for part in parts:
             # A load does not read the header, but other readers need it for every entry.
@@ -231,7 +231,7 @@ class Examination:
             with self._header_lock:
                 header = bytearray(header_end)
                 _read(file.descriptor, memoryview(header), 0)
-                damages += self._agreement.of_header(file.record, bytes(header))
+                damages += self._consistency_check.of_header(file.record, bytes(header))
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return damages
 

@@ -10,7 +10,7 @@ from typing import Final, Literal, get_args
 
 import torch.distributed as dist
 
-from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
+from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.listing import Found, checkpoints, newest_first, open_found
 from dcp_datastates.checkpoints.verify import verify as verify_bytes
 from dcp_datastates.errors import ConfigurationError, DataStatesError

@@ -17,9 +17,9 @@ from typing import Final
 
 import torch.distributed as dist
 
-from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
+from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
 from dcp_datastates.checkpoints.pins import pins

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.checkpoints.agreement import Agreement
+from dcp_datastates.checkpoints.consistency_check import ConsistencyCheck
 from dcp_datastates.checkpoints.examine import Examination, Progress
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -99,9 +99,9 @@ def verify(
     except CheckpointCorruptError as error:
         return _unopened(directory, error, time.monotonic() - began)
     contents = Contents.of_table(committed.table)
-    agreement = Agreement(committed.table, contents)
-    damages = list(agreement.of_metadata())
-    examination = Examination(directory, committed.note.files, contents, agreement)
+    consistency_check = ConsistencyCheck(committed.table, contents)
+    damages = list(consistency_check.of_metadata())
+    examination = Examination(directory, committed.note.files, contents, consistency_check)
     damages += examination.run(threads, progress)
     if damages:
         _refuse_if_replaced(committed)

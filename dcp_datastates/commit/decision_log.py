@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 from typing import Final
 
-from dcp_datastates.commit.connection import Connection
 from dcp_datastates.commit.protocol import Collected
 from dcp_datastates.commit.vote import Decision, Reason
+from dcp_datastates.ranks.connection import Connection
 
 __all__ = ["DecisionLog"]
 

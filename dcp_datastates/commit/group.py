@@ -15,28 +15,28 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
-from dcp_datastates.commit.beats import Beat, Loss
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.failure_detector import FailureDetector
+from dcp_datastates.commit.protocol import DecisionFound
 from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
 from dcp_datastates.errors import (
     CommitOutcomeUnknown,
-    RankLostError,
     SaveFailedError,
     release_frames,
 )
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.worker import Worker
+from dcp_datastates.ranks.beats import Beat, Loss
+from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.bounded import finished_within, is_hung
 from dcp_datastates.storage.claims import Neighbours
 from dcp_datastates.storage.failpoints import hit
 
-__all__ = ["CommitGroup", "Companion"]
+__all__ = ["AttachedContext", "CommitGroup"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +50,14 @@ _CANCEL_SECONDS: Final = 10.0
 """How long the commit thread waits for a failed save's writes to end before it reports the outcome anyway."""
 
 
-class Companion(Protocol):
+class AttachedContext(Protocol):
     """What there is one of for a group, besides the group itself."""
 
     def close(self) -> None:
         """End it when what was submitted is over, and return when its threads have ended, or after some seconds."""
 
 
-C = TypeVar("C", bound=Companion)
+C = TypeVar("C", bound=AttachedContext)
 
 
 class CommitGroup:
@@ -90,15 +90,17 @@ class CommitGroup:
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
         self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
         self._decisions = DecisionLog()
-        self.detector: FailureDetector | None = None
+        self.detector: FailureDetector[DecisionFound] | None = None
         if rank_set.world > 1:
             self._decisions = DecisionLog(rank_set.connect("commit"))
+            alone = rank_set.connect_alone("commit")
+            decisions = DecisionLog(alone)
             self.detector = FailureDetector(
-                rank_set, rank_set.connect_alone("commit"), self._status
+                rank_set, alone, self._status, lambda number: DecisionFound(decisions.find(number))
             )
         self._voter = Voter(rank_set, self.detector, self._decisions)
-        self._companion_lock = ProcessLock()  # guards _companion
-        self._companion: Companion | None = None
+        self._attached_lock = ProcessLock()  # guards _attached
+        self._attached: AttachedContext | None = None
 
     # ---- any thread --------------------------------------------------------------------------
 
@@ -112,12 +114,12 @@ class CommitGroup:
         """Identifies the group: unique within the process."""
         return f"{self.first}/{self.rank_set.digest}"
 
-    def companion(self, make: Callable[[CommitGroup], C]) -> C:
+    def attached(self, make: Callable[[CommitGroup], C]) -> C:
         """What ``make`` has made for this group: at the first call now, later the same."""
-        with self._companion_lock:
-            if self._companion is None:
-                self._companion = make(self)
-            return cast("C", self._companion)
+        with self._attached_lock:
+            if self._attached is None:
+                self._attached = make(self)
+            return cast("C", self._attached)
 
     def draw(self) -> int:
         """Coordinator: take the number of the next round."""
@@ -183,14 +185,14 @@ class CommitGroup:
             resolve(error)
 
     def close(self) -> None:
-        """Finish the submitted rounds and end the threads, the companion's first. Idempotent.
+        """Finish the submitted rounds and end the threads, the attached context's first. Idempotent.
 
         A round that storage delays for long is abandoned: the process has already waited for its save.
         """
-        with self._companion_lock:
-            companion, self._companion = self._companion, None
-        if companion is not None:
-            companion.close()
+        with self._attached_lock:
+            attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.close()
         self._worker.close(_CLOSE_SECONDS)
         if self.detector is not None:
             self.detector.close()
@@ -200,7 +202,7 @@ class CommitGroup:
         if self.detector is None:
             return error
         losses = self.detector.await_loss()
-        return RankLostError(Loss.reason_of(losses).message) if losses else error
+        return Loss.error_of(losses) if losses else error
 
     def _status(self) -> Beat:
         voter, reading = self._voter, self._reading

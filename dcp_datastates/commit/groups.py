@@ -6,10 +6,10 @@ import atexit
 import ctypes
 import threading
 
-from dcp_datastates.commit.connection import end_requests
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.commit.rank_set import ALONE, RankSet, is_current
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.ranks.connection import end_requests
+from dcp_datastates.ranks.rank_set import ALONE, RankSet, is_current
 
 __all__ = ["commit_group"]
 

@@ -32,6 +32,8 @@ __all__ = [
     "Collected",
     "Counted",
     "Decided",
+    "DecisionFound",
+    "DecisionReceived",
     "Done",
     "Event",
     "Explain",
@@ -43,11 +45,9 @@ __all__ = [
     "Note",
     "Publish",
     "Refused",
-    "Said",
     "Settle",
     "Steps",
     "Tell",
-    "Told",
     "Vote",
     "Written",
     "follow",
@@ -74,7 +74,7 @@ class Explain:
 class Meet:
     """Connect with all ranks if this rank is not connected: :class:`Done`, or :class:`Broke`.
 
-    A rank that has reconnected first looks whether the round was decided without it: :class:`Said`.
+    A rank that has reconnected first looks whether the round was decided without it: :class:`DecisionFound`.
     """
 
 
@@ -111,12 +111,12 @@ class Tell:
 
 @dataclass(frozen=True)
 class Hear:
-    """Wait for the decision that :class:`Tell` broadcasts: :class:`Told`."""
+    """Wait for the decision that :class:`Tell` broadcasts: :class:`DecisionReceived`."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Read the coordinator's decision from the store: :class:`Said`."""
+    """Read the coordinator's decision from the store: :class:`DecisionFound`."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Decided:
 
 
 @dataclass(frozen=True)
-class Told:
+class DecisionReceived:
     """The decision that the coordinator broadcast; None if it is about another round."""
 
     decision: Decision | None
@@ -203,7 +203,7 @@ class Broke:
 
 
 @dataclass(frozen=True)
-class Said:
+class DecisionFound:
     """The coordinator has ended this round; ``decision`` is None if the store does not have it (any more)."""
 
     decision: Decision | None
@@ -223,14 +223,25 @@ class Refused:
     ranks: Sequence[int]
 
 
-Event = Done | Written | Counted | Collected | Decided | Told | Broke | Said | Lost | Refused
+Event = (
+    Done
+    | Written
+    | Counted
+    | Collected
+    | Decided
+    | DecisionReceived
+    | Broke
+    | DecisionFound
+    | Lost
+    | Refused
+)
 
 Steps = Generator[Action, Event, Decision]
 
 
 def interruption(
     ended: Sequence[int],
-    said: Said | None,
+    found: DecisionFound | None,
     lost: Lost | None,
     *,
     waits_in_vain: bool = False,
@@ -240,16 +251,16 @@ def interruption(
 
     Args:
         ended: on the coordinator, the ranks that have ended the round; empty on the others.
-        said: on the other ranks, the coordinator's decision.
+        found: on the other ranks, the coordinator's decision.
         lost: the lost ranks that matter to this rank.
         waits_in_vain: this rank is not connected, or a rank that passes the decision on may be lost.
         telling: the coordinator has decided, and is broadcasting the decision.
     """
     # In all other cases gloo delivers the decision too. Do not interrupt its operation: that breaks the connections.
-    if said is not None and (
-        lost or waits_in_vain or said.decision is None or said.decision.given_up
+    if found is not None and (
+        lost or waits_in_vain or found.decision is None or found.decision.given_up
     ):
-        return said
+        return found
     if lost is None and ended and not telling:
         return Refused(ended)
     return lost
@@ -332,14 +343,14 @@ def follow() -> Steps:
             ok = event.reason is None
             if event.reason is not None:
                 yield Explain(event.reason)
-            while not isinstance(event, Said | Lost):
+            while not isinstance(event, DecisionFound | Lost):
                 event = yield Meet()
                 if isinstance(event, Done):
                     voted = ok
                     event = yield Vote(ok)  # 6
                     if isinstance(event, Counted):
                         event = yield Hear()  # 11
-                    if isinstance(event, Told) and event.decision is not None:
+                    if isinstance(event, DecisionReceived) and event.decision is not None:
                         return event.decision
                     yield Leave()  # 17
         else:
@@ -352,7 +363,7 @@ def follow() -> Steps:
         # the coordinator may have decided before it was lost
         why, event = event.reason, (yield Look())
     match event:
-        case Said(Decision() as decision):
+        case DecisionFound(Decision() as decision):
             return decision
     yield Explain(why)  # the coordinator may be alive, and see this rank end the round
     if not voted:  # 15

@@ -12,10 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.failure_detector import SILENCE_SECONDS, FailureDetector
-from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.protocol import (
     Action,
     AwaitFiles,
@@ -24,6 +21,8 @@ from dcp_datastates.commit.protocol import (
     Collected,
     Counted,
     Decided,
+    DecisionFound,
+    DecisionReceived,
     Done,
     Event,
     Explain,
@@ -34,10 +33,8 @@ from dcp_datastates.commit.protocol import (
     Meet,
     Note,
     Publish,
-    Said,
     Settle,
     Tell,
-    Told,
     Vote,
     Written,
     follow,
@@ -45,7 +42,6 @@ from dcp_datastates.commit.protocol import (
     lead,
 )
 from dcp_datastates.commit.publish import find_older, publish, settle
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import (
     Count,
@@ -57,6 +53,10 @@ from dcp_datastates.commit.vote import (
 )
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, SaveStalledError
 from dcp_datastates.process.waiting import Stall
+from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector
+from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import HungError, bounded, check_not_hung
 from dcp_datastates.storage.failpoints import hit
@@ -100,7 +100,10 @@ class Voter:
     """
 
     def __init__(
-        self, rank_set: RankSet, detector: FailureDetector | None, decisions: DecisionLog
+        self,
+        rank_set: RankSet,
+        detector: FailureDetector[DecisionFound] | None,
+        decisions: DecisionLog,
     ) -> None:
         self._rank_set = rank_set
         self._detector = detector
@@ -207,7 +210,7 @@ class Voter:
             logger.warning(
                 "save %d: %s: %s", round_.number - round_.first, type(action).__name__, error
             )
-            return Collected({}) if isinstance(action, Collect) else Said(None)
+            return Collected({}) if isinstance(action, Collect) else DecisionFound(None)
 
     def _try(self, action: Action, round_: Round) -> Event:
         match action:
@@ -218,7 +221,7 @@ class Voter:
             case Collect():
                 return self._decisions.collect(round_.number)
             case Look():
-                return Said(self._decisions.find(round_.number))
+                return DecisionFound(self._decisions.find(round_.number))
         return Done()
 
     # ---- actions ---------------------------------------------------------------------------------
@@ -256,7 +259,7 @@ class Voter:
             if not self._tree.join(lambda: self._interrupt(round_, joining=True)):
                 return Done()
             found = None if self._is_coordinator else self._decisions.find(round_.number)
-            return Done() if found is None else Said(found)
+            return Done() if found is None else DecisionFound(found)
         except _Interrupted as interrupted:
             self._leave()
             return interrupted.event
@@ -276,7 +279,7 @@ class Voter:
             round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS
         ):
             why = f"has not met the others for {now - self._apart:.0f} s ({broken})"
-            event = Lost(Loss.reason_of([Loss(self._rank_set.rank, why)]))
+            event = Lost(Reason.of(Loss.error_of([Loss(self._rank_set.rank, why)])))
         return event or Broke()
 
     def _vote(self, round_: Round, ok: bool) -> Event:
@@ -356,7 +359,7 @@ class Voter:
         hit("outcome.after")
         (number,) = _TOLD.unpack_from(found)
         mine = number == round_.number
-        return Told(Decision.decode(found[_TOLD.size :]) if mine else None)
+        return DecisionReceived(Decision.decode(found[_TOLD.size :]) if mine else None)
 
     def _settle(self, round_: Round, why: Reason) -> Decision:  # 16
         directory, attempt = round_.directory, round_.attempt
@@ -418,8 +421,8 @@ class Voter:
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
         return interruption(
             detector.ended(round_.number) if self._is_coordinator else (),
-            detector.said,
-            Lost(Loss.reason_of(mine)) if mine else None,
+            detector.decision,
+            Lost(Reason.of(Loss.error_of(mine))) if mine else None,
             waits_in_vain=joining or bool(losses),
             telling=telling,
         )

@@ -15,7 +15,7 @@ import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
 from dcp_datastates.conversion.convert import thread_count
-from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.selection import Selection, select
 from dcp_datastates.conversion.source import Source, Want, value_of
@@ -288,7 +288,7 @@ class _Pair:
             read = []
             for source in (self._one, self._other):
                 wants = [
-                    Want(name, begin, end, passing_tensor(end - begin, source.tensors[name].dtype))
+                    Want(name, begin, end, scratch_tensor(end - begin, source.tensors[name].dtype))
                     for name, begin, end in ranges
                 ]
                 source.fill(wants)

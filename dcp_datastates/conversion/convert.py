@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.config import check_options, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.adapters import adapter_config, adapter_of
-from dcp_datastates.conversion.destination import appearing, check_destination
+from dcp_datastates.conversion.destination import atomic_output, check_destination
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.selection import Selection, optimizers_in, select
@@ -215,7 +215,7 @@ def convert(
             _check_nesting(selected)
         total = sum(info.nbytes for info in selected.tensors.values())
         limits = _limits(opened, selected, checked)
-        with appearing(there, checked.overwrite) as path:
+        with atomic_output(there, checked.overwrite) as path:
             job = _job(selected, path, there, chosen_format, limits, checked, config)
             try:
                 work(job.units, total, limits.threads, progress)

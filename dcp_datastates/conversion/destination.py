@@ -23,7 +23,7 @@ from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.storage import local, operations
 
-__all__ = ["appearing", "check_destination"]
+__all__ = ["atomic_output", "check_destination"]
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def _exists(target: Path) -> CheckpointExistsError:
 
 
 @contextlib.contextmanager
-def appearing(target: Path, overwrite: bool) -> Iterator[Path]:
+def atomic_output(target: Path, overwrite: bool) -> Iterator[Path]:
     """A path to write to, whose file or directory appears at ``target`` when the block ends.
 
     All files below must have been synced; the directories are synced here. If the block raises, all is removed.

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Want, boxes
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -124,7 +124,7 @@ class Array:
         if span == into.numel() and into.is_contiguous() and self._is_row_major(sizes):
             files.read(self.path, place, as_bytes(into))
             return
-        data = passing_tensor(span, self.dtype)
+        data = scratch_tensor(span, self.dtype)
         files.read(self.path, place, as_bytes(data))
         into.copy_(data.as_strided(tuple(sizes), self.strides))
 

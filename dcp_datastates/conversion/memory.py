@@ -10,13 +10,13 @@ from typing import Final
 
 import torch
 
-__all__ = ["passing_tensor"]
+__all__ = ["scratch_tensor"]
 
 _MAPPED_FROM: Final = 256 << 10
 """Bytes from which a mapping is worth its cost."""
 
 
-def passing_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
+def scratch_tensor(count: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of ``count`` elements, (N,), on the host; its values are undefined."""
     nbytes = count * dtype.itemsize
     if nbytes < _MAPPED_FROM:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Source, TensorInfo, Want
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.name_patterns import (
@@ -142,7 +142,7 @@ class _Selected(Source):
             stored = self._source.tensors[old].dtype
             into = want.into
             if stored != into.dtype:
-                into = passing_tensor(want.end - want.begin, stored)
+                into = scratch_tensor(want.end - want.begin, stored)
                 casts.append((want.into, into))
             inner.append(dataclasses.replace(want, name=old, into=into))
         self._source.fill(inner)

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_datastates.conversion.image import Image, ImageWriter, Placed
 from dcp_datastates.conversion.job import Job, Limits
+from dcp_datastates.conversion.output_file import OutputFile, OutputFileWriter, Placed
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
@@ -47,9 +47,9 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
         operations.make_directory(folder, "convert")
         operations.make_directory(folder / attempt.name, "convert")
     writing = _Writing(source, folder, attempt, after)
-    images = list(writing.images(limits.shard_bytes))
+    outputs = list(writing.output_files(limits.shard_bytes))
     document = writing.document()  # before the data: it says whether the names can be stored
-    writer = ImageWriter(images, source, limits.piece_bytes)
+    writer = OutputFileWriter(outputs, source, limits.piece_bytes)
 
     def finish() -> None:
         path = folder / local.METADATA_NAME
@@ -57,7 +57,7 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
             operations.write_new_file(path, document, "convert")
         readme.write(folder)
 
-    return Job(writer.units(), tuple(image.path for image in images), finish, writer.close)
+    return Job(writer.units(), tuple(output.path for output in outputs), finish, writer.close)
 
 
 class _Writing:
@@ -71,7 +71,7 @@ class _Writing:
         self._files: dict[str, FileRecord] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
 
-    def images(self, shard_bytes: int) -> Iterator[Image]:
+    def output_files(self, shard_bytes: int) -> Iterator[OutputFile]:
         """The data files: each holds as many tensors as fit, in the order of the source; the first, all objects."""
         items = [self._object_item(name) for name in self._source.objects]
         size = number = 0
@@ -83,7 +83,7 @@ class _Writing:
             size += info.nbytes
         yield from self._files_of(items, number)
 
-    def _files_of(self, items: list[WriteItem], number: int) -> Iterator[Image]:
+    def _files_of(self, items: list[WriteItem], number: int) -> Iterator[OutputFile]:
         try:
             layouts = lay_out(items, number)
         except ValueError as error:
@@ -97,7 +97,7 @@ class _Writing:
             self._files[relative] = FileRecord(relative, sealed.nbytes, sealed.table_offset)
             self._note_places(relative, layout, sealed, items)
             known = [(0, sealed.header), *zip(sealed.object_offsets, objects, strict=True)]
-            yield Image(
+            yield OutputFile(
                 self._folder / relative,
                 sealed.nbytes,
                 known,
@@ -120,7 +120,7 @@ class _Writing:
             )
 
     def document(self) -> bytes:
-        """The bytes of ``.metadata``; call it after :meth:`images`."""
+        """The bytes of ``.metadata``; call it after :meth:`output_files`."""
         entries: dict[str, STORAGE_TYPES] = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype=info.dtype), torch.Size(info.shape), [_whole(info.shape)]

@@ -11,8 +11,8 @@ from typing import Final
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG
-from dcp_datastates.conversion.image import Image, ImageWriter, Placed
 from dcp_datastates.conversion.job import Job, Limits
+from dcp_datastates.conversion.output_file import OutputFile, OutputFileWriter, Placed
 from dcp_datastates.conversion.read_safetensors import NAME_OF
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import ConfigurationError
@@ -35,7 +35,9 @@ _COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", "
 
 def safetensors_job(source: Source, target: Path, limits: Limits) -> Job:
     """One file with all tensors. Raises :class:`ConfigurationError` for a tensor that it cannot hold."""
-    writer = ImageWriter([_image(target, source, list(source.tensors))], source, limits.piece_bytes)
+    writer = OutputFileWriter(
+        [_output_file(target, source, list(source.tensors))], source, limits.piece_bytes
+    )
     return Job(writer.units(), (target,), close=writer.close)
 
 
@@ -53,10 +55,11 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
             f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             for number in range(1, len(shards) + 1)
         ]
-    images = [
-        _image(folder / name, source, shard) for name, shard in zip(names, shards, strict=True)
+    outputs = [
+        _output_file(folder / name, source, shard)
+        for name, shard in zip(names, shards, strict=True)
     ]
-    writer = ImageWriter(images, source, limits.piece_bytes)
+    writer = OutputFileWriter(outputs, source, limits.piece_bytes)
 
     def finish() -> None:
         if companions is not None:
@@ -70,22 +73,22 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
         if len(shards) > 1:
             _write_index(source, folder, names, shards)
 
-    return Job(writer.units(), tuple(image.path for image in images), finish, writer.close)
+    return Job(writer.units(), tuple(output.path for output in outputs), finish, writer.close)
 
 
 def peft_job(source: Source, folder: Path, limits: Limits, config: bytes) -> Job:
     """A folder as PEFT's ``save_pretrained`` writes one. ``config``: the contents of ``adapter_config.json``."""
     with explained("creating directory", folder):
         operations.make_directory(folder, "convert")
-    image = _image(folder / "adapter_model.safetensors", source, list(source.tensors))
-    writer = ImageWriter([image], source, limits.piece_bytes)
+    output = _output_file(folder / "adapter_model.safetensors", source, list(source.tensors))
+    writer = OutputFileWriter([output], source, limits.piece_bytes)
 
     def finish() -> None:
         path = folder / ADAPTER_CONFIG
         with explained("writing", path, len(config)):
             operations.write_new_file(path, config, "convert")
 
-    return Job(writer.units(), (image.path,), finish, writer.close)
+    return Job(writer.units(), (output.path,), finish, writer.close)
 
 
 def _shards(source: Source, limit: int) -> list[list[str]]:
@@ -101,7 +104,7 @@ def _shards(source: Source, limit: int) -> list[list[str]]:
     return shards
 
 
-def _image(path: Path, source: Source, names: Sequence[str]) -> Image:
+def _output_file(path: Path, source: Source, names: Sequence[str]) -> OutputFile:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places = []
     end = 0
@@ -127,7 +130,7 @@ def _image(path: Path, source: Source, names: Sequence[str]) -> Image:
             f"a smaller shard_size"
         )
     first = len(text).to_bytes(8, "little") + text
-    return Image(
+    return OutputFile(
         path,
         len(first) + end,
         [(0, first)],

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Source, Want
 from dcp_datastates.conversion.work import Done, Unit
 from dcp_datastates.saving.document import DCP_VERSION
@@ -128,7 +128,7 @@ class _Writing:
         wants = []
         for name, (_, sizes, before) in batch:
             count = math.prod(sizes)
-            memory = passing_tensor(count, self._source.tensors[name].dtype)
+            memory = scratch_tensor(count, self._source.tensors[name].dtype)
             wants.append(Want(name, before, before + count, memory))
         self._source.fill(wants)
         return [want.into.view(item[1][1]) for want, item in zip(wants, batch, strict=True)]

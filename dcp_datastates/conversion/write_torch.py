@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcp_datastates.conversion.image import Image, ImageWriter, Placed
 from dcp_datastates.conversion.job import Job, Limits
+from dcp_datastates.conversion.output_file import OutputFile, OutputFileWriter, Placed
 from dcp_datastates.conversion.read_torch import array_of, leaves, load_fake
 from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import UnsupportedStateError
@@ -59,8 +59,8 @@ def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool)
         Placed(name, array_of(fake, records, target, 0, name).offset)
         for name, fake in zip(names, _tensors(loaded), strict=True)
     ]
-    image = Image(target, os.stat(target).st_size, (), placed)
-    writer = ImageWriter([image], source, limits.piece_bytes)
+    output = OutputFile(target, os.stat(target).st_size, (), placed)
+    writer = OutputFileWriter([output], source, limits.piece_bytes)
     return Job(writer.units(), (target,), close=writer.close)
 
 

@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import ALONE, rank_set_of
 from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
@@ -134,7 +134,7 @@ def _call(
     try:
         context.submit(made, writer, planner)
     except BaseException as error:  # an interrupt: the planning thread may not have the save
-        made.fail(made.blame(error))
+        made.fail(made.record_error(error))
         made.end_planning()
         raise
     return made

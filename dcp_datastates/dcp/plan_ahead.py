@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
 from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.planning.exchange import Session, SessionMeta
+from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.saving.turns import await_all
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.stage import look

@@ -35,10 +35,16 @@ from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.exchange import Answer, Offer, Session, SessionMeta
 from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.plan_cache import Coordinator, PlannedMetadata
+from dcp_datastates.planning.plan_cache import PlanCache, PlannedMetadata
 from dcp_datastates.planning.prepared_write import Prepared
-from dcp_datastates.planning.rank_memory import Foreseen, KnownPlan, Leaves, RankMemory, Share
-from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
+from dcp_datastates.planning.rank_plan_cache import (
+    Foreseen,
+    KnownPlan,
+    Leaves,
+    RankPlanCache,
+    Share,
+)
 from dcp_datastates.planning.replicas import Held
 from dcp_datastates.planning.serializer import Serializer
 
@@ -88,8 +94,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         )
         self._caches = enable_plan_caching
         self._split = split_replicas
-        self._coordinator = Coordinator(self._assign)
-        self._memory = RankMemory(by_owner=split_replicas)
+        self._plan_cache = PlanCache(self._assign)
+        self._rank_plan_cache = RankPlanCache(by_owner=split_replicas)
         self._serializer = Serializer()
         # State of the save that is being planned:
         self._session: Session | None = None
@@ -131,7 +137,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         opens = session.state is None and self.flatten_state_dict
         self._given = opened(state_dict) if opens else state_dict
         if self._caches and self.flatten_state_dict:
-            self._found = self._memory.find(session)
+            self._found = self._rank_plan_cache.find(session)
         if self._found is None:
             self._flatten()
 
@@ -141,9 +147,9 @@ class DataStatesSavePlanner(DefaultSavePlanner):
             plan: SavePlan = super().create_local_plan()
             self.plan = dataclasses.replace(plan, items=self._declared(plan.items))
             return self.plan
-        self._memory.begin(session.group)
+        self._rank_plan_cache.begin(session.group)
         if self._found is not None:
-            agreed, offer = self._memory.offer(self._found.known.plan)
+            agreed, offer = self._rank_plan_cache.offer(self._found.known.plan)
             self._known = self._found.known = agreed or self._found.known
         else:
             items = self._planned().items
@@ -151,21 +157,21 @@ class DataStatesSavePlanner(DefaultSavePlanner):
                 items = session.staged.as_captured(items)
             items = self._declared(items)
             local = LocalPlan.of(items, self.mappings if self.flatten_state_dict else None)
-            agreed, offer = self._memory.offer(local)
+            agreed, offer = self._rank_plan_cache.offer(local)
             self._known = agreed or KnownPlan(local)
         return SavePlan([], planner_data=offer)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         offers = [plan.planner_data for plan in all_plans]
         if self._session is not None and all(isinstance(offer, Offer) for offer in offers):
-            answers, whole = self._coordinator.plan(
+            answers, global_plan = self._plan_cache.plan(
                 self._session.group,
                 offers,
                 self._own,
                 (self._split, self.dedup_save_to_lowest_rank),
             )
             self._solo = len(all_plans) < self._session.world
-            self.metadata = PlannedMetadata(whole)
+            self.metadata = PlannedMetadata(global_plan)
             self.global_plan = [SavePlan([], planner_data=answer) for answer in answers]
             return self.global_plan, self.metadata
         if any(isinstance(offer, Offer) for offer in offers):
@@ -199,10 +205,10 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         share = self._share = known.take(answer)
         if self._caches and not self._solo:
             if self._found is None and self.flatten_state_dict:
-                self._memory.learn(self._session, known, self._given, self.mappings)
-            self._memory.finish(known)
+                self._rank_plan_cache.learn(self._session, known, self._given, self.mappings)
+            self._rank_plan_cache.finish(known)
         else:
-            self._memory.finish(None)
+            self._rank_plan_cache.finish(None)
         self.plan = dataclasses.replace(share.plan, storage_data=new_plan.storage_data)
         return self.plan
 
@@ -236,7 +242,11 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return self._share if self._session is session else None
 
     def foresee(self, session: Session) -> Foreseen | None:
-        return self._memory.foresee(session, self._serializer.serialize) if self._caches else None
+        return (
+            self._rank_plan_cache.foresee(session, self._serializer.serialize)
+            if self._caches
+            else None
+        )
 
     def prepare(self, share: Share, rank: int) -> Prepared | None:
         return None if self._found is None or self._flat else self._found.prepare(share, rank)
@@ -267,7 +277,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     # ---- within ------------------------------------------------------------------------------------
 
-    def _assign(self, locals_: Sequence[LocalPlan]) -> tuple[list[FinalPlan], Catalog]:
+    def _assign(self, locals_: Sequence[LocalPlan]) -> tuple[list[RankPlan], Catalog]:
         shares, catalog = assign(
             locals_,
             split=self._split and not self.dedup_save_to_lowest_rank,

@@ -1,4 +1,4 @@
-"""Collectives for planning: the ranks meet once per save, over a tree of gloo groups (``commit/gloo_tree.py``).
+"""Collectives for planning: the ranks meet once per save, over a tree of gloo groups (``ranks/gloo_tree.py``).
 
 Each rank numbers its calls: the *entries*. An entry begins with one reduction over the tree, which gives every rank the
 greatest and the least of the ranks' numbers. If they are equal, the steps of planning follow, in the same generation of
@@ -23,17 +23,17 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_datastates.commit.failure_detector import FailureDetector
-from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.config import MAX_IN_FLIGHT
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.dcp.ranks import Ranks
 from dcp_datastates.errors import RankLostError
+from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["Collectives"]
 
@@ -71,7 +71,7 @@ class Collectives:
     """
 
     def __init__(
-        self, rank_set: RankSet, detector: FailureDetector, on_destroy: Callable[[], None]
+        self, rank_set: RankSet, detector: FailureDetector[Any], on_destroy: Callable[[], None]
     ) -> None:
         self._rank_set = rank_set
         self._detector = detector

@@ -1,6 +1,6 @@
 """The rank context: one per rank set, with the thread that plans this rank's saves in the order of the calls.
 
-``async_save`` submits a save and returns. When all earlier saves are planned, the planning thread takes the save up,
+``async_save`` submits a save and returns. When all earlier saves are planned, the planning thread begins to plan it,
 meets the other ranks (``process_group.py``), makes DCP's calls and hands over to the commit group. So the training
 thread never waits for another rank or the network.
 
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_datastates.commit.failure_detector import FailureDetector
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.round import Compose
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
@@ -41,15 +40,16 @@ from dcp_datastates.errors import (
     SaveFailedError,
     release_frames,
 )
-from dcp_datastates.planning.rank_memory import SharesPlanner
+from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
+from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.document import composer, encode_results
 from dcp_datastates.saving.last_saves import finish_saves
 from dcp_datastates.saving.operation import Phase, SaveOperation
-from dcp_datastates.saving.start import take_up
+from dcp_datastates.saving.start import begin_planning
 from dcp_datastates.saving.write import Writing
 
 __all__ = ["RankContext", "context_of"]
@@ -105,7 +105,7 @@ class RankContext:
         # Not a lambda: a traceback would retain its frame, and thereby the arguments.
         if not self._worker.post(functools.partial(self._save, save, writer, planner)):
             error = SaveAbandonedError("the process was ending when this save was called for")
-            save.fail(save.blame(error))
+            save.fail(save.record_error(error))
             save.end_planning()
 
     def refuse(self, path: object, error: BaseException) -> None:
@@ -117,8 +117,8 @@ class RankContext:
             def fail() -> Any:
                 raise error
 
-            presence = _Presence(self, f"the save to {str(path)!r}", _REFUSING_SECONDS)
-            with self._meet(presence) as ranks:
+            watch = _PeerWatch(self, f"the save to {str(path)!r}", _REFUSING_SECONDS)
+            with self._meet(watch) as ranks:
                 ranks.reduce_scatter("plan", fail, lambda _: [])
 
         def run() -> None:
@@ -138,7 +138,7 @@ class RankContext:
 
         def run() -> None:
             try:
-                with self._meet(_Presence(self, what, timeout)) as ranks:
+                with self._meet(_PeerWatch(self, what, timeout)) as ranks:
                     done = work(ranks)
                 ended.set_result(done)
             except BaseException as error:
@@ -182,7 +182,7 @@ class RankContext:
             del writer, planner
 
     def _give_up(self, save: SaveOperation, error: BaseException) -> None:
-        save.blame(_cause_here(error, self.group.rank_set.rank))
+        save.record_error(_cause_here(error, self.group.rank_set.rank))
         self._failed(save, error)
         save.end_planning()
 
@@ -194,12 +194,12 @@ class RankContext:
                 f"the other ranks made their call for {name!r} before, when this rank came with one for another "
                 f"path: they are in step again from here on"
             )
-        taken = take_up(save, planner if isinstance(planner, SharesPlanner) else None)
+        planning = begin_planning(save, planner if isinstance(planner, SharesPlanner) else None)
         timeout = save.call.config.commit_timeout
-        presence = _Presence(self, f"the save to {str(save.path)!r}", timeout, save)
-        with self._meet(presence, save.left_out) as ranks:
-            writer.run(taken)
-            planned = plan_together(taken.state, name, writer, planner, ranks, self._agree)
+        watch = _PeerWatch(self, f"the save to {str(save.path)!r}", timeout, save)
+        with self._meet(watch, save.left_out) as ranks:
+            writer.run(planning)
+            planned = plan_together(planning.state, name, writer, planner, ranks, self._agree)
         self._stray.clear()
         return planned
 
@@ -220,17 +220,17 @@ class RankContext:
         if metadata is None:
             return None
         attempt = save.ticket(self.group.rank_set.rank).attempt.name
-        return composer(metadata, str(save.place()), attempt, save.call.metrics)
+        return composer(metadata, str(save.resolved_path()), attempt, save.call.metrics)
 
     # ---- the planning thread -----------------------------------------------------------------
 
-    def _meet(self, presence: _Presence, left_out: int = 0) -> AbstractContextManager[_DistWrapper]:
+    def _meet(self, watch: _PeerWatch, left_out: int = 0) -> AbstractContextManager[_DistWrapper]:
         if self._collectives is None:
             _leave_out(left_out)
             return nullcontext(_DistWrapper(None, False, 0))
         self._entries += 1
-        presence.expect(self._entries)
-        return self._collectives.entry(self._entries, presence.look, left_out, _leave_out)
+        watch.expect(self._entries)
+        return self._collectives.entry(self._entries, watch.look, left_out, _leave_out)
 
     @staticmethod
     def _agree(names: Sequence[str]) -> None:
@@ -281,7 +281,7 @@ class RankContext:
         return told
 
 
-class _Presence:
+class _PeerWatch:
     """Watches, for a thread that waits, whether the other ranks come to a save and make progress.
 
     Args:
@@ -324,7 +324,7 @@ class _Presence:
         if slow := detector.standing_still(self._timeout):
             raise RankLostError("; ".join(map(str, slow[:3])))
 
-    def _waited_for(self, detector: FailureDetector) -> str:
+    def _waited_for(self, detector: FailureDetector[Any]) -> str:
         absent = detector.absent(self._entry)
         if absent:
             named = ", ".join(map(str, absent[:3])) + (", …" if len(absent) > 3 else "")
@@ -377,4 +377,4 @@ def _release_outcome(committed: Future[None]) -> None:
 
 def context_of(group: CommitGroup) -> RankContext:
     """The rank context of ``group``."""
-    return group.companion(RankContext)
+    return group.attached(RankContext)

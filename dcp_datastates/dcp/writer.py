@@ -28,7 +28,6 @@ from torch.futures import Future as TorchFuture
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.compat import (
     Running,
@@ -44,12 +43,13 @@ from dcp_datastates.io.devices import capturing, open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.exchange import SessionMeta
 from dcp_datastates.planning.plan_cache import PlannedMetadata
-from dcp_datastates.planning.rank_memory import SharesPlanner
+from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.futures import resolved
-from dcp_datastates.saving.call import Way
+from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
+from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.saves import Saves
-from dcp_datastates.saving.start import TakenUp, stage_save, start_synchronous, take_up
+from dcp_datastates.saving.start import PlanningInput, begin_planning, stage_save, start_synchronous
 from dcp_datastates.saving.write import Writing, begin_write, check_path
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
@@ -164,7 +164,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if self._made_for.detector is not None:
             # From then on the other ranks see at once if this process dies. The failure detector's thread does it,
             # once.
-            self._made_for.detector.introduce(seconds=1.0)
+            self._made_for.detector.register(seconds=1.0)
 
     def __del__(self) -> None:
         # DCP calls a Stateful's state_dict() before it calls the writer. If that raises, the only trace of the call is
@@ -224,20 +224,20 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         if not self._no_dist:
             warn_if_shared()
-        save = self._call(Way.DCP_ASYNC, self._path, state_dict, True, {})
+        save = self._call(SaveOrigin.DCP_ASYNC, self._path, state_dict, True, {})
         caller = threading.current_thread()
 
         def begin() -> dict[Any, Any]:
             bind(save)
-            taken = take_up(save)
+            planning = begin_planning(save)
             # Alone, DCP runs no collective after this writer's last call.
             alone = save.group.rank_set.world == 1
             ends_here = alone or threading.current_thread() is caller
-            self._here.next = Running(save, taken.ahead, ends_here)
-            return taken.state
+            self._here.next = Running(save, planning.ahead, ends_here)
+            return planning.state
 
         def abandon(error: BaseException) -> None:
-            save.blame(error)
+            save.record_error(error)
             save.end_planning()
 
         return StagedStateDict(begin, abandon)
@@ -336,7 +336,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         try:
             if isinstance(metadata, PlannedMetadata):
                 attempt = save.ticket(running.rank).attempt
-                metadata.consolidate(results, str(save.place()), attempt.name)
+                metadata.consolidate(results, str(save.resolved_path()), attempt.name)
             save.consolidate(metadata, results)
         except BaseException as error:
             save.abandon(error)
@@ -364,11 +364,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     ) -> SaveOperation:
         """The part of this package's ``async_save`` in the training thread."""
         self._used = True  # if it fails, the ranks are told
-        return self._call(Way.PACKAGE, path, state, is_unchanged(planner), metrics)
+        return self._call(SaveOrigin.PACKAGE, path, state, is_unchanged(planner), metrics)
 
-    def run(self, taken: TakenUp) -> None:
+    def run(self, planning: PlanningInput) -> None:
         """Let the calling thread make DCP's calls for this save."""
-        self._here.next = Running(taken.save, taken.ahead, ends_here=False)
+        self._here.next = Running(planning.save, planning.ahead, ends_here=False)
 
     def begin_write(self, plan: SavePlan, planner: SavePlanner) -> Writing:
         """Begin to read and write this rank's part of the plan. Raises as :meth:`write_data`; the caller then fails the
@@ -395,7 +395,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     # ---- within ------------------------------------------------------------------------------------
 
     def _call(
-        self, way: Way, path: Path | None, state: Mapping[str, Any], here: bool, metrics: Any
+        self, origin: SaveOrigin, path: Path | None, state: Any, here: bool, metrics: Any
     ) -> SaveOperation:
         if capturing():
             raise ConfigurationError(
@@ -403,7 +403,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         self._enter()
         group = commit_group(self.rank_set)
-        save = stage_save(group, self._config, way, path, state, here, metrics)
+        save = stage_save(group, self._config, origin, path, state, here, metrics)
         self._saves.add(save)
         return save
 
@@ -424,9 +424,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         collect_ticket(None if save.call.own else save.deliver)
         if path is not None:
             try:
-                save.go_to(self._checked(path, save.call.working_directory))
+                save.set_path(self._checked(path, save.call.working_directory))
             except DataStatesError as error:
-                save.blame(error)
+                save.record_error(error)
         if save.error is not None:
             raise save.error
         return running

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.config import Defer
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.rank_context import context_of
@@ -23,6 +22,7 @@ from dcp_datastates.deepspeed.files import MapLocation, pack
 from dcp_datastates.deepspeed.options import called_by_framework, wait_option, writer_options
 from dcp_datastates.deepspeed.placeholders import is_placeholder
 from dcp_datastates.errors import UnsupportedStateError
+from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 

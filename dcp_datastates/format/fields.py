@@ -33,16 +33,16 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 __all__ = [
-    "further_fields",
-    "further_of",
-    "further_values",
     "is_field_name",
     "known_fields",
     "pack_value",
+    "packed_unknown_values",
     "plans_in_objects",
     "portable",
-    "set_further",
-    "with_further",
+    "set_unknown_values",
+    "unknown_fields",
+    "unknown_values",
+    "with_unknown_values",
 ]
 
 _KNOWN: Final[Mapping[type, tuple[str, ...]]] = {
@@ -68,7 +68,7 @@ def known_fields(kind: type) -> frozenset[str]:
     return frozenset(_KNOWN[kind])
 
 
-def further_fields(kind: type) -> tuple[str, ...]:
+def unknown_fields(kind: type) -> tuple[str, ...]:
     """The fields of one of DCP's classes in the installed torch that this package does not know."""
     return tuple([field for field in kind.__dataclass_fields__ if field not in _KNOWN[kind]])  # type: ignore[attr-defined]
 
@@ -79,7 +79,7 @@ def plans_in_objects() -> tuple[str, ...]:
         f"{kind.__name__}.{name}"
         for kind in _KNOWN
         if kind not in _CARRIED
-        for name in further_fields(kind)
+        for name in unknown_fields(kind)
     )
 
 
@@ -100,13 +100,13 @@ def is_field_name(kind: type, name: object) -> bool:
 # --- properties of tensors ----------------------------------------------------------------------------
 
 
-def further_values(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
-    """For each tensor, the values of :func:`further_fields` of its ``TensorProperties``; empty if there are no such
+def unknown_values(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    """For each tensor, the values of :func:`unknown_fields` of its ``TensorProperties``; empty if there are no such
     fields.
 
     ``tensors`` are those with the memory: for a ``DTensor``, the local tensor.
     """
-    names = further_fields(TensorProperties)
+    names = unknown_fields(TensorProperties)
     if not names:
         return []
     try:
@@ -118,13 +118,13 @@ def further_values(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
         return []  # a tensor without the field; planning refuses it
 
 
-def further_of(properties: TensorProperties) -> dict[str, bytes]:
-    """The values of :func:`further_fields`, pickled: equal bytes for equal values.
+def packed_unknown_values(properties: TensorProperties) -> dict[str, bytes]:
+    """The values of :func:`unknown_fields`, pickled: equal bytes for equal values.
 
     Values that cannot be pickled are left out: DCP itself must know how to send them.
     """
     packed = {}
-    for name in further_fields(TensorProperties):
+    for name in unknown_fields(TensorProperties):
         try:
             packed[name] = pack_value(getattr(properties, name))
         except Exception:  # pickle may raise anything
@@ -132,15 +132,15 @@ def further_of(properties: TensorProperties) -> dict[str, bytes]:
     return packed
 
 
-def with_further(properties: TensorProperties, values: Sequence[Any]) -> TensorProperties:
-    """A copy of the properties with these values of :func:`further_fields`."""
-    named = dict(zip(further_fields(TensorProperties), values, strict=True))
+def with_unknown_values(properties: TensorProperties, values: Sequence[Any]) -> TensorProperties:
+    """A copy of the properties with these values of :func:`unknown_fields`."""
+    named = dict(zip(unknown_fields(TensorProperties), values, strict=True))
     if all(getattr(properties, name) == value for name, value in named.items()):
         return properties
     return dataclasses.replace(properties, **named)
 
 
-def set_further(instance: object, values: Mapping[str, Any]) -> None:
+def set_unknown_values(instance: object, values: Mapping[str, Any]) -> None:
     """Set these values on an instance of one of DCP's classes, also for fields that this torch does not have."""
     vars(instance).update(values)
 

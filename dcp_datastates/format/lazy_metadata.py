@@ -13,14 +13,14 @@ from typing import Any, Final
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.fields import further_fields, known_fields
+from dcp_datastates.format.fields import known_fields, unknown_fields
 from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.storage.local import METADATA_NAME
 
 __all__ = ["FIELDS", "PublishedMetadata"]
 
-FIELDS: Final = known_fields(Metadata) | set(further_fields(Metadata))
+FIELDS: Final = known_fields(Metadata) | set(unknown_fields(Metadata))
 
 
 class PublishedMetadata(Metadata):

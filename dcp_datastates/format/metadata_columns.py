@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.format import values
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
-from dcp_datastates.format.fields import further_fields
+from dcp_datastates.format.fields import unknown_fields
 from dcp_datastates.format.metadata import refused
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_document import fields_to_json, warn_of_loss
@@ -174,7 +174,7 @@ def _further(metadata: Metadata, lists: _Lists) -> Iterator[Further]:
         "_StorageInfo": lambda: [info for _, info in places],
     }
     for kind in CARRIED.values():
-        for field in further_fields(kind):
+        for field in unknown_fields(kind):
             yield _column(kind, field, instances[kind.__name__]())
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.format import trailer, values
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
-from dcp_datastates.format.fields import is_field_name, known_fields, set_further
+from dcp_datastates.format.fields import is_field_name, known_fields, set_unknown_values
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_table import CARRIED, Further, MetadataTable, Note, rows_of
 from dcp_datastates.storage.attempt import Attempt
@@ -209,13 +209,13 @@ def _properties(found: Any) -> TensorProperties:
         if type(fields.get(name)) is not kind:
             raise MetadataError(f"{name} of a tensor is {described(fields.get(name))}")
     properties = TensorProperties()
-    set_further(properties, fields)
+    set_unknown_values(properties, fields)
     return properties
 
 
 def _storage_meta(found: Any) -> StorageMeta:
     meta = StorageMeta()
-    set_further(meta, _fields(found, StorageMeta))
+    set_unknown_values(meta, _fields(found, StorageMeta))
     return meta
 
 

@@ -23,8 +23,8 @@ from accelerate.checkpointing import (
 )
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import latest
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import (
     CheckpointNotFoundError,
@@ -32,7 +32,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.huggingface.files import read_files, write_files
-from dcp_datastates.manager.background import BackgroundSaves, take_options
+from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
 from dcp_datastates.manager.library_state import (
     files_from,
     is_ours,
@@ -70,7 +70,7 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
-        self._saves = BackgroundSaves(take_options(keywords), strict=strict)
+        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
         self._checked_names = False
         super().__init__(*arguments, **keywords)
         if self.distributed_type in _REFUSED:

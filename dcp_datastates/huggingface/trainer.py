@@ -27,12 +27,12 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import is_peft_available
 
-from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.find import latest
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.huggingface.files import read_files, write_files
-from dcp_datastates.manager.background import BackgroundSaves, take_options
+from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
 from dcp_datastates.manager.frameworks import tell_if_untested
 from dcp_datastates.manager.library_state import (
     files_from,
@@ -82,7 +82,7 @@ class DataStatesTrainerMixin:
     """During a save: the temporary directory to which the Trainer writes its small files."""
 
     def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
-        self._saves = BackgroundSaves(take_options(keywords), strict=strict)
+        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
         super().__init__(*arguments, **keywords)
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             raise ConfigurationError(

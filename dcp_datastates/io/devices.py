@@ -69,8 +69,8 @@ class Accelerator(Protocol):
         the process uses it.
         """
 
-    def follow(self, moment: list[Any]) -> None:
-        """Make the calling thread's current streams wait for ``moment``."""
+    def follow(self, events: list[Any]) -> None:
+        """Make the calling thread's current streams wait for ``events``."""
 
     def capturing(self) -> bool:
         """Whether the calling thread's current stream is being captured into a graph."""
@@ -113,8 +113,8 @@ class Cuda:
         streams = [torch.cuda.current_stream(device) for device in used]
         return [(each, each.record_event()) for each in streams]
 
-    def follow(self, moment: list[Any]) -> None:
-        for before, event in moment:
+    def follow(self, events: list[Any]) -> None:
+        for before, event in events:
             now = torch.cuda.current_stream(before.device)
             if now != before:
                 now.wait_event(event)
@@ -226,9 +226,9 @@ def mark(devices: Iterable[int]) -> list[Any]:
     return accelerator.mark(device for device in devices if device >= 0)
 
 
-def follow(moment: list[Any]) -> None:
-    """Make the torch work that the calling thread enqueues from now on wait for ``moment``."""
-    accelerator.follow(moment)
+def follow(events: list[Any]) -> None:
+    """Make the torch work that the calling thread enqueues from now on wait for ``events``."""
+    accelerator.follow(events)
 
 
 def capturing() -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.manager.library_state import is_ours_here
 

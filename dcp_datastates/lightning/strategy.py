@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
-from dcp_datastates.manager.background import BackgroundSaves, take_options
+from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
 from dcp_datastates.manager.library_state import (
     files_from,
     is_ours,
@@ -90,7 +90,7 @@ class DataStatesStrategyMixin:
     """Whether a load fills the model's shards in place; else Lightning puts whole tensors into it."""
 
     def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
-        self._saves = BackgroundSaves(take_options(keywords), strict=strict)
+        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
         self._rng: bytes | None = None
         super().__init__(*arguments, **keywords)
 

@@ -24,7 +24,7 @@ from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["BackgroundSaves", "take_options"]
+__all__ = ["BackgroundSaves", "pop_writer_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _MISSPELLED: Final = 0.75
 """Names that are at least so similar are taken for the same. No option of a framework is so similar to one of ours."""
 
 
-def take_options(keywords: dict[str, Any]) -> dict[str, Any]:
+def pop_writer_options(keywords: dict[str, Any]) -> dict[str, Any]:
     """Move this package's options (``host_cache_size``, …) out of a framework's ``keywords``, and check them.
 
     Raises :class:`ConfigurationError` for a value that cannot work, and for a misspelled name.
@@ -72,7 +72,7 @@ class BackgroundSaves:
     for the one before it.
 
     Args:
-        options: options of :class:`~dcp_datastates.DataStatesWriter`, from :func:`take_options`.
+        options: options of :class:`~dcp_datastates.DataStatesWriter`, from :func:`pop_writer_options`.
         strict: whether a failed save ends the training.
 
     Threads: one thread calls the methods. Deletions run in a thread of their own, on the first rank only.

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
-from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.dcp.loading import load
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import (

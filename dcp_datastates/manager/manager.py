@@ -15,12 +15,11 @@ from typing import Any, Final, SupportsIndex, TypeVar
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from dcp_datastates.checkpoints.answers import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.checkpoints.find import Verification, check_verification
+from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.commit.rank_set import ALONE, rank_set_of
 from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.fitting import Fit, FittingPlanner, LoadOptions
@@ -34,13 +33,14 @@ from dcp_datastates.errors import (
     SaveStalledError,
 )
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.manager.agreement import Agreement
 from dcp_datastates.manager.interval import AutoInterval, parse_every
 from dcp_datastates.manager.outcomes import OnCommit, OnFailure, Outcomes
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
+from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.manager.step_directories import StepDirectories
 from dcp_datastates.manager.training_state import TrainingState
+from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.storage import local
 
 __all__ = ["CheckpointManager"]
@@ -135,10 +135,10 @@ class CheckpointManager:
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
         self._writer = DataStatesWriter(process_group=process_group, **options)
         self._signals = Signals(on_signal)
-        agreement: Agreement | None = None
+        consensus: StepConsensus | None = None
         if self._signals.watched or not isinstance(rule, int):
-            agreement = Agreement(self._rank_set)
-        self._schedule = Schedule(rule, agreement)
+            consensus = StepConsensus(self._rank_set)
+        self._schedule = Schedule(rule, consensus)
         self._outcomes = Outcomes(1 if strict else max_failures, on_commit, on_failure)
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._deletions: Deletions | None = None

@@ -8,8 +8,8 @@ import time
 from typing import Final, NamedTuple, SupportsIndex
 
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.agreement import Agreement
 from dcp_datastates.manager.interval import AutoInterval, Chosen, Cost, CostMeter, choose
+from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.text import duration
 
 __all__ = ["Decision", "Schedule"]
@@ -52,12 +52,12 @@ class Schedule:
 
     Args:
         rule: steps, seconds (a float), or an :class:`AutoInterval`.
-        agreement: exchanges numbers with the other ranks; None if ``rule`` is a number of steps and no signal counts.
+        consensus: exchanges numbers with the other ranks; None if ``rule`` is a number of steps and no signal counts.
     """
 
-    def __init__(self, rule: int | float | AutoInterval, agreement: Agreement | None) -> None:
+    def __init__(self, rule: int | float | AutoInterval, consensus: StepConsensus | None) -> None:
         self._rule = rule
-        self._agreement = agreement
+        self._consensus = consensus
         self._meter = CostMeter()
         self._chosen: Chosen | None = None
         self._cost: Cost | None = None
@@ -103,7 +103,7 @@ class Schedule:
 
         ``signalled``: a signal has come to this rank. ``force``: all ranks save in any case.
 
-        Raises as :meth:`Agreement.take`.
+        Raises as :meth:`StepConsensus.take`.
         """
         self._step = step
         now = time.monotonic()
@@ -120,13 +120,13 @@ class Schedule:
         if due:  # before this rank tells the others
             self._saved_step, self._saved_at = step, now
             self._number, self._in_flight, self._ended = self._number + 1, True, None
-        if self._agreement is not None:
-            self._agreement.give(self._say(signalled, now))
+        if self._consensus is not None:
+            self._consensus.give(self._say(signalled, now))
         self._left = time.monotonic()
         return Decision(due, stop, self._number)
 
     def is_due(self, step: int) -> bool:
-        """Whether :meth:`at` will save at ``step``, the next one. Raises as :meth:`Agreement.take`."""
+        """Whether :meth:`at` will save at ``step``, the next one. Raises as :meth:`StepConsensus.take`."""
         heard = self._heard()
         return self._is_due(step, heard) or self._must_stop(heard)
 
@@ -147,12 +147,12 @@ class Schedule:
 
     def close(self) -> None:
         """End the exchanges."""
-        if self._agreement is not None:
-            self._agreement.close()
+        if self._consensus is not None:
+            self._consensus.close()
 
     def _heard(self) -> _Said | None:
         """What the ranks said at the step before; None at the first step."""
-        agreed = None if self._agreement is None else self._agreement.take()
+        agreed = None if self._consensus is None else self._consensus.take()
         return None if agreed is None else _Said(*agreed)
 
     def _must_stop(self, heard: _Said | None) -> bool:

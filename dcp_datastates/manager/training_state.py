@@ -20,7 +20,6 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.tensor_memory import is_wrapper
 from dcp_datastates.manager.optimizer_state import (
@@ -43,6 +42,7 @@ from dcp_datastates.manager.per_rank import (
     warn_of_order,
 )
 from dcp_datastates.manager.trainable import Trainable
+from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["TrainingState", "model_of"]
 

@@ -23,10 +23,10 @@ import numpy.typing as npt
 from dcp_datastates.format.chunk_table import Catalog, Ints
 from dcp_datastates.format.ragged import fingerprints, leaders, positions, starts_of
 from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Holdings, gather
 
-__all__ = ["SPLIT_FROM", "FinalPlan", "assign"]
+__all__ = ["SPLIT_FROM", "RankPlan", "assign"]
 
 SPLIT_FROM = 1 << 20
 """Least size of a chunk that may be cut, in bytes."""
@@ -79,7 +79,7 @@ class _Replicas:
 
 def assign(
     plans: Sequence[LocalPlan], *, split: bool = True, dedup_to_lowest_rank: bool = False
-) -> tuple[list[FinalPlan], Catalog]:
+) -> tuple[list[RankPlan], Catalog]:
     """Assign each rank its share. Returns the shares by rank, and the checkpoint's metadata. ``plans``: at least one,
     by rank.
 
@@ -250,7 +250,7 @@ def _finished(
     shares: _Shares,
     held: Sequence[tuple[Ints, Ints]],
     mappings: Mapping[str, tuple[Any, ...]] | None,
-) -> tuple[list[FinalPlan], Catalog]:
+) -> tuple[list[RankPlan], Catalog]:
     """The plans of all ranks and the chunk table, from shares in the order of ranks and items."""
     names = holdings.names
     name = holdings.name[shares.row]
@@ -274,7 +274,7 @@ def _finished(
     items = holdings.item[shares.row]
     edges = np.searchsorted(shares.rank, np.arange(len(held) + 1)).tolist()
     plans = [
-        FinalPlan(items[a:b], shares.begin[a:b], shares.end[a:b], hints[a:b], shared, sets)
+        RankPlan(items[a:b], shares.begin[a:b], shares.end[a:b], hints[a:b], shared, sets)
         for (a, b), (shared, sets) in zip(pairwise(edges), held, strict=True)
     ]
     return plans, catalog

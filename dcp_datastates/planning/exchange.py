@@ -24,11 +24,11 @@ from dcp_datastates.process.lazily import lazily
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["Answer", "Offer", "Report", "Session", "SessionMeta", "Told"]
+__all__ = ["Answer", "Offer", "RankReport", "Report", "Session", "SessionMeta"]
 
 _REPORT: Final = b"dsre\x01"
-_TOLD: Final = b"dsto\x01"
-_TOLD_BY_DIGEST: Final = b"dsto\x02"
+_IN_FULL: Final = b"dsto\x01"
+_BY_DIGEST: Final = b"dsto\x02"
 
 
 @dataclass(eq=False)
@@ -113,7 +113,7 @@ class Offer:
 class Answer:
     """The coordinator's message: the rank's share of the global plan."""
 
-    whole: bytes
+    global_plan: bytes
     """The name of the global plan in the coordinator's cache."""
     digest: bytes
     data: bytes | None
@@ -155,7 +155,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankReport:
     """What a rank tells of its share that is written: a report, by digest alone if the coordinator has it."""
 
     digest: bytes
@@ -165,21 +165,21 @@ class Told:
 
     def encode(self) -> bytes:
         data = [] if self.data is None else [self.data]
-        return pack(_TOLD if data else _TOLD_BY_DIGEST, [self.digest, self.samples, *data])
+        return pack(_IN_FULL if data else _BY_DIGEST, [self.digest, self.samples, *data])
 
     @staticmethod
     def is_encoded(data: bytes) -> bool:
         """Whether these bytes are from :meth:`encode`."""
-        return data.startswith((_TOLD, _TOLD_BY_DIGEST))
+        return data.startswith((_IN_FULL, _BY_DIGEST))
 
     @staticmethod
-    def decode(encoded: bytes) -> Told:
+    def decode(encoded: bytes) -> RankReport:
         """ValueError: the bytes are not from :meth:`encode`."""
-        if encoded.startswith(_TOLD):
-            digest, samples, data = map(bytes, unpack(_TOLD, 3, encoded))
-            return Told(digest, data, samples)
-        digest, samples = map(bytes, unpack(_TOLD_BY_DIGEST, 2, encoded))
-        return Told(digest, None, samples)
+        if encoded.startswith(_IN_FULL):
+            digest, samples, data = map(bytes, unpack(_IN_FULL, 3, encoded))
+            return RankReport(digest, data, samples)
+        digest, samples = map(bytes, unpack(_BY_DIGEST, 2, encoded))
+        return RankReport(digest, None, samples)
 
     def __reduce__(self) -> Any:
-        return Told, (self.digest, self.data, self.samples)
+        return RankReport, (self.digest, self.data, self.samples)

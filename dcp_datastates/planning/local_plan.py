@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.fields import further_of, pack_value, set_further
+from dcp_datastates.format.fields import pack_value, packed_unknown_values, set_unknown_values
 from dcp_datastates.format.ragged import positions, starts_of, volumes
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
@@ -222,7 +222,7 @@ def digest_of(encoded: bytes) -> bytes:
 def properties_key(properties: TensorProperties) -> tuple[Any, ...]:
     """A hashable key, equal for equal properties (``TensorProperties`` are not hashable)."""
     return (
-        *further_of(properties).items(),
+        *packed_unknown_values(properties).items(),
         properties.dtype,
         properties.layout,
         properties.requires_grad,
@@ -258,7 +258,7 @@ def _encode_head(plan: LocalPlan) -> bytes:
             pack_ints(names),
             plan.kinds.tobytes(),
             pack_ints(plan.properties),
-            pack_value([(each, further_of(each)) for each in plan.table]),
+            pack_value([(each, packed_unknown_values(each)) for each in plan.table]),
             pack_ints(plan.ndims),
             pack_ints(plan.shapes),
         ],
@@ -333,7 +333,9 @@ def _decode_table(
     pairs: Sequence[tuple[TensorProperties, Mapping[str, bytes]]],
 ) -> tuple[TensorProperties, ...]:
     for properties, further in pairs:
-        set_further(properties, {name: unpack_objects(each) for name, each in further.items()})
+        set_unknown_values(
+            properties, {name: unpack_objects(each) for name, each in further.items()}
+        )
     return tuple([properties for properties, _ in pairs])
 
 

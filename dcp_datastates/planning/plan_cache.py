@@ -16,28 +16,28 @@ import numpy as np
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.lazy_metadata import FIELDS, PublishedMetadata
-from dcp_datastates.planning.exchange import Answer, Offer, Report, Told
+from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
 from dcp_datastates.planning.local_plan import Head, LocalPlan
-from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Samples
 from dcp_datastates.process.lazily import lazily
 
-__all__ = ["Coordinator", "PlannedMetadata", "Whole"]
+__all__ = ["GlobalPlan", "PlanCache", "PlannedMetadata"]
 
-_KEPT_WHOLES: Final = 8
+_KEPT_GLOBAL_PLANS: Final = 8
 _KEPT_REPORTS: Final = 4
 
-Assign = Callable[[Sequence[LocalPlan]], tuple[list[FinalPlan], Catalog]]
+Assign = Callable[[Sequence[LocalPlan]], tuple[list[RankPlan], Catalog]]
 
 
-class Whole:
+class GlobalPlan:
     """One global plan.
 
     ``name`` is unique: two global plans with the same content have different names.
     """
 
     def __init__(
-        self, locals_: Sequence[LocalPlan], shares: Sequence[FinalPlan], catalog: Catalog
+        self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan], catalog: Catalog
     ) -> None:
         self.name: Final = os.urandom(8)
         self.shares: Final = shares
@@ -50,15 +50,17 @@ class Whole:
         """Compares the ranks' samples of the same tensors."""
         return Samples(self._locals, self.shares)
 
-    def take(self, rank: int, told: Told) -> Report:
+    def take(self, rank: int, sent: RankReport) -> Report:
         """The report that ``rank`` sent, now or, for a digest alone, before."""
         known = self._reports[rank]
-        if told.data is not None:
-            known[told.digest] = Report.decode(told.data)
-        report = known.get(told.digest)
+        if sent.data is not None:
+            known[sent.digest] = Report.decode(sent.data)
+        report = known.get(sent.digest)
         if report is None:
-            raise DataStatesError(f"rank {rank} tells of a report that it has not sent")
-        known.move_to_end(told.digest)
+            raise DataStatesError(
+                f"rank {rank} sent the digest of a report that is not cached here"
+            )
+        known.move_to_end(sent.digest)
         while len(known) > _KEPT_REPORTS:
             known.popitem(last=False)
         return report
@@ -111,9 +113,9 @@ class PlannedMetadata(PublishedMetadata):
     Until the save is written, reading or changing a field raises :class:`DataStatesError`.
     """
 
-    def __init__(self, whole: Whole) -> None:
+    def __init__(self, global_plan: GlobalPlan) -> None:
         super().__init__()
-        self.whole = whole
+        self.global_plan = global_plan
         self.reports: list[Report] = []
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -124,28 +126,30 @@ class PlannedMetadata(PublishedMetadata):
             )
         super().__setattr__(name, value)
 
-    def consolidate(self, told: Sequence[Sequence[object]], directory: str, attempt: str) -> None:
+    def consolidate(
+        self, results: Sequence[Sequence[object]], directory: str, attempt: str
+    ) -> None:
         """Take all ranks' reports, and compare their samples. Raises :class:`DataStatesError`."""
         self.directory, self.attempt = directory, attempt
         samples: list[bytes] = []
-        for rank, results in enumerate(told):
-            if len(results) != 1 or not isinstance(results[0], Told):
+        for rank, mine in enumerate(results):
+            if len(mine) != 1 or not isinstance(mine[0], RankReport):
                 raise ConfigurationError(
                     f"rank {rank} planned with a DataStatesSavePlanner and wrote with another planner, one that "
                     f"wraps it, say: pass the DataStatesSavePlanner itself, or derive from it"
                 )
-            self.reports.append(self.whole.take(rank, results[0]))
-            samples.append(results[0].samples)
-        self.whole.samples.check(samples)
+            self.reports.append(self.global_plan.take(rank, mine[0]))
+            samples.append(mine[0].samples)
+        self.global_plan.samples.check(samples)
 
 
-class Coordinator:
+class PlanCache:
     """The plan cache. For one thread at a time: saves take turns. Keys name groups of ranks."""
 
     def __init__(self, assign: Assign) -> None:
         self._assign = assign
         self._plans: dict[tuple[str, int], dict[bytes, LocalPlan]] = {}
-        self._wholes: OrderedDict[tuple[Hashable, ...], Whole] = OrderedDict()
+        self._global_plans: OrderedDict[tuple[Hashable, ...], GlobalPlan] = OrderedDict()
 
     def plan(
         self,
@@ -153,7 +157,7 @@ class Coordinator:
         offers: Sequence[Offer],
         own: Callable[[bytes], LocalPlan | None],
         options: Hashable = None,
-    ) -> tuple[list[Answer], Whole]:
+    ) -> tuple[list[Answer], GlobalPlan]:
         """The global plan for the ranks' offers, and the answers to the ranks.
 
         ``own`` finds plans of this process itself; ``options`` determine how shares are assigned. Raises ValueError for
@@ -162,22 +166,22 @@ class Coordinator:
         key = (options, *(offer.digest for offer in offers))
         heads: dict[bytes, Head] = {}
         locals_ = [self._plan(group, rank, offer, heads, own) for rank, offer in enumerate(offers)]
-        whole = self._wholes.get(key)
-        if whole is None:
-            whole = Whole(locals_, *self._assign(locals_))
-            self._wholes[key] = whole
-            while len(self._wholes) > _KEPT_WHOLES:
-                self._wholes.popitem(last=False)
-        self._wholes.move_to_end(key)
+        global_plan = self._global_plans.get(key)
+        if global_plan is None:
+            global_plan = GlobalPlan(locals_, *self._assign(locals_))
+            self._global_plans[key] = global_plan
+            while len(self._global_plans) > _KEPT_GLOBAL_PLANS:
+                self._global_plans.popitem(last=False)
+        self._global_plans.move_to_end(key)
         answers = [
             Answer(
-                whole.name,
+                global_plan.name,
                 share.digest,
                 None if offer.share == share.digest else share.encode(),
             )
-            for offer, share in zip(offers, whole.shares, strict=True)
+            for offer, share in zip(offers, global_plan.shares, strict=True)
         ]
-        return answers, whole
+        return answers, global_plan
 
     def _plan(
         self,

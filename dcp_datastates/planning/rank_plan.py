@@ -13,13 +13,13 @@ from dcp_datastates.planning.local_plan import SHARD, LocalPlan, digest_of
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
 
-__all__ = ["FinalPlan"]
+__all__ = ["RankPlan"]
 
 _PLAN = b"dsfp\x02"
 
 
 @dataclass(frozen=True, eq=False)
-class FinalPlan:
+class RankPlan:
     """A rank's share: M items, in the order of its :class:`LocalPlan`, without repetition."""
 
     items: Ints
@@ -42,12 +42,12 @@ class FinalPlan:
         return self._encoded
 
     @staticmethod
-    def decode(data: bytes) -> FinalPlan:
+    def decode(data: bytes) -> RankPlan:
         """The share that :meth:`encode` encoded. ValueError: the bytes are damaged."""
         items, *others, shared, sets = unpack(_PLAN, 6, data)
         first, held = unpack_ints(items, -1), unpack_ints(shared, -1)
         begins, ends, hints = (unpack_ints(column, len(first)) for column in others)
-        plan = FinalPlan(first, begins, ends, hints, held, unpack_ints(sets, len(held)))
+        plan = RankPlan(first, begins, ends, hints, held, unpack_ints(sets, len(held)))
         plan.__dict__["digest"] = digest_of(data)
         return plan
 

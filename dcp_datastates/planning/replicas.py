@@ -36,7 +36,7 @@ from dcp_datastates.format.ragged import (
     volumes,
 )
 from dcp_datastates.planning.local_plan import SHARD, LocalPlan, properties_key
-from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
 
 __all__ = ["Held", "Holdings", "Samples", "gather", "sample"]
 
@@ -330,7 +330,7 @@ class Held:
     """Bytes; 0 if the host cannot read the memory."""
 
 
-def sample(final: FinalPlan, held: Held, seed: int) -> bytes:
+def sample(final: RankPlan, held: Held, seed: int) -> bytes:
     """The digests of this rank's replicas. ``seed``: the same on all ranks, below 2**64."""
     quarter = held.sizes // _PARTS
     parts = np.arange(_PARTS)
@@ -368,7 +368,7 @@ def _runs(sets: Ints) -> list[tuple[int, int]]:
 class Samples:
     """Compares the ranks' samples for one global plan, on the coordinator."""
 
-    def __init__(self, locals_: Sequence[LocalPlan], shares: Sequence[FinalPlan]) -> None:
+    def __init__(self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan]) -> None:
         self._locals = locals_
         self._shares = shares
         self._spans = [_spans(share.sets) for share in shares]

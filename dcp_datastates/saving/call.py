@@ -13,7 +13,7 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.storage import local
 
-__all__ = ["DROPPED", "LEFT_OUT", "SKIPPED", "SaveCall", "Way"]
+__all__ = ["DROPPED", "LEFT_OUT", "SKIPPED", "SaveCall", "SaveOrigin"]
 
 SKIPPED: Final = 1
 DROPPED: Final = 2
@@ -24,7 +24,7 @@ LEFT_OUT: Final = {
 """Why a save is left out."""
 
 
-class Way(Enum):
+class SaveOrigin(Enum):
     """Which API and which thread run a save."""
 
     PACKAGE = "dcp_datastates.async_save"
@@ -42,7 +42,7 @@ class SaveCall:
     group: CommitGroup
     """The ranks that the writer commits with."""
     config: WriterConfig
-    way: Way
+    origin: SaveOrigin
     path: Path | None
     """The checkpoint's directory; None until DCP names it."""
     order: int
@@ -59,12 +59,12 @@ class SaveCall:
     @property
     def asynchronous(self) -> bool:
         """Whether the call returns before the save is committed."""
-        return self.way is not Way.DCP
+        return self.origin is not SaveOrigin.DCP
 
     @property
     def own(self) -> bool:
         """Whether this package runs the save, rather than DCP."""
-        return self.way is Way.PACKAGE
+        return self.origin is SaveOrigin.PACKAGE
 
     @property
     def background(self) -> bool:

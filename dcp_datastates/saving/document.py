@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_datastates.commit.round import Compose, Document
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
-from dcp_datastates.planning.exchange import Told
+from dcp_datastates.planning.exchange import RankReport
 from dcp_datastates.planning.plan_cache import PlannedMetadata
 from dcp_datastates.storage.claims import Claim
 
@@ -28,15 +28,15 @@ DCP_VERSION: Final = "1.0.0"
 
 
 def encode_results(results: Sequence[Any]) -> bytes:
-    """A rank's results: the one :class:`Told` of a planner that knows this package, or DCP's write results."""
-    if len(results) == 1 and isinstance(results[0], Told):
+    """A rank's results: the one :class:`RankReport` of a planner that knows this package, or DCP's write results."""
+    if len(results) == 1 and isinstance(results[0], RankReport):
         return results[0].encode()
     return pickle.dumps(results)
 
 
 def _decode_results(report: bytes) -> list[Any]:
     # Pickled by a rank of this job.
-    return [Told.decode(report)] if Told.is_encoded(report) else pickle.loads(report)
+    return [RankReport.decode(report)] if RankReport.is_encoded(report) else pickle.loads(report)
 
 
 def composer(
@@ -101,8 +101,8 @@ def _planned_document(
             files[path] = FileRecord(path, nbytes, table_offset)
     return encode(
         MetadataTable(
-            metadata.whole.catalog,
-            metadata.whole.placement(metadata.reports, attempt.name),
+            metadata.global_plan.catalog,
+            metadata.global_plan.placement(metadata.reports, attempt.name),
             Note(attempt, files, claim.after, metrics, time.time()),
             meta,
             DCP_VERSION,

@@ -25,10 +25,8 @@ from typing import Final, TypeVar
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import ALONE
 from dcp_datastates.commit.round import Compose, FailedPart, Part, Round
 from dcp_datastates.errors import (
     CheckpointSkipped,
@@ -44,6 +42,8 @@ from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.outcome import log_outcome
@@ -110,7 +110,7 @@ class SaveOperation:
         self.doing = "waiting for its turn"
         """What the save is waiting for, in words."""
         self._path = call.path
-        self._place: Path | None = None
+        self._resolved_path: Path | None = None
         # Keeps the store alive if the job destroys its process group meanwhile.
         self._store = call.group.rank_set.store
         self._lock = ProcessLock()  # guards what follows
@@ -163,7 +163,7 @@ class SaveOperation:
         """Whether the outcome is known and planning has ended."""
         return self.committed.done() and (self.turn is None or self.turn.ended)
 
-    def blame(self, error: BaseException) -> BaseException:
+    def record_error(self, error: BaseException) -> BaseException:
         """Let planning fail with ``error`` on this rank, unless it has failed already. Returns the error that
         counts.
         """
@@ -225,10 +225,10 @@ class SaveOperation:
             self._listens = detector is not None
         self.doing = "planning"
         if detector is not None:
-            detector.quicken()
+            detector.save_started()
             detector.listen(self._lost)
 
-    def go_to(self, path: Path) -> None:
+    def set_path(self, path: Path) -> None:
         """Set the checkpoint's directory, which DCP passes."""
         self._path = path
 
@@ -240,16 +240,16 @@ class SaveOperation:
             )
         return self._path
 
-    def place(self) -> Path:
+    def resolved_path(self) -> Path:
         """The directory with symbolic links resolved, once for the whole save: links may point elsewhere later."""
-        if self._place is None:
+        if self._resolved_path is None:
             path = self.directory()
-            self._place = Path(self.on_storage("resolving", lambda: os.path.realpath(path)))
-        return self._place
+            self._resolved_path = Path(self.on_storage("resolving", lambda: os.path.realpath(path)))
+        return self._resolved_path
 
     def on_storage(self, what: str, function: Callable[[], T]) -> T:
         """Run ``function``, which operates on the directory, within ``commit_timeout``."""
-        path = self._place or self.directory()
+        path = self._resolved_path or self.directory()
         check_not_hung(path)
         return bounded(what, path, self.call.config.commit_timeout, function)
 
@@ -264,7 +264,7 @@ class SaveOperation:
                 f"DCP's coordinator is rank {group.rank_set.rank} of those that commit; it must be the first: "
                 f"leave coordinator_rank=0"
             )
-        directory = self.place()
+        directory = self.resolved_path()
         claimed = self.on_storage("claiming", lambda: claim(directory, group.neighbours))
         ticket = Ticket(claimed.attempt, group.draw(), world, group.first)
         take(ticket)  # marks it as seen, so a later save finds it stale
@@ -360,7 +360,7 @@ class SaveOperation:
         if self.turn is not None:
             self.turn.end()
         if listens and self.group.detector is not None:
-            self.group.detector.slow()
+            self.group.detector.save_ended()
             self.group.detector.forget(self._lost)
 
     def submit_failure(self, error: BaseException) -> None:
@@ -383,7 +383,7 @@ class SaveOperation:
         return Round(
             ticket.number,
             ticket.attempt,
-            self._place or self._path,
+            self._resolved_path or self._path,
             part,
             timeout=config.commit_timeout,
             path=self._path,

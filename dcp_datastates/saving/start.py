@@ -1,4 +1,4 @@
-"""How a save starts: the training thread stages it, and the thread that plans it takes it up."""
+"""How a save starts: the training thread stages it, and another thread begins to plan it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, DataStatesError
 from dcp_datastates.io.engine import engine, moved, next_order
 from dcp_datastates.planning.exchange import Session
-from dcp_datastates.planning.rank_memory import SharesPlanner
+from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.waiting import Stall, WaitLog
 from dcp_datastates.saving.admission import enter, make_room
-from dcp_datastates.saving.call import LEFT_OUT, SaveCall, Way
+from dcp_datastates.saving.call import LEFT_OUT, SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.turns import await_all
 from dcp_datastates.saving.write import Ahead, read_ahead
@@ -32,7 +32,7 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 
-__all__ = ["TakenUp", "stage_save", "start_synchronous", "take_up"]
+__all__ = ["PlanningInput", "begin_planning", "stage_save", "start_synchronous"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def stage_save(
     group: CommitGroup,
     config: WriterConfig,
-    way: Way,
+    origin: SaveOrigin,
     path: Path | None,
     state_dict: Mapping[str, Any],
     planned_here: bool,
@@ -49,7 +49,7 @@ def stage_save(
     """The part of ``async_save`` in the training thread: stage the state, and arm the step gate for deferred reads.
 
     Args:
-        way: which API and thread run the save.
+        origin: which API and thread run the save.
         path: the checkpoint's directory; None if DCP passes it later.
         planned_here: whether the planner may know this package, and so need not receive the state.
         metrics: the numbers by which the user compares checkpoints.
@@ -59,8 +59,8 @@ def stage_save(
     """
     began = time.perf_counter()
     left_out = make_room(config.max_in_flight, config.when_behind)
-    missed = 0 if way is Way.PACKAGE else group.missed
-    call = SaveCall(group, config, way, path, next_order(), missed, metrics)
+    missed = 0 if origin is SaveOrigin.PACKAGE else group.missed
+    call = SaveCall(group, config, origin, path, next_order(), missed, metrics)
     stats = SaveStats()
     failure: BaseException | None = CheckpointSkipped(LEFT_OUT[left_out]) if left_out else None
     reads: DeferredReads | None = None
@@ -84,8 +84,8 @@ def stage_save(
     save = SaveOperation(call, stats, session, reads, failure, left_out)
     try:
         enter(save)
-    except BaseException as error:  # an interrupt: no thread will take the save up
-        save.fail(save.blame(error))
+    except BaseException as error:  # an interrupt: no thread will plan the save
+        save.fail(save.record_error(error))
         save.end_planning()
         raise
     stats.stage_seconds = time.perf_counter() - began
@@ -147,15 +147,15 @@ def start_synchronous(group: CommitGroup, config: WriterConfig, path: Path | Non
     # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
     stall = Stall(logger, "this save", config.commit_timeout)
     await_all(lambda: stall.look(moved(None), "the saves before it to be planned"))
-    call = SaveCall(group, config, Way.DCP, path, next_order(), group.missed)
+    call = SaveCall(group, config, SaveOrigin.DCP, path, next_order(), group.missed)
     ranks = group.rank_set
     session = Session(group.name, ranks.rank, ranks.world, None, None)  # DCP has the state itself
     return SaveOperation(call, SaveStats(), session)
 
 
 @dataclass(frozen=True, eq=False)
-class TakenUp:
-    """A save, as the thread that plans it has taken it up."""
+class PlanningInput:
+    """What the planning of a save starts from."""
 
     save: SaveOperation
     state: dict[Any, Any]
@@ -164,7 +164,7 @@ class TakenUp:
     """The reads that have begun before planning."""
 
 
-def take_up(save: SaveOperation, planner: SharesPlanner | None = None) -> TakenUp:
+def begin_planning(save: SaveOperation, planner: SharesPlanner | None = None) -> PlanningInput:
     """Make the calling thread the one that plans ``save``; returns when it is the save's turn.
 
     An error here goes to ``save.error``, and DCP's first step raises it: there the other ranks learn of it. If it were
@@ -186,7 +186,7 @@ def take_up(save: SaveOperation, planner: SharesPlanner | None = None) -> TakenU
                 # so that training does not wait.
                 ahead = _read_ahead(save, planner)
     except Exception as error:
-        save.blame(error)
+        save.record_error(error)
     log = WaitLog(logger, f"the save to {str(save.path)!r}")
     save.turn.wait(lambda: log.look("its turn; the threads of the saves before it have not ended"))
     state: dict[Any, Any] = {}
@@ -196,10 +196,10 @@ def take_up(save: SaveOperation, planner: SharesPlanner | None = None) -> TakenU
         if not (save.failed or (save.call.own and save.session is not None)):
             state = save.reads.state()
     except Exception as error:
-        save.blame(error)
+        save.record_error(error)
     if save.error is not None:
         save.reads.fail(save.error)  # frees its memory at once
-    return TakenUp(save, state, ahead)
+    return PlanningInput(save, state, ahead)
 
 
 def _read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:

@@ -34,9 +34,9 @@ from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
-from dcp_datastates.planning.exchange import Report, Told
+from dcp_datastates.planning.exchange import RankReport, Report
 from dcp_datastates.planning.prepared_write import Prepared, report_of
-from dcp_datastates.planning.rank_memory import Share, SharesPlanner
+from dcp_datastates.planning.rank_plan_cache import Share, SharesPlanner
 from dcp_datastates.planning.replicas import sample
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.saving.operation import SaveOperation
@@ -142,7 +142,7 @@ def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
 
 def check_path(save: SaveOperation) -> None:
     """Raise early if the checkpoint may not, or cannot, be written."""
-    directory = save.place()
+    directory = save.resolved_path()
 
     def look() -> None:
         check_overwrite(directory, save.call.config.overwrite)
@@ -182,7 +182,7 @@ class _Write:
     @property
     def folder(self) -> Path:
         """The attempt's directory."""
-        return self.save.place() / self.attempt.name
+        return self.save.resolved_path() / self.attempt.name
 
 
 def _share_of(save: SaveOperation) -> Share | None:
@@ -213,8 +213,8 @@ class Writing:
         the files, on their way to storage.
 
         There is one result per item, with its place, and one per file, with its size (:class:`FileRecord`). If the
-        planner knows this package, one :class:`Told` replaces them. Raises :class:`SnapshotTornError` and errors of
-        storage; then no read or write is in progress.
+        planner knows this package, one :class:`RankReport` replaces them. Raises :class:`SnapshotTornError` and errors
+        of storage; then no read or write is in progress.
         """
         write, content, job = self._write, self._content, self._job
         save, share = write.save, write.share
@@ -239,9 +239,9 @@ class Writing:
         if share is None:
             return _results(items, content.layouts, content.sealed, write.attempt), part
         report = content.report or report_of(content.layouts, content.sealed, len(items))
-        told = _told(share, report, self._samples)
-        _remember_told(save, share, report.digest)
-        return [told], part
+        mine = _rank_report(share, report, self._samples)
+        _remember_reported(save, share, report.digest)
+        return [mine], part
 
 
 def _begin(write: _Write, ahead: Ahead | None) -> Writing:
@@ -349,24 +349,24 @@ def _samples(write: _Write) -> bytes:
     return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
 
 
-def _told(share: Share, report: Report, samples: bytes) -> Told:
-    known = share.told.get(share.whole) == report.digest
+def _rank_report(share: Share, report: Report, samples: bytes) -> RankReport:
+    known = share.reported.get(share.global_plan) == report.digest
     share.sent = report.digest
     if not known:
-        share.told = {}
-    return Told(report.digest, None if known else report.encode(), samples)
+        share.reported = {}
+    return RankReport(report.digest, None if known else report.encode(), samples)
 
 
-def _remember_told(save: SaveOperation, share: Share, digest: bytes) -> None:
+def _remember_reported(save: SaveOperation, share: Share, digest: bytes) -> None:
     """Once the save is committed, remember that the coordinator has this rank's report, and need not receive
     it again.
     """
-    whole = share.whole
+    global_plan = share.global_plan
 
     def note(committed: Future[None]) -> None:
         # After a failure it is unknown which report the coordinator has.
         known = save.committed.peek() is None and share.sent == digest
-        share.told = {whole: digest} if known else {}
+        share.reported = {global_plan: digest} if known else {}
 
     save.committed.add_done_callback(note)
 

@@ -322,7 +322,7 @@ class DeferredReads:
         if not self._wanted:
             time.sleep(_YIELD_SECONDS)
         # Current streams are per thread: kernels that a planner launches run on this thread's streams.
-        follow(self.staged.moment)
+        follow(self.staged.call_events)
 
     @property
     def staged(self) -> StagedState:

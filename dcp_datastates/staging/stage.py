@@ -24,7 +24,7 @@ from dcp_datastates._native import DeviceEvent, Engine, ExpectedBytes
 from dcp_datastates.config import EAGER_BELOW_BYTES, Defer
 from dcp_datastates.errors import DeviceError, UnsupportedTensorError
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.fields import further_values, with_further
+from dcp_datastates.format.fields import unknown_values, with_unknown_values
 from dcp_datastates.format.stored_names import WRAPPER
 from dcp_datastates.io.device_copies import DeviceCopies
 from dcp_datastates.io.devices import (
@@ -100,16 +100,16 @@ class StagedState:
     """Shapes and dtypes at the call: the tensors' own may have changed since."""
     buffer: torch.Tensor | None
     eager_bytes: int
-    regular: bool
-    """Whether all tensors are plain, in memory that the engine can read. If not, plans for this state are not
-    cached.
+    is_cacheable: bool
+    """Whether plans for this state may be cached: all tensors are plain, in memory that the engine can
+    read.
     """
-    late: list[bool]
+    is_deferred: list[bool]
     """For each tensor, in the order of the traversal: whether it is deferred."""
     traversal: Traversal
     fences: list[DeviceEvent] = field(default_factory=list)
     """One event per device, behind all work that its streams had received at the call, eager copies included."""
-    moment: list[Any] = field(default_factory=list)
+    call_events: list[Any] = field(default_factory=list)
     """Events of the call, which work that another thread gives to devices must wait for."""
     copying: DeviceCopies = field(default_factory=DeviceCopies)
     """The eager copies that devices are making. Before the host reads ``buffer``, wait for them."""
@@ -119,8 +119,8 @@ class StagedState:
     """
     expected: ExpectedBytes | None = None
     """What the deferred tensors hold at the call; None if there are none."""
-    further: list[tuple[Any, ...]] = field(default_factory=list)
-    """The result of :func:`further_values` for all tensors at the call: copies may have other properties."""
+    unknown_fields: list[tuple[Any, ...]] = field(default_factory=list)
+    """The result of :func:`unknown_values` for all tensors at the call: copies may have other properties."""
     ownership: Ownership = field(default_factory=lambda: Ownership(()))
     """The optimizers' tensors at the call."""
 
@@ -144,20 +144,23 @@ class StagedState:
         return self.ownership.owns(self.traversal.columns.locals)
 
     def fingerprint(self) -> Fingerprint | None:
-        """The state's fingerprint; None if it is not :attr:`regular`."""
+        """The state's fingerprint; None if it is not :attr:`is_cacheable`."""
         columns = self.traversal.columns
-        if not self.regular or not _are_plain(self.traversal.structure, columns):
+        if not self.is_cacheable or not _are_plain(self.traversal.structure, columns):
             return None
-        return fingerprint(self.traversal.structure, columns.tensors, columns.locals, self.further)
+        return fingerprint(
+            self.traversal.structure, columns.tensors, columns.locals, self.unknown_fields
+        )
 
     def as_captured(self, items: list[WriteItem]) -> list[WriteItem]:
-        """The items of a plan for this state, with the further properties of its tensors at the call.
+        """The items of a plan for this state, with the properties of its tensors that this package does not know,
+        as they were at the call.
 
         Raises :class:`UnsupportedTensorError` if the plan stores the parts of a wrapper as an object.
         """
         columns = self.traversal.columns
         _check_parts_planned(columns, items)
-        if not self.further or not items:
+        if not self.unknown_fields or not items:
             return items
         position = {columns.name(number): number for number in range(len(columns.keys))}
         changed = []
@@ -165,7 +168,7 @@ class StagedState:
             at = position.get(item.index.fqn)
             data = item.tensor_data
             if data is not None and at is not None and data.chunk.sizes == columns.locals[at].shape:
-                properties = with_further(data.properties, self.further[at])
+                properties = with_unknown_values(data.properties, self.unknown_fields[at])
                 data = dataclasses.replace(data, properties=properties)
                 item = dataclasses.replace(item, tensor_data=data)
             changed.append(item)
@@ -180,17 +183,17 @@ class StagedState:
 
     def bases(self) -> tuple[Ints, Ints, Ints | None]:
         """Address, group and device (None: all on the host) of all tensors, in the order of the traversal."""
-        addresses = np.empty(len(self.late), np.int64)
-        groups = np.full(len(self.late), STABLE, np.int64)
-        late = np.array(self.late, bool)
-        addresses[late] = self.deferred.addresses
-        groups[late] = self.deferred.groups
+        addresses = np.empty(len(self.is_deferred), np.int64)
+        groups = np.full(len(self.is_deferred), STABLE, np.int64)
+        is_deferred = np.array(self.is_deferred, bool)
+        addresses[is_deferred] = self.deferred.addresses
+        groups[is_deferred] = self.deferred.groups
         if self.buffer is not None:
-            addresses[~late] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
+            addresses[~is_deferred] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
         if not self.fences:
             return addresses, groups, None
-        devices = np.full(len(self.late), HOST, np.int64)
-        devices[late] = self.deferred.devices
+        devices = np.full(len(self.is_deferred), HOST, np.int64)
+        devices[is_deferred] = self.deferred.devices
         return addresses, groups, devices
 
     def materialize(self) -> dict[Any, Any]:
@@ -235,13 +238,15 @@ def stage_state(
     devices = numbers(engine, everything.locals)
     columns, devices = _set_apart(everything, devices, _odd_memory(everything, devices))
     try:
-        deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
+        deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
     except (RuntimeError, NotImplementedError):  # one has no storage: sparse
         odd = list(map(is_unusual, columns.locals))
         columns, devices = _set_apart(columns, devices, odd)
-        deferred, eager, eager_devices, late = _classify(columns, devices, ownership, defer)
+        deferred, eager, eager_devices, is_deferred = _classify(columns, devices, ownership, defer)
     usual, eager_devices = _set_apart(eager, eager_devices, _odd_values(eager))
-    regular = columns is everything and usual is eager and not any_hold_shards(everything.locals)
+    is_cacheable = (
+        columns is everything and usual is eager and not any_hold_shards(everything.locals)
+    )
     eager = usual
     sizes = list(map(_NBYTES, eager.locals))
     ends = list(accumulate(size + -size % _SLOT for size in sizes))
@@ -249,17 +254,17 @@ def stage_state(
     offsets = [0, *ends[:-1]] if ends else []
     forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
     made = StagedState(
-        root, deferred, eager, offsets, forms, None, nbytes, regular, late, traversal
+        root, deferred, eager, offsets, forms, None, nbytes, is_cacheable, is_deferred, traversal
     )
     made.ownership = ownership
-    made.further = further_values(everything.locals)
+    made.unknown_fields = unknown_values(everything.locals)
     expectation = Expectation(
         deferred.columns.locals, deferred.addresses, deferred.sizes, deferred.devices, audit
     )
-    further = expectation.nbytes
-    if offsets or further:
+    compared = expectation.nbytes
+    if offsets or compared:
         devices_of_copies = {*compress(eager_devices or (), sizes), *deferred.devices}
-        made.buffer = allocate(max(nbytes + further, 1), bool(devices_of_copies - {HOST}))
+        made.buffer = allocate(max(nbytes + compared, 1), bool(devices_of_copies - {HOST}))
     if offsets:
         assert made.buffer is not None
         copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, made.buffer, nbytes)
@@ -272,7 +277,7 @@ def stage_state(
     if devices is not None:
         made.fences = fences(engine, devices)
         report(engine)
-    made.moment = mark(set(devices or ()))
+    made.call_events = mark(set(devices or ()))
     return made
 
 
@@ -294,13 +299,13 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
     """A staged state for planning only: its tensors are the state's, and nothing is copied."""
     root, traversal = traverse(state_dict)
     locals_ = traversal.columns.locals
-    regular = _odd_memory(traversal.columns, None) is None and not any_hold_shards(locals_)
-    late = [True] * len(locals_)
+    is_cacheable = _odd_memory(traversal.columns, None) is None and not any_hold_shards(locals_)
+    is_deferred = [True] * len(locals_)
     made = StagedState(
-        root, DeferredTensors(), Columns(), [], [], None, 0, regular, late, traversal
+        root, DeferredTensors(), Columns(), [], [], None, 0, is_cacheable, is_deferred, traversal
     )
     made.ownership = Ownership(known_optimizers())
-    made.further = further_values(locals_)
+    made.unknown_fields = unknown_values(locals_)
     return made
 
 
@@ -399,33 +404,33 @@ def _classify(
     # Copy tensors that are not dense now: reading them later takes many pieces, which is slow on a device, and on the
     # host, where each piece is guarded against being unmapped.
     contiguous = list(map(torch.Tensor.is_contiguous, columns.locals))
-    late = [
+    is_deferred = [
         group is not None and nbytes >= EAGER_BELOW_BYTES and dense
         for group, nbytes, dense in zip(owners, sizes, contiguous, strict=True)
     ]
     if devices is not None:
-        late = _late_on_devices(columns, owners, sizes, devices, contiguous, late)
-    chosen = columns if all(late) else columns.where(late)
+        is_deferred = _deferred_on_devices(columns, owners, sizes, devices, contiguous, is_deferred)
+    chosen = columns if all(is_deferred) else columns.where(is_deferred)
     deferred = DeferredTensors(
         chosen,
-        cast("list[int]", list(compress(owners, late))),
+        cast("list[int]", list(compress(owners, is_deferred))),
         list(map(torch.Tensor.data_ptr, chosen.locals)),
-        list(compress(sizes, late)),
-        [HOST] * len(chosen.locals) if devices is None else list(compress(devices, late)),
-        list(compress(storages, late)),
+        list(compress(sizes, is_deferred)),
+        [HOST] * len(chosen.locals) if devices is None else list(compress(devices, is_deferred)),
+        list(compress(storages, is_deferred)),
     )
-    early = list(map(operator.not_, late))
+    early = list(map(operator.not_, is_deferred))
     eager = Columns() if chosen is columns else columns.where(early)
-    return deferred, eager, None if devices is None else list(compress(devices, early)), late
+    return deferred, eager, None if devices is None else list(compress(devices, early)), is_deferred
 
 
-def _late_on_devices(
+def _deferred_on_devices(
     columns: Columns,
     owners: list[int | None],
     sizes: list[int],
     devices: list[int],
     dense: list[bool],
-    late: list[bool],
+    is_deferred: list[bool],
 ) -> list[bool]:
     """Defer small tensors on devices, too: enqueueing the copy takes the caller as long as deferring it."""
     locals_ = columns.locals
@@ -435,6 +440,6 @@ def _late_on_devices(
     return [
         before if device == HOST else contiguous and group is not None and nbytes > 0
         for before, group, nbytes, device, contiguous in zip(
-            late, owners, sizes, devices, dense, strict=True
+            is_deferred, owners, sizes, devices, dense, strict=True
         )
     ]

@@ -39,9 +39,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
 
-from dcp_datastates.checkpoints.answers import from_first_rank
 from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.checkpoints.find import Verification, check_verification
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.async_save import async_save

@@ -25,10 +25,10 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import DataStatesReader, DataStatesWriter
-from dcp_datastates.commit import failure_detector as detector
-from dcp_datastates.commit.beats import Beat
-from dcp_datastates.commit.rank_set import of_store
 from dcp_datastates.io import engine
+from dcp_datastates.ranks import failure_detector as detector
+from dcp_datastates.ranks.beats import Beat
+from dcp_datastates.ranks.rank_set import of_store
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.staging import eager_copies
 from dcp_datastates.staging import traverse as walk
@@ -355,10 +355,12 @@ def test_a_heart_beats_on_while_a_save_is_given_up(
     monkeypatch.setattr(detector, "_ACTIVE_SECONDS", 0.2)
     monkeypatch.setattr(detector, "is_gone", lambda who: False)  # other machines
 
-    def beating(rank: int) -> detector.FailureDetector:
+    def beating(rank: int) -> detector.FailureDetector[None]:
         rank_set = of_store(rank, (0, 1, 2), dist.FileStore(str(tmp_path / "store"), 3))
-        made = detector.FailureDetector(rank_set, rank_set.connect("commit"), Beat)
-        made.quicken()
+        made = detector.FailureDetector(
+            rank_set, rank_set.connect("commit"), Beat, lambda number: None
+        )
+        made.save_started()
         return made
 
     running = cuda.adopt(torch.ones(1 << 20))

@@ -19,10 +19,10 @@ from support.ranks import ranks
 
 import dcp_datastates
 from dcp_datastates import RankLostError, SaveFailedError
-from dcp_datastates.commit import connection
-from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.process import waiting
+from dcp_datastates.ranks import connection
+from dcp_datastates.ranks import failure_detector as detector
 from dcp_datastates.staging import deferred_reads, step_gate
 
 

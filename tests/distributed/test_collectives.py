@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
 from dcp_datastates import RankLostError
-from dcp_datastates.commit.beats import Loss
-from dcp_datastates.commit.gloo_tree import GroupBroken
 from dcp_datastates.dcp import process_group as collectives
 from dcp_datastates.dcp.destroy_hook import DestroyHook
 from dcp_datastates.dcp.process_group import Collectives
+from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.gloo_tree import GroupBroken
 
 
 class _Detector:

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import CheckpointSupersededError, RankLostError, SaveFailedError
-from dcp_datastates.commit import failure_detector as detector
 from dcp_datastates.commit import groups, publish
-from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.errors import StorageError
+from dcp_datastates.ranks import failure_detector as detector
+from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import next_attempt
 
@@ -100,8 +100,7 @@ def test_what_the_coordinator_published_stands_when_the_store_fails_before_it_ha
     tell, hear = voter._tell, voter._hear
 
     def tell_without_the_store(*arguments):
-        detector = group.detector
-        group._decisions._store = detector._store = detector._decisions._store = _Broken()
+        group._decisions._store = group.detector._store = _Broken()
         return tell(*arguments)
 
     def hear_late(*arguments):
@@ -123,7 +122,7 @@ def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shar
     entries = "vote.before@1=error:EIO;vote.before@2=error:EIO"
     with pytest.MonkeyPatch.context() as patch, armed_on(0, entries, shared_dir / "fired"):
         if behind:  # it learns of what the coordinator decides when it meets it in the third round
-            patch.setattr(type(group.detector), "said", None)
+            patch.setattr(type(group.detector), "decision", None)
             wait = group._voter._await_files
             patch.setattr(
                 group._voter, "_await_files", lambda round_: (time.sleep(2), wait(round_))[1]

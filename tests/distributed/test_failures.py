@@ -33,9 +33,9 @@ from dcp_datastates import (
     SnapshotTornError,
     UnsupportedTensorError,
 )
-from dcp_datastates.commit.beats import Loss
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.io import engine as engine_module
+from dcp_datastates.ranks.beats import Loss
 
 
 def _owned():

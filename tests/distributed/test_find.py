@@ -14,7 +14,7 @@ from support.waiting import await_that
 from torch.distributed import distributed_c10d
 
 from dcp_datastates import ConfigurationError, DataStatesError, NoAnswerError, latest, retain
-from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 
 
 def _gathered(value):

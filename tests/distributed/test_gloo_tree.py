@@ -10,9 +10,9 @@ from support.residue import Residue, assert_nothing_left
 from support.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
-from dcp_datastates.commit import gloo_group, gloo_tree
-from dcp_datastates.commit.gloo_group import GlooGroup, GroupBroken, Meeting
-from dcp_datastates.commit.gloo_tree import GlooTree, places
+from dcp_datastates.ranks import gloo_group, gloo_tree
+from dcp_datastates.ranks.gloo_group import GlooGroup, GroupBroken, Meeting
+from dcp_datastates.ranks.gloo_tree import GlooTree, places
 
 
 def _trees(world, store=None, **options):

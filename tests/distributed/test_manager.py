@@ -25,13 +25,13 @@ from dcp_datastates import (
     PerRank,
     RngState,
 )
-from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
-from dcp_datastates.commit.rank_set import rank_set_of
 from dcp_datastates.dcp import reader
 from dcp_datastates.io import committed
-from dcp_datastates.manager import agreement
 from dcp_datastates.manager import manager as manager_module
-from dcp_datastates.manager.agreement import Agreement
+from dcp_datastates.manager import step_consensus
+from dcp_datastates.manager.step_consensus import StepConsensus
+from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.ranks.rank_set import rank_set_of
 
 
 def manager(root, every, **options):
@@ -245,7 +245,7 @@ def test_all_ranks_pin_and_an_error_of_the_first_is_all_ranks(shared_dir):
 
 @ranks(4)
 def test_the_numbers_of_a_step_are_the_greatest_of_all_ranks(shared_dir):
-    talk = Agreement(rank_set_of(None))
+    talk = StepConsensus(rank_set_of(None))
     heard = []
     for step in range(10):
         heard.append(talk.take())
@@ -257,7 +257,7 @@ def test_the_numbers_of_a_step_are_the_greatest_of_all_ranks(shared_dir):
 @ranks(3)
 def test_a_connection_that_breaks_loses_no_numbers(shared_dir):
     rank = dist.get_rank()
-    talk = Agreement(rank_set_of(None))
+    talk = StepConsensus(rank_set_of(None))
     real, calls = GlooTree.max, 0
 
     def breaks(tree, values, check):
@@ -282,7 +282,7 @@ def test_a_connection_that_breaks_loses_no_numbers(shared_dir):
 
 @ranks(2)
 def test_a_rank_that_ends_first_leaves_the_others_their_last_numbers(shared_dir):
-    talk = Agreement(rank_set_of(None))
+    talk = StepConsensus(rank_set_of(None))
     talk.give([1])
     assert talk.take() == [1]
     if dist.get_rank() == 1:
@@ -296,8 +296,8 @@ def test_a_rank_that_ends_first_leaves_the_others_their_last_numbers(shared_dir)
 @ranks(2)
 def test_a_rank_that_does_not_come_is_an_error_in_the_end(shared_dir):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_PATIENCE_SECONDS", 1.0)
-        talk = Agreement(rank_set_of(None))
+        patch.setattr(step_consensus, "_PATIENCE_SECONDS", 1.0)
+        talk = StepConsensus(rank_set_of(None))
         if dist.get_rank() == 0:
             talk.give([1])
             with raises(TimeoutError, "every rank must call save"):

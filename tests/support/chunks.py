@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from dcp_datastates import DataStatesReader
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.publish import publish
-from dcp_datastates.commit.rank_set import ALONE
 from dcp_datastates.commit.round import Round
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.io.engine import next_order
-from dcp_datastates.saving.call import SaveCall, Way
+from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.write import begin_write
@@ -137,7 +137,9 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     results, parts = [], []
     for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
         final = planner.finish_plan(plan)
-        call = SaveCall(commit_group(ALONE), WriterConfig(64 << 20), Way.DCP, path, next_order())
+        call = SaveCall(
+            commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order()
+        )
         save = SaveOperation(call, SaveStats(), None)
         mine, part = begin_write(save, final, planner, attempt, rank).settle()
         results.append(mine)

@@ -119,16 +119,16 @@ class FakeCuda:
 
     def mark(self, devices_: Iterable[int]) -> list[Any]:
         native = engine.engine(MIN_HOST_CACHE_BYTES)
-        moment = []
+        events = []
         for device in {device for device, _ in self._adopted.values()} | set(devices_):
             with contextlib.suppress(RuntimeError):  # without a driver
                 native.open_device(device)
                 stream = self.stream(device)
-                moment.append((stream, native.record_event(device, stream)))
-        return moment
+                events.append((stream, native.record_event(device, stream)))
+        return events
 
-    def follow(self, moment: list[Any]) -> None:
-        for before, event in moment:
+    def follow(self, events: list[Any]) -> None:
+        for before, event in events:
             if self.stream(event.device) != before:
                 event.hold(self.stream(event.device))
 

@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dcp_datastates.commit import gloo_group, groups
-from dcp_datastates.commit.failure_detector import FailureDetector
+from dcp_datastates.commit import groups
 from dcp_datastates.io import engine
+from dcp_datastates.ranks import gloo_group
+from dcp_datastates.ranks.failure_detector import FailureDetector
 
 __all__ = ["Residue", "assert_nothing_left", "entries"]
 
@@ -57,7 +59,7 @@ class Residue:
     def beyond(self, before: Residue) -> dict[str, object]:
         """What there is more of now than ``before``; any segment of the cache that is not free.
 
-        But for what gloo keeps by a defect of its own: see :func:`dcp_datastates.commit.gloo_group.abandoned`.
+        But for what gloo keeps by a defect of its own: see :func:`dcp_datastates.ranks.gloo_group.abandoned`.
         """
         stuck = gloo_group.abandoned()
         more = {
@@ -87,7 +89,7 @@ def _tasks() -> int:
     return count
 
 
-def hears_all(detector: FailureDetector) -> bool:
+def hears_all(detector: FailureDetector[Any]) -> bool:
     """Whether a pulse has come from each rank that it watches; it watches none before it has started."""
     return not detector._started or all(each.pulses for each in list(detector._watched.values()))
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
 from dcp_datastates import CheckpointNotFoundError, track
-from dcp_datastates.commit.rank_set import rank_set_of
+from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage import operations
 from support.checkpoints import (
     CACHE,

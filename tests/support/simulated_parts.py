@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcp_datastates.commit.gloo_tree import Place
+from dcp_datastates.ranks.gloo_tree import Place
 
 __all__ = ["Attempt", "Broken", "Path", "Save", "Thread", "Tree", "neighbours"]
 

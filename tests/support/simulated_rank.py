@@ -8,8 +8,8 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 from dcp_datastates.commit import protocol
-from dcp_datastates.commit.gloo_tree import Place, places
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from dcp_datastates.ranks.gloo_tree import Place, places
 from support.simulated_parts import Attempt, Save, Thread, Tree, neighbours
 from support.simulated_storage import claim, publish, retain, settle, tidy
 
@@ -72,7 +72,7 @@ class Rank:
     def _chance(self, probability: float) -> bool:
         return self.world.happens(probability)
 
-    # ---- which job the store's keys belong to (commit/incarnation.py) ---------------------------
+    # ---- which job the store's keys belong to (ranks/incarnation.py) ---------------------------
 
     def _meet_job(self) -> Generator[None, None, bool]:
         """Whether this rank has learnt the incarnation of its job."""
@@ -207,7 +207,7 @@ class Rank:
                 if isinstance(found, protocol.Event):
                     return found
                 number, decision = found
-                return protocol.Told(decision if number == save.number else None)
+                return protocol.DecisionReceived(decision if number == save.number else None)
             case protocol.Publish():
                 return (yield from self._publish(save))
             case protocol.Settle():
@@ -229,7 +229,7 @@ class Rank:
             return (
                 protocol.Collected({})
                 if isinstance(action, protocol.Collect)
-                else protocol.Said(None)
+                else protocol.DecisionFound(None)
             )
         match action:
             case protocol.Note():
@@ -246,7 +246,7 @@ class Rank:
                 }
                 return protocol.Collected(reasons)
             case protocol.Look():
-                return protocol.Said(self._find(save))
+                return protocol.DecisionFound(self._find(save))
         return protocol.Done()
 
     def _find(self, save: Save) -> Decision | None:
@@ -275,14 +275,14 @@ class Rank:
     ) -> protocol.Event | None:
         self._hear()
         self._waited += 1
-        said = None
+        found = None
         if self.rank and self.heard.get(0, -1) >= save.number and self.reaches_store:
-            said = protocol.Said(self._find(save))
+            found = protocol.DecisionFound(self._find(save))
         lost = protocol.Lost(Reason("RankLostError", "")) if self._misses() else None
         ended = [rank for rank, number in self.heard.items() if number >= save.number]
         return protocol.interruption(
             [] if self.rank else ended,
-            said,
+            found,
             lost,
             waits_in_vain=joining or self._chance(0.01),
             telling=telling,
@@ -323,7 +323,7 @@ class Rank:
                 if self.rank == 0:
                     return protocol.Done()
                 found = self._find(save)
-                return protocol.Done() if found is None else protocol.Said(found)
+                return protocol.Done() if found is None else protocol.DecisionFound(found)
             elif self._chance(0.01) or job.generation > self._generation:
                 self._leave()
                 return protocol.Broke()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dcp_datastates.commit import failure_detector as detector
+from dcp_datastates.ranks import failure_detector as detector
 from support.failing import fired
 from support.waiting import await_that
 

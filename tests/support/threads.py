@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcp_datastates.commit.rank_set import RankSet, of_store
+from dcp_datastates.ranks.rank_set import RankSet, of_store
 
 __all__ = ["MemoryStore", "rank_set", "together"]
 

@@ -1,10 +1,10 @@
 """What ends a wait in the commit protocol, of what a rank has heard: the rest is for the simulation."""
 
-from dcp_datastates.commit.protocol import Lost, Refused, Said, interruption
+from dcp_datastates.commit.protocol import DecisionFound, Lost, Refused, interruption
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 
-COMMITTED = Said(Decision(Outcome.COMMITTED))
-GIVEN_UP = Said(Decision(Outcome.FAILED, given_up=True))
+COMMITTED = DecisionFound(Decision(Outcome.COMMITTED))
+GIVEN_UP = DecisionFound(Decision(Outcome.FAILED, given_up=True))
 LOST = Lost(Reason("RankLostError", "rank 0"))
 
 
@@ -19,7 +19,7 @@ def test_a_rank_whose_way_to_the_coordinator_may_be_broken_believes_the_store():
 
 def test_what_was_given_up_or_forgotten_is_not_told_by_gloo():
     assert interruption((), GIVEN_UP, None) is GIVEN_UP
-    assert interruption((), Said(None), None) == Said(None)
+    assert interruption((), DecisionFound(None), None) == DecisionFound(None)
 
 
 def test_ranks_that_have_ended_a_round_are_missed_in_the_vote_and_not_when_told():

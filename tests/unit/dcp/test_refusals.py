@@ -28,7 +28,7 @@ from dcp_datastates import (
     parse_size,
     track,
 )
-from dcp_datastates.format.fields import further_fields
+from dcp_datastates.format.fields import unknown_fields
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ REFUSED_BY_DCP = ("uninitialized", "uninitialized buffer", "masked")
 @pytest.mark.parametrize("kind", UNSTORABLE)
 @pytest.mark.parametrize("how", ["save", "save, planned by this package", "async_save"])
 def test_a_tensor_that_cannot_be_stored_is_refused_by_name(kind, how, tmp_path):
-    asks_for_strides = kind == "csr" and further_fields(TensorProperties)
+    asks_for_strides = kind == "csr" and unknown_fields(TensorProperties)
     if how == "save" and (kind in REFUSED_BY_DCP or asks_for_strides):
         pytest.skip("DCP's planner asks for more, and refuses before this package sees the tensor")
     state = {"good": torch.ones(3), "outer": {"bad one": UNSTORABLE[kind]()}}

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 
 from dcp_datastates import CheckpointCorruptError, DataStatesReader, DataStatesSavePlanner
 from dcp_datastates.dcp.tested import TESTED, tell_if_untested
-from dcp_datastates.format.fields import further_fields
+from dcp_datastates.format.fields import unknown_fields
 
-HAS_STRIDES = "strides" in further_fields(TensorProperties)
+HAS_STRIDES = "strides" in unknown_fields(TensorProperties)
 
 
 def _run(script: str, path: Path, *arguments: str, ranks: int = 1) -> list[str]:

@@ -16,7 +16,7 @@ from support.waiting import await_that
 
 import dcp_datastates as ds
 from dcp_datastates.checkpoints.deletions import Deletions
-from dcp_datastates.manager.background import BackgroundSaves, take_options
+from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
 
 STATE = {"a": torch.arange(8)}
 REFUSED = {"a": torch.eye(2).to_sparse()}
@@ -118,11 +118,11 @@ def test_strict_raises(tmp_path: Path) -> None:
 
 def test_options_are_taken_and_checked() -> None:
     keywords = {"host_cache_size": "64MiB", "max_in_flight": 2, "precision": "32"}
-    assert take_options(keywords) == {"host_cache_size": "64MiB", "max_in_flight": 2}
+    assert pop_writer_options(keywords) == {"host_cache_size": "64MiB", "max_in_flight": 2}
     assert keywords == {"precision": "32"}
     with pytest.raises(ds.ConfigurationError, match="when_behind"):
-        take_options({"when_behind": "never"})
+        pop_writer_options({"when_behind": "never"})
     with pytest.raises(ds.ConfigurationError, match="'max_inflight'; did you mean 'max_in_flight'"):
-        take_options({"max_inflight": 2, "accelerator": "cpu"})
+        pop_writer_options({"max_inflight": 2, "accelerator": "cpu"})
     with pytest.raises(ds.ConfigurationError, match="strict"):
         BackgroundSaves({}, strict="no")  # type: ignore[arg-type]

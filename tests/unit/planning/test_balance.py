@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from dcp_datastates.format import ragged
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
-from dcp_datastates.planning.balance import FinalPlan, assign
+from dcp_datastates.planning.balance import RankPlan, assign
 
 quick = settings(deadline=None, max_examples=150)
 MIB = 1 << 20
@@ -106,7 +106,7 @@ def test_without_replicas_it_is_what_stock_makes(plans, split, lowest):
     for local, final, expected in zip(plans, finals, global_plan, strict=True):
         assert with_hints(final.write_items(local)) == with_hints(expected.items)
         assert (np.arange(len(local.names)) == final.items).all()
-        again = FinalPlan.decode(final.encode())
+        again = RankPlan.decode(final.encode())
         assert again.digest == final.digest
         assert with_hints(again.write_items(local)) == with_hints(expected.items)
     made = catalog_metadata(catalog)
@@ -261,7 +261,7 @@ def test_all_that_hold_a_replica_know_of_which_they_write_parts():
             assert {name for _, name in names[0]} == {"l", "m0", "m1", "m2"}
             assert names[2] == [pair for pair in names[0] if pair[1] == "l"]
             assert [number for number, _ in names[0]] == sorted(number for number, _ in names[0])
-            decoded = FinalPlan.decode(finals[1].encode())
+            decoded = RankPlan.decode(finals[1].encode())
             assert decoded.shared.tolist() == finals[1].shared.tolist()
             assert decoded.sets.tolist() == finals[1].sets.tolist()
     assert names == [[], [], [], []], "without splitting, no rank writes a part"

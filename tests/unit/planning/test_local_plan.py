@@ -14,7 +14,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from dcp_datastates.planning.balance import FinalPlan
+from dcp_datastates.planning.balance import RankPlan
 from dcp_datastates.planning.local_plan import LocalPlan
 
 quick = settings(deadline=None, max_examples=150)
@@ -90,7 +90,7 @@ def test_other_bytes_are_refused(data):
     with pytest.raises(ValueError):
         LocalPlan.decode(data)
     with pytest.raises(ValueError):
-        FinalPlan.decode(data)
+        RankPlan.decode(data)
 
 
 def test_an_item_whose_index_is_not_its_chunk_is_refused():

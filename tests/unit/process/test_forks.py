@@ -30,8 +30,8 @@ LOCKS = (
 
 VALID_IN_A_CHILD = {
     "dcp_datastates.storage.attempt": "names of attempts stay unique: they are claimed on storage",
-    "dcp_datastates.checkpoints.answers": "counted by process group, which a child does not have",
-    "dcp_datastates.commit.rank_set": "looked up by the default group's store",
+    "dcp_datastates.checkpoints.first_rank": "counted by process group, which a child does not have",
+    "dcp_datastates.ranks.rank_set": "looked up by the default group's store",
     "dcp_datastates.commit.publish": "what was published still is",
     "dcp_datastates.dcp.compat": "a warning that was given",
     "dcp_datastates.process.ending": "a child that is forked at the end ends, too",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.checkpoints import raises
 
 from dcp_datastates import NoAnswerError
-from dcp_datastates.checkpoints.answers import from_first_rank
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 
 
 def test_an_answer_without_torch_distributed_is_just_computed():

@@ -13,15 +13,12 @@ from support.residue import hears_all
 from support.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
-from dcp_datastates.commit import failure_detector as detector_module
-from dcp_datastates.commit import processes
-from dcp_datastates.commit.beats import Beat, Loss
-from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.failure_detector import FailureDetector
-from dcp_datastates.commit.protocol import Said
-from dcp_datastates.commit.pulse import Pulse
-from dcp_datastates.commit.rank_set import of_store
-from dcp_datastates.commit.vote import Decision, Outcome
+from dcp_datastates.ranks import failure_detector as detector_module
+from dcp_datastates.ranks import processes
+from dcp_datastates.ranks.beats import Beat, Loss
+from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.ranks.pulse import Pulse
+from dcp_datastates.ranks.rank_set import of_store
 
 SILENCE = 1.5
 NEVER = 1e9
@@ -34,6 +31,10 @@ def _hurried(monkeypatch):
     monkeypatch.setattr(detector_module, "_UNSEEN_SECONDS", 4.0)
     monkeypatch.setattr(detector_module, "_ACTIVE_SECONDS", 0.2)
     monkeypatch.setattr(detector_module, "_IDLE_SECONDS", 0.4)
+
+
+def _nothing(number):
+    return None
 
 
 class _Status:
@@ -74,6 +75,7 @@ class _Detectors:
         self.made = []
         self.stores = {}
         self._rank_sets = {}
+        self.decided = {}  # by the coordinator, by round
 
     def rank_set(self, rank, world=2):
         if rank not in self._rank_sets:
@@ -84,8 +86,13 @@ class _Detectors:
     def __call__(self, rank, world=2, status=None):
         rank_set = self.rank_set(rank, world)
         self.stores[rank] = rank_set.connect("commit")
-        detector = FailureDetector(rank_set, self.stores[rank], status or _Status())
-        detector.quicken()
+        detector = FailureDetector(
+            rank_set,
+            self.stores[rank],
+            status or _Status(),
+            lambda number: self.decided.get(number, "forgotten"),
+        )
+        detector.save_started()
         self.made.append(detector)
         return detector
 
@@ -124,8 +131,8 @@ def test_a_save_that_begins_gives_a_silent_rank_time_to_be_heard_again(detectors
     await_that(lambda: first.ended(0) == [1])
     second.close()
     await_that(first.losses)
-    first.slow()  # the save that failed for it
-    first.quicken()
+    first.save_ended()  # the save that failed for it
+    first.save_started()
     assert first.losses() == []
     await_that(first.losses)
 
@@ -313,21 +320,19 @@ def test_what_the_coordinator_decided_in_the_followed_round_is_seen(detectors):
     first, second = detectors(0, status=status), detectors(1)
     second.follow(3)
     await_that(lambda: second.losses() == [] and first.ended(0) == [])
-    assert second.said is None
-    log = DecisionLog(detectors.rank_set(1).connect("commit"))
-    log.note(3, Decision(Outcome.COMMITTED))
-    log.note(4, Decision(Outcome.FAILED))
-    assert second.said is None, "the coordinator has not ended it"
+    assert second.decision is None
+    detectors.decided.update({3: "committed", 4: "failed"})
+    assert second.decision is None, "the coordinator has not ended it"
     status.beat = Beat(ended=3)
-    await_that(lambda: second.said == Said(Decision(Outcome.COMMITTED)))
+    await_that(lambda: second.decision == "committed")
     second.follow(4)
     status.beat = Beat(ended=4)
-    await_that(lambda: second.said == Said(Decision(Outcome.FAILED)))
+    await_that(lambda: second.decision == "failed")
     second.follow(5)
     status.beat = Beat(ended=6)
-    await_that(lambda: second.said == Said(None))
+    await_that(lambda: second.decision == "forgotten")
     second.follow(None)
-    assert second.said is None
+    assert second.decision is None
 
 
 def test_the_coordinator_sees_which_ranks_have_ended_a_round(detectors):
@@ -367,8 +372,8 @@ def test_a_beat_lists_a_few_of_the_lost_and_counts_the_others():
     found = Beat.decode(beat.encode(1).encode())
     assert found.losses[:8] == losses[:8]
     assert sum(loss.count for loss in found.losses) == 2048
-    assert Loss.reason_of(found.losses) == Loss.reason_of(losses)
-    assert "and 2045 more ranks" in Loss.reason_of(losses).message
+    assert str(Loss.error_of(found.losses)) == str(Loss.error_of(losses))
+    assert "and 2045 more ranks" in str(Loss.error_of(losses))
 
 
 def test_the_coordinator_reads_all_beats_by_one_request(monkeypatch):
@@ -378,7 +383,7 @@ def test_the_coordinator_reads_all_beats_by_one_request(monkeypatch):
     incarnations = [each.incarnation for each in ranks]
     assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * world
     assert all(each.await_all(30) for each in incarnations)
-    detectors = [FailureDetector(each, each.connect("commit"), Beat) for each in ranks]
+    detectors = [FailureDetector(each, each.connect("commit"), Beat, _nothing) for each in ranks]
     no_pulse = SimpleNamespace(counts=dict, place=())
     for late in (False, True):  # at first the others have no beats yet
         store.requests = 0
@@ -399,7 +404,8 @@ def test_the_beats_of_jobs_that_were_killed_do_not_add_up():
         assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * 3
         assert all(each.await_all(30) for each in incarnations)
         for each in ranks:
-            FailureDetector(each, each.connect("commit"), Beat)._beat(SimpleNamespace(place=()))
+            detector = FailureDetector(each, each.connect("commit"), Beat, _nothing)
+            detector._beat(SimpleNamespace(place=()))
         keys.append(store.real.num_keys())
     assert keys == keys[:1] * 4
 

@@ -16,14 +16,14 @@ import torch
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
 from dcp_datastates.conversion.files import as_bytes
-from dcp_datastates.conversion.memory import passing_tensor
+from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Source, Want
 from dcp_datastates.conversion.work import Done, Unit
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.checksums import blocks, table_words
 from dcp_datastates.storage.local import explained
 
-__all__ = ["Image", "ImageWriter", "Placed"]
+__all__ = ["OutputFile", "OutputFileWriter", "Placed"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Image:
+class OutputFile:
     """A file: the bytes that are known, and the places of tensors. What is neither is not written."""
 
     path: Path
@@ -47,11 +47,11 @@ class Image:
     """Where the table of checksums begins; None: there is none. It covers all bytes before it."""
 
 
-class ImageWriter:
-    """Writes ``images`` with tensors of ``source``, in units of at most ``piece_bytes``, a multiple of 1 MiB."""
+class OutputFileWriter:
+    """Writes ``outputs`` with tensors of ``source``, in units of at most ``piece_bytes``, a multiple of 1 MiB."""
 
-    def __init__(self, images: Iterable[Image], source: Source, piece_bytes: int) -> None:
-        self._files = [_Writing(image, source) for image in images]
+    def __init__(self, outputs: Iterable[OutputFile], source: Source, piece_bytes: int) -> None:
+        self._files = [_Writing(output, source) for output in outputs]
         self._piece_bytes = piece_bytes
 
     def units(self) -> Iterator[Unit]:
@@ -68,23 +68,23 @@ class ImageWriter:
 class _Writing:
     """One file that is being written."""
 
-    def __init__(self, image: Image, source: Source) -> None:
-        self._image = image
+    def __init__(self, output: OutputFile, source: Source) -> None:
+        self._output = output
         self._source = source
-        self._end = image.nbytes if image.table_offset is None else image.table_offset
+        self._end = output.nbytes if output.table_offset is None else output.table_offset
         self._table = bytearray(4 * table_words(self._end))
         self._lock = threading.Lock()  # guards the rest
         self._left = 0
         self._descriptor: int | None = None
         spans = [
             (placed.offset, placed.offset + source.tensors[placed.name].nbytes, placed)
-            for placed in image.tensors
+            for placed in output.tensors
         ]
         self._tensors = sorted(spans, key=lambda span: span[:2])
         for begin, _, placed in spans:
             if begin % source.tensors[placed.name].dtype.itemsize:
                 raise DataStatesError(
-                    f"{image.path}: {placed.name!r} would lie at byte {begin}, between elements"
+                    f"{output.path}: {placed.name!r} would lie at byte {begin}, between elements"
                 )
 
     def units(self, piece_bytes: int) -> Iterator[Unit]:
@@ -106,9 +106,9 @@ class _Writing:
 
     def _unit(self, begin: int, end: int, here: Sequence[tuple[int, int, Placed]]) -> Unit:
         def write(done: Done) -> None:
-            buffer = passing_tensor(end - begin, torch.uint8).zero_()
+            buffer = scratch_tensor(end - begin, torch.uint8).zero_()
             spans, wants = [], []
-            for offset, data in self._image.known:
+            for offset, data in self._output.known:
                 low, high = max(begin, offset), min(end, offset + len(data))
                 if low < high:
                     spans.append((low, high))
@@ -138,18 +138,18 @@ class _Writing:
         return write
 
     def _put(self, begin: int, data: memoryview, spans: Iterable[tuple[int, int]]) -> None:
-        image = self._image
-        if image.table_offset is not None:
+        output = self._output
+        if output.table_offset is not None:
             for start, stop in blocks(begin, begin + len(data)):
                 at = 4 * (start // BLOCK_BYTES)
                 word = crc32c(data[start - begin : stop - begin])
                 self._table[at : at + 4] = word.to_bytes(4, "little")
-        with explained("writing", image.path, image.nbytes):
+        with explained("writing", output.path, output.nbytes):
             with self._lock:
                 if self._descriptor is None:
                     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                    self._descriptor = os.open(image.path, flags, 0o644)
-                    os.truncate(self._descriptor, image.nbytes)
+                    self._descriptor = os.open(output.path, flags, 0o644)
+                    os.truncate(self._descriptor, output.nbytes)
             for low, high in spans:
                 _write(self._descriptor, low, data[low - begin : high - begin])
             with self._lock:
@@ -166,10 +166,10 @@ class _Writing:
                 self._descriptor = None
 
     def _finish(self, descriptor: int) -> None:
-        if self._image.table_offset is not None:
+        if self._output.table_offset is not None:
             own = crc32c(memoryview(self._table)[:-4])
             self._table[-4:] = own.to_bytes(4, "little")
-            _write(descriptor, self._image.table_offset, memoryview(self._table))
+            _write(descriptor, self._output.table_offset, memoryview(self._table))
         os.fsync(descriptor)
 
 

@@ -2,7 +2,7 @@
 
 No collective runs on any of the job's process groups, so this works under NCCL, before the first collective, and while
 other collectives are running. The ranks number their calls, and each call has a separate key, which the last rank to
-read it deletes. The keys belong to the incarnation of the job (``commit/incarnation.py``): no rank takes an answer that
+read it deletes. The keys belong to the incarnation of the job (``ranks/incarnation.py``): no rank takes an answer that
 a former job has left in the store.
 """
 
@@ -17,12 +17,12 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 
-from dcp_datastates.commit.connection import Connection
-from dcp_datastates.commit.incarnation import Incarnation
-from dcp_datastates.commit.rank_set import RankSet, rank_set_of
 from dcp_datastates.errors import ConfigurationError, DataStatesError, NoAnswerError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import after_fork
+from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.incarnation import Incarnation
+from dcp_datastates.ranks.rank_set import RankSet, rank_set_of
 
 __all__ = ["DEFAULT_TIMEOUT", "from_first_rank"]
 
@@ -32,7 +32,7 @@ DEFAULT_TIMEOUT: Final = 300.0
 _FIRST_PAUSE: Final = 0.002
 _LONGEST_PAUSE: Final = 0.1
 _LONGEST_PAUSE_PER_RANK: Final = 75e-6
-"""Longest time between two requests for the answer, in seconds: see ``commit/gloo_tree.py``."""
+"""Longest time between two requests for the answer, in seconds: see ``ranks/gloo_tree.py``."""
 
 _LINGER_SECONDS: Final = 5.0
 """How long the first rank's process waits at its end for ranks that have not met it: they cannot read its answers."""

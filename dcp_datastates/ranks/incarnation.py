@@ -33,9 +33,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from dcp_datastates.commit.connection import ANSWER_SECONDS, Client, Connection
-from dcp_datastates.commit.processes import identity
 from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.ranks.connection import ANSWER_SECONDS, Client, Connection
+from dcp_datastates.ranks.processes import identity
 
 __all__ = ["Incarnation"]
 
@@ -97,7 +97,7 @@ class Incarnation:
 
     @property
     def processes(self) -> Mapping[int, str]:
-        """The :func:`~dcp_datastates.commit.processes.identity` of the processes that this one has met in this
+        """The :func:`~dcp_datastates.ranks.processes.identity` of the processes that this one has met in this
         incarnation: on rank 0 all that have come, elsewhere rank 0's.
         """
         return self._processes

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from dcp_datastates._native import PulseClient, PulseServer
-from dcp_datastates.commit.own_address import addresses, own_address
-from dcp_datastates.commit.rank_set import RankSet
+from dcp_datastates.ranks.own_address import addresses, own_address
+from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["Pulse"]
 
@@ -83,7 +83,7 @@ class Pulse:
                 return {0: client.count}
         return {}
 
-    def vouch(self, for_this_rank: bool) -> None:
+    def set_sending(self, for_this_rank: bool) -> None:
         """Start or stop sending pulses for this rank: it stops while the store does not answer it."""
         server, client = self._server, self._client
         with contextlib.suppress(RuntimeError):  # as above

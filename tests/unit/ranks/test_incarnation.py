@@ -8,7 +8,7 @@ import pytest
 from support.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
-from dcp_datastates.commit import incarnation as incarnation_module
+from dcp_datastates.ranks import incarnation as incarnation_module
 
 NAME = "dcp_datastates-meeting"
 

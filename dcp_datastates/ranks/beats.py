@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
-from dcp_datastates.commit.vote import Reason
 from dcp_datastates.errors import RankLostError
 
-__all__ = ["Beat", "Loss"]
+__all__ = ["Beat", "Loss", "Watched"]
 
 _LISTED: Final = 8
 """How many lost ranks the coordinator's beat lists."""
@@ -68,11 +67,29 @@ class Loss:
     count: int = 1
 
     @staticmethod
-    def reason_of(losses: Sequence[Loss]) -> Reason:
-        """The reason for a decision: which ranks are lost, and why. It names the first three ranks."""
+    def error_of(losses: Sequence[Loss]) -> RankLostError:
+        """The error that says which ranks are lost, and why. It names the first three ranks."""
         others = sum(loss.count for loss in losses[3:])
         more = f"; and {others} more ranks" if others else ""
-        return Reason.of(RankLostError("; ".join(map(str, losses[:3])) + more))
+        return RankLostError("; ".join(map(str, losses[:3])) + more)
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}"
+
+
+@dataclass
+class Watched:
+    """What this rank knows of another."""
+
+    value: bytes = b""
+    beat: Beat = field(default_factory=Beat)
+    pulses: int = 0
+    silent: float = 0.0  # seconds without a new beat or pulse, counted while this rank was looking
+    beatless: float = 0.0  # seconds without a new beat
+    still: float = 0.0  # seconds without progress
+    near: str | None = None  # the identity of its process, if this rank can see it
+
+    @property
+    def heard(self) -> bool:
+        """Whether the rank has ever beaten."""
+        return bool(self.value)

@@ -24,7 +24,7 @@ from dcp_datastates.format.ragged import starts_of, volumes
 from dcp_datastates.format.safetensors_header import read_header
 from dcp_datastates.storage.local import METADATA_NAME
 
-__all__ = ["Agreement"]
+__all__ = ["ConsistencyCheck"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Entry:
         return f"{self.dtype} {list(self.shape)} at [{self.begin}, {self.end})"
 
 
-class Agreement:
+class ConsistencyCheck:
     """The contents of a checkpoint's metadata, indexed for comparison."""
 
     def __init__(self, table: MetadataTable, contents: Contents) -> None:

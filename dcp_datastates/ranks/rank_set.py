@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from dcp_datastates.commit.connection import Client, Connection
-from dcp_datastates.commit.incarnation import Incarnation
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.ranks.connection import Client, Connection
+from dcp_datastates.ranks.incarnation import Incarnation
 
 __all__ = ["ALONE", "RankSet", "is_current", "of_store", "rank_set_of"]
 

@@ -8,8 +8,8 @@ import socket
 import pytest
 from support.threads import MemoryStore, rank_set, together
 
-from dcp_datastates.commit import gloo_group, gloo_tree, own_address
-from dcp_datastates.commit.gloo_tree import GlooTree
+from dcp_datastates.ranks import gloo_group, gloo_tree, own_address
+from dcp_datastates.ranks.gloo_tree import GlooTree
 
 
 @pytest.fixture

@@ -23,16 +23,16 @@ from typing import Final
 
 import torch
 
-from dcp_datastates.commit.connection import Connection
-from dcp_datastates.commit.gloo_group import (
+from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.gloo_group import (
     Check,
     GlooGroup,
     GroupBroken,
     Meeting,
     said_as_broken,
 )
-from dcp_datastates.commit.own_address import own_address
-from dcp_datastates.commit.rank_set import RankSet
+from dcp_datastates.ranks.own_address import own_address
+from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["GlooTree", "GroupBroken", "Place", "places"]
 

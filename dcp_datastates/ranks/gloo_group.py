@@ -24,8 +24,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from dcp_datastates.commit.connection import Connection
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.ranks.connection import Connection
 
 __all__ = ["GlooGroup", "GroupBroken", "Meeting", "abandoned", "let_go", "said_as_broken"]
 

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Final
 
-from dcp_datastates.commit.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.errors import NoAnswerError, RankLostError
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
+from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
+from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["Agreement"]
+__all__ = ["StepConsensus"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ collectives end sooner.
 _LEAST: Final = -(2**62)
 
 
-class Agreement:
+class StepConsensus:
     """The exchanges of the ranks in ``rank_set``. The training thread calls the methods.
 
     A thread, ``dcp_datastates-steps``, makes the exchanges over separate gloo connections. It starts with the first

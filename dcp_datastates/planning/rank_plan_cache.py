@@ -26,12 +26,12 @@ from dcp_datastates.io.devices import HOST
 from dcp_datastates.planning.exchange import Answer, Offer, Session
 from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
 from dcp_datastates.planning.prepared_write import Prepared
-from dcp_datastates.planning.rank_plan import FinalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Held
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["Foreseen", "KnownPlan", "Leaves", "RankMemory", "Share", "SharesPlanner"]
+__all__ = ["Foreseen", "KnownPlan", "Leaves", "RankPlanCache", "Share", "SharesPlanner"]
 
 _KEPT_PLANS: Final = 8
 """How many local plans are kept: a job may save several state dicts in turn."""
@@ -43,13 +43,13 @@ _KEPT_SHARES: Final = 4
 class Share:
     """This rank's share of a global plan, with the state of its reports."""
 
-    final: FinalPlan
+    final: RankPlan
     plan: SavePlan
-    told: dict[bytes, bytes] = field(default_factory=dict)
+    reported: dict[bytes, bytes] = field(default_factory=dict)
     """By global plan: the digest of the report that the coordinator has."""
     sent: bytes = b""
     """Digest of the latest report."""
-    whole: bytes = b""
+    global_plan: bytes = b""
     """Name of the global plan of the latest save."""
 
 
@@ -71,13 +71,13 @@ class KnownPlan:
         if share is None:
             if answer.data is None:
                 raise DataStatesError("the coordinator answers with a share that this rank has not")
-            final = FinalPlan.decode(answer.data)
+            final = RankPlan.decode(answer.data)
             share = self.shares[answer.digest] = Share(
                 final, SavePlan(final.write_items(self.plan))
             )
             while len(self.shares) > _KEPT_SHARES:
                 self.shares.popitem(last=False)
-        share.whole = answer.whole
+        share.global_plan = answer.global_plan
         self.latest = answer.digest
         return share
 
@@ -187,7 +187,7 @@ _Looks = tuple[str, Fingerprint, tuple[bool, ...]]
 """The key of leaves: the group, the state's fingerprint, and which tensors optimizers own."""
 
 
-class RankMemory:
+class RankPlanCache:
     """One rank's plan cache.
 
     Planning a save calls :meth:`begin`, :meth:`offer` and :meth:`finish`, in this order. If planning is not completed,

@@ -24,21 +24,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
-from dcp_datastates.commit.beats import Beat, Loss
-from dcp_datastates.commit.connection import Connection
-from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.processes import is_gone, is_near
-from dcp_datastates.commit.protocol import Said
-from dcp_datastates.commit.pulse import Pulse
-from dcp_datastates.commit.rank_set import RankSet
 from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.ranks.beats import Beat, Loss, Watched
+from dcp_datastates.ranks.connection import Connection
+from dcp_datastates.ranks.processes import is_gone, is_near
+from dcp_datastates.ranks.pulse import Pulse
+from dcp_datastates.ranks.rank_set import RankSet
 
 __all__ = ["SILENCE_SECONDS", "FailureDetector", "seconds_between_beats"]
 
 logger = logging.getLogger(__name__)
+
+D = TypeVar("D")
 
 SILENCE_SECONDS: Final = 15.0
 """A rank that has shown no sign of life for this long counts as lost."""
@@ -72,50 +71,40 @@ def seconds_between_beats(ranks: int, *, active: bool = True) -> float:
     return max(_ACTIVE_SECONDS if active else _IDLE_SECONDS, _SECONDS_PER_RANK * ranks)
 
 
-@dataclass
-class _Watched:
-    """What this rank knows of another."""
-
-    value: bytes = b""
-    beat: Beat = field(default_factory=Beat)
-    pulses: int = 0
-    silent: float = 0.0  # seconds without a new beat or pulse, counted while this rank was looking
-    beatless: float = 0.0  # seconds without a new beat
-    still: float = 0.0  # seconds without progress
-    near: str | None = None  # the identity of its process, if this rank can see it
-
-    @property
-    def heard(self) -> bool:
-        """Whether the rank has ever beaten."""
-        return bool(self.value)
-
-
-class FailureDetector:
+class FailureDetector(Generic[D]):
     """This rank's beat, and its watch over the others'.
 
     Args:
         store: a connection to the store for this thread alone.
         status: returns this rank's beat; the failure detector's thread calls it.
+        find: reads the coordinator's decision about a round that the coordinator has ended; the same thread calls it.
     """
 
-    def __init__(self, rank_set: RankSet, store: Connection, status: Callable[[], Beat]) -> None:
+    def __init__(
+        self,
+        rank_set: RankSet,
+        store: Connection,
+        status: Callable[[], Beat],
+        find: Callable[[int], D],
+    ) -> None:
         self._rank_set = rank_set
         self._store = store
-        self._decisions = DecisionLog(store)
         self._status = status
+        self._find = find
         self._watched = {
-            rank: _Watched()
+            rank: Watched()
             for rank in (range(1, rank_set.world) if rank_set.rank == 0 else (0,))
             if rank != rank_set.rank
         }
         self._lock = ProcessLock()  # guards what follows
         self._round: int | None = None
-        self._said: Said | None = None  # the coordinator's decision in that round
+        self._decision: D | None = None  # the coordinator's, in that round
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
         self._told: list[Loss] = []  # by the coordinator's latest beat
-        # the coordinator's beat from before the save: its list of losses is out of date
-        self._old_news = b""
+        self._old_news = (
+            b""  # the coordinator's beat from before the save: its losses are out of date
+        )
         self._silent: list[Loss] = []
         self._gone: list[Loss] = []
         self._visited = 0.0
@@ -125,8 +114,9 @@ class FailureDetector:
         self._wake = threading.Event()  # set to beat now
         self._stopping = False
         self._listeners: list[Callable[[list[Loss]], None]] = []
+        name = "dcp_datastates-heartbeat"
         self._thread = threading.Thread(
-            target=self._run, name="dcp_datastates-heartbeat", daemon=True
+            target=self._run, name=name, daemon=True
         )  # joined by close()
         self._started = False
         # The thread's:
@@ -145,8 +135,8 @@ class FailureDetector:
         with self._lock:
             self._listeners = [other for other in self._listeners if other != listener]
 
-    def quicken(self) -> None:
-        """Note that a save has begun: beat every second until :meth:`slow` has been called as often as this.
+    def save_started(self) -> None:
+        """Note that a save has begun: beat every second until :meth:`save_ended` has been called as often as this.
 
         The silence of ranks that have never beaten counts from here: they may have had no save before.
         """
@@ -157,10 +147,10 @@ class FailureDetector:
             self._expect_unheard()
             if self._rank_set.rank != 0:  # a lost rank may have come back
                 self._told, self._old_news = [], self._watched[0].value
-        self.introduce(0.0)
+        self.register(0.0)
         self._wake.set()
 
-    def introduce(self, seconds: float) -> None:
+    def register(self, seconds: float) -> None:
         """Start the thread, once. Returns when this rank has met rank 0, which can then see whether the process exists,
         or after ``seconds``.
         """
@@ -182,7 +172,7 @@ class FailureDetector:
             watched.silent = min(watched.silent, self._patience(watched) - grace)
         self._silent = []
 
-    def slow(self) -> None:
+    def save_ended(self) -> None:
         """Note that a save is over."""
         with self._lock:
             self._active -= 1
@@ -191,7 +181,7 @@ class FailureDetector:
         """From now on look with every beat for the decision about this round; None for no round."""
         with self._lock:
             self._round = round_number
-            self._said = None
+            self._decision = None
             self._expect_unheard()  # a rank may reach its first save late
             # Before the round there was no progress to make. The next look counts from the last one on.
             uncounted = time.monotonic() - self._looked_at
@@ -200,10 +190,10 @@ class FailureDetector:
         self._wake.set()
 
     @property
-    def said(self) -> Said | None:
+    def decision(self) -> D | None:
         """The coordinator's decision about the round of :meth:`follow`; None before, and on the coordinator."""
         with self._lock:
-            return self._said
+            return self._decision
 
     @property
     def misses_store(self) -> bool:
@@ -241,13 +231,13 @@ class FailureDetector:
         host, _, pid, _ = who.split("|")
         return Loss(rank, f"is dead (process {pid} on {host} is gone)", True)
 
-    def _is_silent(self, watched: _Watched) -> bool:
+    def _is_silent(self, watched: Watched) -> bool:
         if not watched.heard and self._round is None:
             # Outside a round, a rank may not have reached its first save yet.
             return watched.silent >= _UNSEEN_SECONDS
         return watched.silent >= self._patience(watched)
 
-    def _patience(self, watched: _Watched) -> float:
+    def _patience(self, watched: Watched) -> float:
         return SILENCE_SECONDS * (1 if watched.pulses or not watched.heard else _PULSELESS)
 
     def stalled(self, round_number: int, seconds: float) -> list[Loss]:
@@ -294,13 +284,13 @@ class FailureDetector:
         takes.
         """
         deadline = time.monotonic() + SILENCE_SECONDS + 3 * _ACTIVE_SECONDS
-        self.quicken()
+        self.save_started()
         try:
             while not (losses := self.losses()) and time.monotonic() < deadline:
                 time.sleep(0.1)
             return losses
         finally:
-            self.slow()
+            self.save_ended()
 
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
@@ -334,7 +324,7 @@ class FailureDetector:
                 error = self._rank_set.incarnation.store_error
             except Exception as failed:
                 error = str(failed).partition("\n")[0][:200] or type(failed).__name__
-            pulse.vouch(error is None)
+            pulse.set_sending(error is None)
             with self._lock:
                 if error != self._store_error:
                     self._store_error = error
@@ -389,10 +379,10 @@ class FailureDetector:
             round_number = self._round
         if round_number is None or not coordinator.heard or coordinator.beat.ended < round_number:
             return
-        decision = self._decisions.find(round_number)
+        decision = self._find(round_number)
         with self._lock:
             if self._round == round_number:
-                self._said = Said(decision)
+                self._decision = decision
 
     def _values(self) -> dict[int, bytes]:
         """The watched ranks' beats, by one request."""

@@ -1,0 +1,1 @@
+"""Which processes there are, whether they are alive, and how they speak with each other."""
