@@ -152,7 +152,7 @@ gpu-test: gpu-install
 	cd build && timeout --kill-after=20 $(GPU_TEST_SECONDS) $(SANITIZER) $(GPU_PYTHON) -m pytest -v -rs \
 	    -c /dev/null --rootdir $(CURDIR)/tests --import-mode=importlib -p no:cacheprovider \
 	    -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true \
-	    $(CURDIR)/tests/device/test_gpu.py $(PYTEST_ARGS)
+	    $(CURDIR)/tests/device/test_host_or_gpu.py $(CURDIR)/tests/device/test_gpu.py $(PYTEST_ARGS)
 
 # With as many threads as torch wants.
 gpu-bench: gpu-install
@@ -162,12 +162,15 @@ gpu-bench: gpu-install
 
 # From beside its package, so that dcp_datastates is what is installed.
 gpu-measure: gpu-install
+	mkdir -p build
 	cd benchmarks && env -u OMP_NUM_THREADS $(GPU_PYTHON) -m gpu_first \
 	    --results $(abspath $(GPU_RESULTS)) $(GPU_FIRST_ARGS)
 
 # Without a GPU: each step on the host. Its results are no measurements: they go to build/.
 gpu-smoke: $(VENV)/installed
-	cd benchmarks && $(abspath $(BIN))/python -m gpu_first --smoke $(GPU_FIRST_ARGS)
+	mkdir -p build
+	cd benchmarks && $(abspath $(BIN))/python -m gpu_first --smoke \
+	    --results $(abspath build/gpu-first-smoke) $(GPU_FIRST_ARGS)
 
 gpu-first: $(if $(SMOKE),gpu-smoke,gpu-measure)
 

@@ -28,6 +28,10 @@ class Contender:
     def save(self, state: dict[str, Any], path: Path) -> Future[Any] | None:
         return None
 
+    def captured(self) -> Future[Any]:
+        """When the newest save has read all that it saves."""
+        raise NotImplementedError
+
     def before_step(self) -> None:
         pass
 
@@ -66,6 +70,9 @@ class StockPinned(Contender):
         self.staging = response.staging_completion
         return _future(response.upload_completion)
 
+    def captured(self) -> Future[Any]:
+        return _future(self.staging)
+
     def before_step(self) -> None:
         if self.staging is not None:
             self.staging.result()
@@ -83,6 +90,9 @@ class Ours(Contender):
 
     def save(self, state: dict[str, Any], path: Path) -> Future[Any] | None:
         return dcp_datastates.async_save(state, path, writer=self.writer).upload_completion
+
+    def captured(self) -> Future[Any]:
+        return self.writer.captured
 
     def close(self) -> None:
         self.writer.close()

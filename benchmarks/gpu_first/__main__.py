@@ -1,13 +1,17 @@
-"""Run the steps, and write down what they found after each: ``make gpu-first``."""
+"""Run the steps in processes of their own, and write down what they found after each: ``make gpu-first``."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, replace
+import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -15,103 +19,85 @@ from typing import Any
 import torch
 
 from gpu_first.page import page
-from gpu_first.runner import Record, run
-from gpu_first.step import NO_GPU, REFUSED, free_bytes
-from gpu_first.steps import STEPS
+from gpu_first.steps import STEPS, Step
 from gpu_output import replace_json
 
-_ROOM = 16 << 30
-"""For the checkpoints of any step."""
-_SMOKE_FOLDERS = Path(__file__).parents[2] / "build" / "gpu-first-smoke"
-"""Not where results are: these are no measurements."""
-_SHOWN_LINES = 40
-_SMOKE_SECONDS = 60.0
-"""A step may take longer on a slow host than on a GPU."""
+_HERE = Path(__file__).parents[1]
+_ROOM = 16 << 30  # for the checkpoints of any step
+_LAST_LINES = 400  # tests that failed say why
+_SMOKE_SECONDS = 60.0  # a slow host may take longer than a GPU
+_DYING_SECONDS = 10.0  # to say where it hangs, and to end; in a driver's call that hangs, it cannot
+
+
+def run(step: Step, folder: Path, *, smoke: bool = False) -> dict[str, Any]:
+    """What becomes of ``step``, whose files are in ``folder``. Nothing that it has started is left."""
+    began, into, log = time.monotonic(), folder / "found.json", folder / "log"
+    limit = max(step.limit, _SMOKE_SECONDS) if smoke else step.limit
+    command = [sys.executable, "-m", step.module, *step.arguments]
+    variables = {**os.environ, **step.environment, "TMPDIR": str(folder)}
+    if smoke:
+        variables["CUDA_VISIBLE_DEVICES"] = ""
+    if step.module != "pytest":
+        command += ["--into", str(into), "--until", str(began + limit), *["--tiny"] * smoke]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=_HERE, env=variables, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(limit + _DYING_SECONDS)
+        finally:
+            ended = time.monotonic()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_DYING_SECONDS)
+    found = json.loads(into.read_text()) if into.exists() else {}
+    return {
+        "name": step.name,
+        "module": step.module,
+        "limit": limit,
+        "seconds": ended - began,
+        "exit_code": process.returncode,
+        "passed": process.returncode == 0 and ended - began < limit,
+        "last_lines": log.read_text(errors="replace").splitlines()[-_LAST_LINES:],
+        "found": found,
+    }
 
 
 def main() -> int:
-    options = _parsed()
-    if not options.smoke and not torch.cuda.is_available():
-        print(f"{NO_GPU} torch {torch.__version__} finds none; --smoke runs the steps on the host")
-        return REFUSED
-    steps = [step for step in STEPS if not options.only or step.name in options.only]
-    if options.smoke:
-        steps = [replace(step, limit=_SMOKE_SECONDS) for step in steps]
-    now = datetime.now(timezone.utc)
-    document: dict[str, Any] = {
-        "benchmark": "gpu_first",
-        "date": now.isoformat(timespec="seconds"),
-        "smoke": options.smoke,
-        "torch": torch.__version__,
-        "steps": [],
-    }
-    folder = _SMOKE_FOLDERS / str(os.getpid()) if options.smoke else options.results
-    into = folder / f"gpu-first-{now:%Y-%m-%d-%H%M}.json"
-    folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    failed = []
-    try:
-        for step in steps:
-            _say(f"--- {step.name}: {step.limit:g} s at most")
-            if options.smoke:
-                hidden = {"CUDA_VISIBLE_DEVICES": ""}
-                arguments = ["--device", "cpu", "--tiny"]
-                record = run(step, arguments, environment=hidden, keep=into)
-            else:
-                record = run(step, directory=options.dir, keep=into)
-            _tell(record)
-            document["steps"].append(asdict(record))
-            replace_json(into, document)
-            failed += [] if record.passed else [step.name]
-    finally:
-        into.with_suffix(".txt").write_text(page(document))
-    _say(f"\n{page(document)}")
-    _say(f"{'FAILED: ' + ', '.join(failed) if failed else 'all steps passed'}; {into}")
-    return 1 if failed else 0
-
-
-def _parsed() -> argparse.Namespace:
     arguments = argparse.ArgumentParser(prog="gpu_first", description=__doc__)
+    arguments.add_argument("--results", type=Path, required=True, help="for the JSON and the page")
     arguments.add_argument("--dir", type=Path, help="where checkpoints go; default: memory")
     arguments.add_argument("--only", nargs="+", choices=[step.name for step in STEPS])
-    where = arguments.add_mutually_exclusive_group(required=True)
-    where.add_argument("--results", type=Path, help="a folder for the JSON and the page")
-    where.add_argument(
-        "--smoke", action="store_true", help="no GPU: run each step on the host, at a tiny size"
-    )
+    arguments.add_argument("--smoke", action="store_true", help="on the host, at a tiny size")
     options = arguments.parse_args()
-    if options.dir is None:
-        options.dir = _roomy()
-    return options
-
-
-def _roomy() -> Path:
-    """Memory, if there is room, so that no disk decides."""
+    if not options.smoke and not torch.cuda.is_available():
+        arguments.error("there is no GPU; --smoke runs the steps on the host")
     memory = Path("/dev/shm")
-    if memory.is_dir() and free_bytes(memory) >= _ROOM:
-        return memory
-    return Path(tempfile.gettempdir())
-
-
-def _tell(record: Record) -> None:
-    left_out = [
-        f"{part} ({found['left_out']})"
-        for part, found in record.found.items()
-        if isinstance(found, dict) and "left_out" in found
-    ]
-    if record.passed:
-        _say(f"    passed, {record.seconds:.1f} s")
-        for part in left_out:
-            _say(f"    left out: {part}")
-        return
-    why = "killed at its limit" if record.killed else f"exit code {record.exit_code}"
-    _say(f"    FAILED, {record.seconds:.1f} s: {why}")
-    for line in record.last_lines[-_SHOWN_LINES:]:
-        _say(f"    | {line}")
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    if options.dir is None and memory.is_dir() and shutil.disk_usage(memory).free >= _ROOM:
+        options.dir = memory
+    now = datetime.now(timezone.utc)
+    into = options.results / f"gpu-first-{now:%Y-%m-%d-%H%M%S}.json"
+    steps: list[dict[str, Any]] = []
+    document = {"date": f"{now:%F %R}", "torch": torch.__version__, "smoke": options.smoke}
+    document["steps"] = steps
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for step in STEPS:
+        if options.only and step.name not in options.only:
+            continue
+        print(f"--- {step.name}: {step.limit:g} s at most", flush=True)
+        where = step.directory or options.dir
+        with tempfile.TemporaryDirectory(dir=where, ignore_cleanup_errors=True) as folder:
+            steps.append(run(step, Path(folder), smoke=options.smoke))
+        if not steps[-1]["passed"]:
+            print(*steps[-1]["last_lines"][-40:], sep="\n")
+        replace_json(into, document)
+        into.with_suffix(".txt").write_text(page(document))
+    print(into.with_suffix(".txt").read_text())
+    failed = [step["name"] for step in steps if not step["passed"]]
+    print(f"{'FAILED: ' + ', '.join(failed) if failed else 'all steps passed'}; {into}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

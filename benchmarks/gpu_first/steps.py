@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
-__all__ = ["MOST_SECONDS", "STEPS", "Step"]
+MOST_SECONDS = 520  # of ten minutes: one must install, and end what must be killed
 
-MOST_SECONDS = 520
-"""Of ten minutes, the others are for installing, and for ending what must be killed."""
+_BATCHES = "DCP_DATASTATES_CUDA_BATCH"
+_ROOT = Path(__file__).parents[2]
+_DEVICE = _ROOT / "tests" / "device"
+_PYTEST = (  # as `make gpu-test` runs it
+    *("-v", "-rs", "--tb=short", "-c", os.devnull, "--rootdir", str(_ROOT / "tests")),
+    *("--import-mode=importlib", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"),
+    *("--durations=8", str(_DEVICE / "test_host_or_gpu.py")),
+)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One process, ``python -m gpu_first.<module> <arguments>``."""
+    """One process, ``python -m <module> <arguments>``."""
 
     name: str
+    limit: float  # seconds, after which it is killed
     module: str
-    limit: float
-    """Seconds, after which it is killed."""
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    directory: Path | None = None  # for its checkpoints, if not that of all steps
 
 
 def _allocator(name: str, configuration: str) -> Step:
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return Step(name, "allocators", 20, environment=dict.fromkeys(names, configuration))
-
-
-def _small(name: str, batches: str) -> Step:
-    return Step(name, "small", 10, environment={"DCP_DATASTATES_CUDA_BATCH": batches})
+    both = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), configuration)
+    return Step(name, 15, "pytest", (*_PYTEST, "-k", "allocates"), both)
 
 
 STEPS = (
-    Step("facts", "facts", 15),
-    Step("copies", "copies", 25),
-    Step("tests", "device_tests", 100, ("--seconds", "90")),
-    Step("launches", "launches", 50),
-    Step("cold_large", "cold", 25, ("--cache", "large")),
-    Step("cold_small", "cold", 25, ("--cache", "small")),
-    Step("cold_stock", "cold", 25, ("--cache", "stock")),
-    Step("training", "training", 115),
-    Step("fsdp", "fsdp", 35),
+    Step("facts", 15, "gpu_first.facts"),
+    Step("copies", 20, "gpu_first.copies"),
+    Step("tests", 150, "pytest", (*_PYTEST, str(_DEVICE / "test_gpu.py"))),
+    Step("launches", 45, "gpu_first.launches"),
+    *(
+        Step(name, 25, "gpu_first.saves", (name,))
+        for name in ("none", "default", "large", "small", "immediate", "stock")
+    ),
+    Step("large_disk", 25, "gpu_first.saves", ("large",), directory=_ROOT / "build"),
+    Step("none_again", 25, "gpu_first.saves", ("none",)),  # how far the machine has drifted
+    Step("many_batched", 10, "gpu_first.saves", ("many",), {_BATCHES: "1"}),
+    Step("many_one_by_one", 10, "gpu_first.saves", ("many",), {_BATCHES: "0"}),
     _allocator("expandable_segments", "expandable_segments:True"),
     _allocator("malloc_async", "backend:cudaMallocAsync"),
-    _small("small_batched", "1"),
-    _small("small_one_by_one", "0"),
-    Step("dying", "dying", 45),
 )

@@ -7,116 +7,80 @@ Ends with status 0 if the resumed job's losses are those of an uninterrupted run
 
 from __future__ import annotations
 
-import argparse
-import shutil
+import contextlib
+import os
+import random
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
+import torch.multiprocessing as mp
 from rich.console import Console
 
-from checkpoints import is_committed, newest_committed, size_on_storage, step_path
-from launch import Outcome, run_job
-from report import DemoFailedError, report_losses, report_stalls
-from table import LiveTable
+import dcp_datastates as ds
+from report import Run, report_losses, report_stalls, show
+from train import ITERATIONS, size_of, work
 
-FIRST_RANKS = 4
-RESUMED_RANKS = 2
-LIMIT_SECONDS = 240.0
-"""For each of the two jobs; they take about 20 seconds and 10."""
+FIRST_RANKS, RESUMED_RANKS = 4, 2
 
 
-def _first_job(root: Path, iterations: int, table: LiveTable, console: Console) -> int:
-    """Run the first job to its death; returns the newest committed iteration."""
-    outcome = run_job(
-        "first",
-        ranks=FIRST_RANKS,
-        root=root,
-        iterations=iterations,
-        hear=table.note,
-        limit_seconds=LIMIT_SECONDS,
-    )
-    table.close()
-    phase = table.journal.phases.get("datastates")
-    if phase is None or phase.killed is None:
-        raise _failure("the first job ended before it was to be killed", outcome)
+def listen(ranks: int, root: Path, phases: list[str], kill: Callable[[Run], bool]) -> Iterator[Run]:
+    """What rank 0 tells until the job ends, or until ``kill`` is true: then all ranks get SIGKILL."""
+    heard, told = Pipe(duplex=False)
+    job = mp.start_processes(work, (ranks, root, phases, told), nprocs=ranks, join=False)
+    told.close()
+    run, ended = None, False
+    try:
+        while not ended:
+            ended = job.join(timeout=0.001)
+            with contextlib.suppress(EOFError):  # rank 0 has ended
+                while heard.poll():
+                    run = heard.recv()
+                    yield run
+            if run is not None and kill(run):
+                run.killed = True
+                yield run
+                return
+    finally:
+        for process in job.processes:
+            process.kill()
+            process.join()
+
+
+def demonstrate(root: Path, console: Console) -> None:
+    """The whole demo; ends with an error where it shows anything but what it should."""
+    began = time.perf_counter()
     checkpoints = root / "datastates"
-    torn = step_path(checkpoints, phase.killed.iteration)
-    newest = newest_committed(checkpoints)
-    if newest is None:
-        raise _failure("the first job left no committed checkpoint", outcome)
+    chosen = random.randint(ITERATIONS // 2, ITERATIONS - 4)
+
+    def in_flight(run: Run) -> bool:
+        """Whether a save from the chosen one on has begun files, and is not committed."""
+        if run.phase != "datastates" or len(run.losses) < chosen:
+            return False
+        path = checkpoints / f"step-{len(run.losses)}"
+        return any(names for *_, names in os.walk(path)) and not (path / ".metadata").exists()
+
+    stock, killed = show(listen(FIRST_RANKS, root, ["stock", "datastates"], in_flight), console)
+    newest = ds.latest(checkpoints)
+    if not killed.killed or newest is None:
+        sys.exit("the demo failed: no save was caught in flight, or none was committed before")
+    torn = checkpoints / f"step-{len(killed.losses)}"
     console.print(
-        f"killed all {FIRST_RANKS} ranks (SIGKILL) while the save of step "
-        f"{phase.killed.iteration} was in flight: {size_on_storage(torn) / 1e6:.0f} MB of it lie in "
-        f"{torn.name}, {'committed after all' if is_committed(torn) else 'not committed'}\n"
-        f"resuming on {RESUMED_RANKS} ranks from the newest committed checkpoint, step {newest}\n"
+        f"killed all {FIRST_RANKS} ranks (SIGKILL) while the save of step {len(killed.losses)} "
+        f"was in flight: {size_of(torn) / 1e6:.0f} MB of it lie in {torn.name}, "
+        f"{'committed after all' if newest == torn else 'not committed'}\n"
+        f"resuming on {RESUMED_RANKS} ranks from the newest committed checkpoint, "
+        f"step {newest.name.removeprefix('step-')}\n"
     )
-    return newest
-
-
-def _resumed_job(root: Path, iterations: int, table: LiveTable, newest: int) -> None:
-    outcome = run_job(
-        "resume",
-        ranks=RESUMED_RANKS,
-        root=root,
-        iterations=iterations,
-        hear=table.note,
-        limit_seconds=LIMIT_SECONDS,
-    )
-    table.close()
-    phase = table.journal.phases.get("resumed")
-    if outcome.status != 0 or phase is None:
-        raise _failure("the resumed job failed", outcome)
-    if phase.begun.resumed_from != newest or phase.newest_committed != iterations:
-        raise _failure(
-            f"the resumed job went from step {phase.begun.resumed_from} to "
-            f"{phase.newest_committed}, not from {newest} to {iterations}",
-            outcome,
-        )
-
-
-def _failure(reason: str, outcome: Outcome) -> DemoFailedError:
-    return DemoFailedError(f"{reason} (status {outcome.status}):\n{outcome.output}")
-
-
-def run(root: Path, iterations: int, console: Console) -> None:
-    """The whole demo; raises :class:`DemoFailedError` where it shows anything but what it should."""
-    table = LiveTable(console)
-    try:
-        newest = _first_job(root, iterations, table, console)
-        _resumed_job(root, iterations, table, newest)
-    finally:
-        table.close()
-    report_losses(table.journal, console)
-    report_stalls(table.journal, console)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=12, help="of the uninterrupted run")
-    parser.add_argument(
-        "--dir",
-        type=Path,
-        help="where to put the checkpoints (a new directory there, removed after)",
-    )
-    arguments = parser.parse_args()
-    if arguments.iterations < 8:
-        parser.error("--iterations must be at least 8, so that there is a middle to be killed in")
-
-    console = Console()
-    begun = time.perf_counter()
-    root = Path(tempfile.mkdtemp(prefix="dcp-datastates-demo-", dir=arguments.dir))
-    try:
-        run(root, arguments.iterations, console)
-    except DemoFailedError as failure:
-        console.print(f"[red]the demo failed:[/] {failure}", markup=True, highlight=False)
-        return 1
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
-    console.print(f"all in {time.perf_counter() - begun:.0f} s")
-    return 0
+    (resumed,) = show(listen(RESUMED_RANKS, root, ["resumed"], lambda run: False), console)
+    report_losses(stock, killed, resumed, console)
+    report_stalls(stock, killed, console)
+    console.print(f"all in {time.perf_counter() - began:.0f} s")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory(prefix="dcp-datastates-demo-") as folder:
+        demonstrate(Path(folder), Console())

@@ -1,149 +1,107 @@
-"""The worker: torchrun starts one per rank.
-
-The first job (``--job first``) trains twice from the same seed on a 2 x 2 mesh of FSDP2 and tensor
-parallelism: once to the end, saving with stock ``FileSystemWriter`` (the uninterrupted run), and once
-with ``DataStatesWriter``, until it kills itself. The second job (``--job resume``) goes on from the
-newest committed checkpoint, with FSDP2 alone over however many ranks it has.
-"""
+"""One rank of the demo's jobs: it trains, saves every iteration, and measures what the saves cost."""
 
 from __future__ import annotations
 
-import argparse
-import random
+import os
+import shutil
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 
-from checkpoints import newest_committed, step_path
-from data import Batches, standard_library
-from dcp_datastates import DataStatesReader, track
-from events import Begun, Phase, Stepped, emit
-from killing import Killer
-from model import CONTEXT, Transformer, parallelize
-from saving import Saver, WriterName
-from state import TrainingState
+from dcp_datastates import CheckpointManager, SaveHandle
+from job import Job
+from report import Run, Saved
 
-GLOBAL_BATCH = 8
-LEARNING_RATE = 1e-3
-WARM_UP = 5
-SEED = 2024
+ITERATIONS, RETAINED = 12, 3
 
 
-class Job:
-    """Model, optimizer, schedule and data, from ``SEED`` or from a checkpoint."""
+class Save:
+    """A save in flight, timed on this rank. ``start`` starts it."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        torch.manual_seed(SEED)
-        self.model = Transformer()
-        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        parallelize(self.model, mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
-        track(self.optimizer)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda done: min(1.0, (done + 1) / WARM_UP)
-        )
-        self.batches = Batches(standard_library(), batch=GLOBAL_BATCH, context=CONTEXT, seed=SEED)
-        self.state = TrainingState(self.model, self.optimizer, self.schedule, self.batches)
-        self._data_parallel = mesh["dp"]
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._began = time.perf_counter()
+        handle = start()
+        self._call = self._now()
+        self._stats = handle.stats if isinstance(handle, SaveHandle) else None
+        self._future: Future[None] = handle if self._stats is None else handle.committed
+        self._commit: Future[float] = Future()
+        self._future.add_done_callback(lambda _: self._commit.set_result(self._now()))
 
-    def resume(self, checkpoint: Path) -> None:
-        """Load ``checkpoint``, whatever the number of ranks that wrote it."""
-        state = self.state.state_dict()
-        dcp.load(state, storage_reader=DataStatesReader(checkpoint))
-        self.state.load_state_dict(state)
+    def _now(self) -> float:
+        return time.perf_counter() - self._began
 
-    def step(self) -> float:
-        """One iteration; the loss over the global batch, the same on every rank."""
-        group = self._data_parallel.get_group()
-        world = self._data_parallel.size()
-        inputs, targets = self.batches.draw(self._data_parallel.get_local_rank(), world)
-        loss = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.schedule.step()
-        self.optimizer.zero_grad()
-        self.state.iteration += 1
-        average = loss.detach().clone()
-        dist.all_reduce(average, group=group)
-        return average.item() / world
+    def finish(self, path: Path) -> Saved:
+        """Wait for the commit; collective, the same result everywhere."""
+        waits = self._now()
+        self._future.result()
+        iteration = self._now()
+        commit = self._commit.result()  # the callback may come just behind the result
+        gate, write = 0.0, commit - self._call
+        if self._stats is not None:
+            gate, write = self._stats.gate_seconds, self._stats.total_seconds or 0.0
+        parts = [self._call + gate, self._call, gate, iteration - waits, commit, iteration, write]
+        slowest = 1e3 * torch.tensor(parts, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        *parts, write = slowest.tolist()
+        return Saved(size_of(path), size_of(path) / write / 1e6, *parts)
 
 
-def train(job: Job, saver: Saver, phase: Phase, last: int, killer: Killer | None = None) -> None:
-    """Iterate to ``last``, saving after every iteration."""
-    first_rank = dist.get_rank() == 0
-
-    def finish_save() -> None:
-        saved = saver.finish()
-        if saved and first_rank:
-            emit(saved)
-
-    while job.state.iteration < last:
-        begun = time.perf_counter()
-        loss = job.step()
-        stepped = time.perf_counter()
-        iteration = job.state.iteration
-        finish_save()
-        finished = time.perf_counter()
-        saver.start(iteration, job.state.state_dict())
-        seconds = (stepped - begun) + (time.perf_counter() - finished)
-        if first_rank:
-            emit(Stepped(phase, iteration, loss, seconds))
-            if killer:
-                killer.watch(iteration)
-    finish_save()
-
-
-def _begin(phase: Phase, layout: str, job: Job) -> None:
-    if dist.get_rank() == 0:
-        ranks = dist.get_world_size()
-        emit(Begun(phase, ranks, layout, job.parameters, job.state.iteration))
+def train(job: Job, run: Run, checkpoints: Path, tell: Callable[[Run], None]) -> None:
+    """Save after every iteration; each save waits for the one before."""
+    group = dist.new_group(backend="gloo")  # stock must not share the group that trains
+    manager = CheckpointManager(checkpoints, every=1, keep=RETAINED, strict=True)
+    state = {"model": job.model, "optimizer": job.optimizer, "schedule": job.schedule}
+    if run.phase == "resumed":
+        run.resumed_from = manager.restore_latest(state) or 0
+    save: Save | None = None
+    for iteration in range(run.resumed_from + 1, ITERATIONS + 1):
+        run.losses[iteration] = job.step(iteration)
+        if save is not None:
+            run.saves[iteration - 1] = save.finish(manager.path(iteration - 1))
+        if run.phase == "stock":
+            shutil.rmtree(manager.path(iteration - RETAINED), ignore_errors=True)
+            model, optimizer = get_state_dict(job.model, job.optimizer)
+            stock = {"model": model, "optimizer": optimizer, "schedule": job.schedule.state_dict()}
+            writer = dcp.FileSystemWriter(manager.path(iteration))
+            save = Save(partial(dcp.async_save, stock, storage_writer=writer, process_group=group))
+        else:
+            save = Save(partial(manager.save, iteration, state))
+        tell(run)
+    assert save is not None
+    run.saves[ITERATIONS] = save.finish(manager.path(ITERATIONS))
+    tell(run)
+    manager.close()
 
 
-def first_job(root: Path, iterations: int, group: dist.ProcessGroup) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    runs: list[tuple[Phase, WriterName]] = [("stock", "stock"), ("datastates", "datastates")]
-    for phase, writer in runs:
-        job = Job(mesh)
-        _begin(phase, "FSDP2 x TP", job)
-        killer = None
-        if phase == "datastates":
-            chosen = random.randint(iterations // 2, iterations - 4)
-            killer = Killer(root / phase, phase, chosen)
-        train(job, Saver(root / phase, writer, phase, group), phase, iterations, killer)
-    raise RuntimeError("no save was ever caught in flight: the job was not killed")
-
-
-def resumed_job(root: Path, iterations: int, group: dist.ProcessGroup) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    job = Job(mesh)
-    checkpoints = root / "datastates"
-    newest = newest_committed(checkpoints)
-    if newest is None:
-        raise RuntimeError(f"no committed checkpoint in {checkpoints}")
-    job.resume(step_path(checkpoints, newest))
-    _begin("resumed", "FSDP2", job)
-    train(job, Saver(checkpoints, "datastates", "resumed", group), "resumed", iterations)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--job", choices=["first", "resume"], required=True)
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--iterations", type=int, required=True)
-    arguments = parser.parse_args()
-
+def work(rank: int, ranks: int, root: Path, phases: list[str], told: Connection) -> None:
+    """A rank of a job: FSDP2 and tensor parallelism on a 2 x 2 mesh; after the resume, FSDP2 alone."""
+    log = os.open(root / f"{phases[0]}-{rank}.log", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):  # the screen is the driver's
+        os.dup2(log, stream)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    group = dist.new_group(backend="gloo")  # checkpoints never share the group that trains
-    run = {"first": first_job, "resume": resumed_job}[arguments.job]
-    run(arguments.root, arguments.iterations, group)
+    meet = f"file://{root}/{phases[0]}.store"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks)
+    for phase in phases:
+        layout, shape, names = "FSDP2 x TP", (ranks // 2, 2), ("dp", "tp")
+        if phase == "resumed":
+            layout, shape, names = "FSDP2", (ranks,), ("dp",)
+        job = Job(init_device_mesh("cpu", shape, mesh_dim_names=names))
+        run = Run(phase, ranks, layout, job.parameters)
+        where = root / ("stock" if phase == "stock" else "datastates")
+        train(job, run, where, told.send if rank == 0 else lambda run: None)
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    main()
+def size_of(checkpoint: Path) -> int:
+    """Bytes of all files so far."""
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
