@@ -25,6 +25,7 @@ from support.documents import (
     torchrun,
 )
 from support.ranks import under_torchrun
+from support.scripts import Ended, ranks_of_torchrun, run_script
 from support.waiting import await_that
 
 import dcp_datastates as ds
@@ -37,9 +38,14 @@ ONE_PROCESS = "One process"
 DDP = "DDP"
 FSDP2 = "FSDP2, resumed at another size"
 NOTEBOOK = "Notebook"
+RECIPES = "docs/recipes.md"
+FSDP1 = "FSDP1"
+RAY, VERL = "Ray Train", "verl"
 
 DDP_LINE = "    model = torch.nn.parallel.DistributedDataParallel(model)\n"
-"""The line of the quick start that the recipe for FSDP2 replaces."""
+"""The line of the quick start that the recipes for FSDP replace."""
+SPARSELY = "if step % 20 == 0 and rank == 0:"
+ROUNDED = "{loss.item():.3f}"
 
 
 def write(directory: Path, text: str) -> Path:
@@ -175,6 +181,44 @@ def test_fsdp2_goes_on_at_another_size(tmp_path):
     assert state["optimizer"]["state"]["0.weight"]["step"] == 5, "the optimizer was not resumed"
 
 
+def test_fsdp1_goes_on_with_equal_losses_after_a_kill_and_without_fsdp(tmp_path):
+    quick_start = program(QUICK_START)
+    for line in (DDP_LINE, SPARSELY, ROUNDED):
+        assert line in quick_start
+    exact = quick_start.replace(SPARSELY, "if True:").replace(ROUNDED, "{loss.item()}")
+    fsdp1 = exact.replace(DDP_LINE, program(FSDP1, RECIPES))
+
+    def train(name, text, steps, world):
+        """Run the program to ``steps`` in a directory of this name."""
+        (tmp_path / name).mkdir(exist_ok=True)
+        first = f"torch.manual_seed(0)\nos.chdir(path)\nsys.argv[1] = '{steps}'\n"
+        return run_script(first + text, tmp_path / name, preface=ranks_of_torchrun(world))
+
+    expected = losses(train("whole", fsdp1, 9, 2))
+    assert [len(of_ranks) for of_ranks in expected.values()] == [2] * 9
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DCP_DATASTATES_FAILPOINTS", "vote.before@4=kill")  # the bytes are written
+        killed = train("killed", fsdp1, 9, 2)
+    assert killed.stdout.count("ended with -9") == 2, killed.stderr
+    assert ds.latest(tmp_path / "killed" / "ckpt").name == "step-2"
+    for name in ("fewer", "plain"):
+        shutil.copytree(tmp_path / "killed", tmp_path / name)
+    resumed = losses(train("killed", fsdp1, 9, 2))
+    assert resumed == {step: expected[step] for step in range(3, 9)}
+
+    fewer, plain = losses(train("fewer", fsdp1, 5, 1)), losses(train("plain", exact, 5, 1))
+    assert list(fewer) == [3, 4]
+    assert fewer == plain
+
+
+def losses(ended: Ended) -> dict[int, set[str]]:
+    """The losses that the ranks have printed, by step."""
+    found: dict[int, set[str]] = {}
+    for step, loss in re.findall(r"step (\d+): loss ([\d.e-]+),", ended.stdout):
+        found.setdefault(int(step), set()).add(loss)
+    return found
+
+
 def test_the_notebook_looks_into_a_checkpoint(uninterrupted):
     pytest.importorskip("safetensors")
     (uninterrupted / "notebook.py").write_text(program(NOTEBOOK, RECIPES))
@@ -189,7 +233,9 @@ def test_the_notebook_looks_into_a_checkpoint(uninterrupted):
 
 RUN_ABOVE = {
     ("README.md", QUICK_START),
-    *((RECIPES, heading) for heading in (ONE_PROCESS, DDP, FSDP2, NOTEBOOK)),
+    *((RECIPES, heading) for heading in (ONE_PROCESS, DDP, FSDP2, NOTEBOOK, FSDP1)),
+    # in integration/recipes:
+    *((RECIPES, heading) for heading in (RAY, VERL)),
 }
 PROGRAMS = {
     (block.document, block.heading)

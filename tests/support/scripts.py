@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TWO_RANKS", "Ended", "run_script"]
+__all__ = ["TWO_RANKS", "Ended", "ranks_of_torchrun", "run_script"]
 
 PREAMBLE = """
 import faulthandler, os, signal, sys, time, warnings
@@ -48,16 +48,22 @@ def owned(number):
     return {"w": parameter}, optimizer
 """
 
-TWO_RANKS = """
+
+def ranks_of_torchrun(world: int) -> str:
+    """The first lines of a program that goes on as ``world`` processes, with the variables that torchrun sets.
+
+    The parent prints how they ended.
+    """
+    return f"""
 import socket
-import torch.distributed as dist
-import dcp_datastates as ds
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="{world}")
 children = []
-for rank in range(2):
+for rank in range({world}):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     children.append(os.fork())
     if children[-1] == 0:
         break
@@ -65,9 +71,19 @@ else:
     for child in children:
         print("ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     sys.exit()
-dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 """
-"""The first lines of a program that goes on as two processes, the ranks of a job; the parent prints how they ended."""
+
+
+TWO_RANKS = (
+    ranks_of_torchrun(2)
+    + """
+import torch.distributed as dist
+import dcp_datastates as ds
+
+dist.init_process_group("gloo")
+"""
+)
+"""The first lines of a program of two ranks with a process group."""
 
 
 class Ended(subprocess.CompletedProcess[str]):

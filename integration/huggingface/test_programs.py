@@ -1,0 +1,253 @@
+"""Programs of one process with the real Accelerate and Trainer: hooks, optimizers, changing over, installing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.roots import committed_names
+
+import dcp_datastates as ds
+
+
+def test_options_are_checked_when_the_accelerator_is_made() -> None:
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    with pytest.raises(ds.ConfigurationError, match="host_cache_size"):
+        DataStatesAccelerator(cpu=True, host_cache_size="much")
+    with pytest.raises(ds.ConfigurationError, match="strict"):
+        DataStatesAccelerator(cpu=True, strict="yes")
+
+
+def test_a_hook_that_takes_the_weights_gets_them_without_fsdp(tmp_path: Path) -> None:
+    """Hooks that save a model by themselves take its weights out of the list."""
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    accelerator = DataStatesAccelerator(cpu=True, host_cache_size="64MiB")
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    taken = []
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: taken.append(sorted(weights.pop()))
+    )
+    accelerator.save_state(str(tmp_path / "saved"))
+    accelerator.wait_for_saves()
+    assert taken == [["bias", "weight"]]
+
+
+def _accelerator(made: Any, root: Path) -> Any:
+    """An accelerator of a new process, with a prepared model and optimizer."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import ProjectConfiguration
+
+    AcceleratorState._reset_state(True)
+    assert PartialState().num_processes == 1
+    naming = ProjectConfiguration(str(root), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = made(cpu=True, project_config=naming)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(30, 30)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return accelerator
+
+
+def _train_a_step(accelerator: Any) -> torch.Tensor:
+    (model,), (optimizer,) = accelerator._models, accelerator._optimizers
+    accelerator.backward(model(torch.randn(4, 30)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    return model.weight.detach().clone()  # type: ignore[no-any-return]
+
+
+def test_a_job_of_accelerate_changes_over_and_numbers_go_on(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    stock = _accelerator(Accelerator, tmp_path)
+    for _ in range(3):
+        weight = _train_a_step(stock)
+        stock.save_state()
+    folder = tmp_path / "checkpoints"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    ours = _accelerator(DataStatesAccelerator, tmp_path)
+    ours.project_configuration.iteration = 2
+    with pytest.raises(ValueError, match="checkpoint of Accelerate itself"):
+        ours.save_state()
+    ours.load_state()
+    assert torch.equal(ours._models[0].weight, weight)
+    weight = _train_a_step(ours)
+    assert Path(ours.save_state()).name == "checkpoint_3"
+    ours.wait_for_saves()
+    assert {path: path.read_bytes() for path in before} == before
+
+    again = _accelerator(DataStatesAccelerator, tmp_path)
+    again.load_state()
+    assert torch.equal(again._models[0].weight, weight)
+    assert again.save_iteration == 4
+    again.load_state(str(folder / "checkpoint_2"))  # back, to one of Accelerate's own
+    assert again.save_iteration == 3
+    with pytest.raises(ValueError, match="load the newest one"):
+        again.save_state()
+    again.project_configuration.automatic_checkpoint_naming = False
+    with pytest.raises(ValueError, match="checkpoint of Accelerate itself"):
+        again.save_state(str(folder / "checkpoint_2"))
+
+
+def test_hooks_that_save_and_load_a_model_by_themselves(tmp_path: Path) -> None:
+    """As in the scripts of diffusers for LoRA."""
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    accelerator = _accelerator(DataStatesAccelerator, tmp_path)
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        torch.save(models[0].state_dict(), Path(folder, "lora.bin"))
+        weights.pop()
+
+    def load(models: Any, folder: str) -> None:
+        models.pop().load_state_dict(torch.load(Path(folder, "lora.bin")))
+        assert not models
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    weight = _train_a_step(accelerator)
+    path = accelerator.save_state()
+    accelerator.wait_for_saves()
+    assert "model_0" not in ds.load(path)
+    _train_a_step(accelerator)
+    accelerator.load_state()
+    assert torch.equal(accelerator._models[0].weight, weight)
+
+
+SCRIPT = """
+import sys
+
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, Trainer, TrainingArguments
+
+config = LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                     num_attention_heads=2, num_key_value_heads=2)
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+args = TrainingArguments(sys.argv[1], max_steps=2, save_steps=1, use_cpu=True, report_to=[])
+Trainer(model=LlamaForCausalLM(config), args=args, train_dataset=data).train()
+print(issubclass(Seq2SeqTrainer, Trainer), Accelerator.__module__, sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "module", "only"])
+def test_a_program_of_somebody_else_gets_the_classes(way: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(SCRIPT)
+    what = {
+        "script": ["program.py"],
+        "module": ["-m", "program"],
+        "only": ["--only=trainer", "program.py"],
+    }[way]
+    command = [sys.executable, "-m", "dcp_datastates.huggingface", *what, "out", "--flag"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    whose = "accelerate.accelerator" if way == "only" else "dcp_datastates.huggingface.accelerator"
+    assert ended.stdout.splitlines()[-1] == f"True {whose} ['out', '--flag']"
+    assert committed_names(tmp_path / "out") == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_trainers_of_trl(kind: str, tmp_path: Path) -> None:
+    """Four steps at once; and two, and two more in another process."""
+    pytest.importorskip("trl")
+    script = str(Path(__file__).with_name("trl_job.py"))
+    found = []
+    for folder, steps, resume in (("whole", "4", "no"), ("half", "2", "no"), ("half", "4", "yes")):
+        command = [sys.executable, script, kind, str(tmp_path / folder), steps, resume]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        (line,) = [each for each in ended.stdout.splitlines() if each.startswith("WEIGHTS ")]
+        found.append(json.loads(line.removeprefix("WEIGHTS ")))
+    assert committed_names(tmp_path / "half") == ["checkpoint-2", "checkpoint-4"]
+    assert found[2] == found[0] != found[1]
+
+
+def test_a_name_that_cannot_be_installed_is_refused() -> None:
+    command = [sys.executable, "-m", "dcp_datastates.huggingface", "--only", "trainr", "x.py"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "choose of accelerate, trainer" in ended.stderr
+
+
+def test_a_hook_may_change_the_weights_that_are_saved(tmp_path: Path) -> None:
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    accelerator = _accelerator(DataStatesAccelerator, tmp_path)
+
+    def halve(models: Any, weights: Any, folder: str) -> None:
+        weights[0] = {name: value / 2 for name, value in weights[0].items()}
+
+    accelerator.register_save_state_pre_hook(halve)
+    weight = _train_a_step(accelerator)
+    path = accelerator.save_state()
+    accelerator.wait_for_saves()
+    accelerator.load_state(path)
+    assert torch.equal(accelerator._models[0].weight, weight / 2)
+
+
+@pytest.mark.parametrize("shape", ["LBFGS", "two models", "a parameter of its own"])
+def test_optimizers_of_all_kinds_resume(shape: str, tmp_path: Path) -> None:
+    from accelerate.state import AcceleratorState
+
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    def run(resume: bool) -> list[torch.Tensor]:
+        AcceleratorState._reset_state(True)
+        accelerator = DataStatesAccelerator(cpu=True, host_cache_size="64MiB")
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(4, 4) for _ in range(2 if shape == "two models" else 1)]
+        owned = [each for model in models for each in model.parameters()]
+        if shape == "a parameter of its own":
+            owned.append(torch.nn.Parameter(torch.ones(4)))
+        optimizer: Any = (
+            torch.optim.LBFGS(owned, max_iter=3) if shape == "LBFGS" else torch.optim.AdamW(owned)
+        )
+        accelerator.prepare(*models, optimizer)
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            x = torch.ones(2, 4)
+            for model in models:
+                x = model(x)
+            extra = owned[-1] if shape == "a parameter of its own" else 0
+            loss = (x + extra - 2).square().mean()
+            loss.backward()
+            return loss
+
+        if resume:
+            accelerator.load_state(str(tmp_path / "saved"))
+            if shape == "a parameter of its own":
+                owned[-1].data = torch.load(tmp_path / "extra")
+        else:
+            optimizer.step(closure)
+            accelerator.save_state(str(tmp_path / "saved"))
+            torch.save(owned[-1].data, tmp_path / "extra")
+            accelerator.wait_for_saves()
+        for _ in range(3):
+            optimizer.step(closure)
+        return [each.detach().clone() for each in owned]
+
+    assert all(map(torch.equal, run(False), run(True)))
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_without_the_library_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for module in ("", ".accelerator", ".trainer"):
+        monkeypatch.delitem(sys.modules, f"dcp_datastates.huggingface{module}", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(
+        ImportError, match=r"pip install 'accelerate>=1\.15,<1\.16' 'transformers>=5'"
+    ):
+        _ = importlib.import_module("dcp_datastates.huggingface").DataStatesTrainer
