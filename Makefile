@@ -44,7 +44,7 @@ LINTERS :=
 endif
 
 # Each is a folder of integration/ with its tests, a package, and an extra.
-INTEGRATIONS := deepspeed lightning huggingface
+INTEGRATIONS := deepspeed lightning huggingface megatron
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -276,7 +276,8 @@ $(VENV)/installed: $(VENV)/tools $(NATIVE_SOURCES) pyproject.toml
 
 # DeepSpeed is built from its sources, without its CUDA operators.
 $(VENV)/integrations: $(VENV)/installed
-	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft trl
+	DS_BUILD_OPS=0 $(INSTALL) --no-build-isolation deepspeed lightning accelerate transformers peft trl \
+	    megatron-core
 	@touch $@
 
 $(VENV)/docs: $(VENV)/tools

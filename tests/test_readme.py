@@ -38,7 +38,6 @@ ONE_PROCESS = "One process"
 DDP = "DDP"
 FSDP2 = "FSDP2, resumed at another size"
 NOTEBOOK = "Notebook"
-RECIPES = "docs/recipes.md"
 FSDP1 = "FSDP1"
 RAY, VERL = "Ray Train", "verl"
 

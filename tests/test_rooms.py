@@ -17,6 +17,7 @@ BELOW = {
     "deepspeed": ("manager", "conversion"),
     "lightning": ("manager",),
     "huggingface": ("manager",),
+    "megatron": ("manager",),
     "manager": ("dcp", "checkpoints"),
     "conversion": ("dcp", "checkpoints"),
     "dcp": ("saving", "commit", "planning", "staging"),

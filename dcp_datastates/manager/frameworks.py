@@ -14,6 +14,7 @@ TESTED_FRAMEWORKS: Final = {
     "accelerate": "1.15.0",
     "deepspeed": "0.19.8",
     "lightning": "2.6.6",
+    "megatron-core": "0.16.1",
     "torchtitan": "0.3.0",
     "transformers": "5.23.0",
 }

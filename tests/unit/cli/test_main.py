@@ -115,7 +115,7 @@ print([known is optimizer for known in known_optimizers()])
     assert ended.stdout == "[True]\n", ended.stderr
 
 
-EXTRAS = {"torchtitan", "deepspeed", "lightning", "huggingface"}
+EXTRAS = {"torchtitan", "deepspeed", "lightning", "huggingface", "megatron"}
 """Packages whose users have what they import; everybody else need not."""
 
 

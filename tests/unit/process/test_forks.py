@@ -59,7 +59,9 @@ def _modules() -> list[ModuleType]:
     modules = []
     for name in names:
         # What integrates a library needs the library itself:
-        optional = name.split(".")[1] in ("torchtitan", "deepspeed", "lightning", "huggingface")
+        optional = name.split(".")[1] in (
+            *("torchtitan", "deepspeed", "lightning", "huggingface", "megatron"),
+        )
         with contextlib.suppress(*[ImportError] * optional):
             modules.append(importlib.import_module(name))
     return modules
