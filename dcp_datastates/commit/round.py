@@ -122,6 +122,15 @@ class Round:
         """
         return self._document.result() if self.compose is None else self.compose(reports)
 
+    def different(self) -> SaveFailedError:
+        """The error if the ranks vote for different saves, and this rank for this one."""
+        return SaveFailedError(
+            f"the ranks vote for different saves: rank 0 for attempt {self.attempt and self.attempt.name} at "
+            f"{str(self.path)!r}, and {self.missed} calls of dcp.async_save failed before. If that differs from rank "
+            f"to rank, no save can be committed until the job restarts; dcp_datastates.async_save goes on after such "
+            f"a failure"
+        )
+
     def release(self) -> None:
         """Coordinator: the attempt is in flight no more. Idempotent. Waits for storage."""
         if self.claim is not None:

@@ -51,7 +51,7 @@ from dcp_datastates.commit.vote import (
     Reason,
     count_votes,
 )
-from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, SaveStalledError
+from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector
@@ -302,7 +302,7 @@ class Voter:
             return found
         self._apart = None
         hit("vote.after")
-        different = Reason.of(_different(round_)) if found is Count.DIFFERENT else None
+        different = Reason.of(round_.different()) if found is Count.DIFFERENT else None
         return Counted(found is Count.UNANIMOUS, different)
 
     def _count(self, tree: GlooTree, vote: bytes, check: Callable[[], None]) -> Count:
@@ -448,12 +448,3 @@ class _Interrupted(Exception):
     def __init__(self, event: Event) -> None:
         super().__init__(event)
         self.event = event
-
-
-def _different(round_: Round) -> SaveFailedError:
-    return SaveFailedError(
-        f"the ranks mean different saves; on rank 0 it is attempt {round_.attempt and round_.attempt.name} at "
-        f"{str(round_.path)!r}, and {round_.missed} calls of dcp.async_save failed before. If that differs from rank "
-        f"to rank, no save can be committed until the job restarts; dcp_datastates.async_save goes on after such a "
-        f"failure"
-    )

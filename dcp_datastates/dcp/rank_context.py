@@ -48,9 +48,10 @@ from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.document import composer, encode_results
 from dcp_datastates.saving.last_saves import finish_saves
-from dcp_datastates.saving.operation import Phase, SaveOperation
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.phase import Phase
 from dcp_datastates.saving.start import begin_planning
-from dcp_datastates.saving.write import Writing
+from dcp_datastates.saving.write import Writing, fail_write
 
 __all__ = ["RankContext", "context_of"]
 
@@ -211,7 +212,7 @@ class RankContext:
             results, part = writing.settle()
             save.submit(part, encode_results(results), self._composer(save, metadata))
         except BaseException as error:
-            _fail_reads(save, error)
+            fail_write(save, error)
             self._give_up(save, error)
         else:
             save.end_planning()
@@ -343,15 +344,8 @@ def _begin_write(
     try:
         return writer.begin_write(planner.finish_plan(plan), planner)
     except BaseException as error:
-        _fail_reads(save, error)
+        fail_write(save, error)
         raise
-
-
-def _fail_reads(save: SaveOperation, error: BaseException) -> None:
-    """Free the save's memory, and vote against it: the vote decides the outcome on all ranks."""
-    if save.reads is not None:
-        save.reads.fail(error)
-    save.submit_failure(error)
 
 
 def _leave_out(why: int) -> None:

@@ -39,18 +39,18 @@ from dcp_datastates.dcp.compat import (
 )
 from dcp_datastates.dcp.planner import is_unchanged
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.io.devices import capturing, open_used
+from dcp_datastates.io.devices import open_used
 from dcp_datastates.io.engine import engine
 from dcp_datastates.planning.exchange import SessionMeta
-from dcp_datastates.planning.plan_cache import PlannedMetadata
 from dcp_datastates.planning.rank_plan_cache import SharesPlanner
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.paths import check_path
 from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import PlanningInput, begin_planning, stage_save, start_synchronous
-from dcp_datastates.saving.write import Writing, begin_write, check_path
+from dcp_datastates.saving.write import Writing, begin_write, fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
@@ -314,9 +314,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         try:
             results, part = self.begin_write(plan, planner).settle()
         except BaseException as error:
-            if save.reads is not None:
-                save.reads.fail(error)
-            save.submit_failure(error)
+            fail_write(save, error)
             running.end()
             raise
         save.submit(part)
@@ -334,9 +332,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         running = self._running()
         save = running.save
         try:
-            if isinstance(metadata, PlannedMetadata):
-                attempt = save.ticket(running.rank).attempt
-                metadata.consolidate(results, str(save.resolved_path()), attempt.name)
             save.consolidate(metadata, results)
         except BaseException as error:
             save.abandon(error)
@@ -397,10 +392,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def _call(
         self, origin: SaveOrigin, path: Path | None, state: Any, here: bool, metrics: Any
     ) -> SaveOperation:
-        if capturing():
-            raise ConfigurationError(
-                "async_save was called while a CUDA graph is being captured; call it outside"
-            )
         self._enter()
         group = commit_group(self.rank_set)
         save = stage_save(group, self._config, origin, path, state, here, metrics)

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.background import take_options
+from dcp_datastates.manager.background import pop_writer_options
 
 __all__ = ["DataStatesSaveStrategy"]
 
@@ -56,7 +56,7 @@ class DataStatesSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__("torch_dist", 1)
-        self._options = take_options(options)
+        self._options = pop_writer_options(options)
         if options:
             raise ConfigurationError(
                 f"DataStatesSaveStrategy has no option {next(iter(options))!r}"

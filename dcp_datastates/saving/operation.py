@@ -1,6 +1,6 @@
 """One save on this rank, from the call to its outcome.
 
-A save passes through these phases (:class:`Phase`), in order, and never goes back::
+A save passes through these phases (``phase.py``), in order, and never goes back::
 
     STAGED ─► PLANNING ─► AGREED ─► COMMITTING
 
@@ -18,7 +18,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from enum import IntEnum
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -47,6 +46,7 @@ from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.outcome import log_outcome
+from dcp_datastates.saving.phase import Phase
 from dcp_datastates.saving.turns import Turn
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
@@ -55,7 +55,7 @@ from dcp_datastates.storage.attempt import Ticket, take
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim, claim
 
-__all__ = ["Phase", "SaveOperation"]
+__all__ = ["SaveOperation"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,19 +65,6 @@ _POLL_SECONDS: Final = 0.1
 
 _LEAVE_SECONDS: Final = 60.0
 """How long a thread of DCP's may live on after the outcome of its save, before the next save begins."""
-
-
-class Phase(IntEnum):
-    """The phases of a save on this rank."""
-
-    STAGED = 0
-    """The call has returned; the save waits for its turn to be planned."""
-    PLANNING = 1
-    """The ranks are planning the save."""
-    AGREED = 2
-    """The coordinator's ticket has arrived: all ranks will vote on the save."""
-    COMMITTING = 3
-    """The commit thread has this rank's part: its files, or the reason why it failed."""
 
 
 class SaveOperation:
@@ -318,6 +305,10 @@ class SaveOperation:
     def consolidate(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
         """Coordinator: provide all ranks' results for publication. Waits for the outcome, unless ``background``."""
         assert self._round is not None, "write_data() comes first"
+        if isinstance(metadata, PlannedMetadata):
+            assert self._ticket is not None
+            place, attempt = str(self.resolved_path()), self._ticket.attempt.name
+            metadata.consolidate(results, place, attempt)
         # The commit thread completes its own copy: DCP's thread may be pickling this one meanwhile.
         mine = metadata if isinstance(metadata, PlannedMetadata) else copy.copy(metadata)
         metrics = self.call.metrics

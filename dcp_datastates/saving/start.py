@@ -13,7 +13,8 @@ from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.errors import CheckpointSkipped, DataStatesError
+from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, DataStatesError
+from dcp_datastates.io.devices import capturing
 from dcp_datastates.io.engine import engine, moved, next_order
 from dcp_datastates.planning.exchange import Session
 from dcp_datastates.planning.rank_plan_cache import SharesPlanner
@@ -57,6 +58,10 @@ def stage_save(
     May wait for earlier saves (``when_behind``). If staging fails, a rank alone raises here; with several ranks, the
     save carries the error, and planning tells the others.
     """
+    if capturing():
+        raise ConfigurationError(
+            "async_save was called while a CUDA graph is being captured; call it outside"
+        )
     began = time.perf_counter()
     left_out = make_room(config.max_in_flight, config.when_behind)
     missed = 0 if origin is SaveOrigin.PACKAGE else group.missed

@@ -5,9 +5,7 @@ The commit thread waits for the files to be durable, through :class:`WrittenPart
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import socket
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Window
-from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import (
     ConfigurationError,
@@ -40,12 +37,20 @@ from dcp_datastates.planning.rank_plan_cache import Share, SharesPlanner
 from dcp_datastates.planning.replicas import sample
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.paths import directories_to_sync
 from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage import local, operations
+from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["Ahead", "Writing", "WrittenPart", "begin_write", "check_path", "read_ahead"]
+__all__ = [
+    "Ahead",
+    "Writing",
+    "WrittenPart",
+    "begin_write",
+    "fail_write",
+    "read_ahead",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -138,17 +143,6 @@ def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
         return None
     content = _Content(files, sealed, foreseen.prepared.layouts, after, report)
     return Ahead(foreseen.share, content)
-
-
-def check_path(save: SaveOperation) -> None:
-    """Raise early if the checkpoint may not, or cannot, be written."""
-    directory = save.resolved_path()
-
-    def look() -> None:
-        check_overwrite(directory, save.call.config.overwrite)
-        local.check_writable(directory)
-
-    save.on_storage("looking at the path", look)
 
 
 def begin_write(
@@ -248,7 +242,9 @@ def _begin(write: _Write, ahead: Ahead | None) -> Writing:
     save, share, folder = write.save, write.share, write.folder
     reads, stats = save.reads, save.stats
     native = engine(save.call.config.host_cache_bytes)
-    synced = save.on_storage("looking for the attempt", lambda: _shared(folder, write.rank))
+    synced = save.on_storage(
+        "looking for the attempt", lambda: directories_to_sync(folder, write.rank)
+    )
     if reads is not None and ahead is not None and ahead.share is share:
         stats.steady = True
         samples = _samples(write)  # while the gate still holds
@@ -291,6 +287,13 @@ def _begin(write: _Write, ahead: Ahead | None) -> Writing:
     return Writing(write, content, reads.hand_over(start, content.readers), samples)
 
 
+def fail_write(save: SaveOperation, error: BaseException) -> None:
+    """Free the save's memory, and vote against it: the vote decides the outcome on all ranks."""
+    if save.reads is not None:
+        save.reads.fail(error)
+    save.submit_failure(error)
+
+
 def _cancel(job: SaveJob) -> None:
     """Returns when no read or write is in progress."""
     job.cancel()
@@ -302,12 +305,6 @@ def _fit_cache(config: WriterConfig, content: _Content) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     most = largest_host_cache_bytes(ranks) if config.cache_grows else config.host_cache_bytes
     fit_cache(sum(file.nbytes for file in content.sealed), most)
-
-
-def _shared(folder: Path, rank: int) -> list[str]:
-    """Check that ``folder`` is shared; return the directories to sync for the entries of files in it."""
-    check_shared(folder, rank)
-    return [str(parent) for parent in local.sync_directories(folder)]
 
 
 def _content(write: _Write, native: Engine) -> _Content:
@@ -369,24 +366,6 @@ def _remember_reported(save: SaveOperation, share: Share, digest: bytes) -> None
         share.reported = {global_plan: digest} if known else {}
 
     save.committed.add_done_callback(note)
-
-
-def check_shared(folder: Path, rank: int) -> None:
-    """Raise :class:`ConfigurationError` unless this rank sees the directory that the coordinator made.
-
-    Create the directory again, which must fail because it exists. Creating asks the server of a network file system; a
-    lookup may use a cached "missing" for half a minute.
-    """
-    made = local.make_directories(folder, "share")
-    if not made:
-        return
-    for path in made:
-        with contextlib.suppress(OSError):
-            operations.remove_directory(path, "share")
-    raise ConfigurationError(
-        f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator has just created: "
-        f"the checkpoint's path must be one directory for all ranks, on a shared file system"
-    )
 
 
 def _error(fault: Fault, nbytes: int) -> DataStatesError:

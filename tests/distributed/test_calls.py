@@ -159,7 +159,7 @@ def test_a_failed_call_of_stock_dcp_is_seen_by_the_vote_of_the_next_save(shared_
         last = async_save(_state(3, loader), path, group=group)  # meets the other rank's call of 2
     else:
         last = async_save(_state(2, loader), path, group=group)
-    with raises(SaveFailedError, "the ranks mean different saves"):
+    with raises(SaveFailedError, "the ranks vote for different saves"):
         last.result(60)
     assert _numbers(path) == {1.0}
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
 from dcp_datastates import SaveFailedError, track
-from dcp_datastates.saving.operation import Phase
+from dcp_datastates.saving.phase import Phase
 
 ELEMENTS = 100_000
 

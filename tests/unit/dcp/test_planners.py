@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import DataStatesSavePlanner
 from dcp_datastates.io import engine as engine_module
-from dcp_datastates.saving import turns, write
+from dcp_datastates.saving import paths, turns
 
 
 def _caching():
@@ -164,7 +164,7 @@ def test_a_planner_lets_go_of_a_failed_save_before_the_next_one_begins(tmp_path,
 
     planner.release = released
     with monkeypatch.context() as patch, raises(PlannerRefusal):
-        patch.setattr(write, "check_shared", refuse)
+        patch.setattr(paths, "check_shared", refuse)
         async_save({"w": torch.ones(200, 500)}, tmp_path / "a", planner=planner).result(60)
     assert order.index("release") < order.index("end")
 

@@ -1,0 +1,49 @@
+"""Checks of a checkpoint's directory, before anything is written there."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+from dcp_datastates.commit.publish import check_overwrite
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.storage import local, operations
+
+__all__ = ["check_path", "check_shared", "directories_to_sync"]
+
+
+def check_path(save: SaveOperation) -> None:
+    """Raise early if the checkpoint may not, or cannot, be written."""
+    directory = save.resolved_path()
+
+    def look() -> None:
+        check_overwrite(directory, save.call.config.overwrite)
+        local.check_writable(directory)
+
+    save.on_storage("looking at the path", look)
+
+
+def directories_to_sync(folder: Path, rank: int) -> list[str]:
+    """Check that ``folder`` is shared; return the directories to sync for the entries of files in it."""
+    check_shared(folder, rank)
+    return [str(parent) for parent in local.sync_directories(folder)]
+
+
+def check_shared(folder: Path, rank: int) -> None:
+    """Raise :class:`ConfigurationError` unless this rank sees the directory that the coordinator made.
+
+    Create the directory again, which must fail because it exists. Creating asks the server of a network file system; a
+    lookup may use a cached "missing" for half a minute.
+    """
+    made = local.make_directories(folder, "share")
+    if not made:
+        return
+    for path in made:
+        with contextlib.suppress(OSError):
+            operations.remove_directory(path, "share")
+    raise ConfigurationError(
+        f"rank {rank} on {socket.gethostname()} does not see {str(folder)!r}, which the coordinator has just created: "
+        f"the checkpoint's path must be one directory for all ranks, on a shared file system"
+    )
