@@ -267,9 +267,11 @@ def _begin(write: _Write, ahead: Ahead | None) -> Writing:
     if reads is not None and reads.fences:  # from devices
         _fit_cache(save.call.config, content)
     stats.steady = content.report is not None
-    samples = _samples(write)
+    samples = b""
 
     def start(window: Window) -> SaveJob:
+        nonlocal samples
+        samples = _samples(write)  # while the gate still holds
         job = native.save(
             content.files,
             synced if content.files else [],
@@ -282,9 +284,8 @@ def _begin(write: _Write, ahead: Ahead | None) -> Writing:
         save.progress.follow(job)
         return job
 
-    if reads is None:
-        return Writing(write, content, start(Window(0.0)), samples)
-    return Writing(write, content, reads.hand_over(start, content.readers), samples)
+    job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
+    return Writing(write, content, job, samples)
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
