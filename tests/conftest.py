@@ -12,8 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from support.matrix import matrix_lines
-from support.ranks import agree, close_pool, under_torchrun
+from support.crashes.matrix import matrix_lines
+from support.jobs.ranks import agree, close_pool, under_torchrun
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def _no_plans_cached() -> Iterator[None]:
     """Stock planners cache plans in class attributes; no test sees another's."""
     yield
-    from support.planners import forget_cached_plans
+    from support.state.planners import forget_cached_plans
 
     forget_cached_plans()
 
@@ -70,7 +70,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     if not any(report.nodeid.startswith("tests/crash/test_kill_matrix") for report in reports):
         return
-    from support.cells import POINTS  # brings the package along, which most runs want later
+    from support.crashes.cells import POINTS  # brings the package along, which most runs want later
 
     lines = matrix_lines(reports, POINTS)
     if lines:

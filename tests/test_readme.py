@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.checkpoints import assert_same, attempts, committed, load_everything
 from support.documents import (
     ROOT,
     blocks,
@@ -24,8 +23,9 @@ from support.documents import (
     table_cells,
     torchrun,
 )
-from support.ranks import under_torchrun
-from support.scripts import Ended, ranks_of_torchrun, run_script
+from support.jobs.ranks import under_torchrun
+from support.jobs.scripts import Ended, ranks_of_torchrun, run_script
+from support.state.checkpoints import assert_same, attempts, committed, load_everything
 from support.waiting import await_that
 
 import dcp_datastates as ds

@@ -2,8 +2,8 @@
 
 Pure: no sockets, clocks, threads or files. The coordinator (rank 0) runs :func:`lead`, each other rank :func:`follow`.
 Both are generators: they yield an action, receive the resulting event, and return the decision. ``commit/voter.py``
-drives them with gloo, the store, heartbeats and storage; ``tests/support/simulation.py`` drives them through thousands
-of schedules.
+drives them with gloo, the store, heartbeats and storage; ``tests/support/simulated`` drives them through thousands of
+schedules.
 
 The numbers in comments are the steps of docs/commit.md. The proof rests on two rules:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.checkpoints import raises
+from support.state.checkpoints import raises
 
 from dcp_datastates import CheckpointCorruptError
 from dcp_datastates.huggingface.files import read_files, write_files

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.roots import committed_names
+from support.state.roots import committed_names
 
 import dcp_datastates as ds
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.processes import Ended, run_ranks
+from support.jobs.processes import Ended, run_ranks
 
 import dcp_datastates as ds
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.processes import Ended, run_ranks
+from support.jobs.processes import Ended, run_ranks
 
 import dcp_datastates as ds
 from dcp_datastates.lightning import DataStatesFSDPStrategy, DataStatesModelParallelStrategy

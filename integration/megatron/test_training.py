@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import Ended, run_ranks
+from support.jobs.processes import Ended, run_ranks
 
 import dcp_datastates as ds
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.documents import program, started
-from support.scripts import ranks_of_torchrun, run_script
+from support.jobs.scripts import ranks_of_torchrun, run_script
 
 pytest.importorskip("ray.train")
 

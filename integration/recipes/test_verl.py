@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.documents import program
-from support.processes import Ended, run_ranks
+from support.jobs.processes import Ended, run_ranks
 
 import dcp_datastates as ds
 

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from support.cells import NEVER
-from support.checkpoints import attempts, causes
-from support.planners import FailingPlanner
-from support.processes import run_ranks
-from support.saving import COMMIT_GROUP, number_at, part, report_of, save_over
+from support.crashes.cells import NEVER
+from support.jobs.processes import run_ranks
+from support.state.checkpoints import attempts, causes
+from support.state.planners import FailingPlanner
+from support.state.saving import COMMIT_GROUP, number_at, part, report_of, save_over
 
 from dcp_datastates.commit import group
 from dcp_datastates.storage import failpoints

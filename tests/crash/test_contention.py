@@ -7,15 +7,15 @@ import signal
 
 import pytest
 import torch.distributed as dist
-from support.checkpoints import async_save
-from support.contending import ELEMENTS, begin_job, publications, values, whole_at
-from support.faults import assert_tidy
-from support.groups import own_group
-from support.processes import run_ranks
-from support.ranks import ranks
-from support.residue import Residue, assert_nothing_left
-from support.saving import part, save_over
-from support.stopping import await_fired
+from support.crashes.contending import ELEMENTS, begin_job, publications, values, whole_at
+from support.crashes.faults import assert_tidy
+from support.crashes.residue import Residue, assert_nothing_left
+from support.jobs.groups import own_group
+from support.jobs.processes import run_ranks
+from support.jobs.ranks import ranks
+from support.jobs.stopping import await_fired
+from support.state.checkpoints import async_save
+from support.state.saving import part, save_over
 from support.tiers import sampled
 
 OLD, STALLED, SUCCESSOR, NEXT = 1, 2, 3, 4
@@ -128,7 +128,7 @@ def _save(path, number, scratch, commit_timeout=60.0, environments=()):
 
 def _number(path, scratch):
     (loader,) = run_ranks(
-        "support.saving:number_found", 1, scratch, path=str(path), world=2, elements=ELEMENTS
+        "support.state.saving:number_found", 1, scratch, path=str(path), world=2, elements=ELEMENTS
     )
     return loader.result()
 
@@ -230,7 +230,7 @@ def test_a_directory_that_the_ranks_do_not_share_is_named(elsewhere, tmp_path):
     mounted.mkdir()
     outcomes = values(
         run_ranks(
-            "support.contending:save_unshared",
+            "support.crashes.contending:save_unshared",
             2,
             tmp_path,
             path=str(mounted / "c"),

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import committed, load_everything, save
-from support.crash_states import Tree, read_tree
-from support.recovery import Recovery
-from support.traces import Record, read_trace, without
+from support.crashes.crash_states import Tree, read_tree
+from support.crashes.recovery import Recovery
+from support.crashes.traces import Record, read_trace, without
+from support.state.checkpoints import committed, load_everything, save
 
 from dcp_datastates import delete
 

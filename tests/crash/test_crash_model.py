@@ -6,8 +6,8 @@ import itertools
 from pathlib import Path
 
 import pytest
-from support.crash_states import Disk, Tree, crash_states, read_tree
-from support.traces import Record, RecordError, in_order, in_place, read_trace, without
+from support.crashes.crash_states import Disk, Tree, crash_states, read_tree
+from support.crashes.traces import Record, RecordError, in_order, in_place, read_trace, without
 
 
 def _frozen(tree: Tree) -> frozenset[tuple[str, bytes | None]]:

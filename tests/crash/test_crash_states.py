@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.crash_states import Tree, read_tree
-from support.processes import run_ranks
-from support.recovery import Recovery
-from support.saving import number_at
+from support.crashes.crash_states import Tree, read_tree
+from support.crashes.recovery import Recovery
+from support.crashes.traces import Record, in_blocks, in_place, read_trace, without
+from support.jobs.processes import run_ranks
+from support.state.saving import number_at
 from support.tiers import sampled
-from support.traces import Record, in_blocks, in_place, read_trace, without
 
 WORLD = 2
 ELEMENTS = 3000
@@ -40,7 +40,7 @@ class Recording:
 def _save(root: Path, number: int, scratch: Path) -> list[Record]:
     trace = scratch / f"trace{number}"
     ended = run_ranks(
-        "support.saving:save_traced",
+        "support.state.saving:save_traced",
         WORLD,
         scratch,
         environments=[{"DCP_DATASTATES_TRACE": str(trace), **WIDE}] * WORLD,

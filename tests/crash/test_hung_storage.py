@@ -10,9 +10,9 @@ import itertools
 
 import pytest
 import torch
-from support.checkpoints import committed
-from support.hanging import hanging
-from support.scripts import TWO_RANKS, run_script
+from support.crashes.hanging import hanging
+from support.jobs.scripts import TWO_RANKS, run_script
+from support.state.checkpoints import committed
 from support.tiers import sampled
 from support.waiting import await_that
 

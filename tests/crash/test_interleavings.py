@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from support.interleaving import Schedule
+from support.crashes.interleaving import Schedule
 from support.tiers import tries
 from torch.distributed.checkpoint.metadata import Metadata
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.cells import CELLS, NEVER, OLD, Cell, kill, passes
-from support.matrix import PROPERTY
-from support.processes import run_ranks
-from support.saving import DEFERRED
+from support.crashes.cells import CELLS, NEVER, OLD, Cell, kill, passes
+from support.crashes.matrix import PROPERTY
+from support.jobs.processes import run_ranks
+from support.state.saving import DEFERRED
 from support.tiers import sampled
 
 SAMPLE = (
@@ -27,7 +27,7 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     scratch = tmp_path_factory.mktemp("committed")
     for world in (2, 3):
         for rank in run_ranks(
-            "support.saving:commit_checkpoint",
+            "support.state.saving:commit_checkpoint",
             world,
             scratch,
             path=str(scratch / f"world{world}"),

@@ -11,8 +11,8 @@ import os
 import shutil
 
 import pytest
-from support.checkpoints import save
-from support.failing import armed
+from support.crashes.failing import armed
+from support.state.checkpoints import save
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates import (

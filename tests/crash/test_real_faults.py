@@ -1,6 +1,6 @@
 """A fault on one rank fails that save on every rank, and nothing else; no rank hangs, and nothing leaks.
 
-What holds after each fault is in ``support/faults.py``; here are the faults, with their real causes where there
+What holds after each fault is in ``support/crashes/faults.py``; here are the faults, with their real causes where there
 is a way.
 """
 
@@ -18,16 +18,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support.cells import POINTS
-from support.checkpoints import committed
-from support.failing import armed_on
-from support.faults import fault_between_saves
-from support.mounts import bind_permissions, fill, remount, tmpfs
-from support.planners import FailingPlanner
-from support.processes import run_ranks
-from support.ranks import ranks
-from support.saving import save_over
-from support.stopping import await_fired, go_on, silence, stop
+from support.crashes.cells import POINTS
+from support.crashes.failing import armed_on
+from support.crashes.faults import fault_between_saves
+from support.crashes.mounts import bind_permissions, fill, remount, tmpfs
+from support.jobs.processes import run_ranks
+from support.jobs.ranks import ranks
+from support.jobs.stopping import await_fired, go_on, silence, stop
+from support.state.checkpoints import committed
+from support.state.planners import FailingPlanner
+from support.state.saving import save_over
 from support.tiers import sampled
 from support.waiting import await_that
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 from crash.restarts import FAILPOINTS, Job, Plan
-from support.checkpoints import load_everything
-from support.ranks import under_torchrun
+from support.jobs.ranks import under_torchrun
+from support.state.checkpoints import load_everything
 from support.tiers import sampled, tries
 
 pytestmark = pytest.mark.skipif(under_torchrun(), reason="starts torchrun itself")

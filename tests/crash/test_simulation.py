@@ -9,7 +9,7 @@ import os
 from collections import Counter
 
 import pytest
-from support.simulation import Broken, World, play
+from support.simulated.simulation import Broken, World, play
 from support.tiers import tries
 
 from dcp_datastates.commit.vote import Outcome

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from support.fake_cuda import FakeCuda, installed
+from support.devices.fake_cuda import FakeCuda, installed
 
 
 @pytest.fixture

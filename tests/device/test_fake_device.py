@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.fake_cuda import FakeCuda
-from support.fake_training import CACHE, Stepper, differing, model, save, writer
+from support.devices.fake_cuda import FakeCuda
+from support.devices.fake_training import CACHE, Stepper, differing, model, save, writer
 from support.tiers import sampled, tries
 from support.waiting import await_that
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.fake_cuda import FakeCuda
-from support.fake_training import CACHE, Stepper, differing, model, save
+from support.devices.fake_cuda import FakeCuda
+from support.devices.fake_training import CACHE, Stepper, differing, model, save
 from torch.utils.checkpoint import checkpoint
 
 Named = dict[str, torch.Tensor]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import (
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.state.checkpoints import (
     assert_same,
     async_save,
     attempts,
@@ -16,9 +18,7 @@ from support.checkpoints import (
     writer,
     zeros,
 )
-from support.groups import own_group
-from support.meshes import Block, collect, fsdp_tp, full, train
-from support.ranks import ranks
+from support.state.meshes import Block, collect, fsdp_tp, full, train
 from support.tiers import sampled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.nn.parallel import DistributedDataParallel

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import async_save, load_everything, writer
-from support.groups import own_group
-from support.planners import forget_cached_plans
-from support.ranks import ranks
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.state.checkpoints import async_save, load_everything, writer
+from support.state.planners import forget_cached_plans
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates.storage.attempt import Attempt

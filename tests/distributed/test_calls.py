@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import CACHE, async_save, committed, load_everything, raises, writer
-from support.groups import own_group
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
 from support.logs import lines
-from support.ranks import ranks
+from support.state.checkpoints import CACHE, async_save, committed, load_everything, raises, writer
 
 import dcp_datastates
 from dcp_datastates import RankLostError, SaveFailedError

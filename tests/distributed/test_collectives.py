@@ -10,11 +10,11 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import CACHE
-from support.planners import FailingPlanner
-from support.ranks import ranks
-from support.residue import Residue, assert_nothing_left
-from support.threads import MemoryStore, rank_set, together
+from support.crashes.residue import Residue, assert_nothing_left
+from support.jobs.ranks import ranks
+from support.jobs.threads import MemoryStore, rank_set, together
+from support.state.checkpoints import CACHE
+from support.state.planners import FailingPlanner
 from support.waiting import await_that
 from torch.distributed.checkpoint.api import CheckpointException
 

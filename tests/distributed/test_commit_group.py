@@ -15,7 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import (
+from support.crashes.failing import armed, armed_on
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.jobs.stopping import await_fired
+from support.logs import lines
+from support.state.checkpoints import (
     CACHE,
     assert_same,
     async_save,
@@ -26,11 +31,6 @@ from support.checkpoints import (
     save,
     writer,
 )
-from support.failing import armed, armed_on
-from support.groups import own_group
-from support.logs import lines
-from support.ranks import ranks
-from support.stopping import await_fired
 from support.waiting import await_that
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 

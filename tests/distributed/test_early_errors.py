@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.scripts import TWO_RANKS, run_script
+from support.jobs.scripts import TWO_RANKS, run_script
 from support.tiers import sampled
 
 CALLS = {

@@ -11,7 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import (
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.jobs.stopping import silence
+from support.state.checkpoints import (
     assert_same,
     async_save,
     committed,
@@ -20,10 +23,7 @@ from support.checkpoints import (
     save,
     writer,
 )
-from support.groups import own_group
-from support.planners import FailingPlanner, PlannerRefusal
-from support.ranks import ranks
-from support.stopping import silence
+from support.state.planners import FailingPlanner, PlannerRefusal
 from support.tiers import sampled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 

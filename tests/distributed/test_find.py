@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import committed, raises, save
-from support.files import data_files
-from support.ranks import ranks
+from support.jobs.ranks import ranks
+from support.state.checkpoints import committed, raises, save
+from support.state.files import data_files
 from support.waiting import await_that
 from torch.distributed import distributed_c10d
 

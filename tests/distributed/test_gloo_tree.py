@@ -6,8 +6,8 @@ import itertools
 from datetime import timedelta
 
 import pytest
-from support.residue import Residue, assert_nothing_left
-from support.threads import MemoryStore, rank_set, together
+from support.crashes.residue import Residue, assert_nothing_left
+from support.jobs.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
 from dcp_datastates.ranks import gloo_group, gloo_tree

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import RankFailure, ranks, run_on_ranks, under_torchrun
+from support.jobs.ranks import RankFailure, ranks, run_on_ranks, under_torchrun
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 

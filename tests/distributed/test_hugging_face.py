@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import assert_same, attempts, save, zeros
-from support.meshes import Block, collect, fsdp_tp, full
-from support.ranks import run_on_ranks
+from support.jobs.ranks import run_on_ranks
+from support.state.checkpoints import assert_same, attempts, save, zeros
+from support.state.meshes import Block, collect, fsdp_tp, full
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 

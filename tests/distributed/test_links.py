@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import CACHE, assert_same, load_everything
-from support.groups import own_group
-from support.ranks import ranks
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.state.checkpoints import CACHE, assert_same, load_everything
 
 import dcp_datastates
 from dcp_datastates import DataStatesWriter

@@ -10,10 +10,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import CACHE, raises
+from support.jobs.ranks import ranks, run_on_ranks
 from support.logs import lines
-from support.ranks import ranks, run_on_ranks
-from support.roots import committed_names
+from support.state.checkpoints import CACHE, raises
+from support.state.roots import committed_names
 from torch.distributed.fsdp import fully_shard
 
 from dcp_datastates import (

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import assert_same, load, load_everything, save, zeros
-from support.meshes import Block, collect, dense_reference, fsdp_tp, full
-from support.ranks import ranks, run_on_ranks
+from support.jobs.ranks import ranks, run_on_ranks
+from support.state.checkpoints import assert_same, load, load_everything, save, zeros
+from support.state.meshes import Block, collect, dense_reference, fsdp_tp, full
 from support.tiers import sampled
 
 LAYOUTS = {"fsdp 4": (4, (4, 1)), "tp 4": (4, (1, 4)), "2x2": (4, (2, 2)), "fsdp 2": (2, (2, 1))}

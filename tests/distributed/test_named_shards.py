@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import CACHE, load
-from support.ranks import ranks
+from support.jobs.ranks import ranks
+from support.state.checkpoints import CACHE, load
 
 import dcp_datastates
 from dcp_datastates import DataStatesSavePlanner, DataStatesWriter

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support import cut_job, network
+from support.jobs import cut_job, network
 from support.waiting import await_that
 
 _WHY_NOT = network.why_not()
@@ -23,7 +23,7 @@ TOLD_SECONDS = cut_job.COMMIT_TIMEOUT + 25
 
 
 class Job:
-    """:mod:`support.cut_job` with one rank on each node."""
+    """:mod:`support.jobs.cut_job` with one rank on each node."""
 
     def __init__(self, nodes: network.TwoNodes, root: Path, saves: int) -> None:
         self._root = root

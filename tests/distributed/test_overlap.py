@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import CACHE, committed, load_everything, raises
-from support.planners import FailingPlanner, PlannerRefusal
-from support.ranks import ranks
+from support.jobs.ranks import ranks
+from support.state.checkpoints import CACHE, committed, load_everything, raises
+from support.state.planners import FailingPlanner, PlannerRefusal
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates

@@ -7,10 +7,18 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import assert_same, async_save, bits, load, load_everything, save, zeros
-from support.groups import own_group
-from support.ranks import ranks, run_on_ranks
-from support.states import filled
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks, run_on_ranks
+from support.state.checkpoints import (
+    assert_same,
+    async_save,
+    bits,
+    load,
+    load_everything,
+    save,
+    zeros,
+)
+from support.state.states import filled
 from support.tiers import sampled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor

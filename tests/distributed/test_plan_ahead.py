@@ -7,8 +7,9 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import assert_same, load, raises, zeros
-from support.planned_saves import (
+from support.jobs.ranks import ranks
+from support.state.checkpoints import assert_same, load, raises, zeros
+from support.state.planned_saves import (
     SMALL,
     Skipping,
     save_by,
@@ -18,8 +19,7 @@ from support.planned_saves import (
     spy,
     state_of,
 )
-from support.ranks import ranks
-from support.states import filled
+from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates

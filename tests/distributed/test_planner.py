@@ -13,7 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import (
+from support.crashes.failing import armed_on
+from support.crashes.residue import Residue, assert_nothing_left
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.jobs.stopping import silence
+from support.state.checkpoints import (
     CACHE,
     assert_same,
     bits,
@@ -23,9 +28,7 @@ from support.checkpoints import (
     raises,
     zeros,
 )
-from support.failing import armed_on
-from support.groups import own_group
-from support.planned_saves import (
+from support.state.planned_saves import (
     SMALL,
     owned,
     save_by,
@@ -34,11 +37,8 @@ from support.planned_saves import (
     spy,
     state_of,
 )
-from support.planners import own_step
-from support.ranks import ranks
-from support.residue import Residue, assert_nothing_left
-from support.states import filled
-from support.stopping import silence
+from support.state.planners import own_step
+from support.state.states import filled
 from support.tiers import sampled
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict

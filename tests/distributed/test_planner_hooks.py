@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import CACHE, assert_same, load, raises, zeros
-from support.groups import own_group
-from support.planned_saves import (
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.state.checkpoints import CACHE, assert_same, load, raises, zeros
+from support.state.planned_saves import (
     Skipping,
     owned,
     save_by,
@@ -22,9 +23,8 @@ from support.planned_saves import (
     saver,
     state_of,
 )
-from support.planners import own_step
-from support.ranks import ranks
-from support.states import filled
+from support.state.planners import own_step
+from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates

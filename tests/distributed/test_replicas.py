@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import CACHE, assert_same, load_everything, raises
-from support.groups import own_group
-from support.planners import own_step
-from support.ranks import ranks
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.state.checkpoints import CACHE, assert_same, load_everything, raises
+from support.state.planners import own_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from support.checkpoints import assert_same, async_save, load, load_everything
-from support.groups import own_group
-from support.ranks import ranks
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.state.checkpoints import assert_same, async_save, load, load_everything
 from torch.distributed._shard.sharded_tensor import (
     Shard,
     ShardedTensor,

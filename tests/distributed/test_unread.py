@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import load, raises, save, zeros
-from support.groups import own_group
-from support.meshes import Block, collect, fsdp_tp
-from support.ranks import ranks
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks
+from support.state.checkpoints import load, raises, save, zeros
+from support.state.meshes import Block, collect, fsdp_tp
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, IncompatibleStateError

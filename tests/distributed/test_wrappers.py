@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import async_save, load, raises, save, writer
-from support.files import data_files, flip_bit
-from support.ranks import ranks
-from support.wrapped import Blocks, blocks
+from support.jobs.ranks import ranks
+from support.state.checkpoints import async_save, load, raises, save, writer
+from support.state.files import data_files, flip_bit
+from support.state.wrapped import Blocks, blocks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.roots import make_root
+from support.state.roots import make_root
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import committed, load_everything, raises, save
-from support.files import flip_bit
-from support.metadata import with_format
-from support.roots import NEWER, OLDER, uncommitted
+from support.state.checkpoints import committed, load_everything, raises, save
+from support.state.files import flip_bit
+from support.state.metadata import with_format
+from support.state.roots import NEWER, OLDER, uncommitted
 
 from dcp_datastates import (
     CheckpointNotFoundError,

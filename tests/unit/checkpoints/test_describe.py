@@ -9,12 +9,12 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import raises, save
-from support.chunks import boxes, save_by_ranks
 from support.commands import run_cli
-from support.files import data_files, flip_bit
-from support.roots import NEWER, uncommitted
-from support.states import Opinion, filled
+from support.state.checkpoints import raises, save
+from support.state.chunks import boxes, save_by_ranks
+from support.state.files import data_files, flip_bit
+from support.state.roots import NEWER, uncommitted
+from support.state.states import Opinion, filled
 from support.work import little_work
 
 from dcp_datastates import (

@@ -7,9 +7,9 @@ import os
 import shutil
 
 import pytest
-from support.checkpoints import assert_same, load_everything, raises, save
-from support.files import data_files, flip_bit
-from support.roots import (
+from support.state.checkpoints import assert_same, load_everything, raises, save
+from support.state.files import data_files, flip_bit
+from support.state.roots import (
     NEWER,
     OLDER,
     STRUCTURAL,

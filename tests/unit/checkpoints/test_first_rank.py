@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.checkpoints import raises
+from support.state.checkpoints import raises
 
 from dcp_datastates import NoAnswerError
 from dcp_datastates.checkpoints.first_rank import from_first_rank

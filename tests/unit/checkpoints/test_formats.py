@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checkpoints import save
-from support.files import flip_bit
-from support.roots import save_stock
+from support.state.checkpoints import save
+from support.state.files import flip_bit
+from support.state.roots import save_stock
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError
 from dcp_datastates.checkpoints.formats import Format, format_of

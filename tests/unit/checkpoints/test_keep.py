@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.checkpoints import CACHE, raises
 from support.commands import run_cli
-from support.files import data_files
-from support.roots import committed_names
+from support.state.checkpoints import CACHE, raises
+from support.state.files import data_files
+from support.state.roots import committed_names
 
 import dcp_datastates as ds
 from dcp_datastates import (

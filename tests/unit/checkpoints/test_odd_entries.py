@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import async_save, causes, load_everything, raises, save
-from support.files import data_files
-from support.roots import make_root
+from support.state.checkpoints import async_save, causes, load_everything, raises, save
+from support.state.files import data_files
+from support.state.roots import make_root
 from support.tiers import sampled
 
 import dcp_datastates as ds

@@ -6,10 +6,10 @@ import os
 import shutil
 
 import pytest
-from support.checkpoints import committed, raises, save
-from support.failing import armed
-from support.files import data_files, flip_bit
-from support.roots import (
+from support.crashes.failing import armed
+from support.state.checkpoints import committed, raises, save
+from support.state.files import data_files, flip_bit
+from support.state.roots import (
     NEWER,
     OLDER,
     STRUCTURAL,

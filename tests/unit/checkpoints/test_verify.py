@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import load_everything, raises, save
-from support.chunks import boxes, save_by_ranks
-from support.files import data_files, flip_bit, put_back, read_file, reseal
-from support.metadata import parts_of, rewritten
-from support.states import DTYPES, Opinion, filled
+from support.state.checkpoints import load_everything, raises, save
+from support.state.chunks import boxes, save_by_ranks
+from support.state.files import data_files, flip_bit, put_back, read_file, reseal
+from support.state.metadata import parts_of, rewritten
+from support.state.states import DTYPES, Opinion, filled
 from support.tiers import sampled
 from support.work import little_work
 

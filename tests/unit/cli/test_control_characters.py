@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import save
 from support.commands import run_cli
+from support.state.checkpoints import save
 
 import dcp_datastates as ds
 from dcp_datastates.text import printable

@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import assert_same, save
 from support.commands import Terminal, run_cli
-from support.files import data_files, flip_bit
-from support.states import filled
+from support.state.checkpoints import assert_same, save
+from support.state.files import data_files, flip_bit
+from support.state.states import filled
 
 from dcp_datastates_cli.main import main
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.checkpoints import save
 from support.commands import run_cli
-from support.files import data_files
+from support.state.checkpoints import save
+from support.state.files import data_files
 
 
 @pytest.fixture

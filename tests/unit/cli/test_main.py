@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import save
 from support.commands import run_cli, run_python
-from support.files import data_files, flip_bit
-from support.roots import committed_names, damage_metadata
+from support.state.checkpoints import save
+from support.state.files import data_files, flip_bit
+from support.state.roots import committed_names, damage_metadata
 
 import dcp_datastates
 from dcp_datastates.storage import lock

@@ -9,10 +9,10 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import save
 from support.commands import run_cli, run_python
-from support.files import data_files, flip_bit, read_file
-from support.states import filled
+from support.state.checkpoints import save
+from support.state.files import data_files, flip_bit, read_file
+from support.state.states import filled
 
 from dcp_datastates import verify
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from support.checkpoints import save
 from support.commands import run_cli
+from support.state.checkpoints import save
 from support.waiting import await_that
 
 from dcp_datastates.checkpoints.describe import newest

@@ -10,7 +10,8 @@ import time
 
 import pytest
 import torch
-from support.checkpoints import (
+from support.jobs.scripts import run_script
+from support.state.checkpoints import (
     async_save,
     attempts,
     causes,
@@ -20,8 +21,7 @@ from support.checkpoints import (
     save,
     writer,
 )
-from support.planners import FailingPlanner, PlannerRefusal
-from support.scripts import run_script
+from support.state.planners import FailingPlanner, PlannerRefusal
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import save
-from support.states import filled
+from support.state.checkpoints import save
+from support.state.states import filled
 
 SMALL = {"host_cache_size": "32MiB", "threads": 2}
 """Pieces of 8 MiB."""

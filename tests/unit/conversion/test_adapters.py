@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import save
+from support.state.checkpoints import save
 
 from dcp_datastates import ConfigurationError, convert
 

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.checkpoints import save
-from support.chunks import boxes, save_by_ranks
-from support.files import data_files, flip_bit
-from support.states import Opinion, filled
+from support.state.checkpoints import save
+from support.state.chunks import boxes, save_by_ranks
+from support.state.files import data_files, flip_bit
+from support.state.states import Opinion, filled
 
 from dcp_datastates import (
     CheckpointCorruptError,

@@ -7,10 +7,10 @@ import os
 
 import pytest
 import torch
-from support.checkpoints import assert_same, raises, save
-from support.failing import armed, fired
-from support.files import put_back
-from support.scripts import run_script
+from support.crashes.failing import armed, fired
+from support.jobs.scripts import run_script
+from support.state.checkpoints import assert_same, raises, save
+from support.state.files import put_back
 from support.tiers import sampled
 
 import dcp_datastates
@@ -108,7 +108,7 @@ def test_a_kill_while_it_is_replaced_leaves_the_old_one_or_the_new_one(entry, to
     root.mkdir()
     convert(source, root / "out", to, only="a", **SMALL)
     body = f"""
-        from support.failing import armed
+        from support.crashes.failing import armed
         from pathlib import Path
         with armed({entry!r}, log=Path({str(log)!r})):
             import dcp_datastates
@@ -170,7 +170,7 @@ def test_a_failing_progress_call_ends_it(source, tmp_path):
 def test_a_kill_leaves_nothing_at_the_path(to, source, tmp_path):
     log = tmp_path / "log"
     body = f"""
-        from support.failing import armed
+        from support.crashes.failing import armed
         from pathlib import Path
         with armed("convert.rename.before=kill", log=Path({str(log)!r})):
             import dcp_datastates

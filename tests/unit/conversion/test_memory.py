@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import assert_same
+from support.state.checkpoints import assert_same
 from support.tiers import sampled
 
 import dcp_datastates

@@ -10,11 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.checkpoints import assert_same, save, zeros
-from support.chunks import boxes, save_by_ranks
-from support.ranks import ranks
-from support.roots import uncommitted
-from support.states import filled
+from support.jobs.ranks import ranks
+from support.state.checkpoints import assert_same, save, zeros
+from support.state.chunks import boxes, save_by_ranks
+from support.state.roots import uncommitted
+from support.state.states import filled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.checkpoints import CACHE, assert_same, raises, save
+from support.state.checkpoints import CACHE, assert_same, raises, save
 
 import dcp_datastates
 from dcp_datastates import ConfigurationError, IncompatibleStateError, convert

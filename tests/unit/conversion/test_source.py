@@ -7,7 +7,7 @@ import math
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chunks import boxes as grid
+from support.state.chunks import boxes as grid
 
 from dcp_datastates.conversion.source import Want, boxes, parts
 

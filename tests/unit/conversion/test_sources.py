@@ -13,9 +13,9 @@ from pathlib import PosixPath
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.checkpoints import assert_same, raises, save
-from support.files import data_files, flip_bit, read_file
-from support.states import Opinion, filled
+from support.state.checkpoints import assert_same, raises, save
+from support.state.files import data_files, flip_bit, read_file
+from support.state.states import Opinion, filled
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import dcp_datastates

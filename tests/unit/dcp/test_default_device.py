@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import CACHE, assert_same, clone, load, save, writer, zeros
-from support.ranks import ranks
+from support.jobs.ranks import ranks
+from support.state.checkpoints import CACHE, assert_same, clone, load, save, writer, zeros
+from support.state.wrapped import blocks
 from support.waiting import await_that
-from support.wrapped import blocks
 
 import dcp_datastates
 from dcp_datastates import CheckpointManager, RngState, track

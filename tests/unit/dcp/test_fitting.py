@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import assert_same, save
+from support.state.checkpoints import assert_same, save
+from support.state.wrapped import Blocks
 from support.tiers import tries
-from support.wrapped import Blocks
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates

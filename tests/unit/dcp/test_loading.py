@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checkpoints import assert_same, save, zeros
-from support.chunks import boxes, save_by_ranks
-from support.files import data_files, flip_bit
-from support.metadata import rewritten
-from support.scripts import run_script
-from support.states import Opinion, filled
+from support.jobs.scripts import run_script
+from support.state.checkpoints import assert_same, save, zeros
+from support.state.chunks import boxes, save_by_ranks
+from support.state.files import data_files, flip_bit
+from support.state.metadata import rewritten
+from support.state.states import Opinion, filled
 
 from dcp_datastates import (
     CheckpointCorruptError,

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from support.checkpoints import (
+from support.state.checkpoints import (
     assert_same,
     async_save,
     attempts,
@@ -18,8 +18,8 @@ from support.checkpoints import (
     writer,
     zeros,
 )
-from support.planners import FailingPlanner, HalvingPlanner, PlannerRefusal
-from support.states import filled
+from support.state.planners import FailingPlanner, HalvingPlanner, PlannerRefusal
+from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import DataStatesSavePlanner

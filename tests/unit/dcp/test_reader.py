@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import (
+from support.state.checkpoints import (
     assert_same,
     clone,
     committed,
@@ -17,7 +17,7 @@ from support.checkpoints import (
     save,
     zeros,
 )
-from support.states import Opinion, filled
+from support.state.states import Opinion, filled
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 

@@ -7,8 +7,17 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import CACHE, async_save, attempts, committed, load, raises, save, writer
-from support.scripts import run_script
+from support.jobs.scripts import run_script
+from support.state.checkpoints import (
+    CACHE,
+    async_save,
+    attempts,
+    committed,
+    load,
+    raises,
+    save,
+    writer,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.masked import masked_tensor

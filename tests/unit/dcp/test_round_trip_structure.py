@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import (
+from support.state.checkpoints import (
     assert_same,
     async_save,
     committed,
@@ -18,7 +18,7 @@ from support.checkpoints import (
     save,
     zeros,
 )
-from support.states import Opinion, filled
+from support.state.states import Opinion, filled
 
 from dcp_datastates import DataStatesError, verify
 

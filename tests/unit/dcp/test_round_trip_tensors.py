@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checkpoints import assert_same, async_save, clone, load, load_everything, save, zeros
-from support.states import DTYPES, filled
+from support.state.checkpoints import (
+    assert_same,
+    async_save,
+    clone,
+    load,
+    load_everything,
+    save,
+    zeros,
+)
+from support.state.states import DTYPES, filled
 
 SHAPES = [(), (0,), (1,), (3, 0, 2), (7, 5), (2, 3, 4, 5), (40_000,)]
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).split(".")[1])

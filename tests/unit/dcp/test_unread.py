@@ -6,8 +6,8 @@ import logging
 
 import pytest
 import torch
-from support.checkpoints import load as load_by_dcp
-from support.checkpoints import raises, save
+from support.state.checkpoints import load as load_by_dcp
+from support.state.checkpoints import raises, save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from dcp_datastates import ConfigurationError, DataStatesReader, IncompatibleStateError, load

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checkpoints import async_save, committed, load, raises, save
-from support.wrapped import Blocks, Other, Sometimes, blocks
+from support.state.checkpoints import async_save, committed, load, raises, save
+from support.state.wrapped import Blocks, Other, Sometimes, blocks
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -72,7 +72,7 @@ def test_a_part_that_the_wrapper_lacks_is_told_of(tmp_path, caplog):
 def test_another_class_within_a_wrapper_is_refused(tmp_path):
     async_save({"w": Blocks(blocks(seed=1), torch.zeros(4))}, tmp_path).result(60)
     found = Blocks(blocks(kind=Other), torch.zeros(4))
-    with raises(IncompatibleStateError, "'w'", "codes: support.wrapped.Other"):
+    with raises(IncompatibleStateError, "'w'", "codes: support.state.wrapped.Other"):
         load({"w": found}, tmp_path)
     assert _same(found.codes, blocks())
 
@@ -81,7 +81,7 @@ def test_the_parts_are_tensors_of_their_own(tmp_path):
     saved = blocks(seed=1, label=7)
     async_save({"w": saved}, tmp_path).result(60)
     parts = dcp_datastates.load(tmp_path, allow_objects=False)["w"]
-    assert bytes(parts.pop("__wrapper__").numpy()).decode() == "support.wrapped.Blocks 7"
+    assert bytes(parts.pop("__wrapper__").numpy()).decode() == "support.state.wrapped.Blocks 7"
     assert parts.keys() == {"codes", "scales"}
     assert torch.equal(parts["codes"], saved.codes)
     into = {"w": {"scales": torch.zeros(4)}}
@@ -109,7 +109,7 @@ def test_a_wrapper_that_is_left_unread_is_told_of(tmp_path):
     [
         (torch.zeros(8, 3), "a Tensor"),
         (None, "a NoneType"),
-        (blocks(kind=Other), "support.wrapped.Other"),
+        (blocks(kind=Other), "support.state.wrapped.Other"),
         (blocks(label="other"), "Blocks 'other'"),
         (blocks(columns=4), "(8, 4)"),
         (blocks(rows=10), "(10, 3)"),

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import (
+from support.state.checkpoints import (
     assert_same,
     async_save,
     committed,
@@ -25,7 +25,7 @@ from support.checkpoints import (
     writer,
     zeros,
 )
-from support.states import large
+from support.state.states import large
 
 from dcp_datastates import DataStatesError, track
 from dcp_datastates.io import engine as engine_module

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checkpoints import save
-from support.files import put_back
-from support.states import filled
+from support.state.checkpoints import save
+from support.state.files import put_back
+from support.state.states import filled
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import example, given, settings
-from support.checkpoints import raises, save
-from support.metadata_examples import Example, Object, Tensor, examples, sharded
+from support.state.checkpoints import raises, save
+from support.state.metadata_examples import Example, Object, Tensor, examples, sharded
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,

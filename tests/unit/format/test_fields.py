@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import assert_same, async_save, load, load_everything, raises, save
-from support.metadata import rewritten
+from support.state.checkpoints import assert_same, async_save, load, load_everything, raises, save
+from support.state.metadata import rewritten
+from support.state.written import CHECKPOINTS, empty_state, expected_state
 from support.tiers import sampled
-from support.written import CHECKPOINTS, empty_state, expected_state
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorProperties
 
@@ -56,7 +56,7 @@ def _run(script: str, path: Path, *arguments: str, ranks: int = 1) -> list[str]:
 
 IN_FUTURE = """
 import sys
-from support.future_torch import install, said_of
+from support.state.future_torch import install, said_of
 path, rank, *kinds = sys.argv[1:]
 install(*kinds)
 import torch, dcp_datastates

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from support.checkpoints import assert_same, attempts, bits, load_everything, save, zeros
-from support.files import BLOCK, crc32c, data_files, read_file
-from support.states import DTYPES, filled
+from support.state.checkpoints import assert_same, attempts, bits, load_everything, save, zeros
+from support.state.files import BLOCK, crc32c, data_files, read_file
+from support.state.states import DTYPES, filled
 from torch.distributed.checkpoint import FileSystemReader, HuggingFaceStorageReader
 
 NAMED = {

@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import causes, load_everything, raises, save
-from support.files import data_files, read_file
-from support.fuzz import mutated
-from support.metadata import COLUMNS, Parts, ended, file_of, parts_of
-from support.states import filled
+from support.state.checkpoints import causes, load_everything, raises, save
+from support.state.files import data_files, read_file
+from support.state.fuzz import mutated
+from support.state.metadata import COLUMNS, Parts, ended, file_of, parts_of
+from support.state.states import filled
 from support.tiers import tries
 from support.work import little_work
 from torch.distributed.checkpoint import metadata as dcp_metadata

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from support.chunks import Box, write_item
-from support.states import DTYPES
+from support.state.chunks import Box, write_item
+from support.state.states import DTYPES
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import load, load_everything, raises, save, writer
-from support.metadata import COLUMNS, rewritten
-from support.metadata_examples import (
+from support.state.checkpoints import load, load_everything, raises, save, writer
+from support.state.metadata import COLUMNS, rewritten
+from support.state.metadata_examples import (
     META,
     Example,
     Object,

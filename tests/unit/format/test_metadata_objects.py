@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.metadata_examples import (
+from support.state.metadata_examples import (
     META,
     Example,
     assert_identical,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import assert_same, raises, save
+from support.state.checkpoints import assert_same, raises, save
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dcp_datastates import DataStatesSavePlanner, convert

@@ -8,8 +8,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from support.checkpoints import assert_same, load_everything, raises
-from support.metadata import COLUMNS, ended, file_of, parts_of, rewritten, with_format
+from support.state.checkpoints import assert_same, load_everything, raises
+from support.state.metadata import COLUMNS, ended, file_of, parts_of, rewritten, with_format
 
 from dcp_datastates import CheckpointCorruptError, UnreadableMetadataError
 from dcp_datastates.format import trailer

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import load_everything, raises, save
-from support.chunks import Box, boxes
-from support.metadata import rewritten
+from support.state.checkpoints import load_everything, raises, save
+from support.state.chunks import Box, boxes
+from support.state.metadata import rewritten
 from support.tiers import sampled
 from support.work import little_work
 from torch.distributed.checkpoint.default_planner import _validate_global_plan

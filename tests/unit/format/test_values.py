@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import raises, save
+from support.state.checkpoints import raises, save
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import ConfigurationError, DataStatesReader

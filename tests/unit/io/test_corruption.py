@@ -8,10 +8,10 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import assert_same, load, load_everything, raises, save, zeros
-from support.files import data_files, put_back
-from support.metadata import file_of, parts_of, rewritten
-from support.states import filled
+from support.state.checkpoints import assert_same, load, load_everything, raises, save, zeros
+from support.state.files import data_files, put_back
+from support.state.metadata import file_of, parts_of, rewritten
+from support.state.states import filled
 
 from dcp_datastates import CheckpointCorruptError, CheckpointNotFoundError, DataStatesError
 

@@ -1,7 +1,7 @@
 """Thousands of random damages to one checkpoint: right bytes or an error that names them, each time.
 
 Each try damages one file, loads, and puts the file back. What is affected is computed from the files
-themselves (``support.files``): whatever has a byte in a damaged checksum block of 1 MiB, and, where a
+themselves (``support.state.files``): whatever has a byte in a damaged checksum block of 1 MiB, and, where a
 file's size or checksums are damaged, whatever has a byte in it.
 """
 
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.checkpoints import assert_same, causes, load, load_everything, save, zeros
-from support.files import BLOCK, data_files, read_file
-from support.ranks import run_on_ranks, under_torchrun
-from support.states import DTYPES, filled
+from support.jobs.ranks import run_on_ranks, under_torchrun
+from support.state.checkpoints import assert_same, causes, load, load_everything, save, zeros
+from support.state.files import BLOCK, data_files, read_file
+from support.state.states import DTYPES, filled
 from support.tiers import tries
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor

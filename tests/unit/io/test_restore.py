@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.checkpoints import assert_same, load_everything
-from support.chunks import boxes, load_by_ranks, save_by_ranks
-from support.files import data_files, read_file
-from support.states import DTYPES, filled
+from support.state.checkpoints import assert_same, load_everything
+from support.state.chunks import boxes, load_by_ranks, save_by_ranks
+from support.state.files import data_files, read_file
+from support.state.states import DTYPES, filled
 from support.tiers import sampled
 
 examples = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=30)

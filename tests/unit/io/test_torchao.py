@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import async_save, load
-from support.ranks import ranks
+from support.jobs.ranks import ranks
+from support.state.checkpoints import async_save, load
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 

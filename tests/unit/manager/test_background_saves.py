@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.failing import armed
+from support.crashes.failing import armed
 from support.waiting import await_that
 
 import dcp_datastates as ds

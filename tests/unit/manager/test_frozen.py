@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import CACHE
+from support.state.checkpoints import CACHE
 from support.tiers import sampled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.checkpoints import raises
+from support.state.checkpoints import raises
 
 from dcp_datastates import AutoInterval, ConfigurationError
 from dcp_datastates.manager.interval import Cost, CostMeter, choose, parse_every

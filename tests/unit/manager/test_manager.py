@@ -12,11 +12,11 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.checkpoints import assert_same, raises
-from support.failing import armed
-from support.files import data_files, flip_bit
-from support.loops import Loop, manager
-from support.roots import committed_names, save_stock
+from support.crashes.failing import armed
+from support.state.checkpoints import assert_same, raises
+from support.state.files import data_files, flip_bit
+from support.state.loops import Loop, manager
+from support.state.roots import committed_names, save_stock
 
 import dcp_datastates as ds
 from dcp_datastates import (

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from support.failing import armed
+from support.crashes.failing import armed
 
 from dcp_datastates import CheckpointManager, ConfigurationError, DataStatesError, Keep
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import CACHE, raises
+from support.state.checkpoints import CACHE, raises
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 

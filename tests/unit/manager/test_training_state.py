@@ -6,8 +6,8 @@ from collections import Counter, OrderedDict, defaultdict
 
 import pytest
 import torch
-from support.checkpoints import assert_same, raises
-from support.loops import Loop, manager
+from support.state.checkpoints import assert_same, raises
+from support.state.loops import Loop, manager
 
 import dcp_datastates as ds
 from dcp_datastates import (

@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from support.scripts import run_script
+from support.jobs.scripts import run_script
 
 from dcp_datastates import _native
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import assert_same, causes, load_everything, raises, save
-from support.failing import armed, fired
-from support.scripts import run_script
+from support.crashes.failing import armed, fired
+from support.jobs.scripts import run_script
+from support.state.checkpoints import assert_same, causes, load_everything, raises, save
 from support.tiers import sampled
 from support.waiting import await_that
 from torch.distributed.checkpoint.api import CheckpointException

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.chunks import Box, boxes
-from support.plans import item, plan, replica, thing, with_hints
+from support.state.chunks import Box, boxes
+from support.state.plans import item, plan, replica, thing, with_hints
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType

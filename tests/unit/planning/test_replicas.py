@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.chunks import Box, write_item
+from support.state.chunks import Box, write_item
 
 from dcp_datastates import ReplicasDifferError
 from dcp_datastates.planning.balance import assign

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 import torch
-from support.checkpoints import committed, load
-from support.scripts import run_script
+from support.jobs.scripts import run_script
+from support.state.checkpoints import committed, load
 from support.tiers import sampled
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support.scripts import run_script
+from support.jobs.scripts import run_script
 
 import dcp_datastates
 from dcp_datastates.process import forks

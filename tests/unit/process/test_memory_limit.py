@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from support.checkpoints import raises
+from support.state.checkpoints import raises
 
 from dcp_datastates import ConfigurationError, DataStatesWriter
 from dcp_datastates.config import parse_host_cache_size

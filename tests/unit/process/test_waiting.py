@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from support.checkpoints import raises
+from support.state.checkpoints import raises
 
 from dcp_datastates import SaveStalledError
 from dcp_datastates.process.waiting import Stall

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from support.residue import hears_all
-from support.threads import MemoryStore, rank_set, together
+from support.crashes.residue import hears_all
+from support.jobs.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
 from dcp_datastates.ranks import failure_detector as detector_module

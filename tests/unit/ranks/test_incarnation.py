@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from support.threads import MemoryStore, rank_set, together
+from support.jobs.threads import MemoryStore, rank_set, together
 from support.waiting import await_that
 
 from dcp_datastates.ranks import incarnation as incarnation_module

@@ -6,7 +6,7 @@ import itertools
 import socket
 
 import pytest
-from support.threads import MemoryStore, rank_set, together
+from support.jobs.threads import MemoryStore, rank_set, together
 
 from dcp_datastates.ranks import gloo_group, gloo_tree, own_address
 from dcp_datastates.ranks.gloo_tree import GlooTree

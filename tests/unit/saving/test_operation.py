@@ -7,10 +7,10 @@ from concurrent.futures import wait
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import CACHE, async_save, save, writer
-from support.failing import armed
+from support.crashes.failing import armed
+from support.jobs.scripts import run_script
 from support.logs import lines
-from support.scripts import run_script
+from support.state.checkpoints import CACHE, async_save, save, writer
 
 import dcp_datastates
 from dcp_datastates import StorageError

@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from support.checkpoints import CACHE, async_save, load
-from support.residue import Residue, assert_nothing_left
+from support.crashes.residue import Residue, assert_nothing_left
+from support.state.checkpoints import CACHE, async_save, load
 
 import dcp_datastates
 from dcp_datastates.saving import start

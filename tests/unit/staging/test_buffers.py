@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from support.checkpoints import (
+from support.state.checkpoints import (
     assert_same,
     async_save,
     clone,
@@ -18,7 +18,7 @@ from support.checkpoints import (
     writer,
     zeros,
 )
-from support.states import filled, large
+from support.state.states import filled, large
 from support.tiers import sampled
 from torch import nn
 

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 import torch
-from support.checkpoints import (
+from support.devices.training import TrainingRun
+from support.state.checkpoints import (
     assert_same,
     async_save,
     clone,
@@ -16,7 +17,6 @@ from support.checkpoints import (
     raises,
     zeros,
 )
-from support.training import TrainingRun
 
 from dcp_datastates import SnapshotTornError
 from dcp_datastates.staging.change_detection import Portion

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.checkpoints import assert_same, async_save, clone, load, load_everything, writer, zeros
+from support.devices.training import OPTIMIZERS, TrainingRun, in_backward
+from support.state.checkpoints import (
+    assert_same,
+    async_save,
+    clone,
+    load,
+    load_everything,
+    writer,
+    zeros,
+)
 from support.tiers import tries
-from support.training import OPTIMIZERS, TrainingRun, in_backward
 
 from dcp_datastates import track
 

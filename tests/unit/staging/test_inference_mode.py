@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import writer
+from support.state.checkpoints import writer
+from support.state.wrapped import Blocks
 from support.waiting import await_that
-from support.wrapped import Blocks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 

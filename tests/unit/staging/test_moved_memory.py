@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import async_save, committed, load, raises, writer
-from support.scripts import run_script
+from support.jobs.scripts import run_script
+from support.state.checkpoints import async_save, committed, load, raises, writer
 from support.tiers import sampled
 
 from dcp_datastates import SnapshotTornError, track

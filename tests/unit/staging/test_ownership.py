@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from support.wrapped import Blocks, blocks
+from support.state.wrapped import Blocks, blocks
 from torch.optim import Optimizer
 
 import dcp_datastates

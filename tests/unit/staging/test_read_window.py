@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
-from support.checkpoints import async_save
+from support.state.checkpoints import async_save
 from support.waiting import await_that
 from torch._dynamo.testing import CompileCounter
 

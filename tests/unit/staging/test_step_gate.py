@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import assert_same, async_save, committed, load, raises, writer, zeros
-from support.ranks import ranks
-from support.scripts import run_script
+from support.jobs.ranks import ranks
+from support.jobs.scripts import run_script
+from support.state.checkpoints import (
+    assert_same,
+    async_save,
+    committed,
+    load,
+    raises,
+    writer,
+    zeros,
+)
 from support.waiting import await_that
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

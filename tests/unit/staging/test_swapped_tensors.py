@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import writer
-from support.ranks import ranks
+from support.jobs.ranks import ranks
+from support.state.checkpoints import writer
 from support.tiers import sampled
 from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

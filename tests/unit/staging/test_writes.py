@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.checkpoints import CACHE
-from support.tiers import sampled
-from support.wrapped import Blocks
-from support.write_kinds import (
+from support.devices.write_kinds import (
     COLUMNS,
     FEW,
     KINDS,
@@ -29,7 +26,10 @@ from support.write_kinds import (
     plain,
     writes_to,
 )
-from support.writes import Write
+from support.devices.writes import Write
+from support.state.checkpoints import CACHE
+from support.state.wrapped import Blocks
+from support.tiers import sampled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 

@@ -8,8 +8,8 @@ import threading
 import time
 
 import pytest
-from support.failing import armed, fired
-from support.scripts import run_script
+from support.crashes.failing import armed, fired
+from support.jobs.scripts import run_script
 
 from dcp_datastates import ConfigurationError
 from dcp_datastates.storage import failpoints

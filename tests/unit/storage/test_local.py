@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import (
+from support.jobs.scripts import run_script
+from support.state.checkpoints import (
     CACHE,
     assert_same,
     async_save,
@@ -21,7 +22,6 @@ from support.checkpoints import (
     save,
     writer,
 )
-from support.scripts import run_script
 
 import dcp_datastates
 from dcp_datastates import (

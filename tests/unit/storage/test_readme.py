@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 import torch
-from support.checkpoints import load_everything, save
+from support.state.checkpoints import load_everything, save
 
 from dcp_datastates import delete
 from dcp_datastates.storage import readme

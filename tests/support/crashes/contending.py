@@ -16,11 +16,12 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp_datastates import CheckpointReplacedError
-from support.checkpoints import assert_same, causes, load, zeros
-from support.mounts import private_tmpfs
-from support.processes import Ended, run_ranks
-from support.residue import entries
-from support.saving import (
+from support.crashes.mounts import private_tmpfs
+from support.crashes.residue import entries
+from support.jobs.processes import Ended, run_ranks
+from support.jobs.server import fork_server
+from support.state.checkpoints import assert_same, causes, load, zeros
+from support.state.saving import (
     Report,
     checkpoint,
     number_at,
@@ -28,7 +29,6 @@ from support.saving import (
     report_of,
     save_over,
 )
-from support.server import fork_server
 
 __all__ = ["ELEMENTS", "Loads", "begin_job", "publications", "values", "whole_at"]
 
@@ -41,7 +41,9 @@ _jobs = ThreadPoolExecutor()
 def begin_job(function: str, world: int, scratch: Path, **arguments: Any) -> Future[list[Ended]]:
     """:func:`run_ranks`, behind the test."""
     fork_server()  # by one thread
-    return _jobs.submit(run_ranks, f"support.contending:{function}", world, scratch, **arguments)
+    return _jobs.submit(
+        run_ranks, f"support.crashes.contending:{function}", world, scratch, **arguments
+    )
 
 
 def publications(trace: Path) -> int:

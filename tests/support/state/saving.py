@@ -19,7 +19,7 @@ import dcp_datastates
 from dcp_datastates import CheckpointNotFoundError, track
 from dcp_datastates.ranks.rank_set import rank_set_of
 from dcp_datastates.storage import operations
-from support.checkpoints import (
+from support.state.checkpoints import (
     CACHE,
     assert_same,
     async_save,

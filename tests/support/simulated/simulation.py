@@ -12,9 +12,9 @@ import random
 from collections.abc import Callable
 
 from dcp_datastates.commit.vote import Outcome
-from support.simulated_parts import Attempt, Broken, Path, Save, Thread, Tree
-from support.simulated_rank import Rank
-from support.simulated_storage import delete
+from support.simulated.simulated_parts import Attempt, Broken, Path, Save, Thread, Tree
+from support.simulated.simulated_rank import Rank
+from support.simulated.simulated_storage import delete
 
 __all__ = ["Broken", "Job", "World"]
 

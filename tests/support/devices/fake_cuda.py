@@ -20,7 +20,7 @@ A test that wants ordinary torch code to run on the device puts memory there, an
 ``cuda.current(cuda.new_stream())`` changes the current stream; ``cuda.synchronize()`` waits for all;
 ``with cuda.capture() as graph`` captures, and ``graph.replay()`` replays. DTensors, FSDP2's modules and other wrappers
 are adopted by their local tensors, and need nothing else. Outside ``kernels()``, torch changes adopted memory at once,
-behind the driver's back. ``support/fake_kernels.py`` says how it works.
+behind the driver's back. ``support/devices/fake_kernels.py`` says how it works.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ import torch
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES
 from dcp_datastates.io import devices, engine
 from dcp_datastates.io.tensor_memory import local_tensor
-from support.fake_kernels import DevicePool, Graph, Kernels, at_address
+from support.devices.fake_kernels import DevicePool, Graph, Kernels, at_address
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build" / "fake-cuda"
 LIBRARY = BUILD / "libfake_cuda.so"
 PATIENCE = 120.0

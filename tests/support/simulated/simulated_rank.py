@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.ranks.gloo_tree import Place, places
-from support.simulated_parts import Attempt, Save, Thread, Tree, neighbours
-from support.simulated_storage import claim, publish, retain, settle, tidy
+from support.simulated.simulated_parts import Attempt, Save, Thread, Tree, neighbours
+from support.simulated.simulated_storage import claim, publish, retain, settle, tidy
 
 if TYPE_CHECKING:
-    from support.simulation import Job
+    from support.simulated.simulation import Job
 
 __all__ = ["Rank"]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import dcp_datastates
 from dcp_datastates import DataStatesSavePlanner, DataStatesWriter
-from support.checkpoints import CACHE
-from support.planners import own_step
-from support.states import filled
+from support.state.checkpoints import CACHE
+from support.state.planners import own_step
+from support.state.states import filled
 
 __all__ = [
     "SMALL",

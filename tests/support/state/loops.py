@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dcp_datastates import CheckpointManager, RngState
-from support.checkpoints import CACHE
+from support.state.checkpoints import CACHE
 
 __all__ = ["Loop", "manager"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from support.checkpoints import committed, save
-from support.files import data_files, flip_bit
-from support.metadata import with_format
+from support.state.checkpoints import committed, save
+from support.state.files import data_files, flip_bit
+from support.state.metadata import with_format
 
 __all__ = [
     "NEWER",

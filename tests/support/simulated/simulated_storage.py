@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
-from support.simulated_parts import Attempt, Path, Save, Thread
+from support.simulated.simulated_parts import Attempt, Path, Save, Thread
 
 if TYPE_CHECKING:
-    from support.simulation import Job, World
+    from support.simulated.simulation import Job, World
 
 __all__ = ["claim", "delete", "publish", "retain", "settle", "tidy"]
 

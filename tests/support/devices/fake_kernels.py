@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 if TYPE_CHECKING:
-    from support.fake_cuda import FakeCuda
+    from support.devices.fake_cuda import FakeCuda
 
 _COLLECTIVES: Final = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _UNDECLARED_WRITES: Final = ("running_mean", "running_var")

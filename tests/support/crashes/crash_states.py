@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
-from support.traces import Record, RecordError
+from support.crashes.traces import Record, RecordError
 
 __all__ = ["CrashState", "Disk", "Tree", "crash_states", "read_tree"]
 

@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_datastates.planning.local_plan import LocalPlan
-from support.chunks import Box
+from support.state.chunks import Box
 
 __all__ = ["item", "plan", "replica", "thing", "with_hints"]
 

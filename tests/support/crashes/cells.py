@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from support.processes import Ended, run_ranks
-from support.saving import COMMIT_GROUP, DEFERRED, Report
+from support.jobs.processes import Ended, run_ranks
+from support.state.saving import COMMIT_GROUP, DEFERRED, Report
 
 __all__ = ["CELLS", "NEVER", "POINTS", "Cell", "Kind", "kill", "passes"]
 
@@ -124,7 +124,7 @@ def kill(cell: Cell, committed: Path, scratch: Path) -> Result:
     path = scratch / "checkpoint"
     shutil.copytree(committed, path)
     ended = run_ranks(
-        "support.saving:try_to_save",
+        "support.state.saving:try_to_save",
         cell.world,
         scratch,
         environments=[
@@ -189,7 +189,7 @@ def _assert_told_well(failed: list[Report], cell: Cell, seconds: float | None) -
 
 def _load(path: Path, world: int, scratch: Path) -> int | None:
     (loader,) = run_ranks(
-        "support.saving:number_found",
+        "support.state.saving:number_found",
         1,
         scratch,
         path=str(path),
@@ -202,7 +202,7 @@ def _load(path: Path, world: int, scratch: Path) -> int | None:
 def _save_next(path: Path, world: int, scratch: Path) -> None:
     """A new job saves and loads checkpoint 3; only that is left."""
     for one in run_ranks(
-        "support.saving:commit_checkpoint",
+        "support.state.saving:commit_checkpoint",
         world,
         scratch,
         path=str(path),
@@ -225,7 +225,7 @@ def passes(kind: Kind, names: Iterable[str], committed: Path, scratch: Path) -> 
     armed = 0 if kind == "coordinator" else 1
     harmless = [f"{name}=sleep:0" for name in names]
     for one in run_ranks(
-        "support.saving:commit_checkpoint",
+        "support.state.saving:commit_checkpoint",
         world,
         scratch,
         environments=[

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_datastates
 from dcp_datastates import DataStatesReader, DataStatesWriter
-from support.fake_cuda import FakeCuda
+from support.devices.fake_cuda import FakeCuda
 
 CACHE = 64 << 20
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_datastates.ranks import failure_detector as detector
-from support.failing import fired
+from support.crashes.failing import fired
 from support.waiting import await_that
 
 __all__ = ["await_fired", "go_on", "silence", "stop"]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from support.checkpoints import causes
-from support.crash_states import CrashState, Disk, Tree, crash_states
-from support.traces import Record
+from support.crashes.crash_states import CrashState, Disk, Tree, crash_states
+from support.crashes.traces import Record
+from support.state.checkpoints import causes
 
 __all__ = ["Finding", "Recovery", "Verdicts"]
 

@@ -1,6 +1,6 @@
 """Tests on several ranks: ``@ranks(4)`` runs a test's body on each of four.
 
-By default the ranks are processes of a pool (``support.pool``). Under ``torchrun`` the pytest processes
+By default the ranks are processes of a pool (``support.jobs.pool``). Under ``torchrun`` the pytest processes
 are themselves the ranks: all run the same tests in the same order, agree on each outcome through
 torchrun's store, and a test that wants fewer ranks leaves the others waiting for its outcome.
 
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from support.pool import GRACE_SECONDS, Job, Outcome, RankPool, call_on_rank
+from support.jobs.pool import GRACE_SECONDS, Job, Outcome, RankPool, call_on_rank
 
 __all__ = ["RankFailure", "agree", "close_pool", "ranks", "run_on_ranks", "under_torchrun"]
 

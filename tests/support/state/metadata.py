@@ -14,7 +14,7 @@ from typing import Any
 
 from dcp_datastates._native import (
     crc32c,
-)  # compared with support.files.crc32c in test_native_contract
+)  # compared with support.state.files.crc32c in test_native_contract
 
 __all__ = ["COLUMNS", "Parts", "ended", "file_of", "parts_of", "rewritten", "with_format"]
 

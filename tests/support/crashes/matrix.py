@@ -21,7 +21,7 @@ def _text(cell: dict[str, Any]) -> str:
 
 
 def matrix_lines(reports: Iterable[Any], points: Iterable[Any]) -> list[str]:
-    """The table of all ``points`` (see ``support.cells``); empty if no report is of a cell.
+    """The table of all ``points`` (see ``support.crashes.cells``); empty if no report is of a cell.
 
     A cell has what was found at the path (old or new), and how long after the death the last survivor
     raised, if any did: where the save was committed none need to.

@@ -1,6 +1,6 @@
 """Small checkpoints in ``tests/data``, each written with another torch, that every torch must load.
 
-To add those of the torch at hand: ``PYTHONPATH=.:tests python -m support.written``, in the repository.
+To add those of the torch at hand: ``PYTHONPATH=.:tests python -m support.state.written``, in the repository.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import dcp_datastates
 
 __all__ = ["CHECKPOINTS", "empty_state", "expected_state"]
 
-_DATA = Path(__file__).parent.parent / "data"
+_DATA = Path(__file__).parents[2] / "data"
 CHECKPOINTS = tuple(sorted(_DATA.glob("torch-*")))
 """``torch-VERSION-HOW``: planned by this package, or by DCP's default planner."""
 

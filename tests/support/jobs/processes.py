@@ -1,6 +1,6 @@
 """Ranks that live for one job: forked anew each time, each with an environment of its own, free to die.
 
-The pool's ranks (``support.pool``) outlive their jobs and must not be killed. These are for jobs that kill
+The pool's ranks (``support.jobs.pool``) outlive their jobs and must not be killed. These are for jobs that kill
 ranks, or that set what the package reads once per process. They are forked from the same server, so a
 rank costs what importing the package and meeting the others costs, and not the seconds of importing torch.
 """
@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from support.server import fork_server
+from support.jobs.server import fork_server
 
 __all__ = ["Ended", "run_ranks"]
 
@@ -158,7 +158,7 @@ def _enter(
     import torch
     import torch.distributed as dist
 
-    from support.groups import destroy, initialize
+    from support.jobs.groups import destroy, initialize
 
     torch.set_num_threads(1)
     value, error = None, ""

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from support.server import fork_server
+from support.jobs.server import fork_server
 
 __all__ = ["Job", "Outcome", "RankPool", "call_on_rank"]
 
@@ -69,7 +69,7 @@ def call_on_rank(job: Job, rank: int, store: Any) -> Outcome:
     import pytest
     import torch.distributed as dist
 
-    from support.groups import destroy, initialize
+    from support.jobs.groups import destroy, initialize
 
     try:
         initialize(store, rank, job.world, COLLECTIVE_TIMEOUT_SECONDS)

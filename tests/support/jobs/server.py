@@ -14,11 +14,11 @@ __all__ = ["fork_server"]
 def fork_server() -> ForkServerContext:
     """Where to make ranks; starts the server of this process if it does not run yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.preload"])
+    context.set_forkserver_preload(["support.jobs.preload"])
     before = os.environ.get("PYTHONPATH")
     # CPython (3.11 at least) does not hand sys.path to the server, and a preload that is not found there
     # is skipped without a word: every rank would then import torch by itself.
-    paths = [str(Path(__file__).parent.parent), *([before] if before else [])]
+    paths = [str(Path(__file__).parents[2]), *([before] if before else [])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dcp_datastates
 from dcp_datastates import SnapshotTornError
-from support.wrapped import Blocks
-from support.writes import Write, held_bytes, writes
+from support.devices.writes import Write, held_bytes, writes
+from support.state.wrapped import Blocks
 
 __all__ = [
     "COLUMNS",

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from dcp_datastates import CommitOutcomeUnknown, DataStatesError
-from support.checkpoints import async_save, attempts, causes
-from support.groups import own_group
-from support.residue import Residue, assert_nothing_left, entries
-from support.saving import number_at, part, save_over
+from support.crashes.residue import Residue, assert_nothing_left, entries
+from support.jobs.groups import own_group
+from support.state.checkpoints import async_save, attempts, causes
+from support.state.saving import number_at, part, save_over
 
 __all__ = ["ELEMENTS", "LIMIT_SECONDS", "NEW", "OLD", "Told", "assert_tidy", "fault_between_saves"]
 

@@ -1,0 +1,1 @@
+"""Kills, faults, contention, and what they leave behind."""

@@ -1,0 +1,1 @@
+"""Devices, real and fake, and programs that write to tensors."""

@@ -1,0 +1,1 @@
+"""Ranks, processes, networks and threads of test jobs."""

@@ -1,0 +1,1 @@
+"""The commit protocol in simulated schedules."""
