@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fault.h"
+#include "base/immovable.h"
 #include "check.h"
 #include "device/cuda_api.h"
 #include "device/device_api.h"
@@ -33,32 +34,24 @@ inline void check_error(const MaybeFault& fault, int error,
 }
 
 /// The fake driver, new, and the engine's view of it.
-struct FakeDriver {
+struct FakeDriver : Immovable {
     explicit FakeDriver(std::uint64_t seed = 1, std::uint32_t max_delay_us = 200) {
         fake_cuda_reset();
         fake_cuda_configure(0, seed, max_delay_us, 0);
         check_ok(open_cuda(FAKE_CUDA_LIBRARY, api));
     }
-    FakeDriver(const FakeDriver&) = delete;
-    FakeDriver& operator=(const FakeDriver&) = delete;
-    FakeDriver(FakeDriver&&) = delete;
-    FakeDriver& operator=(FakeDriver&&) = delete;
     ~FakeDriver() { fake_cuda_reset(); }
 
     std::shared_ptr<DeviceApi> api;
 };
 
 /// This thread is bound to a device.
-class Entered {
+class Entered : public Immovable {
   public:
     Entered(DeviceApi& api, int device) : api_(api), device_(device) {
         check_ok(api_.retain(device));
         check_ok(api_.enter(device));
     }
-    Entered(const Entered&) = delete;
-    Entered& operator=(const Entered&) = delete;
-    Entered(Entered&&) = delete;
-    Entered& operator=(Entered&&) = delete;
     ~Entered() {
         api_.leave();
         api_.release(device_);
@@ -102,15 +95,11 @@ inline std::span<std::byte> device_memory(int device, std::uint64_t nbytes) {
 }
 
 /// Pinned host memory.
-class PinnedMemory {
+class PinnedMemory : public Immovable {
   public:
     PinnedMemory(DeviceApi& api, std::uint64_t nbytes) : api_(api), bytes_(nbytes) {
         check_ok(api_.register_host(bytes_.data(), nbytes));
     }
-    PinnedMemory(const PinnedMemory&) = delete;
-    PinnedMemory& operator=(const PinnedMemory&) = delete;
-    PinnedMemory(PinnedMemory&&) = delete;
-    PinnedMemory& operator=(PinnedMemory&&) = delete;
     ~PinnedMemory() { api_.unregister_host(bytes_.data()); }
 
     [[nodiscard]] std::byte* data() { return bytes_.data(); }
@@ -129,13 +118,8 @@ inline StreamHandle training_stream(int device, bool blocking = false) {
 }
 
 /// Keeps a stream busy until it is opened.
-class Gate {
+class Gate : public Immovable {
   public:
-    Gate() = default;
-    Gate(const Gate&) = delete;
-    Gate& operator=(const Gate&) = delete;
-    Gate(Gate&&) = delete;
-    Gate& operator=(Gate&&) = delete;
     ~Gate() { open(); }
 
     void close(int device, StreamHandle stream) {

@@ -10,18 +10,15 @@
 #include <string>
 
 #include "base/fault.h"
+#include "base/immovable.h"
 #include "files/file_ops.h"
 
 namespace datastates {
 
 /// Reads with O_DIRECT where the filesystem takes it. Any thread may read any part once it is open.
-class InputFile {
+class InputFile : public Immovable {
   public:
     InputFile(std::shared_ptr<FileOps> ops, std::string path);
-    InputFile(const InputFile&) = delete;
-    InputFile& operator=(const InputFile&) = delete;
-    InputFile(InputFile&&) = delete;
-    InputFile& operator=(InputFile&&) = delete;
     ~InputFile();
 
     /// Opens it; a file that is not `nbytes` long is corrupt.

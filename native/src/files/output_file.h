@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "base/fault.h"
+#include "base/immovable.h"
 #include "base/sizes.h"
 #include "files/file_ops.h"
 
@@ -21,13 +22,9 @@ namespace datastates {
 
 /// One file under construction; any thread may write any part. Uses O_DIRECT where the filesystem
 /// takes it, and else the page cache, of which it then keeps little dirty.
-class OutputFile {
+class OutputFile : public Immovable {
   public:
     OutputFile(std::shared_ptr<FileOps> ops, std::string path, std::uint64_t nbytes);
-    OutputFile(const OutputFile&) = delete;
-    OutputFile& operator=(const OutputFile&) = delete;
-    OutputFile(OutputFile&&) = delete;
-    OutputFile& operator=(OutputFile&&) = delete;
     ~OutputFile() { abandon(); }
 
     /// Another path than the one given at first. No thread has opened the file, or does so now.
