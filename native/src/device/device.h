@@ -12,7 +12,9 @@
 #include <vector>
 
 #include "base/fault.h"
+#include "base/immovable.h"
 #include "device/device_api.h"
+#include "memory/host_cache.h"
 
 namespace datastates {
 
@@ -41,13 +43,9 @@ class JobFences {
 /// Binds the calling thread to a device's context, as long as it lives. Its calls break no graph
 /// that is being captured, by whichever thread. (Queries of events do, for one; and so does
 /// whatever may allocate.)
-class DeviceScope {
+class DeviceScope : public Immovable {
   public:
     DeviceScope(DeviceApi& api, int device);
-    DeviceScope(const DeviceScope&) = delete;
-    DeviceScope& operator=(const DeviceScope&) = delete;
-    DeviceScope(DeviceScope&&) = delete;
-    DeviceScope& operator=(DeviceScope&&) = delete;
     ~DeviceScope();
 
     /// Why the thread is not bound, if it is not.
@@ -65,15 +63,11 @@ class DeviceScope {
 inline constexpr std::uint64_t kPinBytes = std::uint64_t{16} << 20U;
 
 /// Any thread may call anything; nothing waits for the device.
-class Device : public std::enable_shared_from_this<Device> {
+class Device : public std::enable_shared_from_this<Device>, public Immovable {
   public:
     /// Takes a reference to the context of device `number`, and makes two streams there.
     static MaybeFault open(std::shared_ptr<DeviceApi> api, int number,
                            std::shared_ptr<Device>& device);
-    Device(const Device&) = delete;
-    Device& operator=(const Device&) = delete;
-    Device(Device&&) = delete;
-    Device& operator=(Device&&) = delete;
     ~Device();
 
     [[nodiscard]] int number() const { return number_; }
@@ -122,13 +116,9 @@ class Device : public std::enable_shared_from_this<Device> {
 
 /// One of the driver's, which is used again afterwards: creating and destroying one takes the
 /// driver's lock.
-class DeviceEvent {
+class DeviceEvent : public Immovable {
   public:
     explicit DeviceEvent(std::shared_ptr<Device> device) : device_(std::move(device)) {}
-    DeviceEvent(const DeviceEvent&) = delete;
-    DeviceEvent& operator=(const DeviceEvent&) = delete;
-    DeviceEvent(DeviceEvent&&) = delete;
-    DeviceEvent& operator=(DeviceEvent&&) = delete;
     ~DeviceEvent();
 
     [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
@@ -154,16 +144,12 @@ class DeviceEvent {
 };
 
 /// Host memory that is pinned for all devices, as long as this lives: no longer than the memory.
-class PinnedMemory {
+class PinnedMemory final : public CachePin {
   public:
     /// Null after a fault.
     static MaybeFault pin(std::shared_ptr<Device> device, std::span<std::byte> memory,
                           std::unique_ptr<PinnedMemory>& pinned);
-    PinnedMemory(const PinnedMemory&) = delete;
-    PinnedMemory& operator=(const PinnedMemory&) = delete;
-    PinnedMemory(PinnedMemory&&) = delete;
-    PinnedMemory& operator=(PinnedMemory&&) = delete;
-    ~PinnedMemory();
+    ~PinnedMemory() override;
 
   private:
     PinnedMemory(std::shared_ptr<Device> device, std::byte* data)

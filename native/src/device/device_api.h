@@ -14,7 +14,8 @@
 #include <span>
 
 #include "base/fault.h"
-#include "memory/strided_region.h"
+#include "base/immovable.h"
+#include "memory/copies.h"
 
 namespace datastates {
 
@@ -27,27 +28,8 @@ using CaptureMode = int;
 /// They break none.
 inline constexpr CaptureMode kRelaxedCapture = 2;
 
-/// One contiguous copy; which side is the device's follows from the direction.
-struct DeviceCopy {
-    std::byte* to = nullptr;
-    const std::byte* from = nullptr;
-    std::uint64_t nbytes = 0;
-};
-
-/// True if `nbytes` from `data` on lie in `range`.
-inline bool lies_in(std::span<const std::byte> range, const std::byte* data, std::uint64_t nbytes) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(range.data());
-    const auto at = reinterpret_cast<std::uintptr_t>(data);
-    return at >= begin && at - begin <= range.size() && nbytes <= range.size() - (at - begin);
-}
-
-class DeviceApi {
+class DeviceApi : public Immovable {
   public:
-    DeviceApi() = default;
-    DeviceApi(const DeviceApi&) = delete;
-    DeviceApi& operator=(const DeviceApi&) = delete;
-    DeviceApi(DeviceApi&&) = delete;
-    DeviceApi& operator=(DeviceApi&&) = delete;
     virtual ~DeviceApi() = default;
 
     virtual MaybeFault device_count(int& count) = 0;

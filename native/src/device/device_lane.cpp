@@ -35,7 +35,7 @@ DeviceLane::DeviceLane(std::shared_ptr<Device> device, Direction direction,
 void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, const Queued& queued,
                       Done done) {
     // Before anything is enqueued: there is no way back from that.
-    std::list<Part> parts(std::max<std::size_t>(divide_up(copies.size(), kPart), 1));
+    NodeQueue<Part> parts(std::max<std::size_t>(divide_up(copies.size(), kPart), 1));
     Fences first;  // destroyed without the lock: that calls the driver
     MaybeFault fault;
     {
@@ -68,7 +68,7 @@ void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, con
 /// `last` is what comes after all that may be under way. Leaves the last part to the caller. With
 /// order_ held.
 MaybeFault DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
-                               std::list<Part>& parts, std::shared_ptr<DeviceEvent>& last) {
+                               NodeQueue<Part>& parts, std::shared_ptr<DeviceEvent>& last) {
     static const Fences kNone;
     while (true) {
         const auto now = copies.first(std::min(copies.size(), kPart));
@@ -116,9 +116,9 @@ MaybeFault DeviceLane::wait_for_room(std::size_t copies, std::uint64_t nbytes) {
 }
 
 /// Gives the first of `parts` to the thread.
-void DeviceLane::hand_over(std::list<Part>& parts) {
+void DeviceLane::hand_over(NodeQueue<Part>& parts) {
     const std::scoped_lock lock(mutex_);
-    parts_.splice(parts_.end(), parts, parts.begin());
+    parts_.push_back(parts.take_front());
     changed_.notify_one();
 }
 
@@ -146,8 +146,7 @@ void DeviceLane::loop() {
             std::unique_lock lock(mutex_);
             changed_.wait(lock, [&] { return stopping_ || !parts_.empty(); });
             if (parts_.empty()) return;
-            part = std::move(parts_.front());
-            parts_.pop_front();
+            part = parts_.pop_front();
         }
         bool idle = false;
         auto fault = part.event->wait_idle([&] { return patience_.is_over(part.since); }, idle);

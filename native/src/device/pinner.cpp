@@ -52,19 +52,17 @@ MaybeFault Pinner::wait(const std::byte* data, std::uint64_t nbytes) {
     constexpr std::chrono::milliseconds kPoll(50);
     if (!cache_->has(data)) return std::nullopt;
     const auto since = Clock::now();
-    std::list<Bytes> own{{data, nbytes}};
-    const auto place = own.begin();
     std::unique_lock lock(mutex_);
+    const auto place = waited_for_.insert(waited_for_.end(), {data, nbytes});
     const auto settled = [&] {
         return fault_ || is_idle() || stopping_ || first_unpinned(*place) == nullptr;
     };
-    waited_for_.splice(waited_for_.end(), own);
     MaybeFault fault;
     while (!fault && !changed_.wait_for(lock, kPoll, settled)) {
         if (patience_.is_over(since)) fault = shut_down();
     }
     if (stopping_ && !fault && !fault_ && first_unpinned(*place) != nullptr) fault = shut_down();
-    own.splice(own.end(), waited_for_, place);
+    waited_for_.erase(place);
     return fault;
 }
 

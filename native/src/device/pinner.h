@@ -17,20 +17,17 @@
 #include <span>
 #include <thread>
 
+#include "base/immovable.h"
+#include "base/patience.h"
 #include "device/device.h"
 #include "memory/host_cache.h"
-#include "pipeline/patience.h"
 
 namespace datastates {
 
-class Pinner {
+class Pinner : public Immovable {
   public:
     Pinner(std::shared_ptr<HostCache> cache, const Patience& patience)
         : cache_(std::move(cache)), patience_(patience) {}
-    Pinner(const Pinner&) = delete;
-    Pinner& operator=(const Pinner&) = delete;
-    Pinner(Pinner&&) = delete;
-    Pinner& operator=(Pinner&&) = delete;
     ~Pinner() { shutdown(); }
 
     /// Begins to pin, through `device`; nothing if it has begun. Throws std::system_error.

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "base/fault.h"
+#include "base/patience.h"
 #include "files/file_ops.h"
-#include "pipeline/patience.h"
 
 namespace datastates {
 

@@ -35,13 +35,10 @@ bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
 void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept {
     const RestoreJob::Pin until_dropped(job);
     if (!job->fail(std::move(fault))) return;
-    std::list<Task> dropped;  // destroyed after the lock
+    NodeQueue<Task> dropped;  // destroyed after the lock
     {
         const std::scoped_lock lock(mutex_);
-        for (auto next = tasks_.begin(); next != tasks_.end();) {
-            const auto task = next++;
-            if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
-        }
+        dropped = tasks_.take_if([&](const Task& task) { return task.job.job() == job; });
     }
     cache_->interrupt();  // threads that wait for a segment on its behalf
 }
@@ -100,9 +97,7 @@ std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return all_failed_ || !tasks_.empty(); });
     if (tasks_.empty()) return std::nullopt;
-    Task task = std::move(tasks_.front());
-    tasks_.pop_front();
-    return task;
+    return tasks_.pop_front();
 }
 
 void RestorePipeline::run(const Task& task) {
@@ -132,35 +127,35 @@ void RestorePipeline::run(const Task& task) {
 void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
                                       std::map<int, DeviceWork> work) {
     struct Copying {
-        std::list<Task> last;  // one, which keeps the job
+        NodeQueue<Task>::Node last;  // keeps the job
         Lease memory;
         std::map<int, DeviceWork> work;
     };
     const auto copying = std::make_shared<Copying>();
-    copying->last.push_back({.job = RestoreJob::Pin(job.job()), .step = std::nullopt});
+    copying->last =
+        NodeQueue<Task>::Node({.job = RestoreJob::Pin(job.job()), .step = std::nullopt});
     copying->memory = std::move(memory);
     copying->work = std::move(work);
     devices_->copy(
         Direction::kScatter, {copying->memory.data(), kSegmentBytes}, copying->work, job->fences(),
         [](int, const auto&, const auto&) {},
         [self = shared_from_this(), copying](DeviceLane::Outcome outcome) {
-            const auto& of = copying->last.front().job.job();
+            const auto& of = copying->last->job.job();
             if (outcome.fault) self->fail(of, std::move(*outcome.fault));
             if (!outcome.finished) copying->memory.abandon();
             copying->memory.release();
-            self->let_go(copying->last);
+            self->let_go(std::move(copying->last));
         });
 }
 
 /// Not in a thread of a device's: the last to let go of a job closes its files, which may take for
 /// ever.
-void RestorePipeline::let_go(std::list<Task>& last) {
+void RestorePipeline::let_go(NodeQueue<Task>::Node last) {
     {
         const std::scoped_lock lock(mutex_);
-        if (!ended_) tasks_.splice(tasks_.begin(), last);
+        if (!ended_) tasks_.push_front(std::move(last));
     }
     changed_.notify_one();
-    last.clear();
 }
 
 MaybeFault RestorePipeline::acquire_segment(const RestoreJob& job, Lease& memory) {

@@ -89,28 +89,25 @@ void SavePipeline::wake_copy_threads() {
 void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept {
     SaveJob::Pin until_dropped(job);
     if (!job->fail(std::move(fault))) return;
-    std::list<Task> end;
-    std::list<Task> dropped;
+    NodeQueue<Task>::Node end;
     try {
-        end.push_back({.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
-    } catch (const std::bad_alloc&) {  // then it ends here
-        end.clear();
+        end = NodeQueue<Task>::Node(
+            {.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): then it ends here
     }
+    NodeQueue<Task> dropped;
     {
         const std::scoped_lock lock(mutex_);
         std::erase(unread_jobs_, job);
-        for (auto next = tasks_.begin(); next != tasks_.end();) {
-            const auto task = next++;
-            if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
-        }
+        dropped = tasks_.take_if([&](const Task& task) { return task.job.job() == job; });
     }
-    dropped.clear();
+    dropped = {};
     // By a flush thread, not here: closing its files may take a while, or for ever. So its pin is
     // the last that is left of this.
-    if (!end.empty()) until_dropped = {};
+    if (end) until_dropped = {};
     {
         const std::scoped_lock lock(mutex_);
-        if (!ended_) tasks_.splice(tasks_.begin(), end);
+        if (!ended_) tasks_.push_front(std::move(end));
     }
     tasks_changed_.notify_all();
     wake_copy_threads();
@@ -133,9 +130,9 @@ void SavePipeline::give_up_stuck() {
 }
 
 void SavePipeline::drop_tasks() {
-    std::list<Task> left;  // destroyed after the lock
+    NodeQueue<Task> left;  // destroyed after the lock
     const std::scoped_lock lock(mutex_);
-    left.swap(tasks_);
+    std::swap(left, tasks_);
 }
 
 void SavePipeline::stop() {
@@ -211,16 +208,16 @@ void SavePipeline::write_later(const SaveJob::Pin& job, std::optional<ReadUnit> 
 
 void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
     struct Unread {
-        std::list<Task> last;  // one, which keeps the job
+        NodeQueue<Task>::Node last;  // keeps the job
         DeviceRead read;
     };
     std::shared_ptr<Unread> reading;
     try {
         reading = std::make_shared<Unread>();
-        reading->last.push_back({.job = SaveJob::Pin(job.job()),
-                                 .open = std::nullopt,
-                                 .write = std::nullopt,
-                                 .let_go = true});
+        reading->last = NodeQueue<Task>::Node({.job = SaveJob::Pin(job.job()),
+                                               .open = std::nullopt,
+                                               .write = std::nullopt,
+                                               .let_go = true});
     } catch (const std::bad_alloc&) {
         job->end_read(std::move(read), true);
         throw;
@@ -228,7 +225,7 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
     reading->read = std::move(read);
     const auto done = [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
         const bool failed = outcome.fault.has_value();
-        const SaveJob::Pin& of = reading->last.front().job;
+        const SaveJob::Pin& of = reading->last->job;
         if (failed) self->fail(of.job(), std::move(*outcome.fault));
         if (!outcome.finished) reading->read.read.memory.abandon();
         try {
@@ -238,7 +235,7 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
         } catch (const std::exception&) {
             self->fail(of.job(), out_of_memory("copy"));
         }
-        self->let_go(reading->last);
+        self->let_go(std::move(reading->last));
     };
     try {
         devices_->copy(
@@ -255,13 +252,12 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
 
 /// Not in a thread of a device's: the last to let go of a failed job closes its files, which may
 /// take for ever.
-void SavePipeline::let_go(std::list<Task>& last) {
+void SavePipeline::let_go(NodeQueue<Task>::Node last) {
     {
         const std::scoped_lock lock(mutex_);
-        if (!ended_) tasks_.splice(tasks_.begin(), last);
+        if (!ended_) tasks_.push_front(std::move(last));
     }
     tasks_changed_.notify_one();
-    last.clear();
 }
 
 bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
@@ -318,9 +314,7 @@ std::optional<SavePipeline::Task> SavePipeline::next_task() {
     std::unique_lock lock(mutex_);
     tasks_changed_.wait(lock, [&] { return all_failed_ || !tasks_.empty(); });
     if (tasks_.empty()) return std::nullopt;
-    Task task = std::move(tasks_.front());
-    tasks_.pop_front();
-    return task;
+    return tasks_.pop_front();
 }
 
 void SavePipeline::enqueue(Task task) {

@@ -12,8 +12,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/clock.h"
 #include "base/fork_guard.h"
-#include "pipeline/window.h"
 #include "python/python_gil.h"
 
 namespace datastates {
