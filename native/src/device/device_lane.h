@@ -30,13 +30,8 @@ class DeviceLane : public Immovable {
     /// them.
     static constexpr std::uint64_t kMostOutstandingBytes = std::uint64_t{32} << 20U;
 
-    /// How copies ended. Not `finished`: the device still may use the memory.
-    struct Outcome {
-        MaybeFault fault;
-        bool finished = true;
-    };
     using Queued = std::function<void(const std::shared_ptr<DeviceEvent>&)>;
-    using Done = std::function<void(Outcome)>;
+    using Done = std::function<void(CopyOutcome)>;
 
     /// Copies on the device's stream for `direction`, at most `bytes_per_second` (0: no limit).
     /// Waits for what is under way, as long as `patience` lasts.
@@ -63,15 +58,15 @@ class DeviceLane : public Immovable {
         std::shared_ptr<DeviceEvent> event;
         std::size_t copies = 0;
         std::uint64_t nbytes = 0;
-        MaybeFault fault;
+        Status status;                           ///< of the call, in its last part
         Done done;                               ///< null if it is not the last
         Clock::time_point since = Clock::now();  ///< what hangs is waited for from here on
     };
 
     bool start();  // false when stopping
-    MaybeFault enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
-                       NodeQueue<Part>& parts, std::shared_ptr<DeviceEvent>& last);
-    MaybeFault wait_for_room(std::size_t copies, std::uint64_t nbytes);
+    Enqueued enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
+                     NodeQueue<Part>& parts);
+    Status wait_for_room(std::size_t copies, std::uint64_t nbytes);
     void hand_over(NodeQueue<Part>& parts);
     void loop();
 

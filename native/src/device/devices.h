@@ -33,7 +33,7 @@ class Devices : public Immovable {
     ~Devices() { shutdown(); }
 
     /// Makes `device` usable; begins to pin the cache, in a thread. Idempotent.
-    MaybeFault open(int device);
+    Status open(int device);
 
     /// Null if it was not opened.
     [[nodiscard]] std::shared_ptr<Device> find(int device) const;

@@ -63,13 +63,13 @@ class AbandonableFileOps::Call : public Immovable {
     Call* next_ = nullptr;
 };
 
-MaybeFault AbandonableFileOps::abandon(std::thread::id thread) {
+std::optional<Fault> AbandonableFileOps::abandon(std::thread::id thread) {
     const std::scoped_lock lock(mutex_);
     for (Call* call = calls_; call != nullptr; call = call->next()) {
         if (!call->is_by(thread)) continue;
         if (!patience_.is_over(call->since())) return std::nullopt;
-        MaybeFault fault = call->fault();
-        abandoned_.push_back(*fault);
+        Fault fault = call->fault();
+        abandoned_.push_back(fault);
         call->unlink();
         return fault;
     }

@@ -9,8 +9,8 @@
 #include <span>
 #include <string>
 
-#include "base/fault.h"
 #include "base/immovable.h"
+#include "base/status.h"
 #include "files/file_ops.h"
 
 namespace datastates {
@@ -22,18 +22,18 @@ class InputFile : public Immovable {
     ~InputFile();
 
     /// Opens it; a file that is not `nbytes` long is corrupt.
-    MaybeFault open(std::uint64_t nbytes);
+    Status open(std::uint64_t nbytes);
 
     /// Reads [offset, offset + nbytes) to `buffer`. `offset` and the memory are multiples of
     /// kDirectAlignment, and the buffer has room for `nbytes` rounded up to one.
-    MaybeFault read(std::span<std::byte> buffer, std::uint64_t offset, std::uint64_t nbytes);
+    Status read(std::span<std::byte> buffer, std::uint64_t offset, std::uint64_t nbytes);
 
     /// Nothing closes it any more but the end of the process: it may take for ever. No thread
     /// reads.
     void leave_open() { fd_ = -1; }
 
   private:
-    MaybeFault fall_back();
+    Status fall_back();
 
     std::shared_ptr<FileOps> ops_;
     std::string path_;

@@ -105,10 +105,10 @@ class Engine : public Immovable {
                                            Fences fences = {});
 
     /// Enqueues the copies of `content`, all on `device`, into memory at `out` (where byte 0 of the
-    /// stream goes) on `stream`; `done` comes after them. Throws std::invalid_argument if the
-    /// content is elsewhere or the device is not open.
-    MaybeFault copy_to_host(const StreamContent& content, std::byte* out, int device,
-                            StreamHandle stream, std::shared_ptr<DeviceEvent>& done);
+    /// stream goes) on `stream`. Throws std::invalid_argument if the content is elsewhere or the
+    /// device is not open.
+    Enqueued copy_to_host(const StreamContent& content, std::byte* out, int device,
+                          StreamHandle stream);
 
     /// The process is about to end: from now on, threads in a file operation that does not return
     /// are given up when patience with it is over, and what is in flight in their pipeline fails

@@ -102,21 +102,26 @@ std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
 
 void RestorePipeline::run(const Task& task) {
     if (!task.step) return;
-    Lease memory;
-    std::vector<RestoreStep> more;
-    std::map<int, DeviceWork> work;
     // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
-    auto fault = acquire_segment(*task.job.job(), memory);
+    auto memory = acquire_segment(*task.job.job());
     if (task.job->failed()) return;
-    if (!fault) fault = task.job->run(*task.step, memory.data(), more, work);
-    if (fault) fail(task.job.job(), std::move(*fault));
-    if (!fault && !work.empty()) copy_to_devices(task.job, std::move(memory), std::move(work));
-    if (more.empty()) return;
+    if (!memory.ok()) {
+        fail(task.job.job(), std::move(memory).fault());
+        return;
+    }
+    auto next = task.job->run(*task.step, memory->data());
+    if (!next.ok()) {
+        fail(task.job.job(), std::move(next).fault());
+        return;
+    }
+    auto& [steps, work] = *next;
+    if (!work.empty()) copy_to_devices(task.job, *std::move(memory), std::move(work));
+    if (steps.empty()) return;
     {
         const std::scoped_lock lock(mutex_);
         if (task.job->failed()) return;
         // When stopping, too: they keep the job from its end until `shutdown` has failed it.
-        for (const RestoreStep& step : more) {
+        for (const RestoreStep& step : steps) {
             tasks_.push_back({.job = RestoreJob::Pin(task.job.job()), .step = step});
         }
     }
@@ -139,9 +144,9 @@ void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
     devices_->copy(
         Direction::kScatter, {copying->memory.data(), kSegmentBytes}, copying->work, job->fences(),
         [](int, const auto&, const auto&) {},
-        [self = shared_from_this(), copying](DeviceLane::Outcome outcome) {
+        [self = shared_from_this(), copying](CopyOutcome outcome) {
             const auto& of = copying->last->job.job();
-            if (outcome.fault) self->fail(of, std::move(*outcome.fault));
+            if (!outcome.status.ok()) self->fail(of, std::move(outcome.status).fault());
             if (!outcome.finished) copying->memory.abandon();
             copying->memory.release();
             self->let_go(std::move(copying->last));
@@ -158,18 +163,20 @@ void RestorePipeline::let_go(NodeQueue<Task>::Node last) {
     changed_.notify_one();
 }
 
-MaybeFault RestorePipeline::acquire_segment(const RestoreJob& job, Lease& memory) {
+/// None if the job has failed.
+Result<Lease> RestorePipeline::acquire_segment(const RestoreJob& job) {
+    Lease memory;
     while (!memory) {
         const std::uint64_t epoch = cache_->epoch();
         {
             const std::scoped_lock lock(mutex_);
             if (stopping_) return shut_down();
         }
-        if (job.failed()) return std::nullopt;
+        if (job.failed()) return memory;
         if (cache_->is_lost(Share::kRestore)) return cache_lost();
         memory = cache_->acquire(Share::kRestore, 0, epoch);
     }
-    return std::nullopt;
+    return memory;
 }
 
 }  // namespace datastates

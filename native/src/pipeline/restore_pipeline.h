@@ -56,7 +56,7 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
     void loop(Thread& self);
     std::optional<Task> next_task();
     void run(const Task& task);
-    MaybeFault acquire_segment(const RestoreJob& job, Lease& memory);
+    Result<Lease> acquire_segment(const RestoreJob& job);
     void copy_to_devices(const RestoreJob::Pin& job, Lease memory, std::map<int, DeviceWork> work);
     void let_go(NodeQueue<Task>::Node last);
 

@@ -196,7 +196,7 @@ Lease SavePipeline::acquire_segment(const std::shared_ptr<SaveJob>& job, std::ui
 }
 
 void SavePipeline::proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered) {
-    if (gathered.fault) fail(job.job(), std::move(*gathered.fault));
+    if (!gathered.status.ok()) fail(job.job(), std::move(gathered.status).fault());
     if (gathered.unread) read_on_devices(job, std::move(*gathered.unread));
     write_later(job, std::move(gathered.writable));
 }
@@ -223,15 +223,13 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
         throw;
     }
     reading->read = std::move(read);
-    const auto done = [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
-        const bool failed = outcome.fault.has_value();
+    const auto done = [self = shared_from_this(), reading](CopyOutcome outcome) {
+        const bool failed = !outcome.status.ok();
         const SaveJob::Pin& of = reading->last->job;
-        if (failed) self->fail(of.job(), std::move(*outcome.fault));
+        if (failed) self->fail(of.job(), std::move(outcome.status).fault());
         if (!outcome.finished) reading->read.read.memory.abandon();
         try {
-            auto gathered = of->end_read(std::move(reading->read), failed);
-            if (gathered.fault) self->fail(of.job(), std::move(*gathered.fault));
-            self->write_later(of, std::move(gathered.writable));
+            self->proceed(of, of->end_read(std::move(reading->read), failed));
         } catch (const std::exception&) {
             self->fail(of.job(), out_of_memory("copy"));
         }
@@ -246,7 +244,7 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
             },
             done);
     } catch (const std::bad_alloc&) {
-        done({.fault = out_of_memory("copy"), .finished = true});
+        done({.status = out_of_memory("copy"), .finished = true});
     }
 }
 
@@ -331,7 +329,8 @@ void SavePipeline::enqueue(Task task) {
 void SavePipeline::run(Task& task) {
     if (task.let_go || task.job->failed()) return;
     if (task.open) {
-        if (auto fault = task.job->open_file(*task.open)) fail(task.job.job(), std::move(*fault));
+        auto opened = task.job->open_file(*task.open);
+        if (!opened.ok()) fail(task.job.job(), std::move(opened).fault());
     } else if (task.write) {
         write(task.job, std::move(*task.write));
     } else {
@@ -344,23 +343,23 @@ void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
     if (auto last = job->sum(read)) {
         enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
     }
-    auto fault = job->open_file(file);
-    if (!fault) fault = job->write(read);
+    auto written = job->open_file(file);
+    if (written.ok()) written = job->write(read);
     read.memory.release();
-    if (!fault && job->unit_written(file) && !job->failed()) {
-        fault = job->finish_file(file);
-        if (!fault && job->file_finished()) finish_job(job);
+    if (written.ok() && job->unit_written(file) && !job->failed()) {
+        written = job->finish_file(file);
+        if (written.ok() && job->file_finished()) finish_job(job);
     }
-    if (fault) fail(job.job(), std::move(*fault));
+    if (!written.ok()) fail(job.job(), std::move(written).fault());
 }
 
 void SavePipeline::finish_job(const SaveJob::Pin& job) {
     if (job->failed()) return;
-    auto fault = job->sync_directories();
-    if (fault) {
-        fail(job.job(), std::move(*fault));
-    } else {
+    auto synced = job->sync_directories();
+    if (synced.ok()) {
         job->succeed();
+    } else {
+        fail(job.job(), std::move(synced).fault());
     }
 }
 

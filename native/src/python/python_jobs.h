@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -45,7 +46,7 @@ struct PyDeviceEvent : Immovable {
 
     int device;
     ProcessBound<DeviceEvent> event;
-    MaybeFault fault;  ///< the first of its waits; with the GIL
+    std::optional<Fault> fault;  ///< the first of its waits; with the GIL
 };
 
 using PyFences = std::vector<const PyDeviceEvent*>;
