@@ -1,8 +1,12 @@
-"""The packages ("rooms") of ``dcp_datastates``: imports point one way, each says what it is for, files are short."""
+"""The packages ("rooms") of ``dcp_datastates`` and the folders of ``native/src``: imports and includes point one way.
+
+Each package says what it is for, and files are short.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,16 +39,29 @@ BELOW = {
 """Of each room those that it may import directly. What these may import, it may, too; and all may import the files of
 the package's own folder (errors, configuration)."""
 
+NATIVE = Path(__file__).parents[1] / "native" / "src"
+NATIVE_BELOW = {
+    "python": ("pipeline", "ranks"),
+    "pipeline": ("device", "files"),
+    "device": ("memory",),
+    "memory": ("base",),
+    "files": ("base",),
+    "ranks": ("base",),
+    "base": (),
+}
+"""The same of the folders of the native engine's sources."""
+
 MOST_FILES_AT_THE_ROOT = 8
 MOST_LINES = 450
 MOST_PARAMETERS = 7
 """Without those that can only be given by name: users' options are in the signature, where editors find them."""
 
 
-def _may_import(room: str) -> set[str]:
+def _all_below(room: str, below: dict[str, tuple[str, ...]]) -> set[str]:
+    """The room itself, too."""
     found = {room}
-    for below in BELOW[room]:
-        found |= _may_import(below)
+    for each in below[room]:
+        found |= _all_below(each, below)
     return found
 
 
@@ -65,7 +82,7 @@ def _room_of(name: str) -> str | None:
 
 def turned_round(room: str, folder: Path) -> list[str]:
     """The imports of a room's files that point the wrong way."""
-    allowed = _may_import(room)
+    allowed = _all_below(room, BELOW)
     return [
         f"{file.relative_to(folder.parent)}:{line} imports {name}"
         for file in sorted(folder.rglob("*.py"))
@@ -93,6 +110,36 @@ def test_an_import_that_is_turned_round_is_found(tmp_path):
     assert turned_round("storage", folder) == [
         "storage/local.py:2 imports dcp_datastates.commit.publish"
     ]
+
+
+def includes_turned_round(room: str, folder: Path) -> list[str]:
+    """The includes of a native folder's files that point the wrong way."""
+    allowed = _all_below(room, NATIVE_BELOW)
+    return [
+        f"{file.relative_to(folder.parent)}:{line} includes {include[1]}"
+        for file in sorted(folder.iterdir())
+        for line, text in enumerate(file.read_text().splitlines(), start=1)
+        if (include := re.match(r'#include "(.+)"', text))
+        and include[1].split("/")[0] not in allowed
+    ]
+
+
+def test_every_native_folder_has_its_place():
+    assert {each.name for each in NATIVE.iterdir()} == set(NATIVE_BELOW)
+
+
+@pytest.mark.parametrize("room", NATIVE_BELOW)
+def test_includes_point_down(room):
+    assert includes_turned_round(room, NATIVE / room) == []
+
+
+def test_an_include_that_is_turned_round_is_found(tmp_path):
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "file.h").write_text(
+        '#include <map>\n#include "base/fault.h"\n#include "memory/copies.h"\n'
+    )
+    assert includes_turned_round("files", folder) == ["files/file.h:3 includes memory/copies.h"]
 
 
 @pytest.mark.parametrize("room", BELOW)

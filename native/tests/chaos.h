@@ -13,20 +13,16 @@
 #include <thread>
 #include <vector>
 
+#include "base/immovable.h"
 #include "pipeline/engine.h"
 #include "support.h"
 
 namespace datastates::testing {
 
 /// Ends the process, saying who hung, unless it is destroyed before `limit` has passed.
-class Watchdog {
+class Watchdog : public Immovable {
   public:
     Watchdog(std::string what, std::chrono::seconds limit);
-    Watchdog(const Watchdog&) = delete;
-    Watchdog& operator=(const Watchdog&) = delete;
-    Watchdog(Watchdog&&) = delete;
-    Watchdog& operator=(Watchdog&&) = delete;
-    ~Watchdog() = default;
 
   private:
     std::mutex mutex_;                    // guards nothing: for the condition

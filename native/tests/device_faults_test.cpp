@@ -31,7 +31,7 @@ struct Scene {
         fake_cuda_configure(0, 0, 50, kMiB / 2);
         if (!batches) {
             fake_cuda_hide("cuMemcpyBatchAsync");
-            check_ok(open_cuda(FAKE_CUDA_LIBRARY, driver.api));
+            driver.api = value_of(open_cuda(FAKE_CUDA_LIBRARY));
         }
         engine = std::make_unique<Engine>(kCache, ThreadCounts{}, posix_file_ops(),
                                           std::make_shared<HookedDeviceApi>(driver.api, hook),
@@ -89,7 +89,7 @@ void wait_for_calls(const char* symbol, std::uint64_t more) {
     wait_until(symbol, [&] { return fake_cuda_count(symbol) >= wanted; });
 }
 
-void check_fault_of(const MaybeFault& fault, const std::string& symbol) {
+void check_fault_of(const std::optional<Fault>& fault, const std::string& symbol) {
     check(fault.has_value(), symbol + " did not fail the job");
     check(fault->kind == FaultKind::kDevice, describe(*fault));
     check(fault->operation == symbol, describe(*fault));
@@ -222,11 +222,11 @@ void without_pinned_memory_saves_and_restores_go_on() {
 /// Memory runs out in the first call of this name once it is armed.
 void memory_runs_out_in(std::string_view call) {
     std::atomic<bool> armed = false;
-    Scene scene(true, [&](std::string_view made) -> MaybeFault {
+    Scene scene(true, [&](std::string_view made) -> std::optional<Fault> {
         if (made == call && armed.exchange(false)) throw std::bad_alloc();
         return std::nullopt;
     });
-    const auto check_out_of_memory = [&](const MaybeFault& fault) {
+    const auto check_out_of_memory = [&](const std::optional<Fault>& fault) {
         check(fault && fault->kind == FaultKind::kIo && fault->error == ENOMEM, call);
     };
     auto fences = scene.training->fences(*scene.engine);

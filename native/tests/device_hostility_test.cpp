@@ -252,8 +252,7 @@ void a_bounded_number_of_copies_is_outstanding() {
     open_devices(engine, 1);
     const SaveFile file(directory.file("f"), pieces.nbytes, pieces.transfer);
     const StreamHandle training = training_stream(0);
-    std::shared_ptr<DeviceEvent> fence;
-    check_ok(engine.devices().find(0)->record(training, fence));
+    const auto fence = value_of(engine.devices().find(0)->record(training));
     check_durable(*engine.save({file}, {}, 0, open_window(), {fence}));
     check(fake_cuda_count("copies") >= kManyCopies);
     const auto most = fake_cuda_count("most_commands");
@@ -330,8 +329,8 @@ void after_a_sticky_error_each_event_is_asked_once() {
         for (const DeviceCopy& each : copies) {
             lane.copy(
                 {&each, 1}, none, [](const auto&) {},
-                [&](const DeviceLane::Outcome& outcome) {
-                    failed += outcome.fault && outcome.finished ? 1U : 0U;
+                [&](const CopyOutcome& outcome) {
+                    failed += !outcome.status.ok() && outcome.finished ? 1U : 0U;
                     ++ended;
                 });
         }
@@ -349,18 +348,15 @@ void an_error_that_passes_is_not_the_end_of_a_device() {
     const HostileDriver driver;
     std::atomic<int> failing = 8;  // so often it is asked before the error counts as one that stays
     const auto api = std::make_shared<HookedDeviceApi>(driver.api, [&](std::string_view call) {
-        if (call != "is_done" || failing-- <= 0) return MaybeFault();
-        return MaybeFault(Fault{
+        if (call != "is_done" || failing-- <= 0) return std::optional<Fault>();
+        return std::optional(Fault{
             .kind = FaultKind::kDevice, .error = 2, .path = {}, .operation = {}, .detail = {}});
     });
-    std::shared_ptr<Device> device;
-    check_ok(Device::open(api, 0, device));
-    std::shared_ptr<DeviceEvent> event;
-    check_ok(device->record(device->save_stream(), event));
-    bool idle = false;
+    const auto device = value_of(Device::open(api, 0));
+    const auto event = value_of(device->record(device->save_stream()));
     const auto never = [] { return false; };
-    check(event->wait_idle(never, idle).has_value() && device->dead());
-    check_ok(event->wait_idle(never, idle));
+    check(!event->wait_idle(never).status.ok() && device->dead());
+    check_ok(event->wait_idle(never).status);
     check(!device->dead());
 }
 
@@ -389,8 +385,7 @@ void fences_are_waited_for_although_the_first_wait_fails() {
     const auto device = engine.devices().find(0);
     const Lease host = engine.cache().acquire(Share::kSave, 0, engine.cache().epoch());
     const auto copies = copies_of(pieces, host.data());
-    std::shared_ptr<DeviceEvent> fence;
-    check_ok(device->record(training_stream(0), fence));
+    const auto fence = value_of(device->record(training_stream(0)));
     JobFences fences({fence});
     const Patience patience(std::chrono::seconds(10));
     DeviceLane lane(device, Direction::kGather, patience);
@@ -400,8 +395,8 @@ void fences_are_waited_for_although_the_first_wait_fails() {
     for (const DeviceCopy& each : copies) {
         lane.copy(
             {&each, 1}, fences, [](const auto&) {},
-            [&](const DeviceLane::Outcome& outcome) {
-                failed += outcome.fault ? 1 : 0;
+            [&](const CopyOutcome& outcome) {
+                failed += outcome.status.ok() ? 0 : 1;
                 ++ended;
             });
     }

@@ -130,7 +130,7 @@ void Training::write(const Tensors& tensors, const Image& image) const {
 Fences Training::fences(const Engine& engine) const {
     Fences fences;
     for (const auto& [device, stream] : streams_) {
-        check_ok(engine.devices().find(device)->record(stream, fences.emplace_back()));
+        fences.push_back(value_of(engine.devices().find(device)->record(stream)));
     }
     return fences;
 }

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "base/immovable.h"
 #include "device_support.h"
 #include "pipeline/engine.h"
 #include "support.h"
@@ -86,13 +87,9 @@ class Training {
 };
 
 /// Devices hang, as long as this lives: to be declared after the handles that will wait for them.
-class Stall {
+class Stall : public Immovable {
   public:
     Stall() { fake_cuda_stall(1); }
-    Stall(const Stall&) = delete;
-    Stall& operator=(const Stall&) = delete;
-    Stall(Stall&&) = delete;
-    Stall& operator=(Stall&&) = delete;
     ~Stall() { fake_cuda_stall(0); }
 };
 

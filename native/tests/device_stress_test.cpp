@@ -92,7 +92,7 @@ class Caller {
     }
 
     /// True if the job succeeded.
-    bool ended(const MaybeFault& fault) {
+    bool ended(const std::optional<Fault>& fault) {
         if (!fault) return true;
         if (fault->kind == FaultKind::kCancelled) ++tally_.cancelled;
         if (fault->kind == FaultKind::kDevice) ++tally_.failed;

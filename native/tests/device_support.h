@@ -6,12 +6,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <source_location>
 #include <span>
 #include <thread>
 #include <vector>
 
-#include "base/fault.h"
+#include "base/immovable.h"
+#include "base/status.h"
 #include "check.h"
 #include "device/cuda_api.h"
 #include "device/device_api.h"
@@ -20,71 +22,75 @@
 
 namespace datastates::testing {
 
-inline void check_ok(const MaybeFault& fault,
+template <typename T>
+std::optional<Fault> fault_of(const Result<T>& result) {
+    return result.ok() ? std::nullopt : std::optional<Fault>(result.fault());
+}
+
+inline void check_ok(const std::optional<Fault>& fault,
                      std::source_location where = std::source_location::current()) {
     check(!fault, fault ? describe(*fault) : "", where);
 }
 
-inline void check_error(const MaybeFault& fault, int error,
+template <typename T>
+void check_ok(const Result<T>& result,
+              std::source_location where = std::source_location::current()) {
+    check_ok(fault_of(result), where);
+}
+
+/// The value of a result that must have one.
+template <typename T>
+T value_of(Result<T> result, std::source_location where = std::source_location::current()) {
+    check_ok(result, where);
+    return *std::move(result);
+}
+
+inline void check_error(const std::optional<Fault>& fault, int error,
                         std::source_location where = std::source_location::current()) {
     check(fault.has_value(), "nothing failed", where);
     check(fault->kind == FaultKind::kDevice, describe(*fault), where);
     check_equal(fault->error, error, where);
 }
 
+template <typename T>
+void check_error(const Result<T>& result, int error,
+                 std::source_location where = std::source_location::current()) {
+    check_error(fault_of(result), error, where);
+}
+
 /// The fake driver, new, and the engine's view of it.
-struct FakeDriver {
+struct FakeDriver : Immovable {
     explicit FakeDriver(std::uint64_t seed = 1, std::uint32_t max_delay_us = 200) {
         fake_cuda_reset();
         fake_cuda_configure(0, seed, max_delay_us, 0);
-        check_ok(open_cuda(FAKE_CUDA_LIBRARY, api));
+        api = value_of(open_cuda(FAKE_CUDA_LIBRARY));
     }
-    FakeDriver(const FakeDriver&) = delete;
-    FakeDriver& operator=(const FakeDriver&) = delete;
-    FakeDriver(FakeDriver&&) = delete;
-    FakeDriver& operator=(FakeDriver&&) = delete;
     ~FakeDriver() { fake_cuda_reset(); }
 
     std::shared_ptr<DeviceApi> api;
 };
 
 /// This thread is bound to a device.
-class Entered {
+class Entered : public Immovable {
   public:
     Entered(DeviceApi& api, int device) : api_(api), device_(device) {
         check_ok(api_.retain(device));
         check_ok(api_.enter(device));
     }
-    Entered(const Entered&) = delete;
-    Entered& operator=(const Entered&) = delete;
-    Entered(Entered&&) = delete;
-    Entered& operator=(Entered&&) = delete;
     ~Entered() {
         api_.leave();
         api_.release(device_);
     }
 
-    StreamHandle stream() {
-        StreamHandle stream = 0;
-        check_ok(api_.create_stream(stream));
-        return stream;
-    }
-    EventHandle event() {
-        EventHandle event = 0;
-        check_ok(api_.create_event(event));
-        return event;
-    }
-    bool is_done(EventHandle event) {
-        bool done = false;
-        check_ok(api_.is_done(event, done));
-        return done;
-    }
+    StreamHandle stream() { return value_of(api_.create_stream()); }
+    EventHandle event() { return value_of(api_.create_event()); }
+    bool is_done(EventHandle event) { return value_of(api_.is_done(event)); }
     void wait(EventHandle event) {
         wait_until("the event is never done", [&] { return is_done(event); });
     }
     /// One copy, in whichever direction.
-    MaybeFault copy(Direction direction, std::byte* to, const std::byte* from, std::uint64_t nbytes,
-                    StreamHandle stream) {
+    Status copy(Direction direction, std::byte* to, const std::byte* from, std::uint64_t nbytes,
+                StreamHandle stream) {
         const DeviceCopy copy{.to = to, .from = from, .nbytes = nbytes};
         return api_.copy(direction, {&copy, 1}, stream);
     }
@@ -102,15 +108,11 @@ inline std::span<std::byte> device_memory(int device, std::uint64_t nbytes) {
 }
 
 /// Pinned host memory.
-class PinnedMemory {
+class PinnedMemory : public Immovable {
   public:
     PinnedMemory(DeviceApi& api, std::uint64_t nbytes) : api_(api), bytes_(nbytes) {
         check_ok(api_.register_host(bytes_.data(), nbytes));
     }
-    PinnedMemory(const PinnedMemory&) = delete;
-    PinnedMemory& operator=(const PinnedMemory&) = delete;
-    PinnedMemory(PinnedMemory&&) = delete;
-    PinnedMemory& operator=(PinnedMemory&&) = delete;
     ~PinnedMemory() { api_.unregister_host(bytes_.data()); }
 
     [[nodiscard]] std::byte* data() { return bytes_.data(); }
@@ -129,13 +131,8 @@ inline StreamHandle training_stream(int device, bool blocking = false) {
 }
 
 /// Keeps a stream busy until it is opened.
-class Gate {
+class Gate : public Immovable {
   public:
-    Gate() = default;
-    Gate(const Gate&) = delete;
-    Gate& operator=(const Gate&) = delete;
-    Gate(Gate&&) = delete;
-    Gate& operator=(Gate&&) = delete;
     ~Gate() { open(); }
 
     void close(int device, StreamHandle stream) {

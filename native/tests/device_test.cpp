@@ -188,7 +188,7 @@ void small_pieces_are_copied_in_batches() {
 void small_pieces_are_copied_one_by_one_where_there_are_no_batches() {
     FakeDriver driver;
     fake_cuda_hide("cuMemcpyBatchAsync");
-    check_ok(open_cuda(FAKE_CUDA_LIBRARY, driver.api));
+    driver.api = value_of(open_cuda(FAKE_CUDA_LIBRARY));
     check_small_pieces(driver);
     check_equal(fake_cuda_count("batches"), 0U);
     check_equal(fake_cuda_count("cuMemcpyDtoHAsync_v2") + fake_cuda_count("cuMemcpyHtoDAsync_v2"),
@@ -317,8 +317,7 @@ void copies_wait_for_their_memory_to_be_pinned() {
     transfer.add(0, kMiB, device.data(), 0, Access::kReadWrite, 0);
     engine.grow(2 * kCache);
     check_equal(fake_cuda_count("pageable_copies"), 0U);
-    std::shared_ptr<DeviceEvent> done;
-    check_ok(engine.copy_to_host(StreamContent(transfer), other, 0, 0, done));
+    check_ok(engine.copy_to_host(StreamContent(transfer), other, 0, 0).status);
     check_equal(fake_cuda_count("pageable_copies"), 1U);
     check_equal(fake_cuda_synchronize_all(60), 0);
 }
@@ -406,24 +405,20 @@ void nothing_of_the_engine_breaks_a_capture() {
         Engine engine(kCache, {}, posix_file_ops(), driver.api);
         const auto work = [&](const std::string& path) {
             open_devices(engine, 2);
-            std::shared_ptr<DeviceEvent> fence;
-            check_ok(engine.devices().find(0)->record(stream, fence));
+            const auto fence = value_of(engine.devices().find(0)->record(stream));
             const auto save = engine.save({tensors.save_file(path)}, {}, 0, open_window(), {fence});
             check_durable(*save);
             check_restored(*engine.restore({tensors.restore_file(path)}, {fence}));
-            bool done = false;
-            check_ok(fence->is_done(done));
+            check_ok(fence->is_done());
         };
         std::jthread(work, directory.file("a")).join();
         check_equal(fake_cuda_capture_invalidated(0, captured), 0);
         work(directory.file("b"));  // the capturing thread's own calls
         check_equal(fake_cuda_capture_invalidated(0, captured), 0);
         const Entered entered(*driver.api, 0);
-        CaptureMode mode = kRelaxedCapture;
-        check_ok(driver.api->exchange_capture(mode));
-        check_equal(mode, 0);  // this thread's is what it was
-        mode = 0;
-        check_ok(driver.api->exchange_capture(mode));
+        // This thread's is what it was.
+        check_equal(value_of(driver.api->exchange_capture(kRelaxedCapture)), 0);
+        check_ok(driver.api->exchange_capture(0));
     }
     check_equal(fake_cuda_end_capture(0, captured), 0);
     check_nothing_left();

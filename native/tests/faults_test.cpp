@@ -39,7 +39,7 @@ struct Broken {
         hook = std::move(next);
     }
 
-    MaybeFault save(const std::string& name) {
+    std::optional<Fault> save(const std::string& name) {
         const auto job = engine.save({SaveFile(directory.file(name), kSize, source.transfer)},
                                      {directory.path()}, 0, open_window());
         check((*job)->wait(in(60)), "the job ends");
@@ -49,11 +49,11 @@ struct Broken {
         return (*job)->fault();
     }
 
-    MaybeFault restore(const std::string& name) {
+    std::optional<Fault> restore(const std::string& name) {
         Bytes out(kSize);
         Transfer transfer;
         transfer.add(0, kSize, out.data(), 0);
-        MaybeFault fault;
+        std::optional<Fault> fault;
         {
             const auto job = engine.restore(
                 {RestoreFile(directory.file(name), file_bytes(kSize), kSize, transfer)});

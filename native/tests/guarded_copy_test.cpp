@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <vector>
 
+#include "base/immovable.h"
 #include "check.h"
 #include "memory/sample.h"
 #include "support.h"
@@ -17,7 +18,7 @@ namespace {
 constexpr std::size_t kPage = 4096;
 
 /// Pages of which some can be taken away.
-class Pages {
+class Pages : public Immovable {
   public:
     explicit Pages(std::size_t count) : size_(count * kPage) {
         void* const memory =
@@ -26,10 +27,6 @@ class Pages {
         data_ = static_cast<std::byte*>(memory);
         std::fill_n(data_, size_, std::byte{7});
     }
-    Pages(const Pages&) = delete;
-    Pages& operator=(const Pages&) = delete;
-    Pages(Pages&&) = delete;
-    Pages& operator=(Pages&&) = delete;
     ~Pages() { munmap(data_, size_); }
 
     [[nodiscard]] std::byte* data() const { return data_; }

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <thread>
@@ -19,7 +20,7 @@ class HookedDeviceApi final : public DeviceApi {
   public:
     /// Called after the driver's call of this name has been made; what it returns or throws is what
     /// the caller sees, if it is not nothing.
-    using Hook = std::function<MaybeFault(std::string_view)>;
+    using Hook = std::function<std::optional<Fault>(std::string_view)>;
 
     explicit HookedDeviceApi(std::shared_ptr<DeviceApi> driver, Hook hook = nullptr)
         : driver_(std::move(driver)), hook_(std::move(hook)) {}
@@ -29,48 +30,51 @@ class HookedDeviceApi final : public DeviceApi {
     /// To be called before it is used.
     void pin_slowly(std::chrono::milliseconds each) { before_pinning_ = each; }
 
-    MaybeFault device_count(int& count) override { return driver_->device_count(count); }
-    MaybeFault retain(int device) override { return driver_->retain(device); }
+    Result<int> device_count() override { return driver_->device_count(); }
+    Status retain(int device) override { return driver_->retain(device); }
     void release(int device) override { driver_->release(device); }
     int near_node(int device) override { return driver_->near_node(device); }
-    MaybeFault enter(int device) override { return driver_->enter(device); }
+    Status enter(int device) override { return driver_->enter(device); }
     void leave() override { driver_->leave(); }
-    MaybeFault exchange_capture(CaptureMode& mode) override {
+    Result<CaptureMode> exchange_capture(CaptureMode mode) override {
         return driver_->exchange_capture(mode);
     }
-    MaybeFault create_stream(StreamHandle& stream) override {
-        return driver_->create_stream(stream);
-    }
+    Result<StreamHandle> create_stream() override { return driver_->create_stream(); }
     void destroy_stream(StreamHandle stream) override { driver_->destroy_stream(stream); }
-    MaybeFault create_event(EventHandle& event) override {
-        return then("create_event", driver_->create_event(event));
+    Result<EventHandle> create_event() override {
+        if (auto hooked = then("create_event", Status()); !hooked.ok()) {
+            return std::move(hooked).fault();  // so that no event is left over
+        }
+        return driver_->create_event();
     }
     void destroy_event(EventHandle event) override { driver_->destroy_event(event); }
-    MaybeFault record(EventHandle event, StreamHandle stream) override {
+    Status record(EventHandle event, StreamHandle stream) override {
         return then("record", driver_->record(event, stream));
     }
-    MaybeFault is_done(EventHandle event, bool& done) override {
-        auto fault = then("is_done", driver_->is_done(event, done));
-        done = done || lies_;
-        return fault;
+    Result<bool> is_done(EventHandle event) override {
+        auto done = then("is_done", driver_->is_done(event));
+        if (done.ok() && lies_) return true;
+        return done;
     }
-    MaybeFault stream_wait(StreamHandle stream, EventHandle event) override {
+    Status stream_wait(StreamHandle stream, EventHandle event) override {
         return then("stream_wait", driver_->stream_wait(stream, event));
     }
-    MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
-                    StreamHandle stream) override {
+    Status copy(Direction direction, std::span<const DeviceCopy> copies,
+                StreamHandle stream) override {
         return then("copy", driver_->copy(direction, copies, stream));
     }
-    MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override {
+    Status register_host(std::byte* data, std::uint64_t nbytes) override {
         std::this_thread::sleep_for(before_pinning_);
         return driver_->register_host(data, nbytes);
     }
     void unregister_host(std::byte* data) override { driver_->unregister_host(data); }
 
   private:
-    MaybeFault then(std::string_view call, MaybeFault fault) {
-        if (fault || !hook_) return fault;
-        return hook_(call);
+    template <typename T>
+    Result<T> then(std::string_view call, Result<T> result) {
+        if (!result.ok() || !hook_) return result;
+        if (auto fault = hook_(call)) return std::move(*fault);
+        return result;
     }
 
     const std::shared_ptr<DeviceApi> driver_;

@@ -168,7 +168,8 @@ struct Scene {
     std::unique_ptr<Engine> engine;
 };
 
-void check_stuck(const MaybeFault& fault, const std::string& operation, const std::string& path) {
+void check_stuck(const std::optional<Fault>& fault, const std::string& operation,
+                 const std::string& path) {
     check(fault.has_value(), operation + " did not fail the job");
     const std::string words = describe(*fault);
     check(fault->kind == FaultKind::kStuck, words);

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/immovable.h"
 #include "files/failpoints.h"
 #include "files/file_ops.h"
 #include "memory/host_cache.h"
@@ -45,13 +46,9 @@ using Random = std::mt19937_64;
 inline constexpr std::uint64_t kMiB = std::uint64_t{1} << 20U;
 
 /// An empty directory, removed with all it holds.
-class TemporaryDirectory {
+class TemporaryDirectory : public Immovable {
   public:
     TemporaryDirectory();
-    TemporaryDirectory(const TemporaryDirectory&) = delete;
-    TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
-    TemporaryDirectory(TemporaryDirectory&&) = delete;
-    TemporaryDirectory& operator=(TemporaryDirectory&&) = delete;
     ~TemporaryDirectory();
 
     [[nodiscard]] std::string path() const { return path_.string(); }
@@ -80,13 +77,9 @@ Failpoint error_at(std::string name, int error, std::optional<std::uint64_t> nth
 Failpoint sleep_at(std::string name, double seconds, std::optional<std::uint64_t> nth = {});
 
 /// All threads that are started from now on share one core, as long as this lives; of this thread.
-class OneCore {
+class OneCore : public Immovable {
   public:
     OneCore();
-    OneCore(const OneCore&) = delete;
-    OneCore& operator=(const OneCore&) = delete;
-    OneCore(OneCore&&) = delete;
-    OneCore& operator=(OneCore&&) = delete;
     ~OneCore();
 
   private:

@@ -35,7 +35,7 @@ struct Watched {
                                                points, directory.file("log")),
                                            .trace_path = trace_path})) {}
 
-    MaybeFault save() {
+    std::optional<Fault> save() {
         const auto job = engine.save({SaveFile(directory.file("f"), kSize, source.transfer)},
                                      {directory.path()}, 0, open_window());
         check((*job)->wait_read(kEveryGroup, in(60)));
@@ -44,7 +44,7 @@ struct Watched {
         return (*job)->fault();
     }
 
-    MaybeFault restore(const std::string& path) {
+    std::optional<Fault> restore(const std::string& path) {
         Bytes out(kSize);
         Transfer transfer;
         transfer.add(0, kSize, out.data(), 0);
@@ -88,7 +88,7 @@ const std::vector<Place>& places_of_saves() {
     return places;
 }
 
-void check_fault(const MaybeFault& fault, const Place& place) {
+void check_fault(const std::optional<Fault>& fault, const Place& place) {
     check(fault.has_value(), place.name);
     check(fault->kind == FaultKind::kIo && fault->error == EIO, describe(*fault));
     check(fault->operation == place.operation, describe(*fault));

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <string_view>
 
@@ -28,9 +27,6 @@ struct Fault {
     std::string operation;
     std::string detail;  ///< what `error` does not say
 };
-
-/// The outcome of a step that has nothing to return but its failure.
-using MaybeFault = std::optional<Fault>;
 
 /// What a thread makes of std::bad_alloc. Allocates nothing if `operation` is a short word.
 Fault out_of_memory(const char* operation);

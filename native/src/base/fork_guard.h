@@ -6,6 +6,8 @@
 #include <memory>
 #include <utility>
 
+#include "base/immovable.h"
+
 namespace datastates {
 
 /// How many forks lie between this process and the one that first asked. Counted by a handler of
@@ -16,15 +18,11 @@ unsigned fork_generation();
 /// nor destroyed: it leaks, because even a condition variable's destructor may wait for ever for
 /// waiters that exist only in the parent.
 template <typename T>
-class ProcessBound {
+class ProcessBound : public Immovable {
   public:
     ProcessBound() : ProcessBound(nullptr) {}
     explicit ProcessBound(std::shared_ptr<T> object)
         : object_(std::move(object)), generation_(fork_generation()) {}
-    ProcessBound(const ProcessBound&) = delete;
-    ProcessBound& operator=(const ProcessBound&) = delete;
-    ProcessBound(ProcessBound&&) = delete;
-    ProcessBound& operator=(ProcessBound&&) = delete;
     ~ProcessBound() {
         if (here()) std::destroy_at(&object_);
     }

@@ -7,7 +7,6 @@
 #include <iterator>
 #include <map>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -54,23 +53,23 @@ class CudaApi final : public DeviceApi {
           wanted_(batches),
           batches_(table.copy_batch.function != nullptr && batches != CopyBatches::kNever) {}
 
-    MaybeFault device_count(int& count) override;
-    MaybeFault retain(int device) override;
+    Result<int> device_count() override;
+    Status retain(int device) override;
     void release(int device) override;
     int near_node(int device) override;
-    MaybeFault enter(int device) override;
+    Status enter(int device) override;
     void leave() override;
-    MaybeFault exchange_capture(CaptureMode& mode) override;
-    MaybeFault create_stream(StreamHandle& stream) override;
+    Result<CaptureMode> exchange_capture(CaptureMode mode) override;
+    Result<StreamHandle> create_stream() override;
     void destroy_stream(StreamHandle stream) override;
-    MaybeFault create_event(EventHandle& event) override;
+    Result<EventHandle> create_event() override;
     void destroy_event(EventHandle event) override;
-    MaybeFault record(EventHandle event, StreamHandle stream) override;
-    MaybeFault is_done(EventHandle event, bool& done) override;
-    MaybeFault stream_wait(StreamHandle stream, EventHandle event) override;
-    MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
-                    StreamHandle stream) override;
-    MaybeFault register_host(std::byte* data, std::uint64_t nbytes) override;
+    Status record(EventHandle event, StreamHandle stream) override;
+    Result<bool> is_done(EventHandle event) override;
+    Status stream_wait(StreamHandle stream, EventHandle event) override;
+    Status copy(Direction direction, std::span<const DeviceCopy> copies,
+                StreamHandle stream) override;
+    Status register_host(std::byte* data, std::uint64_t nbytes) override;
     void unregister_host(std::byte* data) override;
 
   private:
@@ -81,19 +80,26 @@ class CudaApi final : public DeviceApi {
     };
 
     template <typename... Parameters, typename... Arguments>
-    [[nodiscard]] MaybeFault run(const cuda::Call<Parameters...>& call,
-                                 Arguments... arguments) const {
+    [[nodiscard]] Status run(const cuda::Call<Parameters...>& call, Arguments... arguments) const {
         return outcome(call.name, call.function(arguments...));
     }
-    [[nodiscard]] MaybeFault outcome(const char* operation, cuda::Result result) const;
+    /// Makes a call whose first argument points to its result, which is `value` before.
+    template <typename T, typename... Parameters, typename... Arguments>
+    [[nodiscard]] Result<T> get(const cuda::Call<T*, Parameters...>& call, T value,
+                                Arguments... arguments) const {
+        if (auto done = run(call, &value, arguments...); !done.ok()) return std::move(done).fault();
+        return value;
+    }
+    [[nodiscard]] Status outcome(const char* operation, cuda::Result result) const;
+    [[nodiscard]] Fault failed(const char* operation, cuda::Result result) const;
     [[nodiscard]] std::string words_of(cuda::Result result) const;
-    [[nodiscard]] MaybeFault copy_one(Direction direction, const DeviceCopy& copy,
-                                      StreamHandle stream) const;
+    [[nodiscard]] Status copy_one(Direction direction, const DeviceCopy& copy,
+                                  StreamHandle stream) const;
     [[nodiscard]] int attribute(int which, cuda::Device device) const;
     [[nodiscard]] bool takes_batches(cuda::Device device) const;
     [[nodiscard]] bool are_mapped(Direction direction, std::span<const DeviceCopy> copies) const;
-    [[nodiscard]] MaybeFault copy_batches(std::span<const DeviceCopy> copies,
-                                          StreamHandle stream) const;
+    [[nodiscard]] Status copy_batches(std::span<const DeviceCopy> copies,
+                                      StreamHandle stream) const;
 
     /// Host memory that was registered.
     struct Registered {
@@ -120,8 +126,12 @@ std::string CudaApi::words_of(cuda::Result result) const {
            (words != nullptr ? ": " + std::string(words) : "");
 }
 
-MaybeFault CudaApi::outcome(const char* operation, cuda::Result result) const {
-    if (result == cuda::kSuccess) return std::nullopt;
+Status CudaApi::outcome(const char* operation, cuda::Result result) const {
+    if (result == cuda::kSuccess) return {};
+    return failed(operation, result);
+}
+
+Fault CudaApi::failed(const char* operation, cuda::Result result) const {
     Fault fault;
     fault.kind = FaultKind::kDevice;
     fault.error = result;
@@ -130,28 +140,28 @@ MaybeFault CudaApi::outcome(const char* operation, cuda::Result result) const {
     return fault;
 }
 
-MaybeFault CudaApi::device_count(int& count) {
-    count = 0;
+Result<int> CudaApi::device_count() {
     const cuda::Result result = table_.init.function(0);
-    if (result == cuda::kNoDevice) return std::nullopt;  // a driver, and nothing for it to drive
-    if (auto fault = outcome(table_.init.name, result)) return fault;
-    return run(table_.device_count, &count);
+    if (result == cuda::kNoDevice) return 0;  // a driver, and nothing for it to drive
+    if (result != cuda::kSuccess) return failed(table_.init.name, result);
+    return get(table_.device_count, 0);
 }
 
-MaybeFault CudaApi::retain(int device) {
+Status CudaApi::retain(int device) {
     const std::scoped_lock lock(mutex_);
     const auto found = retained_.find(device);
     if (found != retained_.end()) {
         ++found->second.references;
-        return std::nullopt;
+        return {};
     }
     Retained retained{.references = 1};
-    if (auto fault = run(table_.init, 0U)) return fault;
-    if (auto fault = run(table_.device_get, &retained.device, device)) return fault;
-    if (auto fault = run(table_.context_retain, &retained.context, retained.device)) return fault;
+    auto done = run(table_.init, 0U);
+    if (done.ok()) done = run(table_.device_get, &retained.device, device);
+    if (done.ok()) done = run(table_.context_retain, &retained.context, retained.device);
+    if (!done.ok()) return done;
     if (!takes_batches(retained.device)) batches_ = false;
     retained_.emplace(device, retained);
-    return std::nullopt;
+    return {};
 }
 
 void CudaApi::release(int device) {
@@ -190,7 +200,7 @@ bool CudaApi::takes_batches(cuda::Device device) const {
            attribute(cuda::kUsesHostPointers, device) == 1;
 }
 
-MaybeFault CudaApi::enter(int device) {
+Status CudaApi::enter(int device) {
     cuda::Context context = 0;
     {
         const std::scoped_lock lock(mutex_);
@@ -198,8 +208,8 @@ MaybeFault CudaApi::enter(int device) {
         if (found != retained_.end()) context = found->second.context;
     }
     if (context != 0) return run(table_.context_push, context);
-    auto fault = outcome(table_.context_push.name, cuda::kInvalidContext);
-    if (fault) fault->detail += "; device " + std::to_string(device) + " is not retained";
+    Fault fault = failed(table_.context_push.name, cuda::kInvalidContext);
+    fault.detail += "; device " + std::to_string(device) + " is not retained";
     return fault;
 }
 
@@ -208,60 +218,57 @@ void CudaApi::leave() {
     static_cast<void>(table_.context_pop.function(&popped));
 }
 
-MaybeFault CudaApi::exchange_capture(CaptureMode& mode) {
+Result<CaptureMode> CudaApi::exchange_capture(CaptureMode mode) {
     static_assert(std::is_same_v<CaptureMode, cuda::CaptureMode> &&
                   kRelaxedCapture == cuda::kCaptureRelaxed);
-    return run(table_.exchange_capture_mode, &mode);
+    return get(table_.exchange_capture_mode, mode);
 }
 
-MaybeFault CudaApi::create_stream(StreamHandle& stream) {
-    return run(table_.stream_create, &stream, cuda::kStreamNonBlocking);
+Result<StreamHandle> CudaApi::create_stream() {
+    return get(table_.stream_create, StreamHandle{0}, cuda::kStreamNonBlocking);
 }
 
 void CudaApi::destroy_stream(StreamHandle stream) {
     static_cast<void>(table_.stream_destroy.function(stream));
 }
 
-MaybeFault CudaApi::create_event(EventHandle& event) {
-    return run(table_.event_create, &event, cuda::kEventDisableTiming);
+Result<EventHandle> CudaApi::create_event() {
+    return get(table_.event_create, EventHandle{0}, cuda::kEventDisableTiming);
 }
 
 void CudaApi::destroy_event(EventHandle event) {
     static_cast<void>(table_.event_destroy.function(event));
 }
 
-MaybeFault CudaApi::record(EventHandle event, StreamHandle stream) {
+Status CudaApi::record(EventHandle event, StreamHandle stream) {
     return run(table_.event_record, event, stream);
 }
 
-MaybeFault CudaApi::is_done(EventHandle event, bool& done) {
+Result<bool> CudaApi::is_done(EventHandle event) {
     const cuda::Result result = table_.event_query.function(event);
-    done = result == cuda::kSuccess;
-    if (result == cuda::kNotReady) return std::nullopt;
-    return outcome(table_.event_query.name, result);
+    if (result == cuda::kSuccess || result == cuda::kNotReady) return result == cuda::kSuccess;
+    return failed(table_.event_query.name, result);
 }
 
-MaybeFault CudaApi::stream_wait(StreamHandle stream, EventHandle event) {
+Status CudaApi::stream_wait(StreamHandle stream, EventHandle event) {
     return run(table_.stream_wait, stream, event, 0U);
 }
 
-MaybeFault CudaApi::copy(Direction direction, std::span<const DeviceCopy> copies,
-                         StreamHandle stream) {
+Status CudaApi::copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream) {
     if (copies.size() > 1 && batches_ && !is_legacy(stream) && are_mapped(direction, copies)) {
-        if (!copy_batches(copies, stream)) return std::nullopt;
+        if (copy_batches(copies, stream).ok()) return {};
         // There are drivers that know the call and refuse it, some by the platform or the memory.
         // What it has enqueued is enqueued again, and makes the same bytes.
         batches_ = false;
     }
     for (const DeviceCopy& each : copies) {
         if (each.nbytes == 0) continue;
-        if (auto fault = copy_one(direction, each, stream)) return fault;
+        if (auto done = copy_one(direction, each, stream); !done.ok()) return done;
     }
-    return std::nullopt;
+    return {};
 }
 
-MaybeFault CudaApi::copy_one(Direction direction, const DeviceCopy& copy,
-                             StreamHandle stream) const {
+Status CudaApi::copy_one(Direction direction, const DeviceCopy& copy, StreamHandle stream) const {
     if (direction == Direction::kGather) {
         return run(table_.copy_to_host, static_cast<void*>(copy.to), address_of(copy.from),
                    static_cast<std::size_t>(copy.nbytes), stream);
@@ -285,7 +292,7 @@ bool CudaApi::are_mapped(Direction direction, std::span<const DeviceCopy> copies
     });
 }
 
-MaybeFault CudaApi::copy_batches(std::span<const DeviceCopy> copies, StreamHandle stream) const {
+Status CudaApi::copy_batches(std::span<const DeviceCopy> copies, StreamHandle stream) const {
     constexpr std::size_t kMost = 1024;  // drivers have had trouble with tens of thousands
     while (!copies.empty()) {
         Batch batch(copies.first(std::min(copies.size(), kMost)));
@@ -295,17 +302,15 @@ MaybeFault CudaApi::copy_batches(std::span<const DeviceCopy> copies, StreamHandl
         attributes.source_access_order = cuda::kSourceInStreamOrder;
         attributes.flags = cuda::kOverlapWithCompute;
         std::size_t first = 0;  // of the copies with these attributes
-        std::size_t failed = SIZE_MAX;
-        if (auto fault =
-                run(table_.copy_batch, batch.to.data(), batch.from.data(), batch.nbytes.data(),
-                    batch.nbytes.size(), &attributes, &first, std::size_t{1}, &failed, stream)) {
-            return fault;
-        }
+        std::size_t failing = SIZE_MAX;
+        auto done = run(table_.copy_batch, batch.to.data(), batch.from.data(), batch.nbytes.data(),
+                        batch.nbytes.size(), &attributes, &first, std::size_t{1}, &failing, stream);
+        if (!done.ok()) return done;
     }
-    return std::nullopt;
+    return {};
 }
 
-MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
+Status CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
     {
         const std::scoped_lock lock(mutex_);
         registered_.try_emplace(data);  // now, as it may throw; nothing is mapped yet
@@ -316,9 +321,9 @@ MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
     if (result == cuda::kHostMemoryAlreadyRegistered) {
         const std::scoped_lock lock(mutex_);
         registered_[data].ours = false;
-        return std::nullopt;
+        return {};
     }
-    if (auto fault = outcome(table_.host_register.name, result)) return fault;
+    if (auto done = outcome(table_.host_register.name, result); !done.ok()) return done;
     // Devices with unified addressing all find it at one address: the host's, or none does.
     cuda::DevicePointer seen = 0;
     if (table_.host_device_pointer.function(&seen, data, 0U) == cuda::kSuccess &&
@@ -326,7 +331,7 @@ MaybeFault CudaApi::register_host(std::byte* data, std::uint64_t nbytes) {
         const std::scoped_lock lock(mutex_);
         registered_[data].mapped = nbytes;
     }
-    return std::nullopt;
+    return {};
 }
 
 void CudaApi::unregister_host(std::byte* data) {
@@ -354,12 +359,10 @@ CopyBatches cuda_batches() {
     return value == "1" ? CopyBatches::kAlways : CopyBatches::kWhereKnown;
 }
 
-MaybeFault open_cuda(const std::string& library, std::shared_ptr<DeviceApi>& api,
-                     CopyBatches batches) {
-    cuda::Table table;
-    auto fault = cuda::load(library, table);
-    if (!fault) api = std::make_shared<CudaApi>(table, batches);
-    return fault;
+Result<std::shared_ptr<DeviceApi>> open_cuda(const std::string& library, CopyBatches batches) {
+    auto table = cuda::load(library);
+    if (!table.ok()) return std::move(table).fault();
+    return std::shared_ptr<DeviceApi>(std::make_shared<CudaApi>(*table, batches));
 }
 
 }  // namespace datastates

@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "base/fault.h"
+#include "base/status.h"
 #include "device/device_api.h"
 
 namespace datastates {
@@ -26,7 +26,7 @@ enum class CopyBatches : std::uint8_t {
 CopyBatches cuda_batches();
 
 /// Opens a driver, without initializing it. Any thread. The fault says what `library` lacks.
-MaybeFault open_cuda(const std::string& library, std::shared_ptr<DeviceApi>& api,
-                     CopyBatches batches = cuda_batches());
+Result<std::shared_ptr<DeviceApi>> open_cuda(const std::string& library,
+                                             CopyBatches batches = cuda_batches());
 
 }  // namespace datastates

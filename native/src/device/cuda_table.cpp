@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 
 #include <cstdint>
-#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -66,7 +65,7 @@ Fault fault_of_loading(std::string operation, std::string detail) {
 
 }  // namespace
 
-MaybeFault load(const std::string& library, Table& table) {
+datastates::Result<Table> load(const std::string& library) {
     // Never closed: a driver has threads and handlers of its own.
     void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (handle == nullptr) {
@@ -74,6 +73,7 @@ MaybeFault load(const std::string& library, Table& table) {
         return fault_of_loading("dlopen", "cannot open '" + library + "': " +
                                               (words != nullptr ? words : "no reason is given"));
     }
+    Table table;
     Finder finder(handle);
     finder.find(table.init);
     finder.find(table.error_name);
@@ -100,7 +100,7 @@ MaybeFault load(const std::string& library, Table& table) {
     finder.find(table.copy_to_host);
     finder.find(table.copy_to_device);
     finder.find_if_any(table.copy_batch);
-    if (finder.missing().empty()) return std::nullopt;
+    if (finder.missing().empty()) return table;
     int version = 0;
     const bool versioned = table.driver_version.function != nullptr &&
                            table.driver_version.function(&version) == kSuccess;

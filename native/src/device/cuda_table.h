@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <string>
 
-#include "base/fault.h"
+#include "base/status.h"
 #include "device/cuda_abi.h"
 
 namespace datastates::cuda {
@@ -20,7 +20,8 @@ struct Call {
     Result (*function)(Arguments...) = nullptr;
 };
 
-/// Those that are used. After `load` all are there but, in some drivers, `copy_batch`.
+/// Those that are used. Of those that `load` returns, all are there but, in some drivers,
+/// `copy_batch`.
 struct Table {
     Call<unsigned> init{"cuInit", 2000};
     Call<Result, const char**> error_name{"cuGetErrorName", 6000};
@@ -61,6 +62,6 @@ struct Table {
 
 /// Opens `library` for good, and finds the functions in it. The fault names the library, and what
 /// the loader says or which functions are missing.
-MaybeFault load(const std::string& library, Table& table);
+datastates::Result<Table> load(const std::string& library);
 
 }  // namespace datastates::cuda

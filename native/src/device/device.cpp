@@ -5,6 +5,7 @@
 #include <iterator>
 #include <new>
 #include <thread>
+#include <type_traits>
 #include <utility>
 
 namespace datastates {
@@ -15,7 +16,7 @@ constexpr std::size_t kMostSpareEvents = 256;
 
 /// For calls before or after which copies are under way, which must be waited for.
 template <typename Call>
-MaybeFault caught(const Call& call) noexcept {
+std::invoke_result_t<Call> caught(const Call& call) noexcept {
     try {
         return call();
     } catch (const std::bad_alloc&) {
@@ -71,14 +72,19 @@ Fences JobFences::take_all() {
     return std::move(fences_);
 }
 
-DeviceScope::DeviceScope(DeviceApi& api, int device) : api_(api), fault_(api.enter(device)) {
-    if (fault_) return;
-    fault_ = api_.exchange_capture(mode_);  // wants a context
-    if (fault_) api_.leave();
+DeviceScope::DeviceScope(DeviceApi& api, int device) : api_(api), status_(api.enter(device)) {
+    if (!status_.ok()) return;
+    auto before = api_.exchange_capture(kRelaxedCapture);  // wants a context
+    if (before.ok()) {
+        mode_ = *before;
+        return;
+    }
+    api_.leave();
+    status_ = std::move(before).fault();
 }
 
 DeviceScope::~DeviceScope() {
-    if (fault_) return;
+    if (!status_.ok()) return;
     static_cast<void>(api_.exchange_capture(mode_));
     api_.leave();
 }
@@ -87,25 +93,27 @@ Device::Device(std::shared_ptr<DeviceApi> api, int number) : api_(std::move(api)
     spare_events_.reserve(kMostSpareEvents);
 }
 
-MaybeFault Device::open(std::shared_ptr<DeviceApi> api, int number,
-                        std::shared_ptr<Device>& device) {
-    int count = 0;
-    if (auto fault = api->device_count(count)) return fault;
-    if (number < 0 || number >= count) {
+Result<std::shared_ptr<Device>> Device::open(std::shared_ptr<DeviceApi> api, int number) {
+    auto count = api->device_count();
+    if (!count.ok()) return std::move(count).fault();
+    if (number < 0 || number >= *count) {
         return Fault{.kind = FaultKind::kDevice,
                      .path = {},
                      .operation = "opening device " + std::to_string(number),
-                     .detail = "there are " + std::to_string(count) + " devices"};
+                     .detail = "there are " + std::to_string(*count) + " devices"};
     }
     std::shared_ptr<Device> opened(new Device(std::move(api), number));
-    if (auto fault = opened->api_->retain(number)) return fault;
+    auto retained = opened->api_->retain(number);
+    if (!retained.ok()) return std::move(retained).fault();
     opened->retained_ = true;
     const DeviceScope scope(*opened->api_, number);
-    if (scope.fault()) return scope.fault();
-    if (auto fault = opened->api_->create_stream(opened->save_stream_)) return fault;
-    if (auto fault = opened->api_->create_stream(opened->restore_stream_)) return fault;
-    device = std::move(opened);
-    return std::nullopt;
+    if (!scope.status().ok()) return scope.status().fault();
+    for (StreamHandle* const stream : {&opened->save_stream_, &opened->restore_stream_}) {
+        auto created = opened->api_->create_stream();
+        if (!created.ok()) return std::move(created).fault();
+        *stream = *created;
+    }
+    return opened;
 }
 
 Device::~Device() {
@@ -113,10 +121,10 @@ Device::~Device() {
     {
         const DeviceScope scope(*api_, number_);
         for (const StreamHandle stream : {save_stream_, restore_stream_}) {
-            if (stream != 0 && !scope.fault()) api_->destroy_stream(stream);
+            if (stream != 0 && scope.status().ok()) api_->destroy_stream(stream);
         }
         for (const EventHandle event : spare_events_) {
-            if (!scope.fault()) api_->destroy_event(event);
+            if (scope.status().ok()) api_->destroy_event(event);
         }
     }
     api_->release(number_);
@@ -126,17 +134,17 @@ int Device::near_node() const {
     return api_->near_node(number_);
 }
 
-MaybeFault Device::record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event) {
+Result<std::shared_ptr<DeviceEvent>> Device::record(StreamHandle stream) {
     const DeviceScope scope(*api_, number_);
-    if (scope.fault()) return scope.fault();
-    std::shared_ptr<DeviceEvent> made;
-    if (auto fault = create_event(made)) return fault;
-    if (auto fault = api_->record(made->handle(), stream)) return fault;
-    event = std::move(made);
-    return std::nullopt;
+    if (!scope.status().ok()) return scope.status().fault();
+    auto event = create_event();
+    if (!event.ok()) return event;
+    auto recorded = api_->record((*event)->handle(), stream);
+    if (!recorded.ok()) return std::move(recorded).fault();
+    return event;
 }
 
-MaybeFault Device::create_event(std::shared_ptr<DeviceEvent>& event) {
+Result<std::shared_ptr<DeviceEvent>> Device::create_event() {
     auto made = std::make_shared<DeviceEvent>(shared_from_this());
     {
         const std::scoped_lock lock(mutex_);
@@ -146,10 +154,11 @@ MaybeFault Device::create_event(std::shared_ptr<DeviceEvent>& event) {
         }
     }
     if (made->handle_ == 0) {
-        if (auto fault = api_->create_event(made->handle_)) return fault;
+        auto created = api_->create_event();
+        if (!created.ok()) return std::move(created).fault();
+        made->handle_ = *created;
     }
-    event = std::move(made);
-    return std::nullopt;
+    return made;
 }
 
 /// To be recorded anew: what waits for it by now waits for what it was.
@@ -162,40 +171,41 @@ void Device::give_back(EventHandle event) {
         }
     }
     const DeviceScope scope(*api_, number_);
-    if (!scope.fault()) api_->destroy_event(event);
+    if (scope.status().ok()) api_->destroy_event(event);
 }
 
-MaybeFault Device::copy(Direction direction, std::span<const DeviceCopy> copies,
-                        StreamHandle stream, const Fences& fences,
-                        std::shared_ptr<DeviceEvent>& done) {
+Enqueued Device::copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
+                      const Fences& fences) {
     const DeviceScope scope(*api_, number_);
-    if (scope.fault()) return scope.fault();
+    if (!scope.status().ok()) return {.status = scope.status(), .done = nullptr};
     for (const auto& fence : fences) {
         if (fence->device().get() != this) continue;
-        if (auto fault = api_->stream_wait(stream, fence->handle())) return fault;
+        auto waits = api_->stream_wait(stream, fence->handle());
+        if (!waits.ok()) return {.status = std::move(waits), .done = nullptr};
     }
-    std::shared_ptr<DeviceEvent> event;  // first: without one, the copies could not be waited for
-    if (auto fault = create_event(event)) return fault;
-    auto fault = caught([&] {
+    auto event = create_event();  // first: without one, the copies could not be waited for
+    if (!event.ok()) return {.status = std::move(event).fault(), .done = nullptr};
+    Enqueued enqueued;
+    enqueued.status = caught([&] {
         const std::vector<DeviceCopy> pieces = cut(direction, copies);
         return api_->copy(direction, pieces.empty() ? copies : pieces, stream);
     });
     // Recorded after a fault, too: some of the copies may be under way.
     for (const bool again : {false, true}) {
-        auto unrecorded = caught([&] { return api_->record(event->handle(), stream); });
-        if (!unrecorded) {
-            done = std::move(event);
+        auto recorded = caught([&] { return api_->record((*event)->handle(), stream); });
+        if (recorded.ok()) {
+            enqueued.done = *std::move(event);
             break;
         }
         // What is refused twice will always be: as of a device that runs nothing any more.
-        if (!again && !fault) fault = std::move(unrecorded);
+        if (!again && enqueued.status.ok()) enqueued.status = std::move(recorded);
     }
-    return fault;
+    return enqueued;
 }
 
-MaybeFault Device::hold(StreamHandle stream, const DeviceEvent& event) {
+Status Device::hold(StreamHandle stream, const DeviceEvent& event) {
     const DeviceScope scope(*api_, number_);
-    if (scope.fault()) return scope.fault();
+    if (!scope.status().ok()) return scope.status();
     return api_->stream_wait(stream, event.handle());
 }
 
@@ -203,67 +213,66 @@ DeviceEvent::~DeviceEvent() {
     if (handle_ != 0) device_->give_back(handle_);
 }
 
-MaybeFault DeviceEvent::is_done(bool& done) const {
+Result<bool> DeviceEvent::is_done() const {
     DeviceApi& api = device_->api();
     const DeviceScope scope(api, device_->number());
-    if (scope.fault()) return scope.fault();
-    return api.is_done(handle_, done);
+    if (!scope.status().ok()) return scope.status().fault();
+    return api.is_done(handle_);
 }
 
-MaybeFault DeviceEvent::wait(const std::function<bool()>& give_up, bool& done) const {
+Result<bool> DeviceEvent::wait(const std::function<bool()>& give_up) const {
     // A copy of a segment takes 150 us or more on today's links.
     constexpr std::chrono::microseconds kFirst(20);
     constexpr std::chrono::microseconds kLast(500);
-    return caught([&]() -> MaybeFault {
+    return caught([&]() -> Result<bool> {
         DeviceApi& api = device_->api();
         const DeviceScope scope(api, device_->number());
-        if (scope.fault()) return scope.fault();
+        if (!scope.status().ok()) return scope.status().fault();
         for (auto pause = kFirst;; pause = std::min(2 * pause, kLast)) {
-            if (auto fault = api.is_done(handle_, done)) return fault;
+            auto done = api.is_done(handle_);
+            if (!done.ok()) return done;
             device_->set_dead(false);
-            if (done || give_up()) return std::nullopt;
+            if (*done || give_up()) return done;
             std::this_thread::sleep_for(pause);
         }
     });
 }
 
-MaybeFault DeviceEvent::wait_idle(const std::function<bool()>& give_up, bool& idle) const {
+CopyOutcome DeviceEvent::wait_idle(const std::function<bool()>& give_up) const {
     // The copies may be under way whatever the driver would not say just now, and their memory must
     // not be used for anything else then. An error that stays is another thing: with it, nothing
     // runs any more.
     constexpr int kStays = 8;
     auto pause = std::chrono::milliseconds(1);
-    const auto fault = wait(give_up, idle);
-    auto again = fault;
-    for (int asked = 1; again && asked < kStays && !device_->dead(); ++asked, pause *= 2) {
+    auto done = wait(give_up);
+    if (done.ok()) return {.status = {}, .finished = *done};
+    Fault first = done.fault();
+    for (int asked = 1; !done.ok() && asked < kStays && !device_->dead(); ++asked, pause *= 2) {
         std::this_thread::sleep_for(pause);
-        again = wait(give_up, idle);
+        done = wait(give_up);
     }
-    if (again) {
-        if (again->kind == FaultKind::kDevice) device_->set_dead(true);
-        idle = true;
-    }
-    return fault;
+    if (!done.ok() && done.fault().kind == FaultKind::kDevice) device_->set_dead(true);
+    return {.status = std::move(first), .finished = !done.ok() || *done};
 }
 
-MaybeFault PinnedMemory::pin(std::shared_ptr<Device> device, std::span<std::byte> memory,
-                             std::unique_ptr<PinnedMemory>& pinned) {
+Result<std::unique_ptr<PinnedMemory>> PinnedMemory::pin(std::shared_ptr<Device> device,
+                                                        std::span<std::byte> memory) {
     DeviceApi& api = device->api();
     const DeviceScope scope(api, device->number());
-    if (scope.fault()) return scope.fault();
+    if (!scope.status().ok()) return scope.status().fault();
     // Made first: what is registered will be unregistered.
     std::unique_ptr<PinnedMemory> made(new PinnedMemory(std::move(device), nullptr));
-    if (auto fault = api.register_host(memory.data(), memory.size())) return fault;
+    auto registered = api.register_host(memory.data(), memory.size());
+    if (!registered.ok()) return std::move(registered).fault();
     made->data_ = memory.data();
-    pinned = std::move(made);
-    return std::nullopt;
+    return made;
 }
 
 PinnedMemory::~PinnedMemory() {
     if (data_ == nullptr) return;
     DeviceApi& api = device_->api();
     const DeviceScope scope(api, device_->number());
-    if (!scope.fault()) api.unregister_host(data_);
+    if (scope.status().ok()) api.unregister_host(data_);
 }
 
 }  // namespace datastates

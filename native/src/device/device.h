@@ -11,12 +11,26 @@
 #include <utility>
 #include <vector>
 
-#include "base/fault.h"
+#include "base/immovable.h"
+#include "base/status.h"
 #include "device/device_api.h"
+#include "memory/host_cache.h"
 
 namespace datastates {
 
 class DeviceEvent;
+
+/// What became of copies that a device was to be given.
+struct Enqueued {
+    Status status;
+    std::shared_ptr<DeviceEvent> done;  ///< comes after all that may be under way; null: nothing is
+};
+
+/// How copies ended. Not `finished`: the device may still use the memory.
+struct CopyOutcome {
+    Status status;
+    bool finished = true;
+};
 
 /// Events that copies come after.
 using Fences = std::vector<std::shared_ptr<DeviceEvent>>;
@@ -41,22 +55,18 @@ class JobFences {
 /// Binds the calling thread to a device's context, as long as it lives. Its calls break no graph
 /// that is being captured, by whichever thread. (Queries of events do, for one; and so does
 /// whatever may allocate.)
-class DeviceScope {
+class DeviceScope : public Immovable {
   public:
     DeviceScope(DeviceApi& api, int device);
-    DeviceScope(const DeviceScope&) = delete;
-    DeviceScope& operator=(const DeviceScope&) = delete;
-    DeviceScope(DeviceScope&&) = delete;
-    DeviceScope& operator=(DeviceScope&&) = delete;
     ~DeviceScope();
 
-    /// Why the thread is not bound, if it is not.
-    [[nodiscard]] const MaybeFault& fault() const { return fault_; }
+    /// Whether the thread is bound, or why it is not.
+    [[nodiscard]] const Status& status() const { return status_; }
 
   private:
     DeviceApi& api_;
     CaptureMode mode_ = kRelaxedCapture;  // then the thread's own, to restore
-    MaybeFault fault_;
+    Status status_;
 };
 
 /// Host memory is pinned in pieces that end at multiples of this, and no copy crosses one: drivers
@@ -65,15 +75,10 @@ class DeviceScope {
 inline constexpr std::uint64_t kPinBytes = std::uint64_t{16} << 20U;
 
 /// Any thread may call anything; nothing waits for the device.
-class Device : public std::enable_shared_from_this<Device> {
+class Device : public std::enable_shared_from_this<Device>, public Immovable {
   public:
     /// Takes a reference to the context of device `number`, and makes two streams there.
-    static MaybeFault open(std::shared_ptr<DeviceApi> api, int number,
-                           std::shared_ptr<Device>& device);
-    Device(const Device&) = delete;
-    Device& operator=(const Device&) = delete;
-    Device(Device&&) = delete;
-    Device& operator=(Device&&) = delete;
+    static Result<std::shared_ptr<Device>> open(std::shared_ptr<DeviceApi> api, int number);
     ~Device();
 
     [[nodiscard]] int number() const { return number_; }
@@ -91,23 +96,22 @@ class Device : public std::enable_shared_from_this<Device> {
     [[nodiscard]] StreamHandle restore_stream() const { return restore_stream_; }
 
     /// An event that comes when what is enqueued on `stream` by now is done.
-    MaybeFault record(StreamHandle stream, std::shared_ptr<DeviceEvent>& event);
+    Result<std::shared_ptr<DeviceEvent>> record(StreamHandle stream);
 
-    /// Enqueues `copies` on `stream`, after those of `fences` that are of this device; `done` comes
-    /// after them. After a fault there is a `done` if some of them may be under way. Throws
+    /// Enqueues `copies` on `stream`, after those of `fences` that are of this device. Throws
     /// std::bad_alloc, and has then enqueued nothing.
-    MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
-                    const Fences& fences, std::shared_ptr<DeviceEvent>& done);
+    Enqueued copy(Direction direction, std::span<const DeviceCopy> copies, StreamHandle stream,
+                  const Fences& fences);
 
     /// Makes `stream` of this device wait for `event`, which may be another device's.
-    MaybeFault hold(StreamHandle stream, const DeviceEvent& event);
+    Status hold(StreamHandle stream, const DeviceEvent& event);
 
   private:
     explicit Device(std::shared_ptr<DeviceApi> api, int number);
 
     friend class DeviceEvent;
 
-    MaybeFault create_event(std::shared_ptr<DeviceEvent>& event);
+    Result<std::shared_ptr<DeviceEvent>> create_event();
     void give_back(EventHandle event);
 
     const std::shared_ptr<DeviceApi> api_;
@@ -122,29 +126,25 @@ class Device : public std::enable_shared_from_this<Device> {
 
 /// One of the driver's, which is used again afterwards: creating and destroying one takes the
 /// driver's lock.
-class DeviceEvent {
+class DeviceEvent : public Immovable {
   public:
     explicit DeviceEvent(std::shared_ptr<Device> device) : device_(std::move(device)) {}
-    DeviceEvent(const DeviceEvent&) = delete;
-    DeviceEvent& operator=(const DeviceEvent&) = delete;
-    DeviceEvent(DeviceEvent&&) = delete;
-    DeviceEvent& operator=(DeviceEvent&&) = delete;
     ~DeviceEvent();
 
     [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
     [[nodiscard]] EventHandle handle() const { return handle_; }
 
     /// A fault of work before the event, too.
-    MaybeFault is_done(bool& done) const;
+    Result<bool> is_done() const;
 
-    /// Polls until the event has come (then `done`), or `give_up` is true. The driver's own wait
+    /// Polls until the event has come (then it is true), or `give_up` is. The driver's own wait
     /// has no way out, should the device hang.
-    MaybeFault wait(const std::function<bool()>& give_up, bool& done) const;
+    Result<bool> wait(const std::function<bool()>& give_up) const;
 
-    /// Polls until the device has nothing to do any more with what came before the event (then
-    /// `idle`), or `give_up` is true: a fault alone does not say so. Returns the first fault. A
-    /// fault that stays is the device's end.
-    MaybeFault wait_idle(const std::function<bool()>& give_up, bool& idle) const;
+    /// Polls until the device has nothing to do any more with what came before the event, or
+    /// `give_up` is true: a fault alone does not say so. Returns the first fault. A fault that
+    /// stays is the device's end.
+    CopyOutcome wait_idle(const std::function<bool()>& give_up) const;
 
   private:
     friend class Device;  // which makes them
@@ -154,16 +154,11 @@ class DeviceEvent {
 };
 
 /// Host memory that is pinned for all devices, as long as this lives: no longer than the memory.
-class PinnedMemory {
+class PinnedMemory final : public CachePin {
   public:
-    /// Null after a fault.
-    static MaybeFault pin(std::shared_ptr<Device> device, std::span<std::byte> memory,
-                          std::unique_ptr<PinnedMemory>& pinned);
-    PinnedMemory(const PinnedMemory&) = delete;
-    PinnedMemory& operator=(const PinnedMemory&) = delete;
-    PinnedMemory(PinnedMemory&&) = delete;
-    PinnedMemory& operator=(PinnedMemory&&) = delete;
-    ~PinnedMemory();
+    static Result<std::unique_ptr<PinnedMemory>> pin(std::shared_ptr<Device> device,
+                                                     std::span<std::byte> memory);
+    ~PinnedMemory() override;
 
   private:
     PinnedMemory(std::shared_ptr<Device> device, std::byte* data)

@@ -13,8 +13,9 @@
 #include <cstdint>
 #include <span>
 
-#include "base/fault.h"
-#include "memory/strided_region.h"
+#include "base/immovable.h"
+#include "base/status.h"
+#include "memory/copies.h"
 
 namespace datastates {
 
@@ -27,34 +28,15 @@ using CaptureMode = int;
 /// They break none.
 inline constexpr CaptureMode kRelaxedCapture = 2;
 
-/// One contiguous copy; which side is the device's follows from the direction.
-struct DeviceCopy {
-    std::byte* to = nullptr;
-    const std::byte* from = nullptr;
-    std::uint64_t nbytes = 0;
-};
-
-/// True if `nbytes` from `data` on lie in `range`.
-inline bool lies_in(std::span<const std::byte> range, const std::byte* data, std::uint64_t nbytes) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(range.data());
-    const auto at = reinterpret_cast<std::uintptr_t>(data);
-    return at >= begin && at - begin <= range.size() && nbytes <= range.size() - (at - begin);
-}
-
-class DeviceApi {
+class DeviceApi : public Immovable {
   public:
-    DeviceApi() = default;
-    DeviceApi(const DeviceApi&) = delete;
-    DeviceApi& operator=(const DeviceApi&) = delete;
-    DeviceApi(DeviceApi&&) = delete;
-    DeviceApi& operator=(DeviceApi&&) = delete;
     virtual ~DeviceApi() = default;
 
-    virtual MaybeFault device_count(int& count) = 0;
+    virtual Result<int> device_count() = 0;
 
     /// Takes a reference to the primary context of `device`, which exists already where the process
     /// uses the device. Binds nothing.
-    virtual MaybeFault retain(int device) = 0;
+    virtual Status retain(int device) = 0;
     virtual void release(int device) = 0;
 
     /// The NUMA node of the host that is nearest to a retained `device`; -1 if unknown.
@@ -62,32 +44,32 @@ class DeviceApi {
 
     /// Binds the calling thread to the context of a retained `device`; `leave` restores what was
     /// bound before. Pairs nest.
-    virtual MaybeFault enter(int device) = 0;
+    virtual Status enter(int device) = 0;
     virtual void leave() = 0;
 
-    /// Gives the calling thread another mode, and `mode` the one that it had.
-    virtual MaybeFault exchange_capture(CaptureMode& mode) = 0;
+    /// Gives the calling thread another mode, and returns the one that it had.
+    virtual Result<CaptureMode> exchange_capture(CaptureMode mode) = 0;
 
     /// A stream that does not wait for the legacy default stream. (A priority would change nothing:
     /// copies ignore it.)
-    virtual MaybeFault create_stream(StreamHandle& stream) = 0;
+    virtual Result<StreamHandle> create_stream() = 0;
     virtual void destroy_stream(StreamHandle stream) = 0;
 
     /// An event without timing.
-    virtual MaybeFault create_event(EventHandle& event) = 0;
+    virtual Result<EventHandle> create_event() = 0;
     virtual void destroy_event(EventHandle event) = 0;
-    virtual MaybeFault record(EventHandle event, StreamHandle stream) = 0;
-    virtual MaybeFault is_done(EventHandle event, bool& done) = 0;
-    virtual MaybeFault stream_wait(StreamHandle stream, EventHandle event) = 0;
+    virtual Status record(EventHandle event, StreamHandle stream) = 0;
+    virtual Result<bool> is_done(EventHandle event) = 0;
+    virtual Status stream_wait(StreamHandle stream, EventHandle event) = 0;
 
     /// Enqueues copies from device to host (kGather) or from host to device (kScatter); in one call
     /// of the driver where it has such a call and there are several. They may run in any order.
     /// After a fault, any number of them may have been enqueued.
-    virtual MaybeFault copy(Direction direction, std::span<const DeviceCopy> copies,
-                            StreamHandle stream) = 0;
+    virtual Status copy(Direction direction, std::span<const DeviceCopy> copies,
+                        StreamHandle stream) = 0;
 
     /// Pins host memory, for all devices.
-    virtual MaybeFault register_host(std::byte* data, std::uint64_t nbytes) = 0;
+    virtual Status register_host(std::byte* data, std::uint64_t nbytes) = 0;
     virtual void unregister_host(std::byte* data) = 0;
 };
 

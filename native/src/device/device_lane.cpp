@@ -35,56 +35,55 @@ DeviceLane::DeviceLane(std::shared_ptr<Device> device, Direction direction,
 void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, const Queued& queued,
                       Done done) {
     // Before anything is enqueued: there is no way back from that.
-    std::list<Part> parts(std::max<std::size_t>(divide_up(copies.size(), kPart), 1));
+    NodeQueue<Part> parts(std::max<std::size_t>(divide_up(copies.size(), kPart), 1));
     Fences first;  // destroyed without the lock: that calls the driver
-    MaybeFault fault;
+    Enqueued all;
     {
         const std::scoped_lock order(order_);
-        std::shared_ptr<DeviceEvent> last;
         if (start()) {
             first = fences.take(device_->number());
-            fault = enqueue(copies, first, parts, last);
-            if (!last) fences.give_back(first);  // no wait for them may be under way
+            all = enqueue(copies, first, parts);
+            if (!all.done) fences.give_back(first);  // no wait for them may be under way
             try {
-                queued(last);
+                queued(all.done);
             } catch (const std::bad_alloc&) {
-                if (!fault) fault = out_of_memory("copy");
+                if (all.status.ok()) all.status = out_of_memory("copy");
             }
         } else {
-            fault = shut_down();
+            all.status = shut_down();
         }
-        if (last) {
+        if (all.done) {
             Part& end = parts.front();
-            if (!end.event) end.event = std::move(last);
-            end.fault = std::move(fault);
+            if (!end.event) end.event = std::move(all.done);
+            end.status = std::move(all.status);
             end.done = std::move(done);
             hand_over(parts);
             return;
         }
     }
-    done({.fault = std::move(fault), .finished = true});
+    done({.status = std::move(all.status), .finished = true});
 }
 
-/// `last` is what comes after all that may be under way. Leaves the last part to the caller. With
-/// order_ held.
-MaybeFault DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
-                               std::list<Part>& parts, std::shared_ptr<DeviceEvent>& last) {
+/// Leaves the last part to the caller. With order_ held.
+Enqueued DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
+                             NodeQueue<Part>& parts) {
     static const Fences kNone;
+    Enqueued all;
     while (true) {
         const auto now = copies.first(std::min(copies.size(), kPart));
         const std::uint64_t nbytes = bytes_of(now);
-        if (auto fault = wait_for_room(now.size(), nbytes)) return fault;
-        std::shared_ptr<DeviceEvent> event;
-        MaybeFault fault;
+        all.status = wait_for_room(now.size(), nbytes);
+        if (!all.status.ok()) return all;
+        Enqueued some;
         try {
-            fault = device_->copy(direction_, now, stream_, last ? kNone : fences, event);
+            some = device_->copy(direction_, now, stream_, all.done ? kNone : fences);
         } catch (const std::bad_alloc&) {
-            fault = out_of_memory("copy");
+            some.status = out_of_memory("copy");
         }
-        if (event) {
-            last = event;
+        if (some.done) {
+            all.done = some.done;
             Part& part = parts.front();
-            part.event = std::move(event);
+            part.event = std::move(some.done);
             part.copies = now.size();
             part.nbytes = nbytes;
             part.since = Clock::now();
@@ -93,13 +92,14 @@ MaybeFault DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences&
             outstanding_bytes_ += nbytes;
         }
         copies = copies.subspan(now.size());
-        if (fault || copies.empty()) return fault;
+        all.status = std::move(some.status);
+        if (!all.status.ok() || copies.empty()) return all;
         hand_over(parts);
     }
 }
 
 /// Returns when so much more may be enqueued. With order_ held.
-MaybeFault DeviceLane::wait_for_room(std::size_t copies, std::uint64_t nbytes) {
+Status DeviceLane::wait_for_room(std::size_t copies, std::uint64_t nbytes) {
     if (bytes_per_second_ > 0) {
         std::this_thread::sleep_until(next_);  // as long as one part takes, at most
         const std::chrono::duration<double> takes(static_cast<double>(nbytes) /
@@ -112,13 +112,13 @@ MaybeFault DeviceLane::wait_for_room(std::size_t copies, std::uint64_t nbytes) {
                                      outstanding_bytes_ + nbytes <= kMostOutstandingBytes);
     });
     if (hangs_) return shut_down();
-    return std::nullopt;
+    return {};
 }
 
 /// Gives the first of `parts` to the thread.
-void DeviceLane::hand_over(std::list<Part>& parts) {
+void DeviceLane::hand_over(NodeQueue<Part>& parts) {
     const std::scoped_lock lock(mutex_);
-    parts_.splice(parts_.end(), parts, parts.begin());
+    parts_.push_back(parts.take_front());
     changed_.notify_one();
 }
 
@@ -138,7 +138,7 @@ void DeviceLane::shutdown() {
 }
 
 void DeviceLane::loop() {
-    MaybeFault failed;     // of the call that the parts are of
+    Status failed;         // of the call that the parts are of
     bool finished = true;  // of the device, with all that it was given
     while (true) {
         Part part;
@@ -146,13 +146,11 @@ void DeviceLane::loop() {
             std::unique_lock lock(mutex_);
             changed_.wait(lock, [&] { return stopping_ || !parts_.empty(); });
             if (parts_.empty()) return;
-            part = std::move(parts_.front());
-            parts_.pop_front();
+            part = parts_.pop_front();
         }
-        bool idle = false;
-        auto fault = part.event->wait_idle([&] { return patience_.is_over(part.since); }, idle);
-        if (!idle && !fault) fault = shut_down();
-        if (fault && !failed) failed = std::move(fault);
+        auto [status, idle] = part.event->wait_idle([&] { return patience_.is_over(part.since); });
+        if (!idle && status.ok()) status = shut_down();
+        if (!status.ok() && failed.ok()) failed = std::move(status);
         finished = idle;
         part.event.reset();
         {
@@ -163,8 +161,8 @@ void DeviceLane::loop() {
             room_.notify_one();
         }
         if (!part.done) continue;
-        if (part.fault) failed = std::move(part.fault);
-        part.done({.fault = std::exchange(failed, std::nullopt), .finished = finished});
+        if (!part.status.ok()) failed = std::move(part.status);
+        part.done({.status = std::exchange(failed, {}), .finished = finished});
     }
 }
 

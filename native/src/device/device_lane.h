@@ -7,19 +7,20 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string>
 #include <thread>
 
+#include "base/immovable.h"
+#include "base/node_queue.h"
+#include "base/patience.h"
 #include "device/device.h"
-#include "pipeline/patience.h"
 
 namespace datastates {
 
-class DeviceLane {
+class DeviceLane : public Immovable {
   public:
     /// Copies that were enqueued and are not known to be done. More would fill the device's launch
     /// queue, in which training's own launches then wait.
@@ -29,22 +30,13 @@ class DeviceLane {
     /// them.
     static constexpr std::uint64_t kMostOutstandingBytes = std::uint64_t{32} << 20U;
 
-    /// How copies ended. Not `finished`: the device still may use the memory.
-    struct Outcome {
-        MaybeFault fault;
-        bool finished = true;
-    };
     using Queued = std::function<void(const std::shared_ptr<DeviceEvent>&)>;
-    using Done = std::function<void(Outcome)>;
+    using Done = std::function<void(CopyOutcome)>;
 
     /// Copies on the device's stream for `direction`, at most `bytes_per_second` (0: no limit).
     /// Waits for what is under way, as long as `patience` lasts.
     DeviceLane(std::shared_ptr<Device> device, Direction direction, const Patience& patience,
                std::uint64_t bytes_per_second = 0);
-    DeviceLane(const DeviceLane&) = delete;
-    DeviceLane& operator=(const DeviceLane&) = delete;
-    DeviceLane(DeviceLane&&) = delete;
-    DeviceLane& operator=(DeviceLane&&) = delete;
     ~DeviceLane() { shutdown(); }
 
     [[nodiscard]] const std::shared_ptr<Device>& device() const { return device_; }
@@ -66,16 +58,16 @@ class DeviceLane {
         std::shared_ptr<DeviceEvent> event;
         std::size_t copies = 0;
         std::uint64_t nbytes = 0;
-        MaybeFault fault;
+        Status status;                           ///< of the call, in its last part
         Done done;                               ///< null if it is not the last
         Clock::time_point since = Clock::now();  ///< what hangs is waited for from here on
     };
 
     bool start();  // false when stopping
-    MaybeFault enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
-                       std::list<Part>& parts, std::shared_ptr<DeviceEvent>& last);
-    MaybeFault wait_for_room(std::size_t copies, std::uint64_t nbytes);
-    void hand_over(std::list<Part>& parts);
+    Enqueued enqueue(std::span<const DeviceCopy> copies, const Fences& fences,
+                     NodeQueue<Part>& parts);
+    Status wait_for_room(std::size_t copies, std::uint64_t nbytes);
+    void hand_over(NodeQueue<Part>& parts);
     void loop();
 
     const std::shared_ptr<Device> device_;
@@ -90,8 +82,8 @@ class DeviceLane {
     std::mutex mutex_;                 // guards what follows; taken after order_
     std::condition_variable changed_;  // parts_, stopping_
     std::condition_variable room_;     // outstanding_
-    std::list<Part> parts_;            // a list, to which a node is added without fail
-    std::size_t outstanding_ = 0;      // copies
+    NodeQueue<Part> parts_;
+    std::size_t outstanding_ = 0;  // copies
     std::uint64_t outstanding_bytes_ = 0;
     bool hangs_ = false;     // patience was over before what was waited for last was done
     bool stopping_ = false;  // set with order_ held, too

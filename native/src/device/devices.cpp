@@ -23,10 +23,10 @@ class Copying {
   public:
     Copying(std::size_t devices, DeviceLane::Done done) : left_(devices), done_(std::move(done)) {}
 
-    void one_is_done(DeviceLane::Outcome outcome) {
+    void one_is_done(CopyOutcome outcome) {
         {
             const std::scoped_lock lock(mutex_);
-            if (!all_.fault) all_.fault = std::move(outcome.fault);
+            if (all_.status.ok()) all_.status = std::move(outcome.status);
             all_.finished = all_.finished && outcome.finished;
             if (--left_ > 0) return;
         }
@@ -36,26 +36,28 @@ class Copying {
   private:
     std::mutex mutex_;  // guards what follows
     std::size_t left_;
-    DeviceLane::Outcome all_;
+    CopyOutcome all_;
     DeviceLane::Done done_;
 };
 
 }  // namespace
 
-MaybeFault Devices::open(int device) {
+Status Devices::open(int device) {
     const std::scoped_lock opening(opening_);
-    if (find_opened(device) != nullptr) return std::nullopt;
+    if (find_opened(device) != nullptr) return {};
     if (!api_) {
-        if (auto fault = open_cuda(cuda_library(), api_)) return fault;
+        auto cuda = open_cuda(cuda_library());
+        if (!cuda.ok()) return std::move(cuda).fault();
+        api_ = *std::move(cuda);
     }
-    std::shared_ptr<Device> opened;
-    if (auto fault = Device::open(api_, device, opened)) return fault;
-    auto lanes = std::make_unique<Opened>(opened, patience_, bytes_per_second_);
+    auto opened = Device::open(api_, device);
+    if (!opened.ok()) return std::move(opened).fault();
+    auto lanes = std::make_unique<Opened>(*opened, patience_, bytes_per_second_);
     const std::scoped_lock lock(mutex_);
     if (stopping_) return shut_down();
-    pinner_.start(opened);
+    pinner_.start(*opened);
     opened_.emplace(device, std::move(lanes));
-    return std::nullopt;
+    return {};
 }
 
 Devices::Opened* Devices::find_opened(int device) const {
@@ -74,27 +76,25 @@ void Devices::copy(Direction direction, std::span<const std::byte> segment,
                    DeviceLane::Done done) {
     // One more, this thread: it reads the list.
     const auto copying = std::make_shared<Copying>(work.size() + 1, std::move(done));
-    const MaybeFault fault = pinner_.wait(segment.data(), segment.size());
+    const Status pinned = pinner_.wait(segment.data(), segment.size());
     for (const auto& [number, each] : work) {
-        MaybeFault failed = fault;
+        Status status = pinned;
         try {
-            if (!failed) {
+            if (status.ok()) {
                 Opened& opened = *find_opened(number);
                 DeviceLane& lane = direction == Direction::kGather ? opened.from : opened.to;
                 lane.copy(
                     each.copies, fences,
                     [&](const auto& event) { queued(number, each.groups, event); },
-                    [copying](DeviceLane::Outcome outcome) {
-                        copying->one_is_done(std::move(outcome));
-                    });
+                    [copying](CopyOutcome outcome) { copying->one_is_done(std::move(outcome)); });
                 continue;
             }
         } catch (const std::system_error& error) {  // the lane's thread; nothing was enqueued
-            failed = no_thread(error);
+            status = no_thread(error);
         } catch (const std::exception&) {
-            failed = out_of_memory("copy");
+            status = out_of_memory("copy");
         }
-        copying->one_is_done({.fault = std::move(failed), .finished = true});
+        copying->one_is_done({.status = std::move(status), .finished = true});
     }
     copying->one_is_done({});
 }

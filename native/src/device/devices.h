@@ -10,16 +10,17 @@
 #include <span>
 #include <vector>
 
+#include "base/immovable.h"
+#include "base/patience.h"
 #include "device/device.h"
 #include "device/device_lane.h"
 #include "device/pinner.h"
 #include "memory/host_cache.h"
 #include "memory/transfer.h"
-#include "pipeline/patience.h"
 
 namespace datastates {
 
-class Devices {
+class Devices : public Immovable {
   public:
     /// Without an `api`, CUDA's is opened when the first device is. Saves copy at most
     /// `bytes_per_second` from each device (0: no limit).
@@ -29,14 +30,10 @@ class Devices {
           bytes_per_second_(bytes_per_second),
           pinner_(std::move(cache), patience_),
           api_(std::move(api)) {}
-    Devices(const Devices&) = delete;
-    Devices& operator=(const Devices&) = delete;
-    Devices(Devices&&) = delete;
-    Devices& operator=(Devices&&) = delete;
     ~Devices() { shutdown(); }
 
     /// Makes `device` usable; begins to pin the cache, in a thread. Idempotent.
-    MaybeFault open(int device);
+    Status open(int device);
 
     /// Null if it was not opened.
     [[nodiscard]] std::shared_ptr<Device> find(int device) const;

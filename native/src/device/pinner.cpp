@@ -34,7 +34,7 @@ bool Pinner::idle() const {
     return stopping_ || is_idle();
 }
 
-MaybeFault Pinner::node_fault() const {
+std::optional<Fault> Pinner::node_fault() const {
     const std::scoped_lock lock(mutex_);
     return node_fault_;
 }
@@ -43,29 +43,27 @@ bool Pinner::is_idle() const {
     return !device_ || (!look_ && !pinning_ && pieces_.empty());
 }
 
-MaybeFault Pinner::fault() const {
+std::optional<Fault> Pinner::fault() const {
     const std::scoped_lock lock(mutex_);
     return fault_;
 }
 
-MaybeFault Pinner::wait(const std::byte* data, std::uint64_t nbytes) {
+Status Pinner::wait(const std::byte* data, std::uint64_t nbytes) {
     constexpr std::chrono::milliseconds kPoll(50);
-    if (!cache_->has(data)) return std::nullopt;
+    if (!cache_->has(data)) return {};
     const auto since = Clock::now();
-    std::list<Bytes> own{{data, nbytes}};
-    const auto place = own.begin();
     std::unique_lock lock(mutex_);
+    const auto place = waited_for_.insert(waited_for_.end(), {data, nbytes});
     const auto settled = [&] {
         return fault_ || is_idle() || stopping_ || first_unpinned(*place) == nullptr;
     };
-    waited_for_.splice(waited_for_.end(), own);
-    MaybeFault fault;
-    while (!fault && !changed_.wait_for(lock, kPoll, settled)) {
-        if (patience_.is_over(since)) fault = shut_down();
+    Status status;
+    while (status.ok() && !changed_.wait_for(lock, kPoll, settled)) {
+        if (patience_.is_over(since)) status = shut_down();
     }
-    if (stopping_ && !fault && !fault_ && first_unpinned(*place) != nullptr) fault = shut_down();
-    own.splice(own.end(), waited_for_, place);
-    return fault;
+    if (stopping_ && !fault_ && first_unpinned(*place) != nullptr) status = shut_down();
+    waited_for_.erase(place);
+    return status;
 }
 
 /// Null if all of it is pinned.
@@ -118,10 +116,10 @@ void Pinner::loop() {
         std::unique_lock lock(mutex_);
         wanted_.wait(lock, [&] { return device_ || stopping_; });
     }
-    MaybeFault far;
-    if (device_) far = prefer_node(device_->near_node());  // set once
+    Status near;
+    if (device_) near = prefer_node(device_->near_node());  // set once
     std::unique_lock lock(mutex_);
-    node_fault_ = std::move(far);
+    if (!near.ok()) node_fault_ = std::move(near).fault();
     while (!stopping_) {
         try {
             if (look_) find_pieces();
@@ -133,9 +131,9 @@ void Pinner::loop() {
             const Piece piece = take_piece();
             pinning_ = true;
             lock.unlock();
-            auto fault = pin(piece);
+            auto pinned = pin(piece);
             lock.lock();
-            if (fault) give_up(std::move(*fault));
+            if (!pinned.ok()) give_up(std::move(pinned).fault());
         } catch (const std::bad_alloc&) {
             if (!lock.owns_lock()) lock.lock();
             give_up(out_of_memory("pin"));
@@ -150,24 +148,23 @@ void Pinner::give_up(Fault fault) {
     pieces_.clear();
 }
 
-MaybeFault Pinner::pin(const Piece& piece) {
+Status Pinner::pin(const Piece& piece) {
     fault_in(piece.bytes);
     {
         std::unique_lock lock(mutex_);
-        if (wanted_.wait_until(lock, next_, [&] { return stopping_; })) return std::nullopt;
+        if (wanted_.wait_until(lock, next_, [&] { return stopping_; })) return {};
     }
     // What is pinned stays so, whatever fails: copies may use it already.
     auto& pins = cache_->pins_of(piece.arena, 0);
     const auto began = Clock::now();
-    std::unique_ptr<PinnedMemory> pinned;
-    auto fault = PinnedMemory::pin(device_, piece.bytes, pinned);
+    auto pinned = PinnedMemory::pin(device_, piece.bytes);
     next_ = Clock::now() + (Clock::now() - began);
-    if (fault) return fault;
-    pins.push_back(std::move(pinned));  // there is room
+    if (!pinned.ok()) return std::move(pinned).fault();
+    pins.push_back(*std::move(pinned));  // there is room
     pinned_bytes_ += piece.bytes.size();
     const std::scoped_lock lock(mutex_);
     pinned_.emplace(piece.bytes.data(), piece.bytes.size());
-    return std::nullopt;
+    return {};
 }
 
 void Pinner::shutdown() {

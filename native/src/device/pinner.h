@@ -14,23 +14,21 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 
+#include "base/immovable.h"
+#include "base/patience.h"
 #include "device/device.h"
 #include "memory/host_cache.h"
-#include "pipeline/patience.h"
 
 namespace datastates {
 
-class Pinner {
+class Pinner : public Immovable {
   public:
     Pinner(std::shared_ptr<HostCache> cache, const Patience& patience)
         : cache_(std::move(cache)), patience_(patience) {}
-    Pinner(const Pinner&) = delete;
-    Pinner& operator=(const Pinner&) = delete;
-    Pinner(Pinner&&) = delete;
-    Pinner& operator=(Pinner&&) = delete;
     ~Pinner() { shutdown(); }
 
     /// Begins to pin, through `device`; nothing if it has begun. Throws std::system_error.
@@ -44,13 +42,13 @@ class Pinner {
 
     [[nodiscard]] std::uint64_t pinned_bytes() const { return pinned_bytes_; }
     /// Why some memory is not pinned.
-    [[nodiscard]] MaybeFault fault() const;
+    [[nodiscard]] std::optional<Fault> fault() const;
     /// Why memory may lie far from the device.
-    [[nodiscard]] MaybeFault node_fault() const;
+    [[nodiscard]] std::optional<Fault> node_fault() const;
 
     /// Waits until this memory is pinned, if it is the cache's and is going to be. A fault:
     /// patience is over, or `shutdown` came first.
-    MaybeFault wait(const std::byte* data, std::uint64_t nbytes);
+    Status wait(const std::byte* data, std::uint64_t nbytes);
 
     /// Joins the thread. What is pinned stays so, until the cache goes.
     void shutdown();
@@ -71,7 +69,7 @@ class Pinner {
     void give_up(Fault fault);
 
     void loop();
-    MaybeFault pin(const Piece& piece);
+    Status pin(const Piece& piece);
 
     const std::shared_ptr<HostCache> cache_;
     const Patience& patience_;
@@ -87,8 +85,8 @@ class Pinner {
     bool look_ = true;      // there may be memory that is in no piece yet
     bool pinning_ = false;  // a piece is in hand
     bool stopping_ = false;
-    MaybeFault fault_;
-    MaybeFault node_fault_;
+    std::optional<Fault> fault_;
+    std::optional<Fault> node_fault_;
     std::jthread thread_;  // ends when stopping_; joined by `shutdown`
     std::atomic<std::uint64_t> pinned_bytes_ = 0;
 };

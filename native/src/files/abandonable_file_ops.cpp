@@ -6,6 +6,8 @@
 #include <chrono>
 #include <utility>
 
+#include "base/immovable.h"
+
 namespace datastates {
 namespace {
 
@@ -22,17 +24,13 @@ Fault stuck(const char* operation, const std::string& path, Clock::duration last
 }  // namespace
 
 /// An operation under way, on the stack of its thread.
-class AbandonableFileOps::Call {
+class AbandonableFileOps::Call : public Immovable {
   public:
     Call(AbandonableFileOps& ops, const char* operation, const std::string& path)
         : ops_(ops), operation_(operation), path_(&path) {
         const std::scoped_lock lock(ops_.mutex_);
         next_ = std::exchange(ops_.calls_, this);
     }
-    Call(const Call&) = delete;
-    Call& operator=(const Call&) = delete;
-    Call(Call&&) = delete;
-    Call& operator=(Call&&) = delete;
     ~Call() {
         {
             const std::scoped_lock lock(ops_.mutex_);
@@ -65,13 +63,13 @@ class AbandonableFileOps::Call {
     Call* next_ = nullptr;
 };
 
-MaybeFault AbandonableFileOps::abandon(std::thread::id thread) {
+std::optional<Fault> AbandonableFileOps::abandon(std::thread::id thread) {
     const std::scoped_lock lock(mutex_);
     for (Call* call = calls_; call != nullptr; call = call->next()) {
         if (!call->is_by(thread)) continue;
         if (!patience_.is_over(call->since())) return std::nullopt;
-        MaybeFault fault = call->fault();
-        abandoned_.push_back(*fault);
+        Fault fault = call->fault();
+        abandoned_.push_back(fault);
         call->unlink();
         return fault;
     }

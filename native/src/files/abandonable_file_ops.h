@@ -7,13 +7,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/fault.h"
+#include "base/patience.h"
 #include "files/file_ops.h"
-#include "pipeline/patience.h"
 
 namespace datastates {
 
@@ -36,7 +37,7 @@ class AbandonableFileOps final : public FileOps {
 
     /// Gives up the operation that `thread` is in, if patience is over for it; returns what is to
     /// be said of it. Any thread. Throws std::bad_alloc, and has then given up nothing.
-    MaybeFault abandon(std::thread::id thread);
+    std::optional<Fault> abandon(std::thread::id thread);
 
     /// All that was given up until now.
     [[nodiscard]] std::vector<Fault> abandoned() const;

@@ -11,6 +11,7 @@
 #include <span>
 #include <string>
 
+#include "base/immovable.h"
 #include "base/sizes.h"
 
 namespace datastates {
@@ -24,13 +25,8 @@ struct SysResult {
 };
 
 /// The system calls, one to one. May return EINTR and short counts. Any thread.
-class FileOps {
+class FileOps : public Immovable {
   public:
-    FileOps() = default;
-    FileOps(const FileOps&) = delete;
-    FileOps& operator=(const FileOps&) = delete;
-    FileOps(FileOps&&) = delete;
-    FileOps& operator=(FileOps&&) = delete;
     virtual ~FileOps() = default;
 
     virtual SysResult open(const std::string& path, int flags, mode_t mode) = 0;

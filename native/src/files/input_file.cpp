@@ -23,7 +23,7 @@ InputFile::~InputFile() {
     if (fd_ >= 0) ops_->close(fd_);  // nothing was written: nothing to lose
 }
 
-MaybeFault InputFile::open(std::uint64_t nbytes) {
+Status InputFile::open(std::uint64_t nbytes) {
     Fault fault{.kind = FaultKind::kIo, .path = path_, .operation = "open", .detail = {}};
     // O_NONBLOCK: a pipe in the file's place must not block; its size is not the file's.
     constexpr int kFlags = O_RDONLY | O_CLOEXEC | O_NONBLOCK;
@@ -49,10 +49,10 @@ MaybeFault InputFile::open(std::uint64_t nbytes) {
                        std::to_string(found) + " bytes instead of " + std::to_string(nbytes);
         return fault;
     }
-    return std::nullopt;
+    return {};
 }
 
-MaybeFault InputFile::fall_back() {
+Status InputFile::fall_back() {
     const auto result = ops_->set_direct(fd_, false);
     if (!result.ok()) {
         return Fault{.kind = FaultKind::kIo,
@@ -62,11 +62,10 @@ MaybeFault InputFile::fall_back() {
                      .detail = {}};
     }
     direct_ = false;
-    return std::nullopt;
+    return {};
 }
 
-MaybeFault InputFile::read(std::span<std::byte> buffer, std::uint64_t offset,
-                           std::uint64_t nbytes) {
+Status InputFile::read(std::span<std::byte> buffer, std::uint64_t offset, std::uint64_t nbytes) {
     std::uint64_t done = 0;
     while (done < nbytes) {
         const bool direct = direct_;
@@ -75,7 +74,7 @@ MaybeFault InputFile::read(std::span<std::byte> buffer, std::uint64_t offset,
         const auto result = uninterrupted(
             [&] { return ops_->read(fd_, buffer.subspan(done, wanted), offset + done); });
         if (direct && is_unsupported(result.error)) {
-            if (auto fault = fall_back()) return fault;
+            if (auto status = fall_back(); !status.ok()) return status;
             continue;
         }
         const auto got = static_cast<std::uint64_t>(std::max<std::int64_t>(0, result.value));
@@ -94,10 +93,10 @@ MaybeFault InputFile::read(std::span<std::byte> buffer, std::uint64_t offset,
         // A short direct read goes on from the last aligned place; one shorter than that, buffered.
         done += got / kDirectAlignment * kDirectAlignment;
         if (got < kDirectAlignment) {
-            if (auto fault = fall_back()) return fault;
+            if (auto status = fall_back(); !status.ok()) return status;
         }
     }
-    return std::nullopt;
+    return {};
 }
 
 }  // namespace datastates

@@ -32,20 +32,20 @@ Fault OutputFile::failed(const char* operation, int error, std::uint64_t offset)
     return io_fault(path_, operation, error, offset);
 }
 
-MaybeFault OutputFile::ensure_open() {
+Status OutputFile::ensure_open() {
     std::unique_lock lock(mutex_);
     if (opening_ == Opening::kNotYet) {
         opening_ = Opening::kUnderWay;
         // Without the lock: the call may never return, and others must not wait for it then.
         lock.unlock();
-        auto fault = create();
+        auto created = create();
         lock.lock();
-        open_fault_ = std::move(fault);
+        opened_ = std::move(created);
         opening_ = Opening::kTried;
         opening_changed_.notify_all();
     }
     opening_changed_.wait(lock, [&] { return opening_ == Opening::kTried || cancelled_; });
-    return opening_ == Opening::kTried ? open_fault_ : cancelled();
+    return opening_ == Opening::kTried ? opened_ : cancelled();
 }
 
 void OutputFile::cancel() {
@@ -54,7 +54,7 @@ void OutputFile::cancel() {
     opening_changed_.notify_all();
 }
 
-MaybeFault OutputFile::create() {
+Status OutputFile::create() {
     constexpr mode_t kMode = 0644;  // less the umask
     const auto opened = uninterrupted(
         [&] { return ops_->open(path_, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, kMode); });
@@ -75,18 +75,18 @@ MaybeFault OutputFile::create() {
     if (!allocated.ok() && !is_unsupported(allocated.error)) {
         return failed("fallocate", allocated.error, 0);
     }
-    return std::nullopt;
+    return {};
 }
 
-MaybeFault OutputFile::fall_back() {
+Status OutputFile::fall_back() {
     // On the same descriptor, so writes under way in other threads are not disturbed.
     const auto result = ops_->set_direct(fd_, false);
     if (!result.ok()) return failed("open", result.error, 0);
     direct_ = false;
-    return std::nullopt;
+    return {};
 }
 
-MaybeFault OutputFile::write(std::span<const std::byte> data, std::uint64_t offset) {
+Status OutputFile::write(std::span<const std::byte> data, std::uint64_t offset) {
     const Range range{.begin = offset, .end = std::min(offset + data.size(), nbytes_)};
     std::uint64_t done = 0;
     while (done < range.size()) {
@@ -94,7 +94,7 @@ MaybeFault OutputFile::write(std::span<const std::byte> data, std::uint64_t offs
         const auto left = direct ? data.subspan(done) : data.first(range.size()).subspan(done);
         const auto result = uninterrupted([&] { return ops_->write(fd_, left, offset + done); });
         if (direct && is_unsupported(result.error)) {
-            if (auto fault = fall_back()) return fault;
+            if (auto status = fall_back(); !status.ok()) return status;
             continue;
         }
         if (!result.ok()) return failed("write", result.error, offset + done);
@@ -105,14 +105,14 @@ MaybeFault OutputFile::write(std::span<const std::byte> data, std::uint64_t offs
         // buffered.
         const std::uint64_t aligned = written / kDirectAlignment * kDirectAlignment;
         if (direct && aligned == 0) {
-            if (auto fault = fall_back()) return fault;
+            if (auto status = fall_back(); !status.ok()) return status;
         }
         done += direct ? aligned : written;
     }
-    return direct_ ? std::nullopt : limit_dirty(range);
+    return direct_ ? Status() : limit_dirty(range);
 }
 
-MaybeFault OutputFile::limit_dirty(Range written) {
+Status OutputFile::limit_dirty(Range written) {
     // An error of write-back must be reported from here: having been told to this descriptor once,
     // it is not told to fdatasync again.
     const auto started = uninterrupted([&] { return ops_->start_writeback(fd_, written); });
@@ -123,7 +123,7 @@ MaybeFault OutputFile::limit_dirty(Range written) {
     {
         const std::scoped_lock lock(mutex_);
         behind_.push_back(written);
-        if (behind_.size() <= kMaxBehind) return std::nullopt;
+        if (behind_.size() <= kMaxBehind) return {};
         oldest = behind_.front();
         behind_.pop_front();
     }
@@ -132,10 +132,10 @@ MaybeFault OutputFile::limit_dirty(Range written) {
         return failed("write", waited.error, oldest.begin);
     }
     ops_->drop_cached(fd_, oldest);  // advice
-    return std::nullopt;
+    return {};
 }
 
-MaybeFault OutputFile::finish() {
+Status OutputFile::finish() {
     const int fd = fd_;
     const auto cut = uninterrupted([&] { return ops_->truncate(fd, nbytes_); });
     if (!cut.ok()) return failed("ftruncate", cut.error, nbytes_);
@@ -146,7 +146,7 @@ MaybeFault OutputFile::finish() {
     fd_ = -1;
     const auto closed = ops_->close(fd);
     if (!closed.ok()) return failed("close", closed.error, 0);
-    return std::nullopt;
+    return {};
 }
 
 void OutputFile::abandon() {
@@ -155,7 +155,7 @@ void OutputFile::abandon() {
     if (fd >= 0) ops_->close(fd);  // its errors matter no more
 }
 
-MaybeFault sync_directory(FileOps& ops, const std::string& path) {
+Status sync_directory(FileOps& ops, const std::string& path) {
     const auto opened =
         uninterrupted([&] { return ops.open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0); });
     if (!opened.ok()) return io_fault(path, "open", opened.error, 0);
@@ -164,7 +164,7 @@ MaybeFault sync_directory(FileOps& ops, const std::string& path) {
     const auto closed = ops.close(fd);
     if (!synced.ok()) return io_fault(path, "fsync", synced.error, 0);
     if (!closed.ok()) return io_fault(path, "close", closed.error, 0);
-    return std::nullopt;
+    return {};
 }
 
 }  // namespace datastates

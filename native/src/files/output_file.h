@@ -13,21 +13,18 @@
 #include <string>
 #include <utility>
 
-#include "base/fault.h"
+#include "base/immovable.h"
 #include "base/sizes.h"
+#include "base/status.h"
 #include "files/file_ops.h"
 
 namespace datastates {
 
 /// One file under construction; any thread may write any part. Uses O_DIRECT where the filesystem
 /// takes it, and else the page cache, of which it then keeps little dirty.
-class OutputFile {
+class OutputFile : public Immovable {
   public:
     OutputFile(std::shared_ptr<FileOps> ops, std::string path, std::uint64_t nbytes);
-    OutputFile(const OutputFile&) = delete;
-    OutputFile& operator=(const OutputFile&) = delete;
-    OutputFile(OutputFile&&) = delete;
-    OutputFile& operator=(OutputFile&&) = delete;
     ~OutputFile() { abandon(); }
 
     /// Another path than the one given at first. No thread has opened the file, or does so now.
@@ -35,7 +32,7 @@ class OutputFile {
 
     /// Creates the file (it must not exist) and allocates its space. Only the first call does;
     /// others wait for it, or for `cancel`.
-    MaybeFault ensure_open();
+    Status ensure_open();
 
     /// The file is not needed any more: a thread that waits for another to open it returns. Does
     /// not block.
@@ -43,10 +40,10 @@ class OutputFile {
 
     /// Writes whole multiples of kDirectAlignment at such an offset. What lies beyond the file's
     /// size is padding: it may reach storage, and `finish` cuts it off. The file is open.
-    MaybeFault write(std::span<const std::byte> data, std::uint64_t offset);
+    Status write(std::span<const std::byte> data, std::uint64_t offset);
 
     /// Cuts the file to its size, makes its bytes durable, closes it. No write is under way.
-    MaybeFault finish();
+    Status finish();
 
     /// Closes the file as it is. No write is under way.
     void abandon();
@@ -60,19 +57,19 @@ class OutputFile {
   private:
     enum class Opening : std::uint8_t { kNotYet, kUnderWay, kTried };
 
-    MaybeFault create();
-    MaybeFault fall_back();
-    MaybeFault limit_dirty(Range written);
+    Status create();
+    Status fall_back();
+    Status limit_dirty(Range written);
     [[nodiscard]] Fault failed(const char* operation, int error, std::uint64_t offset) const;
 
     std::shared_ptr<FileOps> ops_;
     std::string path_;
     std::uint64_t nbytes_;
-    std::mutex mutex_;  // guards what follows up to open_fault_, and behind_
+    std::mutex mutex_;  // guards what follows up to opened_, and behind_
     std::condition_variable opening_changed_;
     Opening opening_ = Opening::kNotYet;
     bool cancelled_ = false;
-    MaybeFault open_fault_;
+    Status opened_;  // when kTried
     std::atomic<int> fd_ = -1;
     std::atomic<bool> direct_ = true;
     std::atomic<bool> left_open_ = false;
@@ -80,6 +77,6 @@ class OutputFile {
 };
 
 /// Makes a directory's entries durable.
-MaybeFault sync_directory(FileOps& ops, const std::string& path);
+Status sync_directory(FileOps& ops, const std::string& path);
 
 }  // namespace datastates

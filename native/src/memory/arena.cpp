@@ -76,13 +76,13 @@ void touch_pages(std::span<std::byte> memory) {
     }
 }
 
-MaybeFault prefer_node(int node) {
+Status prefer_node(int node) {
     constexpr int kPreferred = 1;  // MPOL_PREFERRED
     constexpr int kBits = std::numeric_limits<unsigned long>::digits;
-    if (node < 0 || node >= kBits) return std::nullopt;
+    if (node < 0 || node >= kBits) return {};
     const unsigned long nodes = 1UL << static_cast<unsigned>(node);
     // The kernel reads one bit less than it is told of.
-    if (::syscall(SYS_set_mempolicy, kPreferred, &nodes, kBits + 1) == 0) return std::nullopt;
+    if (::syscall(SYS_set_mempolicy, kPreferred, &nodes, kBits + 1) == 0) return {};
     const int error = errno;
     try {
         Fault fault;

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <span>
 
-#include "base/fault.h"
+#include "base/status.h"
 
 namespace datastates {
 
@@ -38,6 +38,6 @@ void touch_pages(std::span<std::byte> memory);
 /// Pages that the calling thread faults in come from this NUMA node of the host, if it has room.
 /// Does nothing for -1. Where the system forbids to say so (containers do), the thread runs on the
 /// node's CPUs from now on, as pages come from the node of the CPU otherwise; the fault says that.
-MaybeFault prefer_node(int node);
+Status prefer_node(int node);
 
 }  // namespace datastates

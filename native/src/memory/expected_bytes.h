@@ -9,7 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "device/device_api.h"
+#include "memory/copies.h"
 
 namespace datastates {
 

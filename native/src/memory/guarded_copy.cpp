@@ -9,6 +9,8 @@
 #include <cerrno>
 #include <cstdint>
 
+#include "base/immovable.h"
+
 namespace datastates {
 namespace {
 
@@ -33,7 +35,7 @@ bool copy_at_once(std::span<const DeviceCopy> copies) {
 }
 
 /// write(2) takes any memory that the program itself can read, and reports what it cannot.
-class Pipe {
+class Pipe : public Immovable {
   public:
     Pipe() {
         if (pipe2(ends_.data(), O_CLOEXEC) != 0) {
@@ -43,10 +45,6 @@ class Pipe {
         capacity_ = fcntl(ends_[1], F_GETPIPE_SZ);
         if (capacity_ <= 0) error_ = errno;
     }
-    Pipe(const Pipe&) = delete;
-    Pipe& operator=(const Pipe&) = delete;
-    Pipe(Pipe&&) = delete;
-    Pipe& operator=(Pipe&&) = delete;
     ~Pipe() {
         for (const int end : ends_) {
             if (end >= 0) close(end);

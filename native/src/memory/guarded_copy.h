@@ -4,7 +4,7 @@
 
 #include <span>
 
-#include "device/device_api.h"
+#include "memory/copies.h"
 
 namespace datastates {
 

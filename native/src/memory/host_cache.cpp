@@ -4,6 +4,8 @@
 #include <limits>
 #include <utility>
 
+#include "memory/copies.h"
+
 namespace datastates {
 namespace {
 
@@ -128,9 +130,8 @@ std::vector<HostCache::Memory> HostCache::unpinned() const {
     return memory;
 }
 
-std::vector<std::unique_ptr<PinnedMemory>>& HostCache::pins_of(std::size_t index,
-                                                               std::size_t count) {
-    std::vector<std::unique_ptr<PinnedMemory>> pins;
+std::vector<std::unique_ptr<CachePin>>& HostCache::pins_of(std::size_t index, std::size_t count) {
+    std::vector<std::unique_ptr<CachePin>> pins;
     pins.reserve(count);
     const std::scoped_lock lock(mutex_);
     return pins_.try_emplace(index, std::move(pins)).first->second;

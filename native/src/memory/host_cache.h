@@ -27,14 +27,20 @@
 #include <span>
 #include <vector>
 
+#include "base/clock.h"
+#include "base/immovable.h"
 #include "base/sizes.h"
-#include "device/device.h"
 #include "memory/arena.h"
-#include "pipeline/window.h"
 
 namespace datastates {
 
 class HostCache;
+
+/// What keeps a part of the cache's memory pinned, as long as it lives.
+class CachePin : public Immovable {
+  public:
+    virtual ~CachePin() = default;
+};
 
 /// Segments held: given back with the object. Keeps the cache's memory alive.
 class Lease {
@@ -117,7 +123,7 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     [[nodiscard]] std::vector<Memory> unpinned() const;
     /// Where to keep up to `count` pins, without fail, until just before that memory is unmapped.
     /// For one thread.
-    std::vector<std::unique_ptr<PinnedMemory>>& pins_of(std::size_t index, std::size_t count);
+    std::vector<std::unique_ptr<CachePin>>& pins_of(std::size_t index, std::size_t count);
 
     class SlabRequest;
 
@@ -171,7 +177,7 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
 
     mutable std::mutex mutex_;   // guards all that follows
     std::vector<Arena> arenas_;  // unmapped with the cache, which leases keep alive
-    std::map<std::size_t, std::vector<std::unique_ptr<PinnedMemory>>> pins_;  // by arena
+    std::map<std::size_t, std::vector<std::unique_ptr<CachePin>>> pins_;  // by arena
     std::vector<Slot> slots_;                       // in each arena: for saves first, then restores
     std::vector<std::uint32_t> free_for_saves_;     // stacks: what was used last is used next, so a
     std::vector<std::uint32_t> free_for_restores_;  // small job touches little memory
@@ -191,13 +197,9 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
 
 /// A request for contiguous segments that keeps its place in the queue while its caller does
 /// something else between two waits.
-class HostCache::SlabRequest {
+class HostCache::SlabRequest : public Immovable {
   public:
     SlabRequest(std::shared_ptr<HostCache> cache, std::uint64_t nbytes, std::uint64_t order);
-    SlabRequest(const SlabRequest&) = delete;
-    SlabRequest& operator=(const SlabRequest&) = delete;
-    SlabRequest(SlabRequest&&) = delete;
-    SlabRequest& operator=(SlabRequest&&) = delete;
     ~SlabRequest();
 
     enum class State : std::uint8_t { kGranted, kWaiting, kNeverFits, kClosed };

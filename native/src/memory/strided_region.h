@@ -10,13 +10,9 @@
 #include <vector>
 
 #include "base/sizes.h"
+#include "memory/copies.h"
 
 namespace datastates {
-
-enum class Direction : std::uint8_t {
-    kGather,   ///< memory to stream
-    kScatter,  ///< stream to memory
-};
 
 /// One dimension of a region.
 struct Axis {

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "base/sizes.h"
-#include "device/device_api.h"
+#include "memory/copies.h"
 #include "memory/strided_region.h"
 
 namespace datastates {

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/fault.h"
+#include "base/immovable.h"
 #include "base/threads.h"
 #include "files/abandonable_file_ops.h"
 
@@ -29,16 +30,11 @@ namespace datastates {
 /// until the process has ended. Its stack and all that this keeps alive remain as they are: the
 /// pipeline, the job, the segment that the system may still read or fill.
 template <typename Job>
-class Crew {
+class Crew : public Immovable {
   public:
-    class Member {
+    class Member : public Immovable {
       public:
         explicit Member(std::mutex& mutex) : mutex_(mutex) {}
-        Member(const Member&) = delete;
-        Member& operator=(const Member&) = delete;
-        Member(Member&&) = delete;
-        Member& operator=(Member&&) = delete;
-        ~Member() = default;
 
         /// What this thread has a pin of, until it says otherwise. For the member itself.
         void works_on(std::weak_ptr<Job> job) {
@@ -62,11 +58,6 @@ class Crew {
     };
 
     explicit Crew(std::shared_ptr<AbandonableFileOps> ops) : ops_(std::move(ops)) {}
-    Crew(const Crew&) = delete;
-    Crew& operator=(const Crew&) = delete;
-    Crew(Crew&&) = delete;
-    Crew& operator=(Crew&&) = delete;
-    ~Crew() = default;
 
     /// Starts a thread. `body` keeps alive what it uses, this crew too.
     void start(const std::string& name, std::function<void(Member&)> body) {

@@ -80,8 +80,8 @@ void Engine::require_open(const StreamContent& content) const {
     }
 }
 
-MaybeFault Engine::copy_to_host(const StreamContent& content, std::byte* out, int device,
-                                StreamHandle stream, std::shared_ptr<DeviceEvent>& done) {
+Enqueued Engine::copy_to_host(const StreamContent& content, std::byte* out, int device,
+                              StreamHandle stream) {
     require_open(content);
     std::map<int, DeviceWork> work;
     content.list(Direction::kGather, {.begin = 0, .end = content.end()}, out, work);
@@ -92,8 +92,9 @@ MaybeFault Engine::copy_to_host(const StreamContent& content, std::byte* out, in
     if (listed != content.nbytes() || work.size() != 1 || !work.contains(device)) {
         throw std::invalid_argument("not all regions are on device " + std::to_string(device));
     }
-    if (auto fault = devices_->pinner().wait(out, content.end())) return fault;
-    return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream, {}, done);
+    auto pinned = devices_->pinner().wait(out, content.end());
+    if (!pinned.ok()) return {.status = std::move(pinned), .done = nullptr};
+    return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream, {});
 }
 
 std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,

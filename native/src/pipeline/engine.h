@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fault.h"
+#include "base/immovable.h"
 #include "device/devices.h"
 #include "files/abandonable_file_ops.h"
 #include "files/file_ops.h"
@@ -26,13 +27,9 @@ namespace datastates {
 
 /// A save in flight, for its caller. Dropped before all is read, or while it is unplaced, it
 /// cancels the save and waits for copies under way; later, the save goes on by itself.
-class SaveHandle {
+class SaveHandle : public Immovable {
   public:
     SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<SaveJob> job);
-    SaveHandle(const SaveHandle&) = delete;
-    SaveHandle& operator=(const SaveHandle&) = delete;
-    SaveHandle(SaveHandle&&) = delete;
-    SaveHandle& operator=(SaveHandle&&) = delete;
     ~SaveHandle();
 
     /// Says where the files of an unplaced save go. Throws std::invalid_argument.
@@ -47,13 +44,9 @@ class SaveHandle {
 
 /// A restore in flight, for its caller. Dropped early, it cancels the restore and waits until no
 /// thread writes to its memory.
-class RestoreHandle {
+class RestoreHandle : public Immovable {
   public:
     RestoreHandle(std::shared_ptr<RestorePipeline> pipeline, std::shared_ptr<RestoreJob> job);
-    RestoreHandle(const RestoreHandle&) = delete;
-    RestoreHandle& operator=(const RestoreHandle&) = delete;
-    RestoreHandle(RestoreHandle&&) = delete;
-    RestoreHandle& operator=(RestoreHandle&&) = delete;
     ~RestoreHandle();
 
     void cancel();
@@ -70,7 +63,7 @@ struct ThreadCounts {
     std::size_t restore = 4;
 };
 
-class Engine {
+class Engine : public Immovable {
   public:
     /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
     /// Devices are CUDA's where no other `api` is given. A shutdown waits `patience` for devices
@@ -81,10 +74,6 @@ class Engine {
                     std::shared_ptr<FileOps> ops = posix_file_ops(),
                     std::shared_ptr<DeviceApi> api = nullptr,
                     Clock::duration patience = Patience::kDefault, std::uint64_t copy_rate = 0);
-    Engine(const Engine&) = delete;
-    Engine& operator=(const Engine&) = delete;
-    Engine(Engine&&) = delete;
-    Engine& operator=(Engine&&) = delete;
     ~Engine() { shutdown(); }
 
     [[nodiscard]] HostCache& cache() const { return *cache_; }
@@ -116,10 +105,10 @@ class Engine {
                                            Fences fences = {});
 
     /// Enqueues the copies of `content`, all on `device`, into memory at `out` (where byte 0 of the
-    /// stream goes) on `stream`; `done` comes after them. Throws std::invalid_argument if the
-    /// content is elsewhere or the device is not open.
-    MaybeFault copy_to_host(const StreamContent& content, std::byte* out, int device,
-                            StreamHandle stream, std::shared_ptr<DeviceEvent>& done);
+    /// stream goes) on `stream`. Throws std::invalid_argument if the content is elsewhere or the
+    /// device is not open.
+    Enqueued copy_to_host(const StreamContent& content, std::byte* out, int device,
+                          StreamHandle stream);
 
     /// The process is about to end: from now on, threads in a file operation that does not return
     /// are given up when patience with it is over, and what is in flight in their pipeline fails

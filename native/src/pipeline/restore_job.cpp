@@ -51,7 +51,7 @@ bool RestoreJob::wait(Clock::time_point deadline) {
     return changed_.wait_until(lock, deadline, [&] { return done_; });
 }
 
-MaybeFault RestoreJob::fault() const {
+std::optional<Fault> RestoreJob::fault() const {
     const std::scoped_lock lock(mutex_);
     return fault_;
 }
@@ -87,17 +87,20 @@ std::vector<RestoreStep> RestoreJob::first_steps() const {
     return steps;
 }
 
-MaybeFault RestoreJob::run(const RestoreStep& step, std::byte* memory,
-                           std::vector<RestoreStep>& more, std::map<int, DeviceWork>& work) {
+Result<RestoreJob::Next> RestoreJob::run(const RestoreStep& step, std::byte* memory) {
     File& file = *files_[step.file];
-    if (!step.open) return scatter(file, step.blocks, memory, work);
-    auto fault = file.input.open(file.spec.nbytes);
-    if (!fault) fault = read_table(file, memory);
-    if (!fault) plan_reads(step.file, file, more);
-    return fault;
+    if (!step.open) {
+        auto work = scatter(file, step.blocks, memory);
+        if (!work.ok()) return std::move(work).fault();
+        return Next{.steps = {}, .work = *std::move(work)};
+    }
+    auto opened = file.input.open(file.spec.nbytes);
+    if (opened.ok()) opened = read_table(file, memory);
+    if (!opened.ok()) return std::move(opened).fault();
+    return Next{.steps = plan_reads(step.file, file), .work = {}};
 }
 
-MaybeFault RestoreJob::read_table(File& file, std::byte* memory) {
+Status RestoreJob::read_table(File& file, std::byte* memory) {
     const RestoreFile& spec = file.spec;
     std::vector<std::uint32_t> table((spec.nbytes - spec.table_offset) / sizeof(std::uint32_t));
     auto words = std::as_writable_bytes(std::span(table));
@@ -105,7 +108,8 @@ MaybeFault RestoreJob::read_table(File& file, std::byte* memory) {
     while (!words.empty()) {
         const std::uint64_t begin = offset / kDirectAlignment * kDirectAlignment;
         const std::uint64_t end = std::min(begin + kSegmentBytes, spec.nbytes);
-        if (auto fault = file.input.read({memory, kSegmentBytes}, begin, end - begin)) return fault;
+        auto read = file.input.read({memory, kSegmentBytes}, begin, end - begin);
+        if (!read.ok()) return read;
         bytes_read_ += end - begin;
         const std::uint64_t size = end - offset;
         std::memcpy(words.data(), memory + (offset - begin), size);
@@ -119,11 +123,12 @@ MaybeFault RestoreJob::read_table(File& file, std::byte* memory) {
                        "the checksum table does not match its own checksum");
     }
     file.checksums = std::move(table);
-    return std::nullopt;
+    return {};
 }
 
-void RestoreJob::plan_reads(std::size_t index, const File& file, std::vector<RestoreStep>& steps) {
+std::vector<RestoreStep> RestoreJob::plan_reads(std::size_t index, const File& file) {
     const StreamContent& content = *file.spec.content;
+    std::vector<RestoreStep> steps;
     Range run;  // needed blocks that follow each other, so far
     const auto end_run = [&] {
         if (run.size() > 0) steps.push_back({.file = index, .open = false, .blocks = run});
@@ -139,14 +144,14 @@ void RestoreJob::plan_reads(std::size_t index, const File& file, std::vector<Res
         if (run.size() == kSegmentBytes) end_run();
     }
     end_run();
+    return steps;
 }
 
-MaybeFault RestoreJob::scatter(File& file, Range blocks, std::byte* memory,
-                               std::map<int, DeviceWork>& work) {
-    if (auto fault = file.input.read({memory, kSegmentBytes}, blocks.begin, blocks.size())) {
-        return fault;
-    }
+Result<std::map<int, DeviceWork>> RestoreJob::scatter(File& file, Range blocks, std::byte* memory) {
+    auto read = file.input.read({memory, kSegmentBytes}, blocks.begin, blocks.size());
+    if (!read.ok()) return std::move(read).fault();
     bytes_read_ += blocks.size();
+    std::map<int, DeviceWork> work;
     for (std::uint64_t at = blocks.begin; at < blocks.end; at += kBlockBytes) {
         const Range block{.begin = at, .end = std::min(at + kBlockBytes, blocks.end)};
         std::byte* const bytes = memory + (at - blocks.begin);
@@ -156,7 +161,7 @@ MaybeFault RestoreJob::scatter(File& file, Range blocks, std::byte* memory,
         file.spec.content->copy(Direction::kScatter, block, bytes);
         file.spec.content->list(Direction::kScatter, block, bytes, work);
     }
-    return std::nullopt;
+    return work;
 }
 
 void RestoreJob::pin() {

@@ -9,11 +9,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
-#include "base/fault.h"
 #include "base/sizes.h"
+#include "base/status.h"
 #include "device/devices.h"
 #include "files/input_file.h"
 #include "memory/transfer.h"
@@ -53,7 +54,7 @@ class RestoreJob {
     /// Until all is scattered, or the job has failed and no thread is at work on it any more, but
     /// for those that were given up: they write no more.
     bool wait(Clock::time_point deadline);
-    [[nodiscard]] MaybeFault fault() const;
+    [[nodiscard]] std::optional<Fault> fault() const;
     [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
 
     // --- for the pipeline -------------------------------------------------------------------
@@ -61,10 +62,13 @@ class RestoreJob {
     /// The steps to begin with: one per file.
     [[nodiscard]] std::vector<RestoreStep> first_steps() const;
 
-    /// Takes a step, with the segment at `memory`. Steps that follow from it go to `more`; what
-    /// devices have to copy from the segment, to `work`.
-    MaybeFault run(const RestoreStep& step, std::byte* memory, std::vector<RestoreStep>& more,
-                   std::map<int, DeviceWork>& work);
+    /// What follows from a step.
+    struct Next {
+        std::vector<RestoreStep> steps;
+        std::map<int, DeviceWork> work;  ///< what devices have to copy from the segment
+    };
+    /// Takes a step, with the segment at `memory`.
+    Result<Next> run(const RestoreStep& step, std::byte* memory);
 
     /// What copies to devices come after.
     [[nodiscard]] JobFences& fences() { return fences_; }
@@ -97,10 +101,9 @@ class RestoreJob {
         std::vector<std::uint32_t> checksums;  // written by the opening step, then only read
     };
 
-    MaybeFault read_table(File& file, std::byte* memory);
-    MaybeFault scatter(File& file, Range blocks, std::byte* memory,
-                       std::map<int, DeviceWork>& work);
-    static void plan_reads(std::size_t index, const File& file, std::vector<RestoreStep>& steps);
+    Status read_table(File& file, std::byte* memory);
+    Result<std::map<int, DeviceWork>> scatter(File& file, Range blocks, std::byte* memory);
+    static std::vector<RestoreStep> plan_reads(std::size_t index, const File& file);
     void pin();
     void unpin();
 
@@ -112,7 +115,7 @@ class RestoreJob {
     mutable std::mutex mutex_;         // guards what follows
     std::condition_variable changed_;  // done_
     std::size_t pins_ = 0;
-    MaybeFault fault_;
+    std::optional<Fault> fault_;
     bool leave_open_ = false;
     bool ending_ = false;  // the last pin went
     bool done_ = false;

@@ -35,13 +35,10 @@ bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
 void RestorePipeline::fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept {
     const RestoreJob::Pin until_dropped(job);
     if (!job->fail(std::move(fault))) return;
-    std::list<Task> dropped;  // destroyed after the lock
+    NodeQueue<Task> dropped;  // destroyed after the lock
     {
         const std::scoped_lock lock(mutex_);
-        for (auto next = tasks_.begin(); next != tasks_.end();) {
-            const auto task = next++;
-            if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
-        }
+        dropped = tasks_.take_if([&](const Task& task) { return task.job.job() == job; });
     }
     cache_->interrupt();  // threads that wait for a segment on its behalf
 }
@@ -100,28 +97,31 @@ std::optional<RestorePipeline::Task> RestorePipeline::next_task() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return all_failed_ || !tasks_.empty(); });
     if (tasks_.empty()) return std::nullopt;
-    Task task = std::move(tasks_.front());
-    tasks_.pop_front();
-    return task;
+    return tasks_.pop_front();
 }
 
 void RestorePipeline::run(const Task& task) {
     if (!task.step) return;
-    Lease memory;
-    std::vector<RestoreStep> more;
-    std::map<int, DeviceWork> work;
     // Not simply left to `shutdown`: if this was the last step, the job would have succeeded.
-    auto fault = acquire_segment(*task.job.job(), memory);
+    auto memory = acquire_segment(*task.job.job());
     if (task.job->failed()) return;
-    if (!fault) fault = task.job->run(*task.step, memory.data(), more, work);
-    if (fault) fail(task.job.job(), std::move(*fault));
-    if (!fault && !work.empty()) copy_to_devices(task.job, std::move(memory), std::move(work));
-    if (more.empty()) return;
+    if (!memory.ok()) {
+        fail(task.job.job(), std::move(memory).fault());
+        return;
+    }
+    auto next = task.job->run(*task.step, memory->data());
+    if (!next.ok()) {
+        fail(task.job.job(), std::move(next).fault());
+        return;
+    }
+    auto& [steps, work] = *next;
+    if (!work.empty()) copy_to_devices(task.job, *std::move(memory), std::move(work));
+    if (steps.empty()) return;
     {
         const std::scoped_lock lock(mutex_);
         if (task.job->failed()) return;
         // When stopping, too: they keep the job from its end until `shutdown` has failed it.
-        for (const RestoreStep& step : more) {
+        for (const RestoreStep& step : steps) {
             tasks_.push_back({.job = RestoreJob::Pin(task.job.job()), .step = step});
         }
     }
@@ -132,49 +132,51 @@ void RestorePipeline::run(const Task& task) {
 void RestorePipeline::copy_to_devices(const RestoreJob::Pin& job, Lease memory,
                                       std::map<int, DeviceWork> work) {
     struct Copying {
-        std::list<Task> last;  // one, which keeps the job
+        NodeQueue<Task>::Node last;  // keeps the job
         Lease memory;
         std::map<int, DeviceWork> work;
     };
     const auto copying = std::make_shared<Copying>();
-    copying->last.push_back({.job = RestoreJob::Pin(job.job()), .step = std::nullopt});
+    copying->last =
+        NodeQueue<Task>::Node({.job = RestoreJob::Pin(job.job()), .step = std::nullopt});
     copying->memory = std::move(memory);
     copying->work = std::move(work);
     devices_->copy(
         Direction::kScatter, {copying->memory.data(), kSegmentBytes}, copying->work, job->fences(),
         [](int, const auto&, const auto&) {},
-        [self = shared_from_this(), copying](DeviceLane::Outcome outcome) {
-            const auto& of = copying->last.front().job.job();
-            if (outcome.fault) self->fail(of, std::move(*outcome.fault));
+        [self = shared_from_this(), copying](CopyOutcome outcome) {
+            const auto& of = copying->last->job.job();
+            if (!outcome.status.ok()) self->fail(of, std::move(outcome.status).fault());
             if (!outcome.finished) copying->memory.abandon();
             copying->memory.release();
-            self->let_go(copying->last);
+            self->let_go(std::move(copying->last));
         });
 }
 
 /// Not in a thread of a device's: the last to let go of a job closes its files, which may take for
 /// ever.
-void RestorePipeline::let_go(std::list<Task>& last) {
+void RestorePipeline::let_go(NodeQueue<Task>::Node last) {
     {
         const std::scoped_lock lock(mutex_);
-        if (!ended_) tasks_.splice(tasks_.begin(), last);
+        if (!ended_) tasks_.push_front(std::move(last));
     }
     changed_.notify_one();
-    last.clear();
 }
 
-MaybeFault RestorePipeline::acquire_segment(const RestoreJob& job, Lease& memory) {
+/// None if the job has failed.
+Result<Lease> RestorePipeline::acquire_segment(const RestoreJob& job) {
+    Lease memory;
     while (!memory) {
         const std::uint64_t epoch = cache_->epoch();
         {
             const std::scoped_lock lock(mutex_);
             if (stopping_) return shut_down();
         }
-        if (job.failed()) return std::nullopt;
+        if (job.failed()) return memory;
         if (cache_->is_lost(Share::kRestore)) return cache_lost();
         memory = cache_->acquire(Share::kRestore, 0, epoch);
     }
-    return std::nullopt;
+    return memory;
 }
 
 }  // namespace datastates

@@ -6,12 +6,13 @@
 
 #include <condition_variable>
 #include <cstddef>
-#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 
+#include "base/immovable.h"
+#include "base/node_queue.h"
 #include "device/devices.h"
 #include "files/abandonable_file_ops.h"
 #include "memory/host_cache.h"
@@ -21,15 +22,11 @@
 
 namespace datastates {
 
-class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
+/// Threads keep it alive: `join` ends them.
+class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, public Immovable {
   public:
     RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                     std::shared_ptr<AbandonableFileOps> ops, std::size_t threads);
-    RestorePipeline(const RestorePipeline&) = delete;
-    RestorePipeline& operator=(const RestorePipeline&) = delete;
-    RestorePipeline(RestorePipeline&&) = delete;
-    RestorePipeline& operator=(RestorePipeline&&) = delete;
-    ~RestorePipeline() = default;  // threads keep it alive: `shutdown` ends them
 
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<RestoreJob>& job);
@@ -59,9 +56,9 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
     void loop(Thread& self);
     std::optional<Task> next_task();
     void run(const Task& task);
-    MaybeFault acquire_segment(const RestoreJob& job, Lease& memory);
+    Result<Lease> acquire_segment(const RestoreJob& job);
     void copy_to_devices(const RestoreJob::Pin& job, Lease memory, std::map<int, DeviceWork> work);
-    void let_go(std::list<Task>& last);
+    void let_go(NodeQueue<Task>::Node last);
 
     const std::shared_ptr<HostCache> cache_;
     const std::shared_ptr<Devices> devices_;
@@ -71,11 +68,11 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline> {
 
     std::mutex mutex_;                 // guards what follows; taken before a job's
     std::condition_variable changed_;  // tasks_, stopping_
-    std::list<Task> tasks_;     // bounded by what the plans read; a list, which is cut without fail
-    bool stopping_ = false;     // takes no jobs
-    bool all_failed_ = false;   // threads end when no tasks are left
-    bool ended_ = false;        // no thread takes tasks any more
-    Crew<RestoreJob> threads_;  // joined by `shutdown`; has its own lock, taken after mutex_
+    NodeQueue<Task> tasks_;            // bounded by what the plans read
+    bool stopping_ = false;            // takes no jobs
+    bool all_failed_ = false;          // threads end when no tasks are left
+    bool ended_ = false;               // no thread takes tasks any more
+    Crew<RestoreJob> threads_;         // joined by `shutdown`; has its own lock, taken after mutex_
 };
 
 }  // namespace datastates

@@ -153,7 +153,7 @@ bool SaveJob::done() const {
     return done_;
 }
 
-MaybeFault SaveJob::fault() const {
+std::optional<Fault> SaveJob::fault() const {
     const std::scoped_lock lock(mutex_);
     return fault_;
 }
@@ -213,23 +213,24 @@ std::optional<SaveJob::Taken> SaveJob::take_unit() {
     return Taken{.unit = unit, .last = next_.file == files_.size()};
 }
 
-MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
-                           std::map<int, DeviceWork>& work) {
+Result<SaveJob::Sources> SaveJob::gather(const Unit& unit, std::byte* memory) {
     const SaveFile& spec = files_[unit.file]->spec;
     const std::uint64_t begin = unit.segment * kSegmentBytes;
     const Range part{.begin = begin, .end = std::min(begin + kSegmentBytes, spec.table_offset)};
     int error = ops_->gather_begins().error;
     if (error == 0) {
         auto filled = spec.content->fill(part, memory);
-        spec.content->list(Direction::kGather, part, memory, work);
+        Sources sources;
+        spec.content->list(Direction::kGather, part, memory, sources.work);
         const SysResult watched = ops_->gather_ended();
         error = filled.error != 0 ? filled.error : watched.error;
         if (error == 0) {
-            if (auto torn = compare(unit, filled.unstable)) return torn;
-            groups = std::move(filled.groups);
+            auto same = compare(unit, filled.unstable);
+            if (!same.ok()) return std::move(same).fault();
+            sources.groups = std::move(filled.groups);
+            return sources;
         }
     }
-    if (error == 0) return std::nullopt;
     const std::scoped_lock lock(mutex_);  // `place` may give it another path
     return Fault{.kind = error == EFAULT ? FaultKind::kLost : FaultKind::kIo,
                  .error = error,
@@ -240,10 +241,10 @@ MaybeFault SaveJob::gather(const Unit& unit, std::byte* memory, std::vector<Grou
 }
 
 /// Comes before what was read is counted: a group counts as read only if it was as expected.
-MaybeFault SaveJob::compare(const Unit& unit, std::span<const DeviceCopy> copies) {
-    if (!expected_) return std::nullopt;
+Status SaveJob::compare(const Unit& unit, std::span<const DeviceCopy> copies) {
+    if (!expected_) return {};
     const auto difference = expected_->differing(copies);
-    if (!difference) return std::nullopt;
+    if (!difference) return {};
     const std::scoped_lock lock(mutex_);
     if (!fault_) difference_ = difference;
     return Fault{.kind = FaultKind::kTorn,
@@ -254,31 +255,32 @@ MaybeFault SaveJob::compare(const Unit& unit, std::span<const DeviceCopy> copies
 }
 
 SaveJob::Gathered SaveJob::read(const Unit& unit, Lease memory) {
-    std::vector<GroupBytes> groups;
-    std::map<int, DeviceWork> work;
-    MaybeFault fault;
+    Result<Sources> sources = Sources();
     std::exception_ptr error;
     try {
-        fault = gather(unit, memory.data(), groups, work);
+        sources = gather(unit, memory.data());
     } catch (...) {
         error = std::current_exception();  // out of memory: the count below must still be right
     }
     ReadUnit read{.unit = unit, .memory = std::move(memory)};
     Passed passed;
     const std::scoped_lock lock(mutex_);
-    if (!error) {
-        for (const auto& [group, nbytes] : groups) unqueued_[group] -= nbytes;
-        count_read(groups, passed);
+    if (sources.ok()) {
+        for (const auto& [group, nbytes] : sources->groups) unqueued_[group] -= nbytes;
+        count_read(sources->groups, passed);
     }
     changed_.notify_all();
-    if (!error && !fault && !fault_ && !work.empty()) {
-        DeviceRead unread{.read = std::move(read), .work = std::move(work)};
-        return {.writable = {}, .unread = std::move(unread), .fault = {}};
+    if (sources.ok() && !fault_ && !sources->work.empty()) {
+        DeviceRead unread{.read = std::move(read), .work = std::move(sources->work)};
+        return {.writable = {}, .unread = std::move(unread), .status = {}};
     }
     --reading_;
     if (error) std::rethrow_exception(error);
-    if (fault || fault_) return {.writable = {}, .unread = {}, .fault = std::move(fault)};
-    return {.writable = hand_out(std::move(read)), .unread = {}, .fault = {}};
+    if (!sources.ok()) {
+        return {.writable = {}, .unread = {}, .status = std::move(sources).fault()};
+    }
+    if (fault_) return {};
+    return {.writable = hand_out(std::move(read)), .unread = {}, .status = {}};
 }
 
 void SaveJob::count_read(const std::vector<GroupBytes>& groups, Passed& passed) {
@@ -321,21 +323,23 @@ void SaveJob::queued(int device, const std::vector<GroupBytes>& groups,
 }
 
 SaveJob::Gathered SaveJob::end_read(DeviceRead read, bool failed) {
-    MaybeFault torn;
+    Status same;
     if (!failed) {
         for (const auto& [device, work] : read.work) {
-            if (!torn) torn = compare(read.read.unit, work.copies);
+            if (same.ok()) same = compare(read.read.unit, work.copies);
         }
     }
     Passed passed;
     const std::scoped_lock lock(mutex_);
     --reading_;
-    if (!failed && !torn) {
+    if (!failed && same.ok()) {
         for (const auto& [device, work] : read.work) count_read(work.groups, passed);
     }
     changed_.notify_all();
-    if (failed || torn || fault_) return {.writable = {}, .unread = {}, .fault = std::move(torn)};
-    return {.writable = hand_out(std::move(read.read)), .unread = {}, .fault = {}};
+    if (failed || !same.ok() || fault_) {
+        return {.writable = {}, .unread = {}, .status = std::move(same)};
+    }
+    return {.writable = hand_out(std::move(read.read)), .unread = {}, .status = {}};
 }
 
 std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {
@@ -356,16 +360,16 @@ std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {
     return ReadUnit{.unit = {read.unit.file, file.segments - 1}, .memory = std::move(file.last)};
 }
 
-MaybeFault SaveJob::write(const ReadUnit& read) {
+Status SaveJob::write(const ReadUnit& read) {
     File& file = *files_[read.unit.file];
     if (is_last(read.unit)) return write_table(file, read.memory.data());
-    auto fault =
+    auto written =
         file.output.write({read.memory.data(), kSegmentBytes}, read.unit.segment * kSegmentBytes);
-    if (!fault) bytes_written_ += kSegmentBytes;
-    return fault;
+    if (written.ok()) bytes_written_ += kSegmentBytes;
+    return written;
 }
 
-MaybeFault SaveJob::write_table(File& file, std::byte* memory) {
+Status SaveJob::write_table(File& file, std::byte* memory) {
     std::vector<std::uint32_t> table = file.checksums;
     table.push_back(crc32c(std::as_bytes(std::span(table))));
     auto words = std::as_bytes(std::span(table));
@@ -378,9 +382,10 @@ MaybeFault SaveJob::write_table(File& file, std::byte* memory) {
         words = words.subspan(size);
         const std::uint64_t padded = round_up(filled, kDirectAlignment);
         std::memset(memory + filled, 0, padded - filled);
-        if (auto fault = file.output.write({memory, padded}, offset)) return fault;
+        auto written = file.output.write({memory, padded}, offset);
+        if (!written.ok()) return written;
         bytes_written_ += filled;
-        if (words.empty()) return std::nullopt;
+        if (words.empty()) return {};
         offset += kSegmentBytes;
         filled = 0;
     }
@@ -396,11 +401,11 @@ bool SaveJob::file_finished() {
     return --unfinished_files_ == 0;
 }
 
-MaybeFault SaveJob::sync_directories() {
+Status SaveJob::sync_directories() {
     for (const std::string& directory : directories_) {
-        if (auto fault = sync_directory(*ops_, directory)) return fault;
+        if (auto synced = sync_directory(*ops_, directory); !synced.ok()) return synced;
     }
-    return std::nullopt;
+    return {};
 }
 
 void SaveJob::succeed() {

@@ -16,8 +16,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/fault.h"
 #include "base/sizes.h"
+#include "base/status.h"
 #include "device/device.h"
 #include "files/output_file.h"
 #include "memory/expected_bytes.h"
@@ -97,7 +97,7 @@ class SaveJob {
 
     [[nodiscard]] bool all_read() const;
     [[nodiscard]] bool done() const;
-    [[nodiscard]] MaybeFault fault() const;
+    [[nodiscard]] std::optional<Fault> fault() const;
     /// What a torn job has found.
     [[nodiscard]] std::optional<ExpectedBytes::Difference> difference() const;
     [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
@@ -129,7 +129,7 @@ class SaveJob {
     struct Gathered {
         std::optional<ReadUnit> writable;
         std::optional<DeviceRead> unread;  ///< the caller has it read, and calls `end_read`
-        MaybeFault fault;                  ///< the job has not failed yet: the caller makes it
+        Status status;                     ///< the job has not failed yet: the caller makes it
     };
     /// Gathers a taken unit into `memory`, and reports it. Returns what may be written now, if any:
     /// the file's last segment waits here for the checksums of those before it, and all others for
@@ -145,22 +145,22 @@ class SaveJob {
     /// a fault, as `read` does.
     Gathered end_read(DeviceRead read, bool failed);
 
-    MaybeFault open_file(std::size_t file) { return files_[file]->output.ensure_open(); }
+    Status open_file(std::size_t file) { return files_[file]->output.ensure_open(); }
 
     /// Sums a unit's blocks. Returns the file's last segment if that was all it waited for.
     std::optional<ReadUnit> sum(const ReadUnit& read);
 
     /// Writes a summed unit; with the file's last segment, the checksum table.
-    MaybeFault write(const ReadUnit& read);
+    Status write(const ReadUnit& read);
 
     /// Reports a written unit. True if it was the file's last.
     bool unit_written(std::size_t file);
 
-    MaybeFault finish_file(std::size_t file) { return files_[file]->output.finish(); }
+    Status finish_file(std::size_t file) { return files_[file]->output.finish(); }
     /// Reports a durable file. True if it was the job's last.
     bool file_finished();
     /// Makes the directories' entries durable.
-    MaybeFault sync_directories();
+    Status sync_directories();
     /// Reports that everything is durable.
     void succeed();
 
@@ -203,11 +203,16 @@ class SaveJob {
         Fences fences;
     };
 
+    /// Of a unit: what was read, and what devices have to read.
+    struct Sources {
+        std::vector<GroupBytes> groups;
+        std::map<int, DeviceWork> work;
+    };
+
     [[nodiscard]] bool is_last(const Unit& unit) const;
-    MaybeFault gather(const Unit& unit, std::byte* memory, std::vector<GroupBytes>& groups,
-                      std::map<int, DeviceWork>& work);
-    MaybeFault compare(const Unit& unit, std::span<const DeviceCopy> copies);
-    MaybeFault write_table(File& file, std::byte* memory);
+    Result<Sources> gather(const Unit& unit, std::byte* memory);
+    Status compare(const Unit& unit, std::span<const DeviceCopy> copies);
+    Status write_table(File& file, std::byte* memory);
     std::optional<ReadUnit> hand_out(ReadUnit read);                         // mutex_ held
     void count_read(const std::vector<GroupBytes>& groups, Passed& passed);  // mutex_ held
     void pin();
@@ -238,7 +243,7 @@ class SaveJob {
     std::size_t reading_ = 0;  // units whose sources threads or devices read now
     std::size_t unfinished_files_ = 0;
     std::size_t pins_ = 0;
-    MaybeFault fault_;
+    std::optional<Fault> fault_;
     std::optional<ExpectedBytes::Difference> difference_;
     bool ending_ = false;  // it has failed and its last pin went; a late one does not count
     bool done_ = false;

@@ -89,28 +89,25 @@ void SavePipeline::wake_copy_threads() {
 void SavePipeline::fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept {
     SaveJob::Pin until_dropped(job);
     if (!job->fail(std::move(fault))) return;
-    std::list<Task> end;
-    std::list<Task> dropped;
+    NodeQueue<Task>::Node end;
     try {
-        end.push_back({.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
-    } catch (const std::bad_alloc&) {  // then it ends here
-        end.clear();
+        end = NodeQueue<Task>::Node(
+            {.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
+    } catch (const std::bad_alloc&) {  // NOLINT(bugprone-empty-catch): then it ends here
     }
+    NodeQueue<Task> dropped;
     {
         const std::scoped_lock lock(mutex_);
         std::erase(unread_jobs_, job);
-        for (auto next = tasks_.begin(); next != tasks_.end();) {
-            const auto task = next++;
-            if (task->job.job() == job) dropped.splice(dropped.end(), tasks_, task);
-        }
+        dropped = tasks_.take_if([&](const Task& task) { return task.job.job() == job; });
     }
-    dropped.clear();
+    dropped = {};
     // By a flush thread, not here: closing its files may take a while, or for ever. So its pin is
     // the last that is left of this.
-    if (!end.empty()) until_dropped = {};
+    if (end) until_dropped = {};
     {
         const std::scoped_lock lock(mutex_);
-        if (!ended_) tasks_.splice(tasks_.begin(), end);
+        if (!ended_) tasks_.push_front(std::move(end));
     }
     tasks_changed_.notify_all();
     wake_copy_threads();
@@ -133,9 +130,9 @@ void SavePipeline::give_up_stuck() {
 }
 
 void SavePipeline::drop_tasks() {
-    std::list<Task> left;  // destroyed after the lock
+    NodeQueue<Task> left;  // destroyed after the lock
     const std::scoped_lock lock(mutex_);
-    left.swap(tasks_);
+    std::swap(left, tasks_);
 }
 
 void SavePipeline::stop() {
@@ -199,7 +196,7 @@ Lease SavePipeline::acquire_segment(const std::shared_ptr<SaveJob>& job, std::ui
 }
 
 void SavePipeline::proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered) {
-    if (gathered.fault) fail(job.job(), std::move(*gathered.fault));
+    if (!gathered.status.ok()) fail(job.job(), std::move(gathered.status).fault());
     if (gathered.unread) read_on_devices(job, std::move(*gathered.unread));
     write_later(job, std::move(gathered.writable));
 }
@@ -211,34 +208,32 @@ void SavePipeline::write_later(const SaveJob::Pin& job, std::optional<ReadUnit> 
 
 void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
     struct Unread {
-        std::list<Task> last;  // one, which keeps the job
+        NodeQueue<Task>::Node last;  // keeps the job
         DeviceRead read;
     };
     std::shared_ptr<Unread> reading;
     try {
         reading = std::make_shared<Unread>();
-        reading->last.push_back({.job = SaveJob::Pin(job.job()),
-                                 .open = std::nullopt,
-                                 .write = std::nullopt,
-                                 .let_go = true});
+        reading->last = NodeQueue<Task>::Node({.job = SaveJob::Pin(job.job()),
+                                               .open = std::nullopt,
+                                               .write = std::nullopt,
+                                               .let_go = true});
     } catch (const std::bad_alloc&) {
         job->end_read(std::move(read), true);
         throw;
     }
     reading->read = std::move(read);
-    const auto done = [self = shared_from_this(), reading](DeviceLane::Outcome outcome) {
-        const bool failed = outcome.fault.has_value();
-        const SaveJob::Pin& of = reading->last.front().job;
-        if (failed) self->fail(of.job(), std::move(*outcome.fault));
+    const auto done = [self = shared_from_this(), reading](CopyOutcome outcome) {
+        const bool failed = !outcome.status.ok();
+        const SaveJob::Pin& of = reading->last->job;
+        if (failed) self->fail(of.job(), std::move(outcome.status).fault());
         if (!outcome.finished) reading->read.read.memory.abandon();
         try {
-            auto gathered = of->end_read(std::move(reading->read), failed);
-            if (gathered.fault) self->fail(of.job(), std::move(*gathered.fault));
-            self->write_later(of, std::move(gathered.writable));
+            self->proceed(of, of->end_read(std::move(reading->read), failed));
         } catch (const std::exception&) {
             self->fail(of.job(), out_of_memory("copy"));
         }
-        self->let_go(reading->last);
+        self->let_go(std::move(reading->last));
     };
     try {
         devices_->copy(
@@ -249,19 +244,18 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
             },
             done);
     } catch (const std::bad_alloc&) {
-        done({.fault = out_of_memory("copy"), .finished = true});
+        done({.status = out_of_memory("copy"), .finished = true});
     }
 }
 
 /// Not in a thread of a device's: the last to let go of a failed job closes its files, which may
 /// take for ever.
-void SavePipeline::let_go(std::list<Task>& last) {
+void SavePipeline::let_go(NodeQueue<Task>::Node last) {
     {
         const std::scoped_lock lock(mutex_);
-        if (!ended_) tasks_.splice(tasks_.begin(), last);
+        if (!ended_) tasks_.push_front(std::move(last));
     }
     tasks_changed_.notify_one();
-    last.clear();
 }
 
 bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
@@ -318,9 +312,7 @@ std::optional<SavePipeline::Task> SavePipeline::next_task() {
     std::unique_lock lock(mutex_);
     tasks_changed_.wait(lock, [&] { return all_failed_ || !tasks_.empty(); });
     if (tasks_.empty()) return std::nullopt;
-    Task task = std::move(tasks_.front());
-    tasks_.pop_front();
-    return task;
+    return tasks_.pop_front();
 }
 
 void SavePipeline::enqueue(Task task) {
@@ -337,7 +329,8 @@ void SavePipeline::enqueue(Task task) {
 void SavePipeline::run(Task& task) {
     if (task.let_go || task.job->failed()) return;
     if (task.open) {
-        if (auto fault = task.job->open_file(*task.open)) fail(task.job.job(), std::move(*fault));
+        auto opened = task.job->open_file(*task.open);
+        if (!opened.ok()) fail(task.job.job(), std::move(opened).fault());
     } else if (task.write) {
         write(task.job, std::move(*task.write));
     } else {
@@ -350,23 +343,23 @@ void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
     if (auto last = job->sum(read)) {
         enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
     }
-    auto fault = job->open_file(file);
-    if (!fault) fault = job->write(read);
+    auto written = job->open_file(file);
+    if (written.ok()) written = job->write(read);
     read.memory.release();
-    if (!fault && job->unit_written(file) && !job->failed()) {
-        fault = job->finish_file(file);
-        if (!fault && job->file_finished()) finish_job(job);
+    if (written.ok() && job->unit_written(file) && !job->failed()) {
+        written = job->finish_file(file);
+        if (written.ok() && job->file_finished()) finish_job(job);
     }
-    if (fault) fail(job.job(), std::move(*fault));
+    if (!written.ok()) fail(job.job(), std::move(written).fault());
 }
 
 void SavePipeline::finish_job(const SaveJob::Pin& job) {
     if (job->failed()) return;
-    auto fault = job->sync_directories();
-    if (fault) {
-        fail(job.job(), std::move(*fault));
-    } else {
+    auto synced = job->sync_directories();
+    if (synced.ok()) {
         job->succeed();
+    } else {
+        fail(job.job(), std::move(synced).fault());
     }
 }
 

@@ -26,12 +26,12 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
 
+#include "base/node_queue.h"
 #include "device/devices.h"
 #include "files/abandonable_file_ops.h"
 #include "memory/host_cache.h"
@@ -42,16 +42,12 @@
 
 namespace datastates {
 
+/// Threads keep it alive: `join` ends them.
 class SavePipeline : public WindowListener, public std::enable_shared_from_this<SavePipeline> {
   public:
     SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                  std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
                  std::size_t flush_threads);
-    SavePipeline(const SavePipeline&) = delete;
-    SavePipeline& operator=(const SavePipeline&) = delete;
-    SavePipeline(SavePipeline&&) = delete;
-    SavePipeline& operator=(SavePipeline&&) = delete;
-    ~SavePipeline() override = default;  // threads keep it alive: `shutdown` ends them
 
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<SaveJob>& job);
@@ -106,7 +102,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     void proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered);
     void write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read);
     void read_on_devices(const SaveJob::Pin& job, DeviceRead read);
-    void let_go(std::list<Task>& last);
+    void let_go(NodeQueue<Task>::Node last);
 
     void flush_loop(Thread& self);
     std::optional<Task> next_task();
@@ -127,11 +123,11 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
         jobs_changed_;  // copy threads: unread_jobs_, windows, places, stopping_
     std::condition_variable tasks_changed_;              // flush threads: tasks_, all_failed_
     std::vector<std::shared_ptr<SaveJob>> unread_jobs_;  // units left to take; by order, arrival
-    std::list<Task> tasks_;                              // a list, which is cut without fail
-    bool stopping_ = false;                              // copy threads end
-    bool all_failed_ = false;                            // flush threads end when no tasks are left
-    bool ended_ = false;                                 // no thread takes tasks any more
-    Crew<SaveJob> threads_;  // joined by `shutdown`; has its own lock, taken after mutex_
+    NodeQueue<Task> tasks_;
+    bool stopping_ = false;    // copy threads end
+    bool all_failed_ = false;  // flush threads end when no tasks are left
+    bool ended_ = false;       // no thread takes tasks any more
+    Crew<SaveJob> threads_;    // joined by `shutdown`; has its own lock, taken after mutex_
 };
 
 }  // namespace datastates

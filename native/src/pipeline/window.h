@@ -3,23 +3,18 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "base/clock.h"
+#include "base/immovable.h"
+
 namespace datastates {
 
-using Clock = std::chrono::steady_clock;
-
 /// Wants to know that a window was opened by hand.
-class WindowListener {
+class WindowListener : public Immovable {
   public:
-    WindowListener() = default;
-    WindowListener(const WindowListener&) = delete;
-    WindowListener& operator=(const WindowListener&) = delete;
-    WindowListener(WindowListener&&) = delete;
-    WindowListener& operator=(WindowListener&&) = delete;
     virtual ~WindowListener() = default;
 
     virtual void window_opened() = 0;

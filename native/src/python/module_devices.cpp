@@ -26,16 +26,16 @@ namespace {
 /// Remembers a fault of the driver until the device has nothing to do any more.
 bool wait_idle(PyDeviceEvent& self, double timeout) {
     const auto event = required(self.event, "event");
-    MaybeFault fault;
+    std::optional<Fault> fault;
     bool idle = false;
     const auto remember = [&] {
         if (fault && !self.fault) self.fault = std::move(fault);
     };
     try {
         wait_in_slices(timeout, [&](auto deadline) {
-            auto failed = event->wait_idle([&] { return Clock::now() >= deadline; }, idle);
-            if (failed && !fault) fault = std::move(failed);
-            return idle;
+            auto [status, finished] = event->wait_idle([&] { return Clock::now() >= deadline; });
+            if (!status.ok() && !fault) fault = std::move(status).fault();
+            return idle = finished;
         });
     } catch (...) {  // a signal's handler raised
         remember();
@@ -55,12 +55,10 @@ void bind_devices(const py::module_& module) {
             "hold",
             [](const PyDeviceEvent& self, StreamHandle stream) {
                 const auto event = required(self.event, "event");
-                MaybeFault fault;
-                {
+                value_or_raise([&] {
                     const GilRelease release;
-                    fault = event->device()->hold(stream, *event);
-                }
-                if (fault) throw std::runtime_error(describe(*fault));
+                    return event->device()->hold(stream, *event);
+                }());
             },
             py::arg("stream"))
         .def("wait", &wait_idle, py::arg("timeout"));

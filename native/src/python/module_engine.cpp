@@ -150,19 +150,12 @@ std::unique_ptr<PyRestoreJob> restore(const PyEngine& self, const RestorePlan& p
     return std::make_unique<PyRestoreJob>(std::move(handle), std::move(keepalive));
 }
 
-/// RuntimeError in the driver's words.
-void raise(const MaybeFault& fault) {
-    if (fault) throw std::runtime_error(describe(*fault));
-}
-
 void open_device(const PyEngine& self, int device) {
     const auto engine = usable(self);
-    MaybeFault fault;
-    {
+    value_or_raise([&] {
         const GilRelease release;
-        fault = engine->devices().open(device);
-    }
-    raise(fault);
+        return engine->devices().open(device);
+    }());
 }
 
 std::shared_ptr<Device> device_of(const Engine& engine, int device) {
@@ -173,22 +166,16 @@ std::shared_ptr<Device> device_of(const Engine& engine, int device) {
 
 std::unique_ptr<PyDeviceEvent> record_event(const PyEngine& self, int device, StreamHandle stream) {
     const auto of = device_of(*usable(self), device);
-    std::shared_ptr<DeviceEvent> event;
-    MaybeFault fault;
-    {
+    return std::make_unique<PyDeviceEvent>(value_or_raise([&] {
         const GilRelease release;
-        fault = of->record(stream, event);
-    }
-    raise(fault);
-    return std::make_unique<PyDeviceEvent>(std::move(event));
+        return of->record(stream);
+    }()));
 }
 
 /// What comes after the copies, if any may be under way; and why not all of them are.
-std::tuple<std::unique_ptr<PyDeviceEvent>, MaybeFault> copy_to_host(const PyEngine& self,
-                                                                    const Transfer& transfer,
-                                                                    std::uint64_t address,
-                                                                    std::int64_t nbytes, int device,
-                                                                    StreamHandle stream) {
+std::tuple<std::unique_ptr<PyDeviceEvent>, std::optional<Fault>> copy_to_host(
+    const PyEngine& self, const Transfer& transfer, std::uint64_t address, std::int64_t nbytes,
+    int device, StreamHandle stream) {
     const auto engine = usable(self);
     const StreamContent content(transfer);
     if (content.end() > to_size(nbytes, "nbytes")) {
@@ -196,12 +183,12 @@ std::tuple<std::unique_ptr<PyDeviceEvent>, MaybeFault> copy_to_host(const PyEngi
                               ", beyond nbytes=" + std::to_string(nbytes));
     }
     if (address == 0) throw py::value_error("address is null");
-    std::shared_ptr<DeviceEvent> done;
-    MaybeFault fault;
-    {
+    auto [status, done] = [&] {
         const GilRelease release;  // into memory that is not pinned, copies wait
-        fault = engine->copy_to_host(content, to_address(address), device, stream, done);
-    }
+        return engine->copy_to_host(content, to_address(address), device, stream);
+    }();
+    std::optional<Fault> fault;
+    if (!status.ok()) fault = std::move(status).fault();
     return {done ? std::make_unique<PyDeviceEvent>(std::move(done)) : nullptr, std::move(fault)};
 }
 

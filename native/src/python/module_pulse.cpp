@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/fork_guard.h"
+#include "base/immovable.h"
 #include "python/python_gil.h"
 #include "python/python_support.h"
 #include "ranks/pulse.h"
@@ -21,13 +22,9 @@ namespace {
 
 /// What Python holds: ends with `close`, or with the object; in a forked child it is nothing.
 template <typename Pulse>
-class PyPulse {
+class PyPulse : public Immovable {
   public:
     explicit PyPulse(std::shared_ptr<Pulse> pulse) : pulse_(std::move(pulse)) {}
-    PyPulse(const PyPulse&) = delete;
-    PyPulse& operator=(const PyPulse&) = delete;
-    PyPulse(PyPulse&&) = delete;
-    PyPulse& operator=(PyPulse&&) = delete;
     ~PyPulse() { close(); }
 
     /// Throws once it is closed.

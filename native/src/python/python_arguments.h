@@ -10,10 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "base/immovable.h"
+
 namespace datastates {
 
 /// The bytes of an object with the buffer protocol, exported as long as the view lives.
-class PyBufferView {
+class PyBufferView : public Immovable {
   public:
     /// Raises what Python raises, for an object that is not contiguous, say.
     PyBufferView(const pybind11::handle& object, int flags) {
@@ -21,10 +23,6 @@ class PyBufferView {
             throw pybind11::error_already_set();
         }
     }
-    PyBufferView(const PyBufferView&) = delete;
-    PyBufferView& operator=(const PyBufferView&) = delete;
-    PyBufferView(PyBufferView&&) = delete;
-    PyBufferView& operator=(PyBufferView&&) = delete;
     ~PyBufferView() { PyBuffer_Release(&view_); }
 
     [[nodiscard]] std::span<std::byte> bytes() const {

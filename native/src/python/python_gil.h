@@ -5,19 +5,17 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
+#include "base/immovable.h"
+
 namespace datastates {
 
 /// Gives up the GIL while it lives. For pybind11's class, the end of the interpreter is fatal:
 /// Python before 3.14 unwinds the stack of a daemon thread that wants the GIL then, and that leaves
 /// a destructor. Such a thread hangs here, as from 3.14 on: nothing that it holds may be let go
 /// of without the GIL.
-class GilRelease {
+class GilRelease : public Immovable {
   public:
     GilRelease() : state_(PyEval_SaveThread()) {}
-    GilRelease(const GilRelease&) = delete;
-    GilRelease& operator=(const GilRelease&) = delete;
-    GilRelease(GilRelease&&) = delete;
-    GilRelease& operator=(GilRelease&&) = delete;
     ~GilRelease() {
         try {
             PyEval_RestoreThread(state_);

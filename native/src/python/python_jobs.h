@@ -6,10 +6,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "base/fork_guard.h"
+#include "base/immovable.h"
 #include "memory/host_cache.h"
 #include "pipeline/engine.h"
 #include "pipeline/restore_job.h"
@@ -33,13 +35,9 @@ struct PySlab {
     ProcessBound<Lease> lease;
 };
 
-struct PyDeviceEvent {
+struct PyDeviceEvent : Immovable {
     explicit PyDeviceEvent(std::shared_ptr<DeviceEvent> recorded)
         : device(recorded->device()->number()), event(std::move(recorded)) {}
-    PyDeviceEvent(const PyDeviceEvent&) = delete;
-    PyDeviceEvent& operator=(const PyDeviceEvent&) = delete;
-    PyDeviceEvent(PyDeviceEvent&&) = delete;
-    PyDeviceEvent& operator=(PyDeviceEvent&&) = delete;
     ~PyDeviceEvent() {  // NOLINT(bugprone-exception-escape): as of PyJob
         auto dropped = event.take();
         const GilRelease release;  // the driver may keep it waiting
@@ -48,7 +46,7 @@ struct PyDeviceEvent {
 
     int device;
     ProcessBound<DeviceEvent> event;
-    MaybeFault fault;  ///< the first of its waits; with the GIL
+    std::optional<Fault> fault;  ///< the first of its waits; with the GIL
 };
 
 using PyFences = std::vector<const PyDeviceEvent*>;
@@ -63,13 +61,9 @@ struct RestorePlan {
 /// A job's handle, and the Python object that keeps its memory alive: in this order, the handle
 /// goes first, and the memory once no thread touches it.
 template <typename Handle>
-struct PyJob {
+struct PyJob : Immovable {
     PyJob(std::shared_ptr<Handle> job, pybind11::object memory)
         : keepalive(std::move(memory)), handle(std::move(job)) {}
-    PyJob(const PyJob&) = delete;
-    PyJob& operator=(const PyJob&) = delete;
-    PyJob(PyJob&&) = delete;
-    PyJob& operator=(PyJob&&) = delete;
     // Of what may throw there, only memory can be missing, and nothing could be done about it.
     ~PyJob() { drop_handle(); }  // NOLINT(bugprone-exception-escape)
 
@@ -87,14 +81,10 @@ struct PyJob {
 using PySaveJob = PyJob<SaveHandle>;
 using PyRestoreJob = PyJob<RestoreHandle>;
 
-struct PyEngine {
+struct PyEngine : Immovable {
     ProcessBound<Engine> engine;
 
     explicit PyEngine(std::shared_ptr<Engine> made) : engine(std::move(made)) {}
-    PyEngine(const PyEngine&) = delete;
-    PyEngine& operator=(const PyEngine&) = delete;
-    PyEngine(PyEngine&&) = delete;
-    PyEngine& operator=(PyEngine&&) = delete;
     ~PyEngine() {                  // NOLINT(bugprone-exception-escape): as above
         const GilRelease release;  // it joins threads
         engine.reset();

@@ -12,8 +12,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "base/clock.h"
 #include "base/fork_guard.h"
-#include "pipeline/window.h"
+#include "base/status.h"
 #include "python/python_gil.h"
 
 namespace datastates {
@@ -62,6 +63,13 @@ bool wait_in_slices(double seconds, const Wait& wait) {
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
         if (Clock::now() >= deadline) return false;
     }
+}
+
+/// What a step returned, or RuntimeError in the fault's words.
+template <typename T>
+T value_or_raise(Result<T> result) {
+    if (!result.ok()) throw std::runtime_error(describe(result.fault()));
+    return *std::move(result);
 }
 
 /// The object, or RuntimeError in a forked child.

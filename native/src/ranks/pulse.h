@@ -23,6 +23,8 @@
 #include <thread>
 #include <vector>
 
+#include "base/immovable.h"
+
 namespace datastates {
 
 /// Closes a descriptor.
@@ -42,15 +44,11 @@ class OwnedFd {
 };
 
 /// The coordinator's side. Any thread may call any method; none blocks.
-class PulseServer {
+class PulseServer : public Immovable {
   public:
     /// Knows the ranks from 1 to `ranks` - 1, if they know the `token`.
     /// Throws std::system_error where no socket can be had.
     PulseServer(std::uint64_t token, std::size_t ranks);
-    PulseServer(const PulseServer&) = delete;
-    PulseServer& operator=(const PulseServer&) = delete;
-    PulseServer(PulseServer&&) = delete;
-    PulseServer& operator=(PulseServer&&) = delete;
     ~PulseServer();
 
     [[nodiscard]] std::uint16_t port() const;
@@ -74,17 +72,13 @@ class PulseServer {
 };
 
 /// The side of every other rank. Any thread may call any method; none blocks.
-class PulseClient {
+class PulseClient : public Immovable {
   public:
     /// Sends to each of `hosts` (numeric addresses, of either family) at `port`, as it is not known
     /// which of them is the way to the server. Throws std::system_error where no socket can be had,
     /// and std::invalid_argument if a host is not a numeric address.
     PulseClient(std::uint64_t token, std::uint32_t rank, std::chrono::duration<double> interval,
                 const std::vector<std::string>& hosts, std::uint16_t port);
-    PulseClient(const PulseClient&) = delete;
-    PulseClient& operator=(const PulseClient&) = delete;
-    PulseClient(PulseClient&&) = delete;
-    PulseClient& operator=(PulseClient&&) = delete;
     ~PulseClient();
 
     /// How many datagrams have come back.

@@ -7,6 +7,8 @@
 #include <memory>
 #include <utility>
 
+#include "base/immovable.h"
+
 namespace datastates::fake_cuda {
 namespace {
 
@@ -49,12 +51,7 @@ bool is_of_threads(std::string_view symbol) {
 }
 
 /// Runs when the process ends, or the library is unloaded.
-struct AtExit {
-    AtExit() = default;
-    AtExit(const AtExit&) = delete;
-    AtExit& operator=(const AtExit&) = delete;
-    AtExit(AtExit&&) = delete;
-    AtExit& operator=(AtExit&&) = delete;
+struct AtExit : Immovable {
     ~AtExit() { Driver::instance().end(); }
 };
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "pipeline/window.h"
+#include "base/clock.h"
 
 namespace datastates {
 
