@@ -102,12 +102,12 @@ python-test: $(VENV)/installed
 # Then the tests of devices once more, on a fake driver that is as bad as a real one.
 python-thorough: export FAKE_CUDA_HOSTILE := 1
 python-thorough: $(VENV)/installed integration-test
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --durations 25 -m thorough $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests/device $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal --durations 25 -m thorough $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal tests/device $(PYTEST_ARGS)
 
 # With the real libraries, which `make test` does not install.
 integration-test: $(VENV)/integrations
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(INTEGRATIONS:%=integration/%) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist worksteal $(INTEGRATIONS:%=integration/%) $(PYTEST_ARGS)
 
 # What depends on torch most, in some minutes.
 NEWEST_TESTS := tests/unit/format/test_fields.py tests/unit/format/test_dcp_stub.py tests/unit/format/test_metadata_objects.py \

@@ -249,7 +249,7 @@ def test_a_failed_save_raises_from_the_next_one_and_evicts_nothing(
     one.manager.save(3)
     one.manager.maybe_wait_for_saving()
     monkeypatch.setattr(
-        "dcp_datastates.dcp.writer.write_plan", _raise(StorageError(28, "no space", "there"))
+        "dcp_datastates.dcp.writer.begin_write", _raise(StorageError(28, "no space", "there"))
     )
     for number in (4, 5):
         one.step()
@@ -379,7 +379,7 @@ def test_close_raises_a_failure_that_was_not_asked_about(
     one = job(async_mode="async")
     one.step()
     monkeypatch.setattr(
-        "dcp_datastates.dcp.writer.write_plan", _raise(StorageError(28, "full", "x"))
+        "dcp_datastates.dcp.writer.begin_write", _raise(StorageError(28, "full", "x"))
     )
     one.manager.save(1)
     with pytest.raises(StorageError, match="full"):
@@ -391,7 +391,7 @@ def test_a_writer_that_is_closed_in_the_thread_of_anothers_save_leaves_that_alon
     job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manager that garbage collection closes: it may run in DCP's thread."""
-    import dcp_datastates.saving.write as module
+    import dcp_datastates.saving.paths as module
 
     other, check, closed = DataStatesWriter(tmp_path / "other"), module.check_overwrite, []
 
