@@ -18,7 +18,7 @@ unsigned fork_generation();
 /// nor destroyed: it leaks, because even a condition variable's destructor may wait for ever for
 /// waiters that exist only in the parent.
 template <typename T>
-class ProcessBound : public Immovable {
+class ProcessBound : public Immovable {  // NOLINT(cppcoreguidelines-special-member-functions)
   public:
     ProcessBound() : ProcessBound(nullptr) {}
     explicit ProcessBound(std::shared_ptr<T> object)

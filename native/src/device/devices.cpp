@@ -30,7 +30,7 @@ class Copying {
             all_.finished = all_.finished && outcome.finished;
             if (--left_ > 0) return;
         }
-        std::exchange(done_, nullptr)(std::move(all_));
+        std::exchange(done_, nullptr)(std::exchange(all_, {}));
     }
 
   private:

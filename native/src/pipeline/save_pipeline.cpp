@@ -229,7 +229,9 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
         if (failed) self->fail(of.job(), std::move(outcome.status).fault());
         if (!outcome.finished) reading->read.read.memory.abandon();
         try {
-            self->proceed(of, of->end_read(std::move(reading->read), failed));
+            auto gathered = of->end_read(std::move(reading->read), failed);
+            if (!gathered.status.ok()) self->fail(of.job(), std::move(gathered.status).fault());
+            self->write_later(of, std::move(gathered.writable));
         } catch (const std::exception&) {
             self->fail(of.job(), out_of_memory("copy"));
         }

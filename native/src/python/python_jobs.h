@@ -61,7 +61,7 @@ struct RestorePlan {
 /// A job's handle, and the Python object that keeps its memory alive: in this order, the handle
 /// goes first, and the memory once no thread touches it.
 template <typename Handle>
-struct PyJob : Immovable {
+struct PyJob : Immovable {  // NOLINT(cppcoreguidelines-special-member-functions)
     PyJob(std::shared_ptr<Handle> job, pybind11::object memory)
         : keepalive(std::move(memory)), handle(std::move(job)) {}
     // Of what may throw there, only memory can be missing, and nothing could be done about it.
