@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <fstream>
+#include <latch>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -85,8 +86,13 @@ void a_full_queue_keeps_training_waiting() {
     {
         const Stall stall;
         check_ok(driver.api->copy(Direction::kGather, copies_of(pieces, pinned.data()), own));
-        std::jthread late([&] { check_equal(fake_cuda_write(0, training, target, &value, 1), 0); });
-        std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        std::latch begun(1);
+        std::jthread late([&] {
+            begun.count_down();
+            check_equal(fake_cuda_write(0, training, target, &value, 1), 0);
+        });
+        begun.wait();
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
         fake_cuda_stall(0);
     }
     check(fake_cuda_count("training_wait_us") > 5000, "it waited for the engine's copies");
