@@ -101,8 +101,8 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
                 # An unknown outcome may be a commit; and an error here must not hide a known outcome.
                 with contextlib.suppress(DataStatesError):
                     _remember(directory, attempt)
+            readme.write(directory)
         operations.tell(directory, attempt.name)
-        readme.write(directory)
     except Exception:
         if not published:
             raise

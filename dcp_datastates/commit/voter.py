@@ -75,7 +75,6 @@ T = TypeVar("T")
 _PATIENCE_SECONDS: Final = 15.0
 """Added to the time that failure detection takes, before a rank that cannot connect gives a round up."""
 
-
 _AGAIN_SECONDS: Final = 5.0
 """How long storage may take to settle a save after it has failed to publish it in time."""
 
@@ -146,6 +145,7 @@ class Voter:
             return Agreed(decision, self._older, self._failure)
         finally:
             self._say("idle", round_)
+            self._reports = ()
             self.voted = self.ended = max(self.voted, round_.number)
             self.round = None
             if self._detector is not None:

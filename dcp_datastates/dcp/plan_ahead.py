@@ -35,7 +35,7 @@ def prime(
     """Plan a save of ``state_dict`` now, so that the first save of such a state finds its plan in the cache.
 
     Collective. Call it after a resume, for example: the loaded state has the structure of the states to be saved. It
-    reads no tensor, changes nothing and writes nothing. Saves in flight are planned and read first, as before a
+    reads no tensor, changes nothing and writes nothing. Saves in flight are planned first, as before a
     synchronous save. The call waits up to 300 seconds for the other ranks.
 
     Args:

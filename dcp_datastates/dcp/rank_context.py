@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_POLL_SECONDS: Final = 0.1
+
 _REFUSING_SECONDS: Final = 300.0
 """How long a rank whose call failed waits for the other ranks, to tell them."""
 
@@ -91,6 +94,10 @@ class RankContext:
         """For saves without a planner of the caller's."""
         self._worker = Worker("dcp_datastates-planning")
         self._reader = Worker("dcp_datastates-reading")
+        self._unread: list[
+            SaveOperation
+        ] = []  # the planning thread adds, the reading thread removes
+        self._read_one = threading.Event()
         self._collectives: Collectives | None = None
         if group.detector is not None:
             self._collectives = Collectives(group.rank_set, group.detector, finish_saves)
@@ -169,12 +176,18 @@ class RankContext:
 
     def _save(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
         try:
+            if save.call.config.when_behind != "wait":
+                self._await_reads()  # until then it can be left out
             planned = self._plan(save, writer, planner)
             writing = _begin_write(save, planned.plan, writer, planner)
             read = functools.partial(self._read, save, writing, planned.metadata)
             del writing  # a traceback may retain this frame
-            save.end_turn()
+            assert save.turn is not None
+            save.turn.end()
+            save.doing = "reading"
+            self._unread.append(save)
             if not self._reader.post(read):
+                self._unread.remove(save)
                 raise SaveAbandonedError("the process was ending when this save was read")
         except BaseException as error:
             self._give_up(save, error)
@@ -216,6 +229,16 @@ class RankContext:
             self._give_up(save, error)
         else:
             save.end_planning()
+        finally:
+            self._unread.remove(save)
+            self._read_one.set()
+            del writing
+
+    def _await_reads(self) -> None:
+        """Return when all saves that were planned are read, or have failed."""
+        while self._unread:
+            self._read_one.wait(_POLL_SECONDS)
+            self._read_one.clear()
 
     def _composer(self, save: SaveOperation, metadata: Metadata | None) -> Compose | None:
         if metadata is None:

@@ -5,6 +5,7 @@ The results of a save that this package runs travel with the ranks' votes: :func
 
 from __future__ import annotations
 
+import copy
 import pickle
 import time
 from collections.abc import Mapping, Sequence
@@ -46,12 +47,14 @@ def composer(
 
     It raises what ``PlannedMetadata.consolidate`` raises.
     """
+    # The planner may use its own for the next save meanwhile.
+    mine = metadata if isinstance(metadata, PlannedMetadata) else copy.copy(metadata)
 
     def compose(reports: Sequence[bytes]) -> Document:
         results = list(map(_decode_results, reports))
-        if isinstance(metadata, PlannedMetadata):
-            metadata.consolidate(results, directory, attempt)
-        return lambda meta, claim: document(meta, claim, metadata, results, metrics)
+        if isinstance(mine, PlannedMetadata):
+            mine.consolidate(results, directory, attempt)
+        return lambda meta, claim: document(meta, claim, mine, results, metrics)
 
     return compose
 

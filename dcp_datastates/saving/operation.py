@@ -288,15 +288,14 @@ class SaveOperation:
         The first part counts; any further part is cancelled. ``report`` and ``compose`` as in :class:`Round`.
         """
         with self._lock:
-            round_ = None
-            if self._phase is Phase.AGREED:
-                round_ = self._round_with(part, report, compose)
+            agreed = self._phase is Phase.AGREED
+            round_ = self._round_with(part, report, compose) if agreed else None
             if round_ is not None:
                 self._phase, self._round, self._claim = Phase.COMMITTING, round_, None
         if round_ is None:
             part.cancel()
             return
-        group = self._group_of(self._world())
+        group = self.group if self._world() != 1 else commit_group(ALONE)
         group.reading(self.progress, False)
         round_.committed.add_done_callback(self._decided)
         self.doing = "committing"
@@ -321,11 +320,6 @@ class SaveOperation:
         """Coordinator: give up waiting for the results. No effect after :meth:`consolidate`."""
         if self._round is not None:
             self._round.abandon(error)
-
-    def end_turn(self) -> None:
-        """Let the next save be planned: this one's reads have begun, or it has failed. Any thread."""
-        if self.turn is not None:
-            self.turn.end()
 
     def end_planning(self) -> None:
         """End this save's part before the commit, with or without success. Idempotent; never waits. Any thread."""
@@ -361,9 +355,14 @@ class SaveOperation:
     # ---- within ------------------------------------------------------------------------------------
 
     def _agree(self, ticket: Ticket, claimed: Claim | None) -> None:
+        group = self.group if ticket.world != 1 else commit_group(ALONE)
         with self._lock:
-            self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
-        self._group_of(ticket.world).announce(ticket.number)
+            over = self._planning_over  # ended by a save that a signal handler made meanwhile, say
+            if not over:
+                group.announce(ticket.number)  # first: another thread may vote at once
+                self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
+        if over and claimed is not None:
+            claimed.hold.release()
 
     def _world(self) -> int:
         return 0 if self._ticket is None else self._ticket.world
@@ -400,6 +399,8 @@ class SaveOperation:
     def _told(self, committed: Future[None]) -> None:
         self._store = None
         self.doing = "over"
+        if (error := self.committed.peek()) is not None:
+            self.submit_failure(error)  # later rounds wait for this save's
         if self.turn is not None:
             # After a commit, DCP's last collective takes a moment. After a failure, it may wait for a lost rank.
             failed = self.committed.peek() is not None

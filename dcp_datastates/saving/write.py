@@ -157,7 +157,9 @@ def begin_write(
 
     ``rank`` is the rank in the files' names. When an error is raised, no read or write is in progress.
     """
-    return _begin(_Write(save, plan, planner, _share_of(save), attempt, rank), ahead)
+    share = _share_of(save)
+    global_plan = b"" if share is None else share.global_plan
+    return _begin(_Write(save, plan, planner, share, attempt, rank, global_plan), ahead)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,6 +172,8 @@ class _Write:
     share: Share | None
     attempt: Attempt
     rank: int
+    global_plan: bytes
+    """Name of the global plan of ``share``, which may be that of a later save by the time this one is read."""
     keep: list[Any] = field(default_factory=list)
     """Objects that must stay alive until they have been read."""
 
@@ -233,8 +237,8 @@ class Writing:
         if share is None:
             return _results(items, content.layouts, content.sealed, write.attempt), part
         report = content.report or report_of(content.layouts, content.sealed, len(items))
-        mine = _rank_report(share, report, self._samples)
-        _remember_reported(save, share, report.digest)
+        mine = _rank_report(share, write.global_plan, report, self._samples)
+        _remember_reported(save, share, write.global_plan, report.digest)
         return [mine], part
 
 
@@ -347,24 +351,23 @@ def _samples(write: _Write) -> bytes:
     return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
 
 
-def _rank_report(share: Share, report: Report, samples: bytes) -> RankReport:
-    known = share.reported.get(share.global_plan) == report.digest
+def _rank_report(share: Share, plan: bytes, report: Report, samples: bytes) -> RankReport:
+    known = share.reported.get(plan) == report.digest
     share.sent = report.digest
     if not known:
         share.reported = {}
     return RankReport(report.digest, None if known else report.encode(), samples)
 
 
-def _remember_reported(save: SaveOperation, share: Share, digest: bytes) -> None:
+def _remember_reported(save: SaveOperation, share: Share, plan: bytes, digest: bytes) -> None:
     """Once the save is committed, remember that the coordinator has this rank's report, and need not receive
     it again.
     """
-    global_plan = share.global_plan
 
     def note(committed: Future[None]) -> None:
         # After a failure it is unknown which report the coordinator has.
         known = save.committed.peek() is None and share.sent == digest
-        share.reported = {global_plan: digest} if known else {}
+        share.reported = {plan: digest} if known else {}
 
     save.committed.add_done_callback(note)
 

@@ -16,9 +16,14 @@ __all__ = ["NAME", "remove", "write"]
 
 NAME: Final = "README"
 
-_TEXT: Final = b"""\
-This directory is a checkpoint of dcp_datastates, a storage backend for torch.distributed.checkpoint.
+_FIRST_LINE: Final = (
+    b"This is a checkpoint of dcp_datastates, a storage backend for torch.distributed.checkpoint.\n"
+)
+"""By it a later release knows the file: it must never change."""
 
+_TEXT: Final = (
+    _FIRST_LINE
+    + b"""
 Load it with dcp_datastates.load(state, PATH), or with
     torch.distributed.checkpoint.load(state, storage_reader=dcp_datastates.DataStatesReader(PATH))
 
@@ -28,15 +33,21 @@ Programs that do not know this format read a copy in a format of theirs:
     dcp-datastates convert PATH OUT --to safetensors    (safetensors)
     dcp-datastates convert PATH OUT --to hf             (from_pretrained of transformers)
 
-dcp-datastates inspect PATH shows what it contains. dcp-datastates delete PATH deletes it.
+dcp-datastates inspect PATH shows what it contains. dcp-datastates rm PATH deletes it.
 """
+)
 
 
 def write(directory: Path) -> None:
     """Write the file, unless there is one. Never raises an error of storage."""
     step()
-    with contextlib.suppress(OSError), open(directory / NAME, "xb") as file:
-        file.write(_TEXT)
+    path = directory / NAME
+    with contextlib.suppress(OSError), open(path, "xb") as file:
+        try:
+            file.write(_TEXT)
+            file.flush()
+        except OSError:  # no empty file, which would not be known
+            path.unlink()
 
 
 def remove(directory: Path) -> None:
@@ -44,6 +55,9 @@ def remove(directory: Path) -> None:
     step()
     path = directory / NAME
     with contextlib.suppress(OSError):
-        ours = path.is_file() and path.stat().st_size <= len(_TEXT)
-        if ours and _TEXT.startswith(path.read_bytes()):
+        if not path.is_file():
+            return
+        with open(path, "rb") as file:
+            begin = file.read(len(_FIRST_LINE))
+        if begin and _FIRST_LINE.startswith(begin):
             path.unlink()

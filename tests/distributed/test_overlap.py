@@ -13,7 +13,7 @@ from support.state.planners import FailingPlanner, PlannerRefusal
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import SaveFailedError, track
+from dcp_datastates import CheckpointSkipped, DataStatesSavePlanner, SaveFailedError, track
 from dcp_datastates.saving.phase import Phase
 
 ELEMENTS = 100_000
@@ -95,3 +95,54 @@ def test_a_save_that_fails_while_one_before_it_is_read_fails_alone(where, shared
         assert not committed(second.path)
         assert _number(first.path) == {training.weight[0].item() - 1}
         dist.barrier()
+
+
+@ranks(2)
+def test_a_report_belongs_to_the_plan_of_its_own_save(shared_dir):
+    """Rank 0's structure changes, and rank 1's share does not; the second save is planned while the first is read."""
+    training = _Training()
+    planner = DataStatesSavePlanner()
+    for number in range(4):
+        training.step()
+        first = training.save(shared_dir / f"{number}.0", planner)
+        more = {f"more{number}": torch.ones(3)} if dist.get_rank() == 0 else {}
+        second = dcp_datastates.async_save(
+            {f"w{dist.get_rank()}": training.weight, **more},
+            shared_dir / f"{number}.1",
+            planner=planner,
+            host_cache_size=CACHE,
+            read_deadline=3600,
+        )
+        _await_phase(second, Phase.AGREED)
+        training.step()
+        first.result(60)
+        second.result(60)
+        assert _number(first.path) == _number(second.path) == {training.weight[0].item() - 1}
+        dist.barrier()
+
+
+@ranks(2)
+def test_newest_drops_saves_while_one_is_read(shared_dir):
+    training = _Training()
+    training.step()
+    handles = [
+        dcp_datastates.async_save(
+            {f"w{dist.get_rank()}": training.weight},
+            shared_dir / str(number),
+            host_cache_size=CACHE,
+            read_deadline=3600,
+            max_in_flight=2,
+            when_behind="newest",
+        )
+        for number in range(6)
+    ]
+    training.step()
+    outcomes = []
+    for handle in handles:
+        try:
+            handle.result(60)
+            outcomes.append("committed")
+        except CheckpointSkipped:
+            outcomes.append("dropped")
+    assert outcomes[-1] == "committed"
+    assert outcomes.count("dropped") >= 2

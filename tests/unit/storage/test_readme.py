@@ -45,12 +45,29 @@ def test_what_the_program_put_there_stays(path):
     assert (path / "README").read_text() == "mine"
 
 
-@pytest.mark.parametrize("nbytes", [0, 100])
+@pytest.mark.parametrize("nbytes", [10, 200])
 def test_one_that_was_written_in_part_goes_with_the_checkpoint(path, nbytes):
     with (path / "README").open("r+b") as file:
         file.truncate(nbytes)
     delete(path)
     assert not path.exists()
+
+
+def test_one_of_another_release_goes_with_the_checkpoint(path):
+    """Its first line never changes."""
+    first = (
+        "This is a checkpoint of dcp_datastates, a storage backend for "
+        "torch.distributed.checkpoint.\n"
+    )
+    (path / "README").write_text(first + "Further lines.\n" * 1000)
+    delete(path)
+    assert not path.exists()
+
+
+def test_an_empty_one_is_not_this_packages(path):
+    (path / "README").write_text("")
+    delete(path)
+    assert (path / "README").exists()
 
 
 def test_one_that_cannot_be_written_or_read_fails_nothing(tmp_path):
