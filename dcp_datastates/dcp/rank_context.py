@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -46,6 +45,7 @@ from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.saving.admission import await_reads
 from dcp_datastates.saving.call import LEFT_OUT
 from dcp_datastates.saving.document import composer, encode_results
 from dcp_datastates.saving.last_saves import finish_saves
@@ -59,8 +59,6 @@ __all__ = ["RankContext", "context_of"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_POLL_SECONDS: Final = 0.1
 
 _REFUSING_SECONDS: Final = 300.0
 """How long a rank whose call failed waits for the other ranks, to tell them."""
@@ -84,8 +82,8 @@ class DifferentSavesError(SaveFailedError):
 
 
 class RankContext:
-    """Plans the saves of one rank set. Any thread may call :meth:`submit` and :meth:`run`, one call at a time; the
-    other methods run in the planning thread.
+    """Plans the saves of one rank set, and waits until they are read. Any thread may call :meth:`submit` and
+    :meth:`run`, one call at a time; the others run in the planning thread or the reading thread.
     """
 
     def __init__(self, group: CommitGroup) -> None:
@@ -94,10 +92,6 @@ class RankContext:
         """For saves without a planner of the caller's."""
         self._worker = Worker("dcp_datastates-planning")
         self._reader = Worker("dcp_datastates-reading")
-        self._unread: list[
-            SaveOperation
-        ] = []  # the planning thread adds, the reading thread removes
-        self._read_one = threading.Event()
         self._collectives: Collectives | None = None
         if group.detector is not None:
             self._collectives = Collectives(group.rank_set, group.detector, finish_saves)
@@ -177,7 +171,7 @@ class RankContext:
     def _save(self, save: SaveOperation, writer: DataStatesWriter, planner: SavePlanner) -> None:
         try:
             if save.call.config.when_behind != "wait":
-                self._await_reads()  # until then it can be left out
+                await_reads(save)  # until then it can be left out
             planned = self._plan(save, writer, planner)
             writing = _begin_write(save, planned.plan, writer, planner)
             read = functools.partial(self._read, save, writing, planned.metadata)
@@ -185,9 +179,7 @@ class RankContext:
             assert save.turn is not None
             save.turn.end()
             save.doing = "reading"
-            self._unread.append(save)
             if not self._reader.post(read):
-                self._unread.remove(save)
                 raise SaveAbandonedError("the process was ending when this save was read")
         except BaseException as error:
             self._give_up(save, error)
@@ -230,15 +222,7 @@ class RankContext:
         else:
             save.end_planning()
         finally:
-            self._unread.remove(save)
-            self._read_one.set()
-            del writing
-
-    def _await_reads(self) -> None:
-        """Return when all saves that were planned are read, or have failed."""
-        while self._unread:
-            self._read_one.wait(_POLL_SECONDS)
-            self._read_one.clear()
+            del writing  # a traceback may retain this frame
 
     def _composer(self, save: SaveOperation, metadata: Metadata | None) -> Compose | None:
         if metadata is None:

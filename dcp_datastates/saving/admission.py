@@ -8,6 +8,7 @@ the other ranks: if any rank leaves a save out, all do.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import wait
 from typing import Final
 
 from dcp_datastates.config import WhenBehind
@@ -16,7 +17,7 @@ from dcp_datastates.process.waiting import WaitLog
 from dcp_datastates.saving.call import DROPPED, SKIPPED
 from dcp_datastates.saving.operation import SaveOperation
 
-__all__ = ["enter", "in_flight", "make_room"]
+__all__ = ["await_reads", "enter", "in_flight", "make_room"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,12 @@ def await_room(limit: int) -> None:
             f"{len(waiting)} saves are in flight (max_in_flight={limit}), the oldest to {str(oldest.path)!r}: "
             f"{oldest.doing}"
         )
+
+
+def await_reads(save: SaveOperation) -> None:
+    """Block, without the GIL, until the saves called before ``save`` are read, or have failed. Opens no read window."""
+    earlier = [each for each in in_flight() if each.call.order < save.call.order]
+    wait([each.reads.captured for each in earlier if each.reads is not None])
 
 
 def make_room(limit: int, mode: WhenBehind) -> int:
