@@ -10,6 +10,7 @@ import torch.distributed as dist
 from support.jobs.ranks import ranks
 from support.state.checkpoints import CACHE, committed, load_everything, raises
 from support.state.planners import FailingPlanner, PlannerRefusal
+from support.waiting import await_that
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -32,22 +33,30 @@ class _Training:
         (-self.weight).sum().backward()
         self.optimizer.step()
 
-    def save(self, path, planner=None):
+    def save(
+        self,
+        path,
+        planner=None,
+        *,
+        read_deadline=3600.0,
+        max_in_flight=4,
+        when_behind="wait",
+        **more,
+    ):
         """Its reads wait for a backward pass, or for a thread that waits for them."""
         return dcp_datastates.async_save(
-            {f"w{dist.get_rank()}": self.weight},
+            {f"w{dist.get_rank()}": self.weight, **more},
             path,
             planner=planner,
             host_cache_size=CACHE,
-            read_deadline=3600,
+            read_deadline=read_deadline,
+            max_in_flight=max_in_flight,
+            when_behind=when_behind,
         )
 
 
 def _await_phase(handle, phase):
-    deadline = time.monotonic() + 60
-    while handle._save.phase < phase:
-        assert time.monotonic() < deadline, handle
-        time.sleep(0.01)
+    await_that(lambda: handle._save.phase >= phase, otherwise=repr(handle))
 
 
 def _number(path):
@@ -99,21 +108,20 @@ def test_a_save_that_fails_while_one_before_it_is_read_fails_alone(where, shared
 
 @ranks(2)
 def test_a_report_belongs_to_the_plan_of_its_own_save(shared_dir):
-    """Rank 0's structure changes, and rank 1's share does not; the second save is planned while the first is read."""
+    """Rank 0's structure changes, and rank 1's share does not. The second save is planned before the first is
+    committed, and read after that.
+    """
     training = _Training()
     planner = DataStatesSavePlanner()
-    for number in range(4):
+    for number in range(3):
         training.step()
-        first = training.save(shared_dir / f"{number}.0", planner)
+        first = training.save(shared_dir / f"{number}.0", planner, read_deadline=1.0)
         more = {f"more{number}": torch.ones(3)} if dist.get_rank() == 0 else {}
-        second = dcp_datastates.async_save(
-            {f"w{dist.get_rank()}": training.weight, **more},
-            shared_dir / f"{number}.1",
-            planner=planner,
-            host_cache_size=CACHE,
-            read_deadline=3600,
-        )
+        second = training.save(shared_dir / f"{number}.1", planner, **more)
         _await_phase(second, Phase.AGREED)
+        await_that(first.committed.done)  # opens no window
+        assert not second.captured.done()
+        dist.barrier()
         training.step()
         first.result(60)
         second.result(60)
@@ -122,27 +130,21 @@ def test_a_report_belongs_to_the_plan_of_its_own_save(shared_dir):
 
 
 @ranks(2)
-def test_newest_drops_saves_while_one_is_read(shared_dir):
+def test_newest_drops_what_was_called_for_while_a_save_is_read(shared_dir):
     training = _Training()
     training.step()
-    handles = [
-        dcp_datastates.async_save(
-            {f"w{dist.get_rank()}": training.weight},
-            shared_dir / str(number),
-            host_cache_size=CACHE,
-            read_deadline=3600,
-            max_in_flight=2,
-            when_behind="newest",
-        )
-        for number in range(6)
-    ]
+    handles = []
+    for number in range(5):
+        path = shared_dir / str(number)
+        handles.append(training.save(path, max_in_flight=2, when_behind="newest"))
+        if number == 0:
+            _await_phase(handles[0], Phase.AGREED)
+        time.sleep(0.3)  # time enough to be planned, if it could be
+        dist.barrier()
     training.step()
-    outcomes = []
-    for handle in handles:
-        try:
+    for handle in handles[1:-1]:
+        with raises(CheckpointSkipped):
             handle.result(60)
-            outcomes.append("committed")
-        except CheckpointSkipped:
-            outcomes.append("dropped")
-    assert outcomes[-1] == "committed"
-    assert outcomes.count("dropped") >= 2
+    for handle in (handles[0], handles[-1]):
+        handle.result(60)
+        assert _number(handle.path) == {training.weight[0].item() - 1}
