@@ -67,7 +67,7 @@ _LAST_SECONDS: Final = 3.0
 """How long the end of the process lets a rank wait for others in vain. Saves in flight have been waited for before."""
 
 _CLOSE_SECONDS: Final = 10.0
-"""How long :meth:`RankContext.close` waits for the planning thread."""
+"""How long :meth:`RankContext.close` waits for each of its threads."""
 
 
 class DifferentSavesError(SaveFailedError):

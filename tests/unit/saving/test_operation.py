@@ -14,6 +14,14 @@ from support.state.checkpoints import CACHE, async_save, save, writer
 
 import dcp_datastates
 from dcp_datastates import StorageError
+from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.config import WriterConfig
+from dcp_datastates.io.engine import next_order
+from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.saving.call import SaveCall, SaveOrigin
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.phase import Phase
+from dcp_datastates.stats import SaveStats
 
 
 def _owned():
@@ -124,3 +132,27 @@ def test_save_copies_nothing_that_can_be_read_in_place(tmp_path):
     free = {"w": torch.ones(1_000_000)}  # no optimizer owns it
     stats = dcp_datastates.save(free, tmp_path / "c", host_cache_size=CACHE)
     assert stats.eager_bytes == 0
+
+
+def _synchronous(path):
+    call = SaveCall(commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order())
+    return SaveOperation(call, SaveStats(), None)
+
+
+def test_a_save_that_was_ended_while_it_claimed_holds_up_no_later_one(tmp_path):
+    """As when a signal handler saves, too."""
+    ended = _synchronous(tmp_path / "a")
+    ended.begin()
+    ended.end_planning()
+    ended.draw_ticket(1)
+    assert ended.phase < Phase.AGREED
+    save({"w": torch.ones(10)}, tmp_path / "b")
+
+
+@pytest.mark.parametrize("how", ["fail", "give_up"])
+def test_a_save_that_fails_after_the_agreement_holds_up_no_later_one(how, tmp_path):
+    failed = _synchronous(tmp_path / "a")
+    failed.begin()
+    failed.draw_ticket(1)
+    failed.give_up("enough") if how == "give_up" else failed.fail(StorageError(5, "enough"))
+    save({"w": torch.ones(10)}, tmp_path / "b")
