@@ -225,10 +225,12 @@ def _meet() -> None:
 
 
 def _run_agent() -> None:
-    """Run torchrun. A node that joins later asks where the store is; the agent that has it tells so only once, in torch
-    2.13, so here it tells again.
+    """Run torchrun. In torch 2.13, the agent that has the workers' store tells its address only once, and the others ask
+    for it only once. So a node that joins later is not told; and one that was alone for a round, because the other took
+    long to stop its workers, goes on with its own store. Here each round tells and asks again.
     """
     import torch.distributed.run
+    from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     meet = DynamicRendezvousHandler.next_rendezvous
@@ -238,7 +240,9 @@ def _run_agent() -> None:
         if met.rank == 0:
             met.store.set("MASTER_ADDR", met.bootstrap_store_info.master_addr)
             met.store.set("MASTER_PORT", str(met.bootstrap_store_info.master_port))
-        return met
+            return met
+        told = RendezvousStoreInfo.build(met.rank, met.store, None)
+        return RendezvousInfo(met.store, met.rank, met.world_size, told)
 
     DynamicRendezvousHandler.next_rendezvous = meet_and_tell  # type: ignore[method-assign]
     torch.distributed.run.main(sys.argv[2:])
