@@ -7,25 +7,22 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from dcp_datastates.checkpoints.consistency_check import ConsistencyCheck
-from dcp_datastates.checkpoints.examine import Examination, Progress
+from dcp_datastates.checkpoints.examine import Examination
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     CheckpointReplacedError,
-    ConfigurationError,
     DataStatesError,
 )
 from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
 
 __all__ = ["Damage", "Report", "verify"]
-
-_MOST_THREADS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -89,10 +86,7 @@ def verify(
         ConfigurationError: an argument cannot work.
     """
     directory = local.local_path(path)
-    if threads is None:
-        threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    elif isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ConfigurationError(f"threads={threads!r} must be a whole number, 1 or more")
+    threads = thread_count(threads)
     began = time.monotonic()
     try:
         committed = open_committed(directory)

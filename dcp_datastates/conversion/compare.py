@@ -14,14 +14,13 @@ from typing import Any, Final, Literal
 import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.conversion.convert import thread_count
 from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.selection import Selection, select
 from dcp_datastates.conversion.source import Source, Want, value_of
-from dcp_datastates.conversion.work import Done, Progress, Unit, work
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.name_patterns import NamePatterns, Rename
+from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcp_datastates.conversion.work import Unit
+from dcp_datastates.process.work import Unit
 
 __all__ = ["Job", "Limits"]
 

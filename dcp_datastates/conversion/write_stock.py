@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Source, Want
-from dcp_datastates.conversion.work import Done, Unit
+from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.saving.document import DCP_VERSION
 from dcp_datastates.storage import local, operations
 
