@@ -80,19 +80,16 @@ def directories(root: Path) -> list[Path]:
     Empty if ``root`` does not exist. Raises :class:`ConfigurationError` if ``root`` is not a directory,
     :class:`StorageError` if it cannot be read.
     """
-    try:
-        with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if local.is_directory(entry)]
-    except FileNotFoundError:
-        return []
-    except NotADirectoryError:
-        raise ConfigurationError(
-            f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"listing checkpoints failed: {error.strerror}", str(root)
-        ) from error
+    with local.explained("listing checkpoints", root):
+        try:
+            with os.scandir(root) as entries:
+                names = [entry.name for entry in entries if local.is_directory(entry)]
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise ConfigurationError(
+                f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
+            ) from None
     return [root / name for name in sorted(names, key=natural_order)]
 
 

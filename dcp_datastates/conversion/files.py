@@ -20,7 +20,7 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from dcp_datastates.storage.local import open_regular
+from dcp_datastates.storage.local import explained, open_regular
 
 __all__ = ["Array", "Files", "as_bytes", "fill_from"]
 
@@ -83,12 +83,8 @@ def _open(path: Path) -> int:
 def _read(descriptor: int, path: Path, offset: int, into: memoryview) -> None:
     done = 0
     while done < len(into):
-        try:
+        with explained("reading", path):
             read = os.preadv(descriptor, [into[done:]], offset + done)
-        except OSError as error:
-            raise StorageError(
-                error.errno, f"reading {path} failed: {error.strerror}", str(path)
-            ) from error
         if not read:
             raise CheckpointCorruptError(
                 f"{path} is cut short: it ends before byte {offset + len(into)}"

@@ -248,12 +248,13 @@ class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
 def _read_metadata(path: Path, allow_objects: bool) -> Metadata:
     kind = pickle.Unpickler if allow_objects else _Unpickler
     try:
-        with os.fdopen(local.open_regular(path), "rb") as file:
+        with (
+            local.explained("reading", path),
+            os.fdopen(local.open_regular(path), "rb") as file,
+        ):
             metadata = kind(file).load()
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"reading {path} failed: {error.strerror}", str(path)
-        ) from error
+    except StorageError:
+        raise
     except pickle.UnpicklingError as error:
         if "Unsupported global" in str(error):
             raise unsafe(str(path), error) from error

@@ -14,7 +14,6 @@ from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
     ForeignCheckpointError,
-    StorageError,
 )
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, read
 from dcp_datastates.storage import attempts, local
@@ -87,16 +86,13 @@ def wrong_size(record: FileRecord, nbytes: int) -> str | None:
 
 def _read(directory: Path) -> tuple[bytes, float]:
     path = directory / local.METADATA_NAME
-    try:
-        return read(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(
-            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"reading {path} failed: {error.strerror}", str(path)
-        ) from error
+    with local.explained("reading", path):
+        try:
+            return read(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointNotFoundError(
+                f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
+            ) from None
 
 
 def _decode(data: bytes, directory: Path) -> MetadataTable:
