@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -182,12 +182,12 @@ class Listed:
     """The number at the end of the name."""
     format: Literal["dcp_datastates", "other"]
     committed: bool
-    attempt: str | None
+    attempt: str | None = None
     """The committed attempt; for an uncommitted checkpoint, the newest."""
-    nbytes: int | None
-    ranks: int | None
-    committed_at: float | None
-    problem: str | None
+    nbytes: int | None = None
+    ranks: int | None = None
+    committed_at: float | None = None
+    problem: str | None = None
     """Why :func:`~dcp_datastates.latest` would skip it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
@@ -362,8 +362,9 @@ def _directory(root: Path) -> Directory:
             latest = listed.name
         ours.append(listed)
     names = {listed.name for listed in ours}
-    others = [_other(path) for path in everything if path.name not in names]
-    return Directory(root, latest, (*ours, *(listed for listed in others if listed is not None)))
+    return Directory(
+        root, latest, (*ours, *_others(path for path in everything if path.name not in names))
+    )
 
 
 def newest(root: Path, most: int) -> tuple[list[Listed], list[Listed]]:
@@ -373,9 +374,8 @@ def newest(root: Path, most: int) -> tuple[list[Listed], list[Listed]]:
     """
     everything = directories(root)
     committed = list(filter(is_committed, everything))
-    others = [path for path in everything if not is_committed(path)]
     listed = [_listed(found) for found in islice(newest_first(committed), most)]
-    return listed, [each for path in others if (each := _other(path)) is not None]
+    return listed, list(_others(path for path in everything if not is_committed(path)))
 
 
 def _listed(found: Found) -> Listed:
@@ -395,33 +395,21 @@ def _listed(found: Found) -> Listed:
     )
 
 
-def _other(path: Path) -> Listed | None:
-    """An uncommitted save, or another program's checkpoint; None for any other directory."""
-    claimed = attempts.present(path)
-    if is_committed(path):
-        try:
-            open_committed(path)
-        except DataStatesError as error:
-            problem = (
-                "a stock DCP checkpoint"
-                if isinstance(error, ForeignCheckpointError)
-                else str(error)
-            )
-            return Listed(
-                path.name, step_of(path.name), "other", True, None, None, None, None, problem
-            )
-    if not claimed:
-        return None
-    newest = path / claimed[-1].name
-    state = _state(newest)
-    return Listed(
-        name=path.name,
-        step=step_of(path.name),
-        format="dcp_datastates",
-        committed=False,
-        attempt=newest.name,
-        nbytes=None,
-        ranks=None,
-        committed_at=None,
-        problem=f"not committed: {'in flight or abandoned' if state == 'unknown' else state}",
-    )
+def _others(paths: Iterable[Path]) -> Iterator[Listed]:
+    """The uncommitted saves and other programs' checkpoints among the directories ``paths``."""
+    for path in paths:
+        claimed = attempts.present(path)
+        name, step = path.name, step_of(path.name)
+        if is_committed(path):
+            try:
+                open_committed(path)
+            except ForeignCheckpointError:
+                yield Listed(name, step, "other", True, problem="a stock DCP checkpoint")
+                continue
+            except DataStatesError as error:
+                yield Listed(name, step, "other", True, problem=str(error))
+                continue
+        if claimed:
+            state = _state(path / claimed[-1].name)
+            problem = f"not committed: {'in flight or abandoned' if state == 'unknown' else state}"
+            yield Listed(name, step, "dcp_datastates", False, claimed[-1].name, problem=problem)
