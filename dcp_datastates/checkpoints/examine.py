@@ -133,8 +133,8 @@ class Examination:
         problem = wrong_size(record, nbytes)
         words = bytearray(record.nbytes - record.table_offset)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        if nbytes < record.nbytes or _read(
-            descriptor, memoryview(words), record.table_offset
+        if nbytes < record.nbytes or local.read_at(
+            descriptor, record.table_offset, memoryview(words)
         ) < len(words):
             with self._lock:
                 self._close(descriptor)
@@ -203,7 +203,7 @@ class Examination:
         if not any(part.begin < header_end for part in parts):
             with self._header_lock:
                 header = bytearray(header_end)
-                _read(file.descriptor, memoryview(header), 0)
+                local.read_at(file.descriptor, 0, memoryview(header))
                 damages += self._consistency_check.of_header(file.record, bytes(header))
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return damages
@@ -218,7 +218,7 @@ def _damaged(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
     file = piece.file
     try:
         view = buffer[: piece.end - piece.begin]
-        read = _read(file.descriptor, view, piece.begin)
+        read = local.read_at(file.descriptor, piece.begin, view)
     except OSError as error:
         if error.errno not in _MEDIA_ERRORS:
             raise OSError(error.errno, error.strerror, str(file.path)) from error
@@ -236,17 +236,6 @@ def _damaged(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
             doubt = "" if file.table.is_sound else ", which may itself be what is damaged"
             yield _Bad(begin, end, f"does not match its checksum{doubt}")
     os.posix_fadvise(file.descriptor, piece.begin, read, os.POSIX_FADV_DONTNEED)
-
-
-def _read(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill ``view`` from the file; returns the number of bytes read."""
-    done = 0
-    while done < len(view):
-        read = os.preadv(descriptor, [view[done:]], offset + done)
-        if not read:
-            break
-        done += read
-    return done
 
 
 def _merged(parts: Iterable[_Bad]) -> Iterator[_Bad]:

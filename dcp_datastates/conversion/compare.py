@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -147,8 +148,8 @@ def diff(
     selection = Selection.checked(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
     with (
-        open_source(path_a, allow_objects) as opened,
-        open_source(path_b, allow_objects) as other,
+        closing(open_source(path_a, allow_objects)) as opened,
+        closing(open_source(path_b, allow_objects)) as other,
     ):
         one = select(opened, selection)
         pair = _Pair(one, other)

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
@@ -199,7 +200,7 @@ def convert(
         raise ConfigurationError(
             f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
         )
-    with open_source(given, checked.allow_objects) as opened:
+    with closing(open_source(given, checked.allow_objects)) as opened:
         chosen_format = _target_format(opened, to, checked)
         check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
         selected = select(opened, checked.selection)

@@ -13,12 +13,15 @@ from typing import Final
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
+    DataStatesError,
     ForeignCheckpointError,
 )
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, read
 from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["Committed", "open_committed", "wrong_size"]
+__all__ = ["Committed", "open_committed", "replacement", "wrong_size"]
 
 _CONVERTS: Final = "dcp-datastates convert makes a checkpoint of this package of it"
 
@@ -72,6 +75,24 @@ def open_committed(directory: Path) -> Committed:
     published_at = table.note.published_at
     return Committed(
         directory, table, len(data), written_at if published_at is None else published_at
+    )
+
+
+def replacement(directory: Path, was: Attempt, verb: str) -> CheckpointReplacedError | None:
+    """The error if ``was`` is no longer the attempt committed at ``directory``; ``verb``: what is to be done again."""
+    try:
+        now = open_committed(directory).note.attempt
+    except CheckpointNotFoundError:
+        return CheckpointReplacedError(
+            f"{directory}: attempt {was.name} was removed meanwhile, by retain or delete, perhaps; {verb} another "
+            f"checkpoint"
+        )
+    except DataStatesError:
+        return None
+    if now == was:
+        return None
+    return CheckpointReplacedError(
+        f"{directory}: attempt {was.name} was replaced by {now.name} meanwhile; {verb} again"
     )
 
 
