@@ -109,7 +109,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 raise ConfigurationError(
                     f"checkpoint.async_mode={self.async_mode!r} must be one of {', '.join(modes)}"
                 )
-            self.writer_config()
+            WriterConfig.checked(**self.writer_options())
             check_verification(self.verify)
             if "://" in self.folder:
                 raise ConfigurationError(
@@ -126,17 +126,6 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "exit_timeout",
             )
             return {name: getattr(self, name) for name in names}
-
-        def writer_config(self) -> WriterConfig:
-            """The checked writer configuration, with the writer's defaults for all other options."""
-            return WriterConfig.checked(
-                **self.writer_options(),
-                defer="owned",
-                overwrite=True,
-                commit="background",
-                max_in_flight=4,
-                when_behind="wait",
-            )
 
     # Attributes that close() reads, also if the constructor was not called or has raised.
     staging_future: Future[None] | None = None
