@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, OutputFileWriter, Placed
+from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job, write_small_file
 from dcp_datastates.conversion.source import Source, metadata_of_source
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
@@ -43,15 +43,12 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
     writing = _Writing(source, folder, attempt, after)
     outputs = list(writing.output_files(limits.shard_bytes))
     document = writing.document()  # before the data: it says whether the names can be stored
-    writer = OutputFileWriter(outputs, source, limits.piece_bytes)
 
     def finish() -> None:
-        path = folder / local.METADATA_NAME
-        with local.explained("writing", path, len(document)):
-            operations.write_new_file(path, document, "convert")
+        write_small_file(folder / local.METADATA_NAME, document)
         readme.write(folder)
 
-    return Job(writer.units(), tuple(output.path for output in outputs), finish, writer.close)
+    return file_job(outputs, source, limits.piece_bytes, finish)
 
 
 class _Writing:

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.memory import scratch_tensor
+from dcp_datastates.conversion.output_file import write_small_file
 from dcp_datastates.conversion.source import Source, Want, metadata_of_source
 from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import local, operations
@@ -138,9 +139,7 @@ class _Writing:
         metadata = metadata_of_source(self._source, chunks_of, self._places)
         buffer = io.BytesIO()
         pickle.dump(metadata, buffer)
-        path = self._folder / local.METADATA_NAME
-        with local.explained("writing", path):
-            operations.write_new_file(path, buffer.getvalue(), "convert")
+        write_small_file(self._folder / local.METADATA_NAME, buffer.getvalue())
 
 
 def _cut(shape: Sequence[int], most: int) -> Iterator[Chunk]:
