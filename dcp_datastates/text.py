@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
-__all__ = ["count", "date", "duration", "numbers", "printable", "size"]
+__all__ = ["columns", "count", "date", "duration", "numbers", "printable", "size"]
 
 
 def count(number: int, noun: str) -> str:
@@ -57,3 +57,29 @@ def duration(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.3g} {unit}"
     return f"{seconds * 1000:.3g} ms"
+
+
+def columns(
+    headers: Sequence[str], rows: Iterable[Sequence[object]], most: int | None = None
+) -> list[str]:
+    """The lines of a table: the headers and ``most`` rows (None: all). None is an empty cell.
+
+    ``>`` at a header's end aligns its column to the right.
+    """
+    shown = [[_cell(value) for value in row] for row in rows]
+    left_out = 0 if most is None else len(shown) - most
+    table = [[header.rstrip(">") for header in headers], *shown[:most]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "   ".join(
+            cell.rjust(width) if header.endswith(">") else cell.ljust(width)
+            for cell, width, header in zip(row, widths, headers, strict=True)
+        )
+        for row in table
+    ]
+    lines = [f"  {line}".rstrip() for line in lines]
+    return [*lines, f"  … and {left_out} more"] if left_out > 0 else lines
+
+
+def _cell(value: object) -> str:
+    return "" if value is None else printable(value).replace("\n", "\\n")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from collections.abc import Iterable
 from typing import Any
 
-from dcp_datastates.conversion.convert import Conversion, convert
+from dcp_datastates.conversion.convert import convert
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
 from dcp_datastates_cli.output import OK, pipe_may_close, print_json, say
+from dcp_datastates_cli.progress_bar import progress_bar
 
 __all__ = ["prefixes", "run"]
 
@@ -33,22 +33,14 @@ def run(options: argparse.Namespace) -> int:
         "host_cache_size": options.host_cache_size,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    done = _convert(options, given)
+    with progress_bar("converting", local.local_path(options.source), options.quiet) as progress:
+        done = convert(options.source, options.target, options.to, progress=progress, **given)
     if options.json:
         print_json(dataclasses.asdict(done))
     elif not options.quiet:
         with pipe_may_close():
             say(done)
     return OK
-
-
-def _convert(options: argparse.Namespace, given: dict[str, Any]) -> Conversion:
-    if options.quiet or not sys.stderr.isatty():
-        return convert(options.source, options.target, options.to, **given)
-    from dcp_datastates_cli.progress_bar import progress_bar  # imports rich
-
-    with progress_bar("converting", local.local_path(options.source)) as progress:
-        return convert(options.source, options.target, options.to, progress=progress, **given)
 
 
 def prefixes(given: Iterable[str] | None) -> dict[str, str] | None:

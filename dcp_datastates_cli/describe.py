@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
-from dcp_datastates_cli.output import DAMAGED, OK, pipe_may_close, print_json
+from dcp_datastates_cli.output import DAMAGED, OK, pipe_may_close, print_json, say
 
 __all__ = ["run"]
 
@@ -19,13 +19,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(_document(found, options.tensors))
         return status
-    from dcp_datastates_cli.tables import print_checkpoint, print_directory  # imports rich
-
     with pipe_may_close():
-        if isinstance(found, Directory):
-            print_directory(found)
-        else:
-            print_checkpoint(found, options.tensors)
+        say(found.text(None if options.tensors or isinstance(found, Directory) else 0))
     return status
 
 
@@ -33,7 +28,7 @@ def _is_damaged(found: Checkpoint | Directory) -> bool:
     if isinstance(found, Directory):
         ours = [each for each in found.checkpoints if each.format == "dcp_datastates"]
         return any(each.committed and each.problem for each in ours)
-    return any(file.found_nbytes != file.nbytes for file in found.files)
+    return any(file.problem for file in found.files)
 
 
 def _document(found: Checkpoint | Directory, tensors: bool) -> dict[str, Any]:

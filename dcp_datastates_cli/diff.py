@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from typing import Any
 
 from dcp_datastates.conversion.compare import Comparison, diff
@@ -13,6 +12,7 @@ from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.storage import local
 from dcp_datastates_cli.convert import prefixes
 from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json, say
+from dcp_datastates_cli.progress_bar import progress_bar
 
 __all__ = ["run"]
 
@@ -37,18 +37,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> Comparison:
-    given: dict[str, Any] = {
-        "only": options.only,
-        "rename": prefixes(options.rename),
-        "allow_objects": options.allow_objects,
-        "threads": options.threads,
-    }
-    if options.quiet or not sys.stderr.isatty():
-        return diff(options.a, options.b, **given)
-    from dcp_datastates_cli.progress_bar import progress_bar  # imports rich
-
-    with progress_bar("comparing", local.local_path(options.a)) as progress:
-        return diff(options.a, options.b, progress=progress, **given)
+    with progress_bar("comparing", local.local_path(options.a), options.quiet) as progress:
+        return diff(
+            options.a,
+            options.b,
+            only=options.only,
+            rename=prefixes(options.rename),
+            allow_objects=options.allow_objects,
+            threads=options.threads,
+            progress=progress,
+        )
 
 
 def _document(found: Comparison) -> dict[str, Any]:

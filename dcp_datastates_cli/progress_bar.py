@@ -1,20 +1,11 @@
-"""The progress bar of ``verify``, ``convert`` and ``diff``. Imported where one is shown: no other command needs it."""
+"""The progress bar of ``verify``, ``convert`` and ``diff``."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 
 from dcp_datastates.text import printable
 
@@ -22,8 +13,27 @@ __all__ = ["progress_bar"]
 
 
 @contextlib.contextmanager
-def progress_bar(doing: str, path: Path) -> Iterator[Callable[[int, int], None]]:
-    """On the standard error, while the context lasts: how far it is, told the bytes that are done and all."""
+def progress_bar(
+    doing: str, path: Path, quiet: bool
+) -> Iterator[Callable[[int, int], None] | None]:
+    """On the standard error, while the context lasts: how far it is, told the bytes that are done and all.
+
+    None if the user wants none, or there is no terminal.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    # Here: without a terminal, nothing needs rich.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from dcp_datastates_cli.output import (
     print_json,
     say,
 )
+from dcp_datastates_cli.progress_bar import progress_bar
 
 __all__ = ["run"]
 
@@ -85,11 +85,7 @@ def _verify_all(root: Path, paths: list[Path], options: argparse.Namespace) -> i
 
 
 def _verify(path: Path, options: argparse.Namespace) -> Report:
-    if options.quiet or not sys.stderr.isatty():
-        return verify(path, threads=options.threads)
-    from dcp_datastates_cli.progress_bar import progress_bar  # imports rich
-
-    with progress_bar("verifying", path) as progress:
+    with progress_bar("verifying", path, options.quiet) as progress:
         return verify(path, threads=options.threads, progress=progress)
 
 

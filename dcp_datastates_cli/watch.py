@@ -16,10 +16,10 @@ from statistics import median
 from dcp_datastates.checkpoints.describe import Listed, newest
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
-from dcp_datastates.text import date, numbers, size
+from dcp_datastates.text import columns, date, duration, numbers, printable, size
 from dcp_datastates_cli.output import OK, pipe_may_close, say
 
-__all__ = ["next_commit", "run"]
+__all__ = ["next_commit", "run", "table"]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -72,13 +72,43 @@ def _line(each: Listed) -> list[str]:
 
 
 def _show(root: Path, every: float, rows: int) -> None:
-    from rich.live import Live
-
-    from dcp_datastates_cli.tables import watched  # imports rich
+    from rich.live import Live  # here: no other command needs it
+    from rich.text import Text
 
     with Live(auto_refresh=False, screen=False) as live:
         while True:
             committed, open_saves = newest(root, rows)
-            table = watched(str(root), committed, open_saves, next_commit(committed), time.time())
-            live.update(table, refresh=True)
+            due = next_commit(committed)
+            lines = [str(root), *table(committed, open_saves, due, time.time())]
+            live.update(Text(printable("\n".join(lines)), no_wrap=True), refresh=True)
             time.sleep(every)
+
+
+def table(
+    committed: Sequence[Listed], open_saves: Sequence[Listed], due: float | None, now: float
+) -> list[str]:
+    """Saves without a commit, and the newest checkpoints with their age and distance, as lines."""
+    rows: list[tuple[object, ...]] = [
+        (each.name, each.step, None, None, None, None, None, each.problem) for each in open_saves
+    ]
+    times = [each.committed_at for each in committed]
+    for each, before in zip(committed, [*times[1:], None], strict=True):
+        at = each.committed_at
+        rows.append(
+            (
+                each.name,
+                each.step,
+                None if each.nbytes is None else size(each.nbytes),
+                date(at),
+                None if at is None else duration(max(0.0, now - at)),
+                None if at is None or before is None else duration(max(0.0, at - before)),
+                numbers(each.metrics),
+                each.problem,
+            )
+        )
+    headers = ("checkpoint", "step>", "size>", "committed", "age>", "after>", "metrics", "")
+    lines = columns(headers, rows)
+    if due is not None:
+        late = f"{duration(now - due)} late" if now > due else f"in {duration(due - now)}"
+        lines.append(f"  next commit: {late}")
+    return lines

@@ -18,7 +18,7 @@ REPLACED = {
     "Coordinator": "PlanCache",
     "FinalPlan": "RankPlan",
     "Image": "OutputFile",
-    "ImageWriter": "OutputFileWriter",
+    "ImageWriter": "file_job",
     "RankMemory": "RankPlanCache",
     "Said": "DecisionFound",
     "TakenUp": "PlanningInput",

@@ -20,7 +20,7 @@ from dcp_datastates.format.layout import (
     stored_form,
 )
 from dcp_datastates.format.metadata import FileRecord, MetadataTable
-from dcp_datastates.format.ragged import starts_of, volumes
+from dcp_datastates.format.ragged import starts_of, sums, volumes
 from dcp_datastates.format.safetensors_header import read_header
 from dcp_datastates.storage.local import METADATA_NAME
 
@@ -57,10 +57,7 @@ class ConsistencyCheck:
     def of_metadata(self) -> Iterator[Damage]:
         """Incomplete tensors. (Opening has checked that chunks lie within their tensors and do not overlap.)"""
         catalog = self._table.catalog
-        sums = np.zeros(self._chunks + 1, np.int64)
-        np.cumsum(volumes(self._dimensions, catalog.sizes), out=sums[1:])
-        ends = np.cumsum(catalog.counts)
-        stored = sums[ends] - sums[ends - catalog.counts]
+        stored = sums(catalog.counts, volumes(self._dimensions, catalog.sizes))
         whole = volumes(catalog.ndims, catalog.shapes)
         for number in np.flatnonzero((stored != whole) & (catalog.properties >= 0)).tolist():
             name = catalog.names[number]

@@ -211,16 +211,13 @@ def _remove(path: Path, claimed: list[Attempt]) -> bool:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Keep every process from publishing at ``path``; raises as :func:`delete_committed`."""
-    try:
-        with lock.exclusive(path, _LOCK_SECONDS):
-            yield
-    except NotDeleted:
-        raise
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise NotDeleted(path, "it was deleted meanwhile") from error
-    except OSError as error:
-        if error.errno == errno.EWOULDBLOCK:
-            raise NotDeleted(path, "a save is being published there") from error
-        raise StorageError(
-            error.errno, f"deleting the checkpoint failed: {error.strerror}", str(path)
-        ) from error
+    with local.explained("deleting the checkpoint", path):
+        try:
+            with lock.exclusive(path, _LOCK_SECONDS):
+                yield
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NotDeleted(path, "it was deleted meanwhile") from error
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                raise NotDeleted(path, "a save is being published there") from error
+            raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -28,12 +28,12 @@ from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage import attempts, local, lock
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.text import count, date, numbers, size
+from dcp_datastates.text import columns, count, date, numbers, size
 
 __all__ = ["Checkpoint", "Directory", "Listed", "describe", "newest"]
 
 _SHOWN: Final = 16
-"""How many tensors and objects, or files, the text of a checkpoint lists."""
+"""How many tensors and objects, files, or checkpoints a text lists."""
 
 State = Literal["in flight", "abandoned", "unknown"]
 """The state of an uncommitted attempt: a live process holds it; no process holds it; or the file system has
@@ -82,6 +82,15 @@ class DataFile:
     found_nbytes: int | None
     """Bytes on storage; None if the file is missing."""
 
+    @property
+    def problem(self) -> str | None:
+        """What is wrong with the file, as far as its size tells."""
+        if self.found_nbytes is None:
+            return "missing"
+        if self.found_nbytes != self.nbytes:
+            return f"has {self.found_nbytes} bytes instead of {self.nbytes}"
+        return None
+
 
 @dataclass(frozen=True)
 class UncommittedAttempt:
@@ -117,14 +126,21 @@ class Checkpoint:
     """Why it is never deleted: the names that it is pinned under."""
 
     def __str__(self) -> str:
-        """The time of the commit, the size, the contents (the first names), and the problems of the files."""
+        """As :meth:`text`, with the first tensors and objects."""
+        return self.text(_SHOWN)
+
+    def text(self, most: int | None) -> str:
+        """The time of the commit, the size, the dtypes, the first files (those with problems before the others), and
+        ``most`` tensors and objects (None: all).
+        """
         lines = [str(self.path)]
         if self.committed:
+            objects = size(sum(each.nbytes for each in self.objects))
             lines += [
                 f"  committed {date(self.committed_at)}, attempt {self.attempt}",
                 (
                     f"  {size(self.nbytes)} in {count(len(self.files), 'file')} of {count(self.ranks, 'rank')}: "
-                    f"{count(len(self.tensors), 'tensor')}, {count(len(self.objects), 'object')}"
+                    f"{count(len(self.tensors), 'tensor')}, {count(len(self.objects), 'object')} ({objects})"
                 ),
             ]
         else:
@@ -137,19 +153,24 @@ class Checkpoint:
             f"  attempt {each.attempt} is {each.state}: {count(each.files, 'file')}, {size(each.nbytes)}"
             for each in self.uncommitted
         ]
-        for file in self.files:
-            if file.found_nbytes is None:
-                lines.append(f"  {file.path} is missing")
-            elif file.found_nbytes != file.nbytes:
-                lines.append(
-                    f"  {file.path} has {file.found_nbytes} bytes instead of {file.nbytes}"
-                )
-        rows = [
-            (each.name, each.dtype, " × ".join(map(str, each.shape)) or "scalar", size(each.nbytes))
-            for each in self.tensors
-        ]
-        rows += [(each.name, "object", "", size(each.nbytes)) for each in self.objects]
-        return "\n".join([*lines, *_aligned(rows)])
+        if self.dtypes:
+            totals = [(each.dtype, each.tensors, size(each.nbytes)) for each in self.dtypes]
+            lines += ["", *columns(("dtype", "tensors>", "size>"), totals)]
+        if self.files:
+            files = sorted(self.files, key=lambda file: file.problem is None)
+            rows = [(file.path, file.rank, size(file.nbytes), file.problem) for file in files]
+            lines += ["", *columns(("file", "rank>", "size>", ""), rows, _SHOWN)]
+        if most != 0 and (self.tensors or self.objects):
+            lines += ["", *self._contents(most)]
+        return "\n".join(lines)
+
+    def _contents(self, most: int | None) -> list[str]:
+        rows: list[tuple[object, ...]] = []
+        for tensor in self.tensors:
+            shape = " × ".join(map(str, tensor.shape)) or "scalar"
+            rows.append((tensor.name, shape, tensor.dtype, size(tensor.nbytes), tensor.chunks))
+        rows += [(each.name, "", "object", size(each.nbytes), None) for each in self.objects]
+        return columns(("name", "shape", "dtype", "size>", "chunks>"), rows, most)
 
 
 @dataclass(frozen=True)
@@ -161,12 +182,12 @@ class Listed:
     """The number at the end of the name."""
     format: Literal["dcp_datastates", "other"]
     committed: bool
-    attempt: str | None
+    attempt: str | None = None
     """The committed attempt; for an uncommitted checkpoint, the newest."""
-    nbytes: int | None
-    ranks: int | None
-    committed_at: float | None
-    problem: str | None
+    nbytes: int | None = None
+    ranks: int | None = None
+    committed_at: float | None = None
+    problem: str | None = None
     """Why :func:`~dcp_datastates.latest` would skip it."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     pins: tuple[str, ...] = ()
@@ -182,32 +203,34 @@ class Directory:
     checkpoints: tuple[Listed, ...]
 
     def __str__(self) -> str:
-        """A line per checkpoint: the time of the commit, the size, and whether it is the latest or why not."""
+        """As :meth:`text`, with the first checkpoints."""
+        return self.text(_SHOWN)
+
+    def text(self, most: int | None) -> str:
+        """A line for each of ``most`` checkpoints (None: all): the time of the commit, the size, and whether it is the
+        latest or why not.
+        """
         rows = [
             (
                 each.name,
-                date(each.committed_at) or ("committed" if each.committed else "not committed"),
-                "" if each.nbytes is None else size(each.nbytes),
-                "latest" if each.name == self.latest else each.problem or "",
+                each.step,
+                date(each.committed_at) or ("yes" if each.committed else "no"),
+                each.attempt,
+                None if each.nbytes is None else size(each.nbytes),
+                each.ranks,
                 numbers(each.metrics),
-                f"pinned: {', '.join(each.pins)}" if each.pins else "",
+                self._note(each),
             )
             for each in self.checkpoints
         ]
-        return "\n".join([str(self.path), *_aligned(rows)])
+        headers = ("checkpoint", "step>", "committed", "attempt", "size>", "ranks>", "metrics", "")
+        return "\n".join([str(self.path), *columns(headers, rows, most)])
 
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """The first rows, as lines with columns."""
-    shown = rows[:_SHOWN]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    lines = [
-        "  ".join(
-            ["", *(cell.ljust(width) for cell, width in zip(row, widths, strict=True))]
-        ).rstrip()
-        for row in shown
-    ]
-    return [*lines, f"  … and {len(rows) - _SHOWN} more"] if len(rows) > _SHOWN else lines
+    def _note(self, each: Listed) -> str:
+        notes = ["latest" if each.name == self.latest else each.problem]
+        if each.pins:
+            notes.append(f"pinned: {', '.join(each.pins)}")
+        return "; ".join(filter(None, notes))
 
 
 def describe(path: str | os.PathLike[str]) -> Checkpoint | Directory:
@@ -339,8 +362,9 @@ def _directory(root: Path) -> Directory:
             latest = listed.name
         ours.append(listed)
     names = {listed.name for listed in ours}
-    others = [_other(path) for path in everything if path.name not in names]
-    return Directory(root, latest, (*ours, *(listed for listed in others if listed is not None)))
+    return Directory(
+        root, latest, (*ours, *_others(path for path in everything if path.name not in names))
+    )
 
 
 def newest(root: Path, most: int) -> tuple[list[Listed], list[Listed]]:
@@ -350,9 +374,8 @@ def newest(root: Path, most: int) -> tuple[list[Listed], list[Listed]]:
     """
     everything = directories(root)
     committed = list(filter(is_committed, everything))
-    others = [path for path in everything if not is_committed(path)]
     listed = [_listed(found) for found in islice(newest_first(committed), most)]
-    return listed, [each for path in others if (each := _other(path)) is not None]
+    return listed, list(_others(path for path in everything if not is_committed(path)))
 
 
 def _listed(found: Found) -> Listed:
@@ -372,33 +395,21 @@ def _listed(found: Found) -> Listed:
     )
 
 
-def _other(path: Path) -> Listed | None:
-    """An uncommitted save, or another program's checkpoint; None for any other directory."""
-    claimed = attempts.present(path)
-    if is_committed(path):
-        try:
-            open_committed(path)
-        except DataStatesError as error:
-            problem = (
-                "a stock DCP checkpoint"
-                if isinstance(error, ForeignCheckpointError)
-                else str(error)
-            )
-            return Listed(
-                path.name, step_of(path.name), "other", True, None, None, None, None, problem
-            )
-    if not claimed:
-        return None
-    newest = path / claimed[-1].name
-    state = _state(newest)
-    return Listed(
-        name=path.name,
-        step=step_of(path.name),
-        format="dcp_datastates",
-        committed=False,
-        attempt=newest.name,
-        nbytes=None,
-        ranks=None,
-        committed_at=None,
-        problem=f"not committed: {'in flight or abandoned' if state == 'unknown' else state}",
-    )
+def _others(paths: Iterable[Path]) -> Iterator[Listed]:
+    """The uncommitted saves and other programs' checkpoints among the directories ``paths``."""
+    for path in paths:
+        claimed = attempts.present(path)
+        name, step = path.name, step_of(path.name)
+        if is_committed(path):
+            try:
+                open_committed(path)
+            except ForeignCheckpointError:
+                yield Listed(name, step, "other", True, problem="a stock DCP checkpoint")
+                continue
+            except DataStatesError as error:
+                yield Listed(name, step, "other", True, problem=str(error))
+                continue
+        if claimed:
+            state = _state(path / claimed[-1].name)
+            problem = f"not committed: {'in flight or abandoned' if state == 'unknown' else state}"
+            yield Listed(name, step, "dcp_datastates", False, claimed[-1].name, problem=problem)

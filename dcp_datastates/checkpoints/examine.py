@@ -11,9 +11,9 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -24,17 +24,13 @@ from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import wrong_size
+from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import local
 
-__all__ = ["Examination", "Progress"]
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the total bytes."""
+__all__ = ["Examination"]
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
 """Bytes per read: enough for any storage to reach full speed."""
-
-_PROGRESS_SECONDS: Final = 0.1
 
 _MEDIA_ERRORS: Final = (errno.EIO, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN)
 """Errors for stored bytes that can no longer be read: they count as damage, not as a failure of the check."""
@@ -82,29 +78,16 @@ class Examination:
         self._contents = contents
         self._consistency_check = consistency_check
         self._files = list(files.values())
-        self._total = sum(record.nbytes for record in self._files)
-        self._stopped = threading.Event()
+        self._buffers = threading.local()
         self._header_lock = threading.Lock()  # held while a header is in memory
         self._lock = threading.Lock()  # guards all below
-        self._pieces = self._cut()
         self._open: set[int] = set()
         self._damages: list[Damage] = []
-        self._done = 0
 
     def run(self, threads: int, progress: Progress | None) -> list[Damage]:
         """Read all files; returns the damages. Raises :class:`StorageError`."""
         try:
-            with ThreadPoolExecutor(threads, thread_name_prefix="verify") as executor:
-                workers = [executor.submit(self._work) for _ in range(threads)]
-                try:
-                    while progress is not None:
-                        progress(self._progress(), self._total)
-                        if not wait(workers, _PROGRESS_SECONDS, FIRST_EXCEPTION).not_done:
-                            break
-                    for worker in workers:
-                        worker.result()
-                finally:
-                    self._stopped.set()  # an interrupt or a failed worker ends the other workers
+            work(self._units(), sum(record.nbytes for record in self._files), threads, progress)
         except OSError as error:
             raise StorageError(
                 error.errno, f"verifying failed: {error.strerror}", str(error.filename)
@@ -112,31 +95,11 @@ class Examination:
         finally:
             for descriptor in self._open:
                 os.close(descriptor)
-            self._open.clear()
-        if progress is not None:
-            progress(self._progress(), self._total)
         return self._damages
 
-    def _progress(self) -> int:
-        with self._lock:
-            return self._done
+    # --- opening, one file after another: work() takes one unit at a time -----------------------
 
-    def _work(self) -> None:
-        buffer = memoryview(bytearray(_PIECE_BYTES))
-        try:
-            while (piece := self._next()) is not None:
-                self._finish(piece, list(_merged(_examine(piece, buffer))))
-        except BaseException:
-            self._stopped.set()
-            raise
-
-    def _next(self) -> _Piece | None:
-        with self._lock:
-            return None if self._stopped.is_set() else next(self._pieces, None)
-
-    # --- opening, under the lock, one file after another ----------------------------------------
-
-    def _cut(self) -> Iterator[_Piece]:
+    def _units(self) -> Iterator[Unit]:
         """The pieces of all files, in order. Opens each file when its first piece is taken."""
         for record in self._files:
             path = self._directory / record.relative_path
@@ -148,10 +111,11 @@ class Examination:
                 self._condemn(record, f"cannot be read: {error.strerror}")
                 file = None
             if file is None:
-                self._done += record.nbytes
+                yield partial(_skip, record)
                 continue
             for begin in range(0, record.table_offset, _PIECE_BYTES):
-                yield _Piece(file, begin, min(begin + _PIECE_BYTES, record.table_offset))
+                end = min(begin + _PIECE_BYTES, record.table_offset)
+                yield partial(self._examine, _Piece(file, begin, end))
 
     def _start(self, record: FileRecord, path: Path) -> _File | None:
         """Open the file; None if it is missing, or too short to contain its checksums."""
@@ -163,15 +127,17 @@ class Examination:
         except StorageError as error:
             self._condemn(record, str(error.strerror))
             return None
-        self._open.add(descriptor)
+        with self._lock:
+            self._open.add(descriptor)
         nbytes = os.fstat(descriptor).st_size
         problem = wrong_size(record, nbytes)
         words = bytearray(record.nbytes - record.table_offset)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        if nbytes < record.nbytes or _read(
-            descriptor, memoryview(words), record.table_offset
+        if nbytes < record.nbytes or local.read_at(
+            descriptor, record.table_offset, memoryview(words)
         ) < len(words):
-            self._close(descriptor)
+            with self._lock:
+                self._close(descriptor)
             problem = (
                 f"{problem or 'cut short'}; the rest has lost its checksums, which stood at the end"
             )
@@ -183,7 +149,6 @@ class Examination:
         if not table.is_sound:
             problem = "the checksum table does not match its own checksum"
             self._condemn(record, problem, record.table_offset, record.nbytes)
-        self._done += len(words)
         pieces = -(-record.table_offset // _PIECE_BYTES)
         return _File(record, path, descriptor, table, pieces)
 
@@ -193,23 +158,31 @@ class Examination:
         """Record damage for which a load refuses the whole file."""
         nbytes = None if begin is None or end is None else end - begin
         names = self._contents.all_names(record.relative_path)
-        self._damages.append(Damage(record.relative_path, begin, nbytes, problem, names))
+        with self._lock:
+            self._damages.append(Damage(record.relative_path, begin, nbytes, problem, names))
 
     def _close(self, descriptor: int) -> None:
         self._open.discard(descriptor)
         os.close(descriptor)
 
-    # --- finishing ----------------------------------------------------------------------------
+    # --- reading ------------------------------------------------------------------------------
 
-    def _finish(self, piece: _Piece, bad: list[_Bad]) -> None:
-        """Record the result of a piece; after a file's last piece, check its header."""
+    def _examine(self, piece: _Piece, done: Done) -> None:
+        """Read a piece; after a file's last piece, check its header."""
+        if not hasattr(self._buffers, "own"):
+            self._buffers.own = memoryview(bytearray(_PIECE_BYTES))
         file = piece.file
+        bad = list(_merged(_damaged(piece, self._buffers.own)))
         with self._lock:
-            self._done += piece.end - piece.begin
             file.bad += bad
             file.pieces_left -= 1
-            if file.pieces_left:
-                return
+            is_last = not file.pieces_left
+        if is_last:
+            self._finish(file)
+        at_end = piece.end == file.record.table_offset
+        done((file.record.nbytes if at_end else piece.end) - piece.begin)
+
+    def _finish(self, file: _File) -> None:
         parts = list(_merged(sorted(file.bad, key=lambda part: part.begin)))
         damages = self._damages_of(file, parts)
         with self._lock:
@@ -230,18 +203,22 @@ class Examination:
         if not any(part.begin < header_end for part in parts):
             with self._header_lock:
                 header = bytearray(header_end)
-                _read(file.descriptor, memoryview(header), 0)
+                local.read_at(file.descriptor, 0, memoryview(header))
                 damages += self._consistency_check.of_header(file.record, bytes(header))
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         return damages
 
 
-def _examine(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
+def _skip(record: FileRecord, done: Done) -> None:
+    done(record.nbytes)
+
+
+def _damaged(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
     """The blocks of ``piece`` that are damaged."""
     file = piece.file
     try:
         view = buffer[: piece.end - piece.begin]
-        read = _read(file.descriptor, view, piece.begin)
+        read = local.read_at(file.descriptor, piece.begin, view)
     except OSError as error:
         if error.errno not in _MEDIA_ERRORS:
             raise OSError(error.errno, error.strerror, str(file.path)) from error
@@ -249,7 +226,7 @@ def _examine(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
             yield _Bad(piece.begin, piece.end, f"cannot be read: {error.strerror}")
             return
         for begin, end in blocks(piece.begin, piece.end):  # find the damaged blocks
-            yield from _examine(_Piece(file, begin, end), buffer)
+            yield from _damaged(_Piece(file, begin, end), buffer)
         return
     for begin, end in blocks(piece.begin, piece.end):
         block = view[begin - piece.begin : end - piece.begin]
@@ -259,17 +236,6 @@ def _examine(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
             doubt = "" if file.table.is_sound else ", which may itself be what is damaged"
             yield _Bad(begin, end, f"does not match its checksum{doubt}")
     os.posix_fadvise(file.descriptor, piece.begin, read, os.POSIX_FADV_DONTNEED)
-
-
-def _read(descriptor: int, view: memoryview, offset: int) -> int:
-    """Fill ``view`` from the file; returns the number of bytes read."""
-    done = 0
-    while done < len(view):
-        read = os.preadv(descriptor, [view[done:]], offset + done)
-        if not read:
-            break
-        done += read
-    return done
 
 
 def _merged(parts: Iterable[_Bad]) -> Iterator[_Bad]:

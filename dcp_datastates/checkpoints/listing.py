@@ -7,13 +7,12 @@ attempts; among copies, the greater name counts as newer, in natural order (``st
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import total_ordering
 from pathlib import Path
 from typing import Final
 
@@ -80,19 +79,16 @@ def directories(root: Path) -> list[Path]:
     Empty if ``root`` does not exist. Raises :class:`ConfigurationError` if ``root`` is not a directory,
     :class:`StorageError` if it cannot be read.
     """
-    try:
-        with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if local.is_directory(entry)]
-    except FileNotFoundError:
-        return []
-    except NotADirectoryError:
-        raise ConfigurationError(
-            f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"listing checkpoints failed: {error.strerror}", str(root)
-        ) from error
+    with local.explained("listing checkpoints", root):
+        try:
+            with os.scandir(root) as entries:
+                names = [entry.name for entry in entries if local.is_directory(entry)]
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise ConfigurationError(
+                f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
+            ) from None
     return [root / name for name in sorted(names, key=natural_order)]
 
 
@@ -128,21 +124,19 @@ def newest_first(paths: Iterable[Path]) -> Iterator[Found]:
     Opens only as many as the caller consumes: the attempt directories in a checkpoint bound how new it can be.
     Checkpoints that vanish meanwhile are skipped.
     """
-    heap = []
+    unopened = []
     for path in paths:
         try:
-            heap.append(_Rank(_newest_possible(path), path, None))
+            unopened.append((_newest_possible(path), path))
         except OSError as error:
             _warn_once(path, error)
-    heapq.heapify(heap)
-    while heap:
-        top = heapq.heappop(heap)
-        if top.found is not None:
-            yield top.found
-            continue
-        found = open_found(top.path)
-        if found is not None:
-            heapq.heappush(heap, _Rank(found.attempt, top.path, found))
+    unopened.sort()
+    opened: list[Found] = []  # the newest is the last, too
+    while unopened or opened:
+        if opened and not (unopened and unopened[-1][0] >= opened[-1].attempt):
+            yield opened.pop()
+        elif (found := open_found(unopened.pop()[1])) is not None:
+            bisect.insort(opened, found, key=_age)
 
 
 _NEWEST = Attempt(2**64, 0)
@@ -154,25 +148,10 @@ def _newest_possible(path: Path) -> Attempt:
     return max(attempts.present(path), default=_NEWEST)
 
 
-@total_ordering
-class _Rank:
-    """Sorts newest first; an opened checkpoint comes after an unopened one that may be as new."""
-
-    def __init__(self, attempt: Attempt, path: Path, found: Found | None) -> None:
-        self._attempt = attempt
-        # A symbolic link comes after its target, if that is in the same directory.
-        self._tie = (not path.is_symlink(), natural_order(path.name))
-        self.path = path
-        self.found = found
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Rank) and self._key() == other._key()
-
-    def __lt__(self, other: _Rank) -> bool:
-        return self._key() > other._key()
-
-    def _key(self) -> tuple[Attempt, bool, tuple[bool, list[int | str]]]:
-        return self._attempt, self.found is None, self._tie
+def _age(found: Found) -> tuple[Attempt, bool, list[int | str]]:
+    """A sort key: newer ones are greater."""
+    # A symbolic link comes after its target, if that is in the same directory.
+    return found.attempt, not found.path.is_symlink(), natural_order(found.path.name)
 
 
 _warned: set[tuple[Path, str]] = set()

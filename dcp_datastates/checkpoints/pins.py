@@ -9,12 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.listing import is_committed
-from dcp_datastates.errors import (
-    CheckpointNotFoundError,
-    ConfigurationError,
-    DataStatesError,
-    StorageError,
-)
+from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local, lock, operations
 
@@ -41,26 +36,21 @@ def pin(path: str | os.PathLike[str], name: str = "keep") -> None:
     directory = file.parent
     if not is_committed(directory):
         open_committed(directory)  # raises, and says what is there instead
-    try:
-        # delete() looks for pins under the same lock, and without locks after its claim.
-        with lock.exclusive(directory, _LOCK_SECONDS):
-            file.touch()
-            operations.sync_directory(directory, _PHASE)
-            for attempt in attempts.present(directory):
-                if attempts.is_deletion(directory, attempt):
-                    attempts.withdraw(directory, attempt)
-            if not is_committed(directory):
-                with contextlib.suppress(OSError):
-                    file.unlink(missing_ok=True)
-                raise CheckpointNotFoundError(f"{str(directory)!r} was deleted a moment ago")
-    except DataStatesError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointNotFoundError(f"{str(directory)!r} was deleted a moment ago") from error
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"pinning the checkpoint failed: {error.strerror}", str(directory)
-        ) from error
+    with local.explained("pinning the checkpoint", directory):
+        try:
+            # delete() looks for pins under the same lock, and without locks after its claim.
+            with lock.exclusive(directory, _LOCK_SECONDS):
+                file.touch()
+                operations.sync_directory(directory, _PHASE)
+                for attempt in attempts.present(directory):
+                    if attempts.is_deletion(directory, attempt):
+                        attempts.withdraw(directory, attempt)
+                if not is_committed(directory):
+                    with contextlib.suppress(OSError):
+                        file.unlink(missing_ok=True)
+                    raise FileNotFoundError
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"{str(directory)!r} was deleted a moment ago") from error
 
 
 def unpin(path: str | os.PathLike[str], name: str = "keep") -> None:
@@ -69,24 +59,17 @@ def unpin(path: str | os.PathLike[str], name: str = "keep") -> None:
     Raises :class:`ConfigurationError` if ``name`` is no plain name, :class:`StorageError` if the system refuses.
     """
     file = _file(path, name)
-    try:
+    with local.explained("unpinning the checkpoint", file):
         file.unlink(missing_ok=True)
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"unpinning the checkpoint failed: {error.strerror}", str(file)
-        ) from error
 
 
 def pins(path: Path) -> tuple[str, ...]:
     """The names of the pins of the checkpoint at ``path``, in order. Raises :class:`StorageError`."""
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return ()
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"looking for pins failed: {error.strerror}", str(path)
-        ) from error
+    with local.explained("looking for pins", path):
+        try:
+            names = os.listdir(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
     return tuple(sorted(name[len(_PREFIX) :] for name in names if name.startswith(_PREFIX)))
 
 

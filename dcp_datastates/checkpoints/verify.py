@@ -7,25 +7,17 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from dcp_datastates.checkpoints.consistency_check import ConsistencyCheck
-from dcp_datastates.checkpoints.examine import Examination, Progress
-from dcp_datastates.errors import (
-    CheckpointCorruptError,
-    CheckpointNotFoundError,
-    CheckpointReplacedError,
-    ConfigurationError,
-    DataStatesError,
-)
+from dcp_datastates.checkpoints.examine import Examination
+from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.format.contents import Contents, Damage
-from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.io.committed import open_committed, replacement
+from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
 
 __all__ = ["Damage", "Report", "verify"]
-
-_MOST_THREADS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -89,10 +81,7 @@ def verify(
         ConfigurationError: an argument cannot work.
     """
     directory = local.local_path(path)
-    if threads is None:
-        threads = min(_MOST_THREADS, os.cpu_count() or 1)
-    elif isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ConfigurationError(f"threads={threads!r} must be a whole number, 1 or more")
+    threads = thread_count(threads)
     began = time.monotonic()
     try:
         committed = open_committed(directory)
@@ -103,8 +92,8 @@ def verify(
     damages = list(consistency_check.of_metadata())
     examination = Examination(directory, committed.note.files, contents, consistency_check)
     damages += examination.run(threads, progress)
-    if damages:
-        _refuse_if_replaced(committed)
+    if damages and (replaced := replacement(directory, committed.note.attempt, "verify")):
+        raise replaced  # the damage seen is not real
     tensors = int((committed.table.catalog.properties >= 0).sum())
     return Report(
         path=directory,
@@ -129,21 +118,3 @@ def _unopened(directory: Path, error: CheckpointCorruptError, seconds: float) ->
         nbytes = (directory / local.METADATA_NAME).stat().st_size
         return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))
     return Report(directory, None, 0, 0, 0, 0, seconds, (damage,))
-
-
-def _refuse_if_replaced(committed: Committed) -> None:
-    """Raise if another save has replaced the checkpoint: then the damage seen is not real."""
-    was = committed.note.attempt
-    try:
-        now = open_committed(committed.directory).note.attempt
-    except CheckpointNotFoundError:
-        raise CheckpointReplacedError(
-            f"{committed.directory}: the checkpoint was deleted while it was being verified"
-        ) from None
-    except DataStatesError:
-        return
-    if now != was:
-        raise CheckpointReplacedError(
-            f"{committed.directory}: attempt {was.name} was replaced by {now.name} while it was being "
-            f"verified; verify again"
-        )

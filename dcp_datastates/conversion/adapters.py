@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.conversion.selection import renamed_source
+from dcp_datastates.conversion.selection import Selected
 from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.stored_names import is_under
@@ -53,7 +53,7 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
             f"{source.path} has {len(adapters)} adapters: {', '.join(sorted(adapters))}; choose one, such as with "
             f"only='*.{min(adapters)}*'"
         )
-    return renamed_source(source, stored)
+    return Selected(source, stored)
 
 
 def adapter_config(source: Source, given: Path | None) -> bytes:

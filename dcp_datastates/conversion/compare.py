@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -14,14 +15,13 @@ from typing import Any, Final, Literal
 import torch
 
 from dcp_datastates.checkpoints.listing import natural_order
-from dcp_datastates.conversion.convert import thread_count
 from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.selection import Selection, select
 from dcp_datastates.conversion.source import Source, Want, value_of
-from dcp_datastates.conversion.work import Done, Progress, Unit, work
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.name_patterns import NamePatterns, Rename
+from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
 
@@ -148,8 +148,8 @@ def diff(
     selection = Selection.checked(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
     with (
-        open_source(path_a, allow_objects) as opened,
-        open_source(path_b, allow_objects) as other,
+        closing(open_source(path_a, allow_objects)) as opened,
+        closing(open_source(path_b, allow_objects)) as other,
     ):
         one = select(opened, selection)
         pair = _Pair(one, other)

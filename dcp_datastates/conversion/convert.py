@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
@@ -21,7 +22,6 @@ from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.open import open_source
 from dcp_datastates.conversion.selection import Selection, optimizers_in, select
 from dcp_datastates.conversion.source import Source
-from dcp_datastates.conversion.work import Progress, work
 from dcp_datastates.conversion.write_datastates import datastates_job
 from dcp_datastates.conversion.write_safetensors import hf_job, peft_job, safetensors_job
 from dcp_datastates.conversion.write_stock import stock_job
@@ -34,10 +34,11 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.format.nesting import nested
+from dcp_datastates.process.work import Progress, thread_count, work
 from dcp_datastates.storage import local
 from dcp_datastates.text import count, size
 
-__all__ = ["Conversion", "convert", "thread_count"]
+__all__ = ["Conversion", "convert"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,6 @@ _FILES: Final = ("safetensors", "torch")
 _HOLD_OBJECTS: Final = ("datastates", "dcp", "torch")
 
 _DEFAULT_MEMORY: Final = "256MiB"
-_MOST_THREADS: Final = 8
 _MOST_PIECE_BYTES: Final = 16 << 20
 """A piece of this size reaches full speed on any storage."""
 
@@ -200,7 +200,7 @@ def convert(
         raise ConfigurationError(
             f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
         )
-    with open_source(given, checked.allow_objects) as opened:
+    with closing(open_source(given, checked.allow_objects)) as opened:
         chosen_format = _target_format(opened, to, checked)
         check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
         selected = select(opened, checked.selection)
@@ -285,15 +285,6 @@ def _checked(options: ConvertOptions) -> _Options:
         threads=thread_count(given.get("threads")),
         memory=parse_host_cache_size(given.get("host_cache_size", _DEFAULT_MEMORY)),
     )
-
-
-def thread_count(threads: int | None) -> int:
-    """The number of threads; None means one per core, at most 8. Raises :class:`ConfigurationError`."""
-    if threads is None:
-        return min(_MOST_THREADS, os.cpu_count() or 1)
-    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-        raise ConfigurationError(f"threads={threads!r} must be a whole number, 1 or more")
-    return threads
 
 
 def _target_format(source: Source, to: Target | None, options: _Options) -> Target:

@@ -20,7 +20,7 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from dcp_datastates.storage.local import open_regular
+from dcp_datastates.storage.local import explained, open_regular, read_at
 
 __all__ = ["Array", "Files", "as_bytes", "fill_from"]
 
@@ -46,8 +46,11 @@ class Files:
         Raises :class:`CheckpointCorruptError` if the file ends before, :class:`CheckpointNotFoundError` or
         :class:`StorageError`.
         """
-        with self._opened(path) as descriptor:
-            _read(descriptor, path, offset, into)
+        with self._opened(path) as descriptor, explained("reading", path):
+            if read_at(descriptor, offset, into) < len(into):
+                raise CheckpointCorruptError(
+                    f"{path} is cut short: it ends before byte {offset + len(into)}"
+                )
 
     @contextlib.contextmanager
     def _opened(self, path: Path) -> Iterator[int]:
@@ -78,22 +81,6 @@ def _open(path: Path) -> int:
     except OSError as error:
         kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
         raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error
-
-
-def _read(descriptor: int, path: Path, offset: int, into: memoryview) -> None:
-    done = 0
-    while done < len(into):
-        try:
-            read = os.preadv(descriptor, [into[done:]], offset + done)
-        except OSError as error:
-            raise StorageError(
-                error.errno, f"reading {path} failed: {error.strerror}", str(path)
-            ) from error
-        if not read:
-            raise CheckpointCorruptError(
-                f"{path} is cut short: it ends before byte {offset + len(into)}"
-            )
-        done += read
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcp_datastates.conversion.work import Unit
+from dcp_datastates.process.work import Unit
 
 __all__ = ["Job", "Limits"]
 
@@ -22,10 +22,6 @@ class Limits:
     """The most bytes of tensors in one file, where a format has several. A larger tensor has a file of its own."""
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass(frozen=True)
 class Job:
     """A conversion that can begin."""
@@ -33,7 +29,7 @@ class Job:
     units: Iterable[Unit]
     files: tuple[Path, ...]
     """The files that are written, without those of :attr:`finish`."""
-    finish: Callable[[], None] = _nothing
+    finish: Callable[[], None] = lambda: None
     """Completes the output, after all units."""
-    close: Callable[[], None] = _nothing
+    close: Callable[[], None] = lambda: None
     """Called in any case, when no unit is running."""

@@ -12,11 +12,7 @@ from dcp_datastates.conversion.read_safetensors import SafetensorsSource, is_saf
 from dcp_datastates.conversion.read_stock import StockSource
 from dcp_datastates.conversion.read_torch import TorchSource, is_legacy_pickle, is_torch_file
 from dcp_datastates.conversion.source import Source
-from dcp_datastates.errors import (
-    CheckpointNotFoundError,
-    ForeignCheckpointError,
-    StorageError,
-)
+from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
 from dcp_datastates.storage import local
 
 __all__ = ["open_source"]
@@ -40,20 +36,15 @@ def open_source(path: str | os.PathLike[str], allow_objects: bool = False) -> So
         return _open_directory(found, allow_objects)
     if found.exists() and not found.is_file():
         raise ForeignCheckpointError(f"{str(found)!r} is neither a file nor a directory")
-    try:
-        if is_torch_file(found):
-            return TorchSource(found, allow_objects)
-        if is_safetensors(found):
-            return SafetensorsSource(found, [found], None)
-        legacy = is_legacy_pickle(found)
-    except FileNotFoundError:
-        raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
-    except OSError as error:
-        if isinstance(error, StorageError | CheckpointNotFoundError):
-            raise
-        raise StorageError(
-            error.errno, f"reading {found} failed: {error.strerror}", str(found)
-        ) from error
+    with local.explained("reading", found):
+        try:
+            if is_torch_file(found):
+                return TorchSource(found, allow_objects)
+            if is_safetensors(found):
+                return SafetensorsSource(found, [found], None)
+            legacy = is_legacy_pickle(found)
+        except FileNotFoundError:
+            raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
     if legacy:
         raise ForeignCheckpointError(
             f"{str(found)!r} is a pickle, perhaps of torch.save before torch 1.6; load it and save it again with a "

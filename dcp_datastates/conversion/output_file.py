@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
 from dcp_datastates.conversion.files import as_bytes
+from dcp_datastates.conversion.job import Job
 from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Source, Want
-from dcp_datastates.conversion.work import Done, Unit
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.checksums import blocks, table_words
+from dcp_datastates.process.work import Done, Unit
+from dcp_datastates.storage import operations
 from dcp_datastates.storage.local import explained
 
-__all__ = ["OutputFile", "OutputFileWriter", "Placed"]
+__all__ = ["OutputFile", "Placed", "file_job", "write_small_file"]
 
 
 @dataclass(frozen=True)
@@ -47,22 +50,29 @@ class OutputFile:
     """Where the table of checksums begins; None: there is none. It covers all bytes before it."""
 
 
-class OutputFileWriter:
-    """Writes ``outputs`` with tensors of ``source``, in units of at most ``piece_bytes``, a multiple of 1 MiB."""
+def file_job(
+    outputs: Sequence[OutputFile],
+    source: Source,
+    piece_bytes: int,
+    finish: Callable[[], None] = lambda: None,
+) -> Job:
+    """Write ``outputs`` with tensors of ``source``, in units of at most ``piece_bytes``, a multiple of 1 MiB; then
+    ``finish``. After the last unit of a file, the file is complete and synced.
+    """
+    files = [_Writing(output, source) for output in outputs]
 
-    def __init__(self, outputs: Iterable[OutputFile], source: Source, piece_bytes: int) -> None:
-        self._files = [_Writing(output, source) for output in outputs]
-        self._piece_bytes = piece_bytes
-
-    def units(self) -> Iterator[Unit]:
-        """The work. After the last unit of a file, the file is complete and synced."""
-        for file in self._files:
-            yield from file.units(self._piece_bytes)
-
-    def close(self) -> None:
-        """Close the files of units that were not done. No unit may be running."""
-        for file in self._files:
+    def close() -> None:
+        for file in files:
             file.close()
+
+    units = chain.from_iterable(file.units(piece_bytes) for file in files)
+    return Job(units, tuple(output.path for output in outputs), finish, close)
+
+
+def write_small_file(path: Path, data: bytes) -> None:
+    """Write a new file at once. Its bytes are durable when this returns."""
+    with explained("writing", path, len(data)):
+        operations.write_new_file(path, data, "convert")
 
 
 class _Writing:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_datastates.conversion.source import Source, TensorInfo, Want, check_covered, parts
+from dcp_datastates.conversion.source import Source, TensorInfo, Want, parts
 from dcp_datastates.dcp.reader import explain_missing
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_objects import metadata_of
@@ -57,7 +57,6 @@ class DataStatesSource(Source):
         for want in wants:
             entry = self._metadata.state_dict_metadata[want.name]
             assert isinstance(entry, TensorStorageMetadata)
-            check_covered(want.name, entry.size, [chunk.sizes for chunk in entry.chunks])
             chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
             for part in parts(entry.size, chunks, want):
                 items.append(

@@ -17,12 +17,11 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     IncompatibleStateError,
-    StorageError,
 )
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 from dcp_datastates.format.safetensors_header import Header, read_header
-from dcp_datastates.storage.local import open_regular
+from dcp_datastates.storage.local import explained, open_regular
 
 __all__ = ["NAME_OF", "SafetensorsSource", "is_safetensors", "weights_in"]
 
@@ -143,12 +142,8 @@ def weights_in(folder: Path) -> SafetensorsSource | None:
 
 def _read_index(path: Path) -> dict[str, Path]:
     try:
-        with os.fdopen(open_regular(path), "rb") as file:
+        with explained("reading", path), os.fdopen(open_regular(path), "rb") as file:
             content: Any = json.loads(file.read(_INDEX_BYTES))
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"reading {path} failed: {error.strerror}", str(path)
-        ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is no JSON: {str(error)[:200]}") from None
     weights = content.get("weight_map") if isinstance(content, dict) else None

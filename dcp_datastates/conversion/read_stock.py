@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from dcp_datastates.conversion.files import Array, Files
 from dcp_datastates.conversion.read_torch import array_of, load_fake
-from dcp_datastates.conversion.source import Source, TensorInfo, Want, check_covered, parts, unsafe
+from dcp_datastates.conversion.source import Source, TensorInfo, Want, parts, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     IncompatibleStateError,
@@ -95,7 +95,6 @@ class StockSource(Source):
         """See :class:`Source`."""
         for want in wants:
             chunks = self._chunks[want.name]
-            check_covered(want.name, self.tensors[want.name].shape, [sizes for _, sizes in chunks])
             for part in parts(self.tensors[want.name].shape, chunks, want):
                 array = self._array(want.name, part.chunk)
                 array.read(self._files, part.offsets, part.sizes, part.into)
@@ -248,12 +247,13 @@ class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
 def _read_metadata(path: Path, allow_objects: bool) -> Metadata:
     kind = pickle.Unpickler if allow_objects else _Unpickler
     try:
-        with os.fdopen(local.open_regular(path), "rb") as file:
+        with (
+            local.explained("reading", path),
+            os.fdopen(local.open_regular(path), "rb") as file,
+        ):
             metadata = kind(file).load()
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"reading {path} failed: {error.strerror}", str(path)
-        ) from error
+    except StorageError:
+        raise
     except pickle.UnpicklingError as error:
         if "Unsupported global" in str(error):
             raise unsafe(str(path), error) from error

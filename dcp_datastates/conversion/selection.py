@@ -23,7 +23,7 @@ from dcp_datastates.format.name_patterns import (
     renamed_path,
 )
 
-__all__ = ["Selection", "optimizers_in", "renamed_source", "select"]
+__all__ = ["Selected", "Selection", "optimizers_in", "select"]
 
 _OPTIMIZER: Final = re.compile(r"(.+?)\.param_groups(?=$|[.\[])")
 """A name within the state of an optimizer, and the optimizer's."""
@@ -91,7 +91,7 @@ def select(source: Source, selection: Selection) -> Source:
             f"nothing is left of {source.path}: exclude={sorted(selection.exclude.given)} takes all out"
         )
     old_of = renamed(taken, selection.rename, part=part, all_used=True)
-    return _Selected(source, old_of, selection.dtype)
+    return Selected(source, old_of, selection.dtype)
 
 
 def optimizers_in(source: Source) -> list[str]:
@@ -100,21 +100,13 @@ def optimizers_in(source: Source) -> list[str]:
     return list(dict.fromkeys(found[1] for name in names if (found := _OPTIMIZER.match(name))))
 
 
-def renamed_source(source: Source, stored: Mapping[str, str]) -> Source:
-    """The values of ``source`` whose names are in ``stored``, under the new names, which are its keys.
-
-    Closing the result closes ``source``.
-    """
-    return _Selected(source, stored, None)
-
-
-class _Selected(Source):
-    """Values of another source, under other names."""
+class Selected(Source):
+    """Values of another source, under other names. Closing it closes that."""
 
     def __init__(
-        self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None
+        self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None = None
     ) -> None:
-        """``old_of``: the name in ``source`` of each value."""
+        """``old_of``: the name in ``source`` of each value; ``dtype``: of floating-point tensors; None: as they are."""
         self.path, self.format = source.path, source.format
         self._source, self._old_of = source, old_of
         self.tensors = {

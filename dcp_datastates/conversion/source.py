@@ -11,23 +11,35 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from dcp_datastates.errors import CheckpointCorruptError, IncompatibleStateError, UnsafeObjectError
+from dcp_datastates.errors import CheckpointCorruptError, UnsafeObjectError
 from dcp_datastates.format.name_patterns import KeyPath
+from dcp_datastates.format.validate import check_covered
+from dcp_datastates.saving.document import DCP_VERSION
 
 __all__ = [
     "Source",
     "TensorInfo",
     "Want",
     "boxes",
-    "check_covered",
+    "metadata_of_source",
     "parts",
     "unsafe",
     "value_of",
@@ -92,17 +104,6 @@ class Source(abc.ABC):
     def close(self) -> None:  # noqa: B027 - not every source has files of its own
         """Close the files."""
 
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
 
 def value_of(source: Source, name: str, allow_objects: bool) -> Any:
     """The object ``name`` as a Python value.
@@ -132,6 +133,24 @@ def unsafe(said: str, error: BaseException) -> UnsafeObjectError:
         f"{said} is pickled Python that may run code{why}; exclude it, or trust the checkpoint with "
         f"allow_objects=True (--allow-objects)"
     )
+
+
+def metadata_of_source(
+    source: Source,
+    chunks_of: Callable[[str], list[ChunkStorageMetadata]],
+    places: dict[MetadataIndex, _StorageInfo],
+    save_id: str | None = None,
+) -> Metadata:
+    """DCP's metadata of a checkpoint with the values of ``source``; ``chunks_of``: the chunks of a tensor, by name."""
+    entries: dict[str, STORAGE_TYPES] = {
+        name: TensorStorageMetadata(
+            TensorProperties(dtype=info.dtype), torch.Size(info.shape), chunks_of(name)
+        )
+        for name, info in source.tensors.items()
+    }
+    entries.update((name, BytesStorageMetadata()) for name in source.objects)
+    paths = {name: source.paths.get(name, (name,)) for name in entries}
+    return Metadata(entries, paths, places, StorageMeta(save_id=save_id), DCP_VERSION)
 
 
 # --- ranges and boxes ---------------------------------------------------------------------------
@@ -187,7 +206,12 @@ class Part:
 def parts(
     shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]], want: Want
 ) -> Iterator[Part]:
-    """The parts of ``chunks`` (offsets, sizes) that make up the range. In a chunk, each part is contiguous."""
+    """The parts of ``chunks`` (offsets, sizes) that make up the range. In a chunk, each part is contiguous.
+
+    Raises :class:`IncompatibleStateError` unless the chunks cover the tensor.
+    """
+    way_out = f"leave it out with exclude={want.name!r}"
+    check_covered(want.name, shape, (sizes for _, sizes in chunks), way_out)
     done = 0
     for offsets, sizes in boxes(shape, want.begin, want.end):
         count = math.prod(sizes)
@@ -210,13 +234,3 @@ def parts(
                 tuple(into.shape),
                 into,
             )
-
-
-def check_covered(name: str, shape: Sequence[int], chunk_sizes: Sequence[Sequence[int]]) -> None:
-    """Raise :class:`IncompatibleStateError` unless chunks that do not overlap cover the tensor."""
-    stored = sum(map(math.prod, chunk_sizes))
-    if stored != math.prod(shape):
-        raise IncompatibleStateError(
-            f"of {name!r}, {stored} of {math.prod(shape)} elements are stored (a rank saved its shard alone?); "
-            f"leave it out with exclude={name!r}"
-        )

@@ -9,26 +9,20 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, OutputFileWriter, Placed
-from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job, write_small_file
+from dcp_datastates.conversion.source import Source, metadata_of_source
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
 from dcp_datastates.format.metadata import FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
-from dcp_datastates.saving.document import DCP_VERSION
 from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.claims import Neighbours
@@ -49,15 +43,12 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
     writing = _Writing(source, folder, attempt, after)
     outputs = list(writing.output_files(limits.shard_bytes))
     document = writing.document()  # before the data: it says whether the names can be stored
-    writer = OutputFileWriter(outputs, source, limits.piece_bytes)
 
     def finish() -> None:
-        path = folder / local.METADATA_NAME
-        with local.explained("writing", path, len(document)):
-            operations.write_new_file(path, document, "convert")
+        write_small_file(folder / local.METADATA_NAME, document)
         readme.write(folder)
 
-    return Job(writer.units(), tuple(output.path for output in outputs), finish, writer.close)
+    return file_job(outputs, source, limits.piece_bytes, finish)
 
 
 class _Writing:
@@ -121,25 +112,15 @@ class _Writing:
 
     def document(self) -> bytes:
         """The bytes of ``.metadata``; call it after :meth:`output_files`."""
-        entries: dict[str, STORAGE_TYPES] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=info.dtype), torch.Size(info.shape), [_whole(info.shape)]
-            )
-            for name, info in self._source.tensors.items()
-        }
-        entries.update((name, BytesStorageMetadata()) for name in self._source.objects)
-        metadata = Metadata(
-            entries,
-            {name: self._source.paths.get(name, (name,)) for name in entries},
+        tensors = self._source.tensors
+        metadata = metadata_of_source(
+            self._source,
+            lambda name: [_whole(tensors[name].shape)],
             self._places,
-            StorageMeta(save_id=self._attempt.name),
-            DCP_VERSION,
+            save_id=self._attempt.name,
         )
-        return encode(
-            table_of(
-                metadata, Note(self._attempt, self._files, self._after, published_at=time.time())
-            )
-        )
+        note = Note(self._attempt, self._files, self._after, published_at=time.time())
+        return encode(table_of(metadata, note))
 
     def _tensor_item(self, name: str) -> WriteItem:
         info = self._source.tensors[name]

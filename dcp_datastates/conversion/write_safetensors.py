@@ -6,13 +6,14 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG
 from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, OutputFileWriter, Placed
+from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job, write_small_file
 from dcp_datastates.conversion.read_safetensors import NAME_OF
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import ConfigurationError
@@ -35,10 +36,8 @@ _COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", "
 
 def safetensors_job(source: Source, target: Path, limits: Limits) -> Job:
     """One file with all tensors. Raises :class:`ConfigurationError` for a tensor that it cannot hold."""
-    writer = OutputFileWriter(
-        [_output_file(target, source, list(source.tensors))], source, limits.piece_bytes
-    )
-    return Job(writer.units(), (target,), close=writer.close)
+    output = _output_file(target, source, list(source.tensors))
+    return file_job([output], source, limits.piece_bytes)
 
 
 def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None) -> Job:
@@ -59,7 +58,6 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
         _output_file(folder / name, source, shard)
         for name, shard in zip(names, shards, strict=True)
     ]
-    writer = OutputFileWriter(outputs, source, limits.piece_bytes)
 
     def finish() -> None:
         if companions is not None:
@@ -73,7 +71,7 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
         if len(shards) > 1:
             _write_index(source, folder, names, shards)
 
-    return Job(writer.units(), tuple(output.path for output in outputs), finish, writer.close)
+    return file_job(outputs, source, limits.piece_bytes, finish)
 
 
 def peft_job(source: Source, folder: Path, limits: Limits, config: bytes) -> Job:
@@ -81,14 +79,8 @@ def peft_job(source: Source, folder: Path, limits: Limits, config: bytes) -> Job
     with explained("creating directory", folder):
         operations.make_directory(folder, "convert")
     output = _output_file(folder / "adapter_model.safetensors", source, list(source.tensors))
-    writer = OutputFileWriter([output], source, limits.piece_bytes)
-
-    def finish() -> None:
-        path = folder / ADAPTER_CONFIG
-        with explained("writing", path, len(config)):
-            operations.write_new_file(path, config, "convert")
-
-    return Job(writer.units(), (output.path,), finish, writer.close)
+    finish = partial(write_small_file, folder / ADAPTER_CONFIG, config)
+    return file_job([output], source, limits.piece_bytes, finish)
 
 
 def _shards(source: Source, limit: int) -> list[list[str]]:
@@ -160,9 +152,7 @@ def _write_index(
         "weight_map": dict(sorted(weights.items())),
     }
     text = json.dumps(document, indent=2, ensure_ascii=False) + "\n"
-    path = folder / HUGGING_FACE_INDEX
-    with explained("writing", path, len(text)):
-        operations.write_new_file(path, text.encode(), "convert")
+    write_small_file(folder / HUGGING_FACE_INDEX, text.encode())
 
 
 def _copy_companions(companions: Path, folder: Path) -> None:

@@ -14,26 +14,16 @@ import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.memory import scratch_tensor
-from dcp_datastates.conversion.source import Source, Want
-from dcp_datastates.conversion.work import Done, Unit
-from dcp_datastates.saving.document import DCP_VERSION
+from dcp_datastates.conversion.output_file import write_small_file
+from dcp_datastates.conversion.source import Source, Want, metadata_of_source
+from dcp_datastates.process.work import Done, Unit
 from dcp_datastates.storage import local, operations
 
 __all__ = ["stock_job"]
@@ -139,25 +129,17 @@ class _Writing:
 
     def write_metadata(self) -> None:
         """Write ``.metadata``, which makes it a checkpoint."""
-        source = self._source
-        entries: dict[str, STORAGE_TYPES] = {}
-        for name, info in source.tensors.items():
-            entries[name] = TensorStorageMetadata(
-                TensorProperties(dtype=info.dtype),
-                torch.Size(info.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-                    for offsets, sizes, _ in self._chunks[name]
-                ],
-            )
-        entries.update((name, BytesStorageMetadata()) for name in source.objects)
-        paths: dict[str, Any] = {name: source.paths.get(name, (name,)) for name in entries}
-        metadata = Metadata(entries, paths, self._places, StorageMeta(), DCP_VERSION)
+
+        def chunks_of(name: str) -> list[ChunkStorageMetadata]:
+            return [
+                ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+                for offsets, sizes, _ in self._chunks[name]
+            ]
+
+        metadata = metadata_of_source(self._source, chunks_of, self._places)
         buffer = io.BytesIO()
         pickle.dump(metadata, buffer)
-        path = self._folder / local.METADATA_NAME
-        with local.explained("writing", path):
-            operations.write_new_file(path, buffer.getvalue(), "convert")
+        write_small_file(self._folder / local.METADATA_NAME, buffer.getvalue())
 
 
 def _cut(shape: Sequence[int], most: int) -> Iterator[Chunk]:

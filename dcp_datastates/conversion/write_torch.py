@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, OutputFileWriter, Placed
+from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job
 from dcp_datastates.conversion.read_torch import array_of, leaves, load_fake
 from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import UnsupportedStateError
@@ -60,8 +60,7 @@ def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool)
         for name, fake in zip(names, _tensors(loaded), strict=True)
     ]
     output = OutputFile(target, os.stat(target).st_size, (), placed)
-    writer = OutputFileWriter([output], source, limits.piece_bytes)
-    return Job(writer.units(), (target,), close=writer.close)
+    return file_job([output], source, limits.piece_bytes)
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

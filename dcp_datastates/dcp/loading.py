@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Iterable
@@ -19,13 +18,10 @@ from typing_extensions import Unpack
 from dcp_datastates.config import check_options
 from dcp_datastates.dcp.fitting import Fit, FitOptions, FittingPlanner
 from dcp_datastates.dcp.reader import DataStatesReader
-from dcp_datastates.errors import (
-    ConfigurationError,
-    DataStatesError,
-    IncompatibleStateError,
-)
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import nested, path_of
+from dcp_datastates.format.validate import check_covered
 
 __all__ = ["load", "load_with"]
 
@@ -167,10 +163,6 @@ def _place_for(name: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
     """
     if not isinstance(saved, TensorStorageMetadata):
         return None
-    stored = sum(math.prod(chunk.sizes) for chunk in saved.chunks)
-    if stored < math.prod(saved.size):
-        raise IncompatibleStateError(
-            f"of {name!r}, {stored} of {math.prod(saved.size)} elements are stored (a rank saved its shard alone?); "
-            f"choose others with only, or load it into a sharded state"
-        )
+    way_out = "choose others with only, or load it into a sharded state"
+    check_covered(name, saved.size, (chunk.sizes for chunk in saved.chunks), way_out)
     return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")

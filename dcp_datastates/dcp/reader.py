@@ -39,7 +39,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.metadata import Note
 from dcp_datastates.format.metadata_objects import metadata_of, note_of
 from dcp_datastates.format.stored_names import Box, is_under, unread, wrappers
-from dcp_datastates.io.committed import open_committed
+from dcp_datastates.io.committed import open_committed, replacement
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import StoredCheckpoint, restore
 from dcp_datastates.staging.step_gate import release_memory
@@ -285,21 +285,9 @@ class DataStatesReader(StorageReader):
 
 def explain_missing(directory: Path, note: Note, error: CheckpointNotFoundError) -> DataStatesError:
     """The error for a data file of the checkpoint ``note`` that is not there: damage, or another save's doing."""
-    try:
-        now = open_committed(directory).note.attempt
-    except CheckpointNotFoundError:
-        return CheckpointReplacedError(
-            f"{directory}: attempt {note.attempt.name} was removed while it was being loaded, by retain or delete, "
-            f"perhaps; load another checkpoint"
-        )
-    except DataStatesError:
-        return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
-    if now != note.attempt:
-        return CheckpointReplacedError(
-            f"{directory}: attempt {note.attempt.name} was replaced by {now.name} while it was being "
-            f"loaded; load again"
-        )
-    return CheckpointCorruptError(f"{error}; the committed checkpoint lacks a data file")
+    return replacement(directory, note.attempt, "load") or CheckpointCorruptError(
+        f"{error}; the committed checkpoint lacks a data file"
+    )
 
 
 def _release(storages: set[torch.UntypedStorage]) -> None:

@@ -6,16 +6,28 @@ GIL; arrays avoid both.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import TensorProperties
 
-__all__ = ["Catalog", "FileRecord", "Ints", "Placement"]
+__all__ = ["STORED", "Catalog", "FileRecord", "Ints", "Placement", "narrowed"]
 
 Ints = npt.NDArray[np.int64]
+
+STORED: Final[Mapping[int, np.dtype[Any]]] = {
+    width: np.dtype(f"<{kind}{width}") for width, kind in ((1, "u"), (2, "u"), (4, "u"), (8, "i"))
+}
+"""The types of stored columns, by the bytes of a value."""
+
+
+def narrowed(values: Ints) -> npt.NDArray[Any]:
+    """The same values, in the narrowest of the types :data:`STORED`."""
+    most = int(values.max(initial=0)) if values.min(initial=0) >= 0 else 1 << 62
+    return values.astype(STORED[next((width for width in (1, 2, 4) if most < 1 << 8 * width), 8)])
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -13,6 +14,8 @@ from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.metadata import MetadataTable
 
 __all__ = ["Contents", "Damage", "some_of"]
+
+_SHOWN: Final = 3
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Contents:
         return tuple(dict.fromkeys(self._names[row] for row in rows.tolist()))
 
 
-def some_of(names: Sequence[str], limit: int = 3) -> str:
+def some_of(names: Sequence[str]) -> str:
     """``'a', 'b', 'c' and 7 more``."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{', '.join(map(repr, names[:limit]))}{more}"
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(map(repr, names[:_SHOWN]))}{more}"

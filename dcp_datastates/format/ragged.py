@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from dcp_datastates.format.chunk_table import Ints
 
-__all__ = ["Hashes", "fingerprints", "leaders", "positions", "starts_of", "volumes"]
+__all__ = ["Hashes", "fingerprints", "leaders", "positions", "starts_of", "sums", "volumes"]
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -36,6 +36,15 @@ def volumes(lengths: Ints, values: Ints) -> Ints:
         else:
             product[rows] *= values[starts[rows] + place]
     return product
+
+
+def sums(lengths: Ints, values: Ints) -> Ints:
+    """(N,): the sum of each row's values; 0 for an empty row."""
+    running = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=running[1:])
+    ends = np.cumsum(lengths)
+    total: Ints = running[ends] - running[ends - lengths]
+    return total
 
 
 def fingerprints(keys: Ints, lengths: Ints, *columns: Ints, salt: int = 0) -> Hashes:

@@ -35,14 +35,13 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from dcp_datastates._native import crc32c
 from dcp_datastates.errors import CheckpointCorruptError, UnreadableMetadataError
-from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.chunk_table import STORED, Catalog, Ints, Placement, narrowed
 
 __all__ = ["CATALOG", "FORMAT", "PLACEMENT", "append", "parse"]
 
@@ -60,16 +59,13 @@ _MAGIC: Final = b"DCPDST"
 _END: Final = struct.Struct("<6s2sQII")
 _CHECKSUM: Final = struct.Struct("<I")
 _ENTRY: Final = struct.Struct("<BQ")
-_DTYPES: Final[dict[int, np.dtype[Any]]] = {
-    width: np.dtype(f"<{kind}{width}") for width, kind in ((1, "u"), (2, "u"), (4, "u"), (8, "i"))
-}
 
 
 def append(pickled: bytes, document: bytes, catalog: Catalog, placement: Placement) -> bytes:
     """The bytes of a whole file: ``pickled``, followed by the table."""
     columns = [getattr(catalog, name) for name in CATALOG]
     columns += [getattr(placement, name) for name in PLACEMENT]
-    packed = [np.frombuffer(document, np.uint8), *map(_narrow, columns)]
+    packed = [np.frombuffer(document, np.uint8), *map(narrowed, columns)]
     parts: list[bytes | memoryview] = [pickled, *(column.data for column in packed)]
     parts += [_ENTRY.pack(column.itemsize, len(column)) for column in packed]
     number = FORMAT.to_bytes(2, "big")
@@ -99,7 +95,7 @@ def parse(data: bytes, path: Path) -> tuple[bytes, dict[str, Ints]]:
     if count != 1 + len(_COLUMNS) or directory < pickle_bytes:
         raise UnreadableMetadataError(f"{path}: not checkpoint metadata: it has {count} columns")
     entries = list(_ENTRY.iter_unpack(data[directory : len(data) - _END.size]))
-    if {width for width, _ in entries} - _DTYPES.keys() or entries[0][0] != 1:
+    if {width for width, _ in entries} - STORED.keys() or entries[0][0] != 1:
         raise UnreadableMetadataError(f"{path}: not checkpoint metadata: a column has no type")
     if sum(width * length for width, length in entries) != directory - pickle_bytes:
         raise UnreadableMetadataError(
@@ -108,7 +104,7 @@ def parse(data: bytes, path: Path) -> tuple[bytes, dict[str, Ints]]:
     at = pickle_bytes
     found = []
     for width, length in entries:
-        found.append(np.frombuffer(data, _DTYPES[width], length, at))
+        found.append(np.frombuffer(data, STORED[width], length, at))
         at += width * length
     columns = [column.astype(np.int64) for column in found[1:]]
     return found[0].tobytes(), dict(zip(_COLUMNS, columns, strict=True))
@@ -141,9 +137,3 @@ def _end(data: bytes, path: Path) -> tuple[int, int]:
             f"format {FORMAT}: upgrade dcp_datastates"
         )
     return pickle_bytes, count
-
-
-def _narrow(values: Ints) -> npt.NDArray[Any]:
-    """The same values, in the narrowest type."""
-    most = int(values.max(initial=0)) if values.min(initial=0) >= 0 else 1 << 62
-    return values.astype(_DTYPES[next((width for width in (1, 2, 4) if most < 1 << 8 * width), 8)])

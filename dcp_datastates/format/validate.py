@@ -7,7 +7,8 @@ are divided until every chunk is alone. Only chunks that cannot be separated are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,11 +16,12 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.format.chunk_table import Catalog, Ints
-from dcp_datastates.format.ragged import positions, starts_of, volumes
+from dcp_datastates.format.ragged import positions, starts_of, sums, volumes
 from dcp_datastates.format.stored_names import wrappers
 
-__all__ = ["Undecided", "validate"]
+__all__ = ["Undecided", "check_covered", "validate"]
 
 _STEPS_PER_BOX: Final = 64
 _SPARE_STEPS: Final = 1 << 20
@@ -41,6 +43,18 @@ def validate(catalog: Catalog, *, filled: bool, thorough: bool = True) -> list[s
     if filled:
         found += _unfilled(catalog, chunks)
     return [message for _, message in sorted(found, key=lambda entry: entry[0])]
+
+
+def check_covered(
+    name: str, shape: Sequence[int], chunk_sizes: Iterable[Sequence[int]], way_out: str
+) -> None:
+    """Raise :class:`IncompatibleStateError` unless chunks that do not overlap cover the tensor."""
+    stored = sum(map(math.prod, chunk_sizes))
+    if stored != math.prod(shape):
+        raise IncompatibleStateError(
+            f"of {name!r}, {stored} of {math.prod(shape)} elements are stored (a rank saved its shard alone?); "
+            f"{way_out}"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,10 +87,7 @@ def _out_of_bounds(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str
 
 def _unfilled(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
     volume = volumes(catalog.ndims, catalog.shapes)
-    sums = np.zeros(len(chunks.tensor) + 1, dtype=np.int64)
-    np.cumsum(volumes(chunks.ndims, catalog.sizes), out=sums[1:])
-    ends = np.cumsum(catalog.counts)
-    stored = sums[ends] - sums[ends - catalog.counts]
+    stored = sums(catalog.counts, volumes(chunks.ndims, catalog.sizes))
     wrong = (stored != volume) & (catalog.ndims > 0)
     if not wrong.any():
         return

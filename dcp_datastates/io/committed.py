@@ -13,13 +13,15 @@ from typing import Final
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
+    DataStatesError,
     ForeignCheckpointError,
-    StorageError,
 )
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, read
 from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["Committed", "open_committed", "wrong_size"]
+__all__ = ["Committed", "open_committed", "replacement", "wrong_size"]
 
 _CONVERTS: Final = "dcp-datastates convert makes a checkpoint of this package of it"
 
@@ -76,6 +78,24 @@ def open_committed(directory: Path) -> Committed:
     )
 
 
+def replacement(directory: Path, was: Attempt, verb: str) -> CheckpointReplacedError | None:
+    """The error if ``was`` is no longer the attempt committed at ``directory``; ``verb``: what is to be done again."""
+    try:
+        now = open_committed(directory).note.attempt
+    except CheckpointNotFoundError:
+        return CheckpointReplacedError(
+            f"{directory}: attempt {was.name} was removed meanwhile, by retain or delete, perhaps; {verb} another "
+            f"checkpoint"
+        )
+    except DataStatesError:
+        return None
+    if now == was:
+        return None
+    return CheckpointReplacedError(
+        f"{directory}: attempt {was.name} was replaced by {now.name} meanwhile; {verb} again"
+    )
+
+
 def wrong_size(record: FileRecord, nbytes: int) -> str | None:
     """The problem of a data file with ``nbytes`` bytes, in words; None if that is its recorded size."""
     if nbytes == record.nbytes:
@@ -87,16 +107,13 @@ def wrong_size(record: FileRecord, nbytes: int) -> str | None:
 
 def _read(directory: Path) -> tuple[bytes, float]:
     path = directory / local.METADATA_NAME
-    try:
-        return read(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFoundError(
-            f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
-        ) from None
-    except OSError as error:
-        raise StorageError(
-            error.errno, f"reading {path} failed: {error.strerror}", str(path)
-        ) from error
+    with local.explained("reading", path):
+        try:
+            return read(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise CheckpointNotFoundError(
+                f"no committed checkpoint at {str(directory)!r}: {_what_is_there(directory)}"
+            ) from None
 
 
 def _decode(data: bytes, directory: Path) -> MetadataTable:

@@ -111,13 +111,9 @@ def tensor_over(
     buffer: torch.Tensor, offset: int, shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
     """A dense tensor over ``buffer`` (``uint8``) at ``offset`` bytes, a multiple of its element size."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
     result = torch.empty(0, dtype=dtype, device="cpu")
     start = (buffer.storage_offset() + offset) // dtype.itemsize
-    return result.set_(buffer.untyped_storage(), start, shape, strides[::-1])
+    return result.set_(buffer.untyped_storage(), start, shape)  # type: ignore[call-overload, no-any-return]
 
 
 def add_region(

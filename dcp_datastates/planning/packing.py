@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dcp_datastates.format.chunk_table import Ints
+from dcp_datastates.format.chunk_table import STORED, Ints, narrowed
 
 __all__ = ["pack", "pack_ints", "unpack", "unpack_ints"]
 
@@ -18,7 +18,7 @@ _LENGTH = struct.Struct("<Q")
 _COLUMN = struct.Struct("<cQ")
 _STEPS = struct.Struct("<qq")
 # the key is the number of bytes of a value
-_WIDTHS = {b"1": "<u1", b"2": "<u2", b"4": "<u4", b"8": "<i8"}
+_WIDTHS = {b"%d" % width: dtype for width, dtype in STORED.items()}
 # greatest count of values: more means damaged bytes, which must not cause an allocation
 _MOST = 1 << 34
 
@@ -53,9 +53,8 @@ def pack_ints(values: Ints) -> bytes:
         first, step = int(values[0]), int(values[1] - values[0])
         if values[-1] == first + step * (count - 1) and (np.diff(values) == step).all():
             return _COLUMN.pack(b"s", count) + _STEPS.pack(first, step)
-    most = int(values.max(initial=0)) if values.min(initial=0) >= 0 else 1 << 62
-    code = next((code for code in (b"1", b"2", b"4") if most < 1 << 8 * int(code)), b"8")
-    return _COLUMN.pack(code, count) + values.astype(_WIDTHS[code]).tobytes()
+    narrow = narrowed(values)
+    return _COLUMN.pack(b"%d" % narrow.itemsize, count) + narrow.tobytes()
 
 
 def unpack_ints(data: memoryview, count: int) -> Ints:
@@ -74,4 +73,4 @@ def unpack_ints(data: memoryview, count: int) -> Ints:
         return steps
     if code not in _WIDTHS or len(body) != found * int(code):
         raise ValueError(f"{len(body)} bytes are not {found} values of a column of type {code!r}")
-    return np.frombuffer(body, np.dtype(_WIDTHS[code])).astype(np.int64)
+    return np.frombuffer(body, _WIDTHS[code]).astype(np.int64)

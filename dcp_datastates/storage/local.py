@@ -31,6 +31,7 @@ __all__ = [
     "make_directories",
     "moved_away",
     "open_regular",
+    "read_at",
     "signature",
     "signature_of",
     "sync_directories",
@@ -250,6 +251,17 @@ def open_regular(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def read_at(descriptor: int, offset: int, into: memoryview) -> int:
+    """Fill ``into`` from byte ``offset`` of a file; returns how many bytes there are: fewer at its end."""
+    done = 0
+    while done < len(into):
+        read = os.preadv(descriptor, [into[done:]], offset + done)
+        if not read:
+            break
+        done += read
+    return done
 
 
 def _check_regular(status: os.stat_result, path: str | os.PathLike[str]) -> None:

@@ -4,9 +4,9 @@ From the command line of any job::
 
     --override.imports 'dcp_datastates.torchtitan.datastates={"host_cache_size": "16GiB"}'
 
-or by a config function, for jobs that apply overrides only to their model::
+or in a config function, for jobs that apply overrides only to their model::
 
-    --module dcp_datastates.torchtitan --config llama3.llama3_debugmodel
+    return with_datastates(config, host_cache_size="16GiB")
 
 Only this subpackage needs torchtitan (0.3.0 or newer).
 """

@@ -26,7 +26,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
     LR_SCHEDULER,
@@ -44,7 +43,7 @@ from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.dcp.async_save import async_save
+from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
@@ -110,7 +109,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 raise ConfigurationError(
                     f"checkpoint.async_mode={self.async_mode!r} must be one of {', '.join(modes)}"
                 )
-            self.writer_config()
+            WriterConfig.checked(**self.writer_options())
             check_verification(self.verify)
             if "://" in self.folder:
                 raise ConfigurationError(
@@ -128,23 +127,11 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             )
             return {name: getattr(self, name) for name in names}
 
-        def writer_config(self) -> WriterConfig:
-            """The checked writer configuration, with the writer's defaults for all other options."""
-            return WriterConfig.checked(
-                **self.writer_options(),
-                defer="owned",
-                overwrite=True,
-                commit="background",
-                max_in_flight=4,
-                when_behind="wait",
-            )
-
     # Attributes that close() reads, also if the constructor was not called or has raised.
     staging_future: Future[None] | None = None
     save_future: Future[None] | None = None
     _deletions: Deletions | None = None
     _behind: DataStatesWriter | None = None
-    _at_once: DataStatesWriter | None = None
     _closed = False
 
     def __init__(
@@ -176,7 +163,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._options = config.writer_options()
         if config.async_mode != "disabled":
             self._behind = DataStatesWriter(**self._options)
-        if config.keep_latest_k > 0 and _rank() == 0:
+        if config.keep_latest_k > 0 and dist.get_rank() == 0:
             self._deletions = Deletions()
             self._delete_old = partial(
                 delete_old, Path(self.folder), config.keep_latest_k, config.verify
@@ -227,34 +214,13 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._save_at_once(self._exported(), step)
 
     def _save_behind(self, state_dict: dict[str, Any], step: int) -> None:
-        writer = self._behind
-        assert writer is not None
-        if dist.is_initialized():
-            response: AsyncSaveResponse = async_save(state_dict, self._path(step), writer=writer)
-        else:
-            # Without torch.distributed, DCP's own call suffices: there are no other ranks to agree with.
-            made: Any = dcp.async_save(  # type: ignore[attr-defined]
-                state_dict,
-                checkpoint_id=self._path(step),
-                storage_writer=writer,
-                async_stager=writer,
-            )
-            whole = isinstance(made, AsyncSaveResponse)
-            response = made if whole else AsyncSaveResponse(writer.captured, made)
-        self.save_future = response.upload_completion
+        handle = async_save(state_dict, self._path(step), writer=self._behind)
+        self.save_future = handle.upload_completion
         if self.config.async_mode == "async_with_pinned_mem":
-            self.staging_future = response.staging_completion
+            self.staging_future = handle.staging_completion
 
     def _save_at_once(self, state_dict: dict[str, Any], step: int) -> None:
-        if self._at_once is None:
-            # The trainer waits here, so no tensor changes before it is read, and none needs a copy.
-            options = {**self._options, "defer": "all", "read_window": "immediate"}
-            self._at_once = DataStatesWriter(**options)
-        path = self._path(step)
-        if dist.is_initialized():
-            async_save(state_dict, path, writer=self._at_once).upload_completion.result()
-        else:
-            dcp.save(state_dict, checkpoint_id=path, storage_writer=self._at_once)  # type: ignore[attr-defined]
+        save(state_dict, self._path(step), **{**self._options, "read_window": "immediate"})
 
     def _exported(self) -> dict[str, Any]:
         """The model alone, in ``export_dtype``."""
@@ -385,19 +351,14 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._wait_for_saving()
         except Exception as error:
             failure = error
-        for writer in (self._behind, self._at_once):
-            if writer is not None:
-                try:
-                    writer.close()
-                except Exception as error:
-                    failure = failure or error
+        if self._behind is not None:
+            try:
+                self._behind.close()
+            except Exception as error:
+                failure = failure or error
         if self._deletions is not None:
             self._deletions.wait()
         if failure is not None:
             if sys.exc_info()[0] is None:
                 raise failure
             logger.error("the last save was not committed: %s", failure)
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

@@ -88,7 +88,6 @@ class Trial:
     """In a sequence; there is one for each rank."""
     interval: int = 1
     """Steps from one checkpoint to the next."""
-    config: tuple[str, str] = ("llama3", "llama3_debugmodel")
     environment: dict[str, str] = field(default_factory=dict)
     hook: str = ""
     hook_options: dict[str, Any] = field(default_factory=dict)
@@ -97,10 +96,8 @@ class Trial:
         override = (
             [] if self.stock else ["--override.imports", f"{OVERRIDE}={json.dumps(self.options)}"]
         )
-        if self.config[0] == "dcp_datastates.torchtitan":
-            override = []
         return [
-            *("--module", self.config[0], "--config", self.config[1]),
+            *("--module", "llama3", "--config", "llama3_debugmodel"),
             *FLAGS,
             *self.mesh.flags(),
             f"--hf_assets_path={tokenizer}",

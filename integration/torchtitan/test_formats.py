@@ -14,8 +14,6 @@ from dcp_datastates import DataStatesReader, convert
 from jobs import Launcher, Mesh, Trial
 from test_training import FSDP, step
 
-CONFIG = ("dcp_datastates.torchtitan", "llama3.llama3_debugmodel")
-
 
 def test_a_job_moves_from_stock_checkpoints_to_these_and_back(
     launcher: Launcher, tmp_path: Path
@@ -27,7 +25,7 @@ def test_a_job_moves_from_stock_checkpoints_to_these_and_back(
     shutil.copytree(step(stock, 1), step(ours, 1))
     keep = ("--checkpoint.keep_latest_k=2",)
     guard = "hooks:no_collective_on_default_group"
-    found = launcher.run(Trial(ours, FSDP, 4, config=CONFIG, flags=keep, hook=guard)).check()
+    found = launcher.run(Trial(ours, FSDP, 4, flags=keep, hook=guard)).check()
     assert found.losses == {number: expected[number] for number in (2, 3, 4)}
     for number in (3, 4):
         assert_same(step(stock, number), step(ours, number))

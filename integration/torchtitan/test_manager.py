@@ -509,27 +509,14 @@ def test_the_override_keeps_torchtitans_fields() -> None:
         datastates(stock, host_cash=1)
 
 
-def test_config_functions_of_torchtitan_get_the_manager() -> None:
-    from torchtitan.config import ConfigManager
+def test_a_config_function_of_a_job_can_choose_the_manager() -> None:
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
-    from dcp_datastates.torchtitan import DataStatesCheckpointManager
+    from dcp_datastates.torchtitan import DataStatesCheckpointManager, with_datastates
 
-    chosen = ConfigManager().parse_args(
-        [
-            *("--module", "dcp_datastates.torchtitan", "--config", "llama3.llama3_debugmodel"),
-            *("--checkpoint.host_cache_size", "1GiB"),
-        ]
-    )
-    assert isinstance(chosen.checkpoint, DataStatesCheckpointManager.Config)
-    assert chosen.checkpoint.host_cache_size == "1GiB"
-    with pytest.raises(ConfigurationError, match="no config function 'nothing'"):
-        ConfigManager().parse_args(
-            ["--module", "dcp_datastates.torchtitan", "--config", "llama3.nothing"]
-        )
-    with pytest.raises(ConfigurationError, match="no module 'lama'"):
-        ConfigManager().parse_args(
-            ["--module", "dcp_datastates.torchtitan", "--config", "lama.nothing"]
-        )
+    chosen = with_datastates(llama3_debugmodel(), host_cache_size="1GiB").checkpoint
+    assert isinstance(chosen, DataStatesCheckpointManager.Config)
+    assert chosen.host_cache_size == "1GiB"
 
 
 def test_it_needs_nothing_of_torchtitans_manager_for_dcp() -> None:

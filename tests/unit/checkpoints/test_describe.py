@@ -32,6 +32,7 @@ from dcp_datastates.checkpoints.describe import (
     describe,
 )
 from dcp_datastates.storage import lock
+from dcp_datastates.text import columns
 
 
 @pytest.fixture
@@ -288,7 +289,7 @@ def test_inspect_returns_the_same_and_reads_well(checkpoint):
     assert lines[1].startswith("  committed 20")
     assert "in 1 file of 1 rank: 4 tensors, 1 object" in lines[2]
     (row,) = (line for line in lines if line.startswith("  w "))
-    assert row.split() == ["w", "float32", "300", "×", "40", "46.88", "KiB"]
+    assert row.split() == ["w", "300", "×", "40", "float32", "46.88", "KiB", "1"]
     assert any(line.startswith("  half ") and "scalar" in line for line in lines)
     assert any(line.startswith("  opinion ") and "object" in line for line in lines)
 
@@ -305,7 +306,8 @@ def test_the_text_says_what_is_wrong_and_stays_short(tmp_path):
     assert f"has {size} bytes instead of {size + 1}" in text
     assert text.splitlines()[-1] == "  … and 84 more"
     file.unlink()
-    assert f"{file.name} is missing" in str(inspect(path))
+    (row,) = (line for line in str(inspect(path)).splitlines() if file.name in line)
+    assert row.endswith("missing")
     (path / ".metadata").unlink()
     assert "not committed" in str(inspect(path))
 
@@ -316,9 +318,20 @@ def test_a_directory_of_checkpoints_reads_well(tmp_path):
     uncommitted(tmp_path / "step-3")
     found = inspect(tmp_path)
     assert found == describe(tmp_path)
-    first, second, third, last = str(found).splitlines()
+    first, headers, second, third, last = str(found).splitlines()
     assert first == str(tmp_path)
+    assert headers.split()[:2] == ["checkpoint", "step"]
     assert second.startswith("  step-2")
     assert second.endswith("latest")
     assert third.startswith("  step-1")
     assert "not committed: abandoned" in last
+
+
+def test_names_cannot_break_a_row():
+    lines = columns(("name", "size>"), [("a\nb\x1b", 10), (None, 200), ("c", 3)], most=2)
+    assert lines == [
+        "  name       size",
+        "  a\\nb\\x1b     10",
+        "              200",
+        "  … and 1 more",
+    ]

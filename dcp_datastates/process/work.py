@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Final
 
-from dcp_datastates.checkpoints.examine import Progress
+from dcp_datastates.errors import ConfigurationError
 
-__all__ = ["Done", "Progress", "Unit", "work"]
+__all__ = ["Done", "Progress", "Unit", "thread_count", "work"]
+
+_MOST_THREADS: Final = 8
 
 _PROGRESS_SECONDS: Final = 0.1
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the total bytes."""
 
 Done = Callable[[int], None]
 """Called by a unit with the bytes that it has done since the last call. Raises if the work is to stop."""
 
 Unit = Callable[[Done], None]
 """A part of the work, which any thread may do."""
+
+
+def thread_count(threads: int | None) -> int:
+    """The number of threads; None means one per core, at most 8. Raises :class:`ConfigurationError`."""
+    if threads is None:
+        return min(_MOST_THREADS, os.cpu_count() or 1)
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ConfigurationError(f"threads={threads!r} must be a whole number, 1 or more")
+    return threads
 
 
 class _Stopped(BaseException):
@@ -56,7 +71,7 @@ def work(units: Iterable[Unit], total: int, threads: int, progress: Progress | N
             stopped.set()
             raise
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="convert") as executor:
+    with ThreadPoolExecutor(threads, thread_name_prefix="dcp_datastates-work") as executor:
         workers = [executor.submit(run) for _ in range(threads)]
         try:
             while progress is not None:
