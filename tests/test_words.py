@@ -19,6 +19,7 @@ REPLACED = {
     "FinalPlan": "RankPlan",
     "Image": "OutputFile",
     "ImageWriter": "OutputFileWriter",
+    "Outcomes": "SaveTracker",
     "RankMemory": "RankPlanCache",
     "Said": "DecisionFound",
     "TakenUp": "PlanningInput",

@@ -9,11 +9,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch.distributed as dist
+from typing_extensions import Unpack
 
-from dcp_datastates.config import WriterConfig, WriterOptions
+from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import ConfigurationError
@@ -23,24 +24,25 @@ __all__ = ["BackgroundSaves", "pop_writer_options"]
 
 logger = logging.getLogger(__name__)
 
-_OFFERED: Final = WriterOptions.__annotations__.keys() - {"commit", "no_dist", "overwrite"}
-"""Without those that the framework determines."""
-
 _MISSPELLED: Final = 0.75
 """Names that are at least so similar are taken for the same. No option of a framework is so similar to one of ours."""
 
 
-def pop_writer_options(keywords: dict[str, Any]) -> dict[str, Any]:
+def pop_writer_options(keywords: dict[str, Any]) -> BackgroundOptions:
     """Move this package's options (``host_cache_size``, …) out of a framework's ``keywords``, and check them.
 
     Raises :class:`ConfigurationError` for a value that cannot work, and for a misspelled name.
     """
-    chosen = {name: keywords.pop(name) for name in _OFFERED if name in keywords}
+    chosen = {
+        name: keywords.pop(name) for name in BackgroundOptions.__annotations__ if name in keywords
+    }
     for name in keywords:
-        if near := difflib.get_close_matches(name, _OFFERED, 1, _MISSPELLED):
+        if near := difflib.get_close_matches(
+            name, BackgroundOptions.__annotations__, 1, _MISSPELLED
+        ):
             raise ConfigurationError(f"there is no option {name!r}; did you mean {near[0]!r}?")
-    WriterConfig.checked(**{"host_cache_size": "auto", **chosen})
-    return chosen
+    WriterConfig.checked(**chosen)
+    return cast(BackgroundOptions, chosen)
 
 
 class BackgroundSaves(SaveTracker):
@@ -57,15 +59,18 @@ class BackgroundSaves(SaveTracker):
     Threads: one thread calls the methods. Deletions run in a thread of their own, on the first rank only.
     """
 
-    def __init__(self, options: Mapping[str, Any], *, strict: bool = False) -> None:
+    def __init__(self, options: BackgroundOptions, *, strict: bool = False) -> None:
         if not isinstance(strict, bool):
             raise ConfigurationError(f"strict={strict!r} must be True or False")
         super().__init__(1 if strict else None)
-        self._options = dict(options)
+        self._options = options
         self._strict = strict
 
     def start(
-        self, state: Mapping[str, Any], path: str | os.PathLike[str], **options: Any
+        self,
+        state: Mapping[str, Any],
+        path: str | os.PathLike[str],
+        **options: Unpack[BackgroundOptions],
     ) -> SaveHandle | None:
         """Start the save of ``state`` to ``path``. Returns None if it could not begin, which is logged.
 
@@ -74,9 +79,9 @@ class BackgroundSaves(SaveTracker):
         """
         self.check()
         directory = Path(os.path.abspath(path))
-        options = {**self._options, **options}
+        chosen: BackgroundOptions = {**self._options, **options}
         try:
-            return self.begin(directory, lambda: async_save(state, path, **options))
+            return self.begin(directory, lambda: async_save(state, path, **chosen))
         except ConfigurationError:
             raise
         except Exception as error:

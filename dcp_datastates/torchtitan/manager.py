@@ -40,7 +40,7 @@ from torchtitan.tools.utils import GarbageCollection
 from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.config import WriterConfig
+from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.background import BackgroundSaves
@@ -113,15 +113,14 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     f"supported: leave the manager as it is for this job"
                 )
 
-        def writer_options(self) -> dict[str, Any]:
-            names = (
-                "host_cache_size",
-                "read_window",
-                "read_deadline",
-                "commit_timeout",
-                "exit_timeout",
-            )
-            return {name: getattr(self, name) for name in names}
+        def writer_options(self) -> BackgroundOptions:
+            return {
+                "host_cache_size": self.host_cache_size,
+                "read_window": self.read_window,
+                "read_deadline": self.read_deadline,
+                "commit_timeout": self.commit_timeout,
+                "exit_timeout": self.exit_timeout,
+            }
 
     staging_future: Future[None] | None = None
     _saves: BackgroundSaves
