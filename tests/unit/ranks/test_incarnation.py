@@ -136,11 +136,7 @@ def test_the_thread_ends_when_all_have_met_or_the_rank_set_is_dropped():
     others = set(threading.enumerate())  # another test's, which wait for ranks that do not come
 
     def threads():
-        return [
-            thread
-            for thread in threading.enumerate()
-            if thread.name == NAME and thread not in others
-        ]
+        return [thread for thread in threading.enumerate() if thread.name == NAME and thread not in others]
 
     ranks = rank_set(3, MemoryStore())
     _met([each.incarnation for each in ranks])
