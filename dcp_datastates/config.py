@@ -15,6 +15,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.memory_limit import default_host_cache_bytes
 
 __all__ = [
+    "BackgroundOptions",
     "Commit",
     "Defer",
     "EngineConfig",
@@ -192,20 +193,25 @@ class EngineConfig:
         return EngineConfig(**counts, copy_rate=rate)
 
 
-class WriterOptions(TypedDict, total=False):
-    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
+class BackgroundOptions(TypedDict, total=False):
+    """The :class:`WriterOptions` of saves that a framework starts; it determines the others."""
 
     host_cache_size: int | str
     read_window: ReadWindow
     read_deadline: float
     defer: Defer
-    overwrite: bool
-    commit: Commit
     commit_timeout: float
     exit_timeout: float
     max_in_flight: int
     when_behind: WhenBehind
     audit: bool
+
+
+class WriterOptions(BackgroundOptions, total=False):
+    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
+
+    overwrite: bool
+    commit: Commit
     no_dist: bool
 
 
@@ -228,7 +234,7 @@ class WriterConfig:
     audit: bool = False
 
     @staticmethod
-    def checked(host_cache_size: int | str, **options: Any) -> WriterConfig:
+    def checked(host_cache_size: int | str = "auto", **options: Any) -> WriterConfig:
         """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
         checked = {name: _CHECKS[name](name, value) for name, value in options.items()}
         return WriterConfig(

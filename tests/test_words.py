@@ -19,6 +19,7 @@ REPLACED = {
     "FinalPlan": "RankPlan",
     "Image": "OutputFile",
     "ImageWriter": "file_job",
+    "Outcomes": "SaveTracker",
     "RankMemory": "RankPlanCache",
     "Said": "DecisionFound",
     "TakenUp": "PlanningInput",

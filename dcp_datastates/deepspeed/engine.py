@@ -15,8 +15,9 @@ import torch.distributed as dist
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.config import Defer
 from dcp_datastates.dcp.async_save import async_save
+from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.rank_context import context_of
-from dcp_datastates.deepspeed.commit import Save, failed_saves, note_failure, wait_for_all, watch
+from dcp_datastates.deepspeed.commit import saves, start, write_when_committed
 from dcp_datastates.deepspeed.export import load_file
 from dcp_datastates.deepspeed.files import MapLocation, pack
 from dcp_datastates.deepspeed.options import called_by_framework, wait_option, writer_options
@@ -56,7 +57,8 @@ class CheckpointEngine:
     @property
     def failed_saves(self) -> int:
         """How many saves of this process have failed, of all engines. Each was logged as an error."""
-        return failed_saves()
+        saves().take()
+        return saves().failures
 
     # ---- DeepSpeed calls these ---------------------------------------------------------------------
 
@@ -97,7 +99,11 @@ class CheckpointEngine:
         """
         if threading.get_ident() != self._thread:
             return
-        wait_for_all(captured_only=not persist)
+        if persist:
+            saves().wait()
+        else:
+            for handle in saves().in_flight():
+                handle.captured.exception()
 
     # ---- hooks.py calls these ----------------------------------------------------------------------
 
@@ -126,24 +132,27 @@ class CheckpointEngine:
         files, self._files = self._files, {}
         root = local.local_path(save_dir)
         directory = root / tag
-        try:
+
+        def call() -> SaveHandle:
             if self._failure is not None:
                 context_of(commit_group(rank_set_of(None))).refuse(directory, self._failure)
                 raise self._failure
             state = {str(path.relative_to(directory)): values for path, values in files.items()}
-            handle = async_save(
+            return async_save(
                 state, directory, defer=defer, read_window="immediate", **self._options
             )
-        except Exception as error:
-            note_failure(root, tag, error)
+
+        try:
+            handle = start(directory, call)
+        except Exception:
             if wait:
                 raise
             return
         self.last_save = handle.stats
-        writes = self._rank == 0
-        watch(Save(handle, root, tag, writes, writes and save_latest))
+        if self._rank == 0:
+            write_when_committed(handle, root, tag, save_latest)
         if wait:
-            wait_for_all()
+            saves().wait()
             handle.result()
 
     @staticmethod
@@ -151,6 +160,6 @@ class CheckpointEngine:
         """Wait for this process's saves, and then for the other ranks to do the same: so that all find the same
         ``latest``. Collective.
         """
-        wait_for_all()
+        saves().wait()
         if dist.is_initialized():
             dist.barrier()

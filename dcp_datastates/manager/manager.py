@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +14,6 @@ from typing import Any, Final, SupportsIndex, TypeVar
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.keep import Keep
@@ -34,7 +32,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.manager.interval import AutoInterval, parse_every
-from dcp_datastates.manager.outcomes import OnCommit, OnFailure, Outcomes
+from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
@@ -57,6 +55,16 @@ def _checked_options(options: LoadOptions) -> LoadOptions:
 
 def _has_failed(handle: SaveHandle | None) -> bool:
     return handle is None or (handle.committed.done() and handle.committed.exception() is not None)
+
+
+def _by_step(
+    name: str, hook: Callable[[int, T], object] | None
+) -> Callable[[Path, T], object] | None:
+    if hook is None:
+        return None
+    if not callable(hook):
+        raise ConfigurationError(f"{name}={hook!r} must be a function, or None")
+    return lambda path, outcome: hook(StepDirectories.step(path), outcome)
 
 
 class CheckpointManager:
@@ -113,8 +121,8 @@ class CheckpointManager:
         save_last: bool = True,
         strict: bool = False,
         max_failures: int | None = None,
-        on_commit: OnCommit | None = None,
-        on_failure: OnFailure | None = None,
+        on_commit: Callable[[int, SaveHandle], object] | None = None,
+        on_failure: Callable[[int, BaseException], object] | None = None,
         verify: Verification = "structure",
         process_group: dist.ProcessGroup | None = None,
         **options: Unpack[WriterOptions],
@@ -139,11 +147,12 @@ class CheckpointManager:
         if self._signals.watched or not isinstance(rule, int):
             consensus = StepConsensus(self._rank_set)
         self._schedule = Schedule(rule, consensus)
-        self._outcomes = Outcomes(1 if strict else max_failures, on_commit, on_failure)
+        self._saves = SaveTracker(
+            1 if strict else max_failures,
+            _by_step("on_commit", on_commit),
+            _by_step("on_failure", on_failure),
+        )
         self._newest_save: tuple[int, SaveHandle | None] | None = None
-        self._deletions: Deletions | None = None
-        if self._keep is not None and self._rank_set.rank == 0:
-            self._deletions = Deletions()
         self._save_last = save_last
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""
@@ -159,7 +168,7 @@ class CheckpointManager:
     @property
     def failures(self) -> int:
         """The number of failed saves, without those that ``when_behind`` left out."""
-        return self._outcomes.failures
+        return self._saves.failures
 
     def path(self, step: int) -> Path:
         """The directory of the checkpoint of ``step``."""
@@ -229,29 +238,28 @@ class CheckpointManager:
         """
         step = self._checked(step)
         self._unsaved = None
-        self._outcomes.take()
+        self._saves.take()
         decision = self._schedule.at(step, self._signals.came, force)
         self.stopping = self.stopping or decision.stop
         if not decision.save:
             self._unsaved = step, state, metrics
             return None
         if force or decision.stop:
-            self._outcomes.finish()  # so that this save is not left out, whatever when_behind says
-        self._outcomes.check()
+            self._saves.finish()  # so that this save is not left out, whatever when_behind says
+        self._saves.check()
         before = self._newest_save
         if before is not None and before[0] == step and not _has_failed(before[1]):
-            self._schedule.ended(decision.number, False)
+            self._schedule.not_saved()
             return before[1]
         if decision.stop:
             logger.warning("a signal announces the end of the job: step %d is saved", step)
-        handle = self._begin(step, decision.number, state, metrics)
+        handle = self._begin(step, state, metrics)
         self._newest_save = step, handle
         return handle
 
     def _begin(
         self,
         step: int,
-        number: int,
         state: Mapping[str, Any],
         metrics: Mapping[str, float] | None,
     ) -> SaveHandle | None:
@@ -263,20 +271,21 @@ class CheckpointManager:
                 if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
                     self._keep.check(metrics)
                 parts.warn()
-            handle = async_save(
-                parts.to_save(), self.path(step), writer=self._writer, metrics=metrics
+            path, saved = self.path(step), parts.to_save()
+            handle = self._saves.begin(
+                path, lambda: async_save(saved, path, writer=self._writer, metrics=metrics)
             )
         except BaseException as error:
-            self._schedule.ended(number, False)
+            self._schedule.not_saved()
             # With one rank, async_save itself raises what else fails the save on all ranks.
             if self._strict or not isinstance(error, (OSError, SaveStalledError)):
                 raise
-            self._outcomes.failed_at_once(step, error)
+            self._saves.failed(self.path(step), error)
             logger.error("step %d is not saved: %s", step, error)
             return None
-        self._schedule.saved(began, time.monotonic() - began)
-        self._outcomes.add(step, handle)
-        handle.committed.add_done_callback(lambda outcome: self._outcome_known(number, outcome))
+        self._schedule.saved(began, time.monotonic() - began, handle)
+        if self._keep is not None and self._rank_set.rank == 0:
+            self._saves.when_committed(partial(self._steps.delete_old, self._keep))
         return handle
 
     def _check_ranks(self) -> None:
@@ -287,13 +296,6 @@ class CheckpointManager:
                 f"the manager was made for {len(self._rank_set.ranks)} ranks, and the process group has "
                 f"{len(now.ranks)}; make it after init_process_group, and close it before destroy_process_group"
             )
-
-    def _outcome_known(self, number: int, committed: Future[None]) -> None:
-        """In the commit thread."""
-        failed = committed.exception() is not None
-        self._schedule.ended(number, not failed)
-        if self._keep is not None and self._deletions is not None and not failed:
-            self._deletions.request(partial(self._steps.delete_old, self._keep))
 
     # ---- restoring -----------------------------------------------------------------------------------
 
@@ -326,7 +328,7 @@ class CheckpointManager:
         """
         fit = Fit.of(_checked_options(options), options.get("only"))
         allow_objects = options.get("allow_objects", True)
-        self._outcomes.wait()  # one may be the newest; and reads may be of tensors to fill
+        self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
         damaged: list[int] = []
         while True:
             newest = self._on_first_rank(
@@ -350,7 +352,7 @@ class CheckpointManager:
         return self._restore(step, state, fit, options.get("allow_objects", True))
 
     def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
-        self._outcomes.wait()
+        self._saves.drain()
         self._newest_save = self._unsaved = None
         path = self.path(step)
         self._check_ranks()
@@ -379,7 +381,7 @@ class CheckpointManager:
 
         Waits for its commit if it is in flight, and raises the save's error if it fails.
         """
-        for handle in self._outcomes.of(step):
+        for handle in self._saves.in_flight(self.path(step)):
             handle.result()
         self._on_first_rank(
             lambda: pin(self.path(step), name), "pin", "that a checkpoint is pinned"
@@ -403,9 +405,7 @@ class CheckpointManager:
 
         With ``strict`` or ``max_failures``, raises the error of a failed save.
         """
-        self._outcomes.finish()
-        if self._deletions is not None:
-            self._deletions.wait()
+        self._saves.wait()
 
     # ---- ending --------------------------------------------------------------------------------------
 
@@ -423,13 +423,12 @@ class CheckpointManager:
         try:
             if save_last and self._unsaved is not None:
                 self.save(*self._unsaved, force=True)
-            self._outcomes.finish()
+            self._saves.finish()
         finally:
             self._closed = True
             self._schedule.close()
             self._signals.close()
-            if self._deletions is not None:
-                self._deletions.wait()
+            self._saves.deletions.wait()
             self._writer.close()
 
     def __enter__(self) -> CheckpointManager:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import operator
 import time
+from concurrent.futures import Future
 from typing import Final, NamedTuple, SupportsIndex
 
+from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.interval import AutoInterval, Chosen, Cost, CostMeter, choose
 from dcp_datastates.manager.step_consensus import StepConsensus
@@ -27,8 +29,6 @@ class Decision(NamedTuple):
 
     save: bool
     stop: bool
-    number: int = 0
-    """Of the save."""
 
 
 class _Said(NamedTuple):
@@ -48,7 +48,7 @@ class _Said(NamedTuple):
 
 
 class Schedule:
-    """The decisions of one loop. The training thread calls the methods, unless said otherwise.
+    """The decisions of one loop. The training thread calls the methods.
 
     Args:
         rule: steps, seconds (a float), or an :class:`AutoInterval`.
@@ -66,7 +66,7 @@ class Schedule:
         self._saved_at = time.monotonic()
         self._left: float | None = None
         """When the call for the step before returned."""
-        self._number = 0  # of the latest save
+        self._newest: SaveHandle | None = None
         self._in_flight = False
         self._quiet = 0  # steps without a save in flight, since the latest save ended
         self._ended: tuple[float, bool] | None = (
@@ -119,26 +119,32 @@ class Schedule:
         due = self._is_due(step, heard) or stop or force
         if due:  # before this rank tells the others
             self._saved_step, self._saved_at = step, now
-            self._number, self._in_flight, self._ended = self._number + 1, True, None
+            self._newest, self._in_flight, self._ended = None, True, None
         if self._consensus is not None:
             self._consensus.give(self._say(signalled, now))
         self._left = time.monotonic()
-        return Decision(due, stop, self._number)
+        return Decision(due, stop)
 
     def is_due(self, step: int) -> bool:
         """Whether :meth:`at` will save at ``step``, the next one. Raises as :meth:`StepConsensus.take`."""
         heard = self._heard()
         return self._is_due(step, heard) or self._must_stop(heard)
 
-    def saved(self, began: float, call: float) -> None:
+    def saved(self, began: float, call: float, handle: SaveHandle) -> None:
         """The save that was due began at ``began``, and its call took ``call`` seconds."""
         self._meter.begin_save(began, call)
         self._left = time.monotonic()
+        self._newest = handle
+        handle.committed.add_done_callback(lambda outcome: self._save_ended(handle, outcome))
 
-    def ended(self, number: int, committed: bool) -> None:
-        """The save of this number has ended, or has not begun. Any thread."""
-        if number == self._number:  # those before it are not measured any more
-            self._ended = time.monotonic(), committed
+    def not_saved(self) -> None:
+        """The save that was due has not begun."""
+        self._ended = time.monotonic(), False
+
+    def _save_ended(self, handle: SaveHandle, outcome: Future[None]) -> None:
+        """In the commit thread."""
+        if handle is self._newest:  # those before it are not measured any more
+            self._ended = time.monotonic(), outcome.exception() is None
 
     def restored(self, step: int) -> None:
         """The loop goes on behind ``step``, which is saved."""

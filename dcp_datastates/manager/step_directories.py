@@ -33,13 +33,18 @@ class StepDirectories:
         return self._root / f"step-{step}"
 
     @staticmethod
+    def step(path: Path) -> int:
+        """The step of a path that :meth:`path` has made."""
+        return int(path.name.rpartition("-")[2])
+
+    @staticmethod
     def is_one(path: Path) -> bool:
         """Whether a path is named as a checkpoint of a step is."""
         return _NAME.fullmatch(path.name) is not None
 
     def committed(self) -> list[int]:
         """The steps with a checkpoint, in order."""
-        return sorted(int(path.name.rpartition("-")[2]) for path in self._paths())
+        return sorted(map(self.step, self._paths()))
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint of this package; None if there is none."""

@@ -25,7 +25,9 @@ from megatron.core.dist_checkpointing.strategies.base import (
     StrategyAction,
     register_default_strategy,
 )
+from typing_extensions import Unpack
 
+from dcp_datastates.config import BackgroundOptions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.manager.library_state import is_ours_here
@@ -60,7 +62,7 @@ def install() -> None:
     strategies._get_filesystem_reader = reader
 
 
-def use_by_default(**options: Any) -> None:
+def use_by_default(**options: Unpack[BackgroundOptions]) -> None:
     """Make a :class:`DataStatesSaveStrategy` Megatron's choice for the format ``torch_dist``, from now on: for programs
     that choose by the format's name, such as Megatron-LM's ``pretrain``.
 

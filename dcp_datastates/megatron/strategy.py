@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
+from typing_extensions import Unpack
 
+from dcp_datastates.config import BackgroundOptions, WriterConfig, check_options
 from dcp_datastates.dcp.async_save import async_save, save
-from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.manager.background import pop_writer_options
 
 __all__ = ["DataStatesSaveStrategy"]
 
@@ -54,13 +54,11 @@ class DataStatesSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     Threads: Megatron's training thread calls the methods, on all ranks, in the same order.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[BackgroundOptions]) -> None:
         super().__init__("torch_dist", 1)
-        self._options = pop_writer_options(options)
-        if options:
-            raise ConfigurationError(
-                f"DataStatesSaveStrategy has no option {next(iter(options))!r}"
-            )
+        check_options("DataStatesSaveStrategy", options, BackgroundOptions)
+        WriterConfig.checked(**options)
+        self._options = options
 
     @property
     def can_handle_sharded_objects(self) -> bool:

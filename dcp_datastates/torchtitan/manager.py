@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpointer.base import (
     DATALOADER,
@@ -38,16 +37,13 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
 
-from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.formats import Format, format_of
-from dcp_datastates.config import WriterConfig
-from dcp_datastates.dcp.async_save import async_save, save
+from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.reader import DataStatesReader
-from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.staging.step_gate import open_windows
+from dcp_datastates.manager.background import BackgroundSaves
 from dcp_datastates.storage import local
 from dcp_datastates.torchtitan.hugging_face import (
     hugging_face_assets,
@@ -117,22 +113,19 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                     f"supported: leave the manager as it is for this job"
                 )
 
-        def writer_options(self) -> dict[str, Any]:
-            names = (
-                "host_cache_size",
-                "read_window",
-                "read_deadline",
-                "commit_timeout",
-                "exit_timeout",
-            )
-            return {name: getattr(self, name) for name in names}
+        def writer_options(self) -> BackgroundOptions:
+            return {
+                "host_cache_size": self.host_cache_size,
+                "read_window": self.read_window,
+                "read_deadline": self.read_deadline,
+                "commit_timeout": self.commit_timeout,
+                "exit_timeout": self.exit_timeout,
+            }
 
-    # Attributes that close() reads, also if the constructor was not called or has raised.
     staging_future: Future[None] | None = None
-    save_future: Future[None] | None = None
-    _deletions: Deletions | None = None
-    _behind: DataStatesWriter | None = None
-    _closed = False
+    _saves: BackgroundSaves
+    _closed = True
+    """Also until the constructor has returned."""
 
     def __init__(
         self,
@@ -160,14 +153,8 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             LR_SCHEDULER: parts["lr_schedulers"],
         }
         self._sd_adapter = sd_adapter
-        self._options = config.writer_options()
-        if config.async_mode != "disabled":
-            self._behind = DataStatesWriter(**self._options)
-        if config.keep_latest_k > 0 and dist.get_rank() == 0:
-            self._deletions = Deletions()
-            self._delete_old = partial(
-                delete_old, Path(self.folder), config.keep_latest_k, config.verify
-            )
+        self._saves = BackgroundSaves(config.writer_options(), strict=True)
+        self._closed = False
 
     def __del__(self) -> None:
         self.close()
@@ -193,9 +180,9 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             GarbageCollection.collect("before a checkpoint is staged")
             self._save_behind(self._all_states(), curr_step)
         GarbageCollection.collect("after a checkpoint was staged")
-        if self._deletions is not None:
-            # A save in flight is not committed yet, so it does not count among those that are kept.
-            self._deletions.request(self._delete_old)
+        if self.config.keep_latest_k > 0:
+            keep, verify = self.config.keep_latest_k, self.config.verify
+            self._saves.when_committed(partial(delete_old, Path(self.folder), keep, verify))
         return True
 
     def _is_due(self, step: int, last_step: bool) -> bool:
@@ -214,13 +201,14 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             self._save_at_once(self._exported(), step)
 
     def _save_behind(self, state_dict: dict[str, Any], step: int) -> None:
-        handle = async_save(state_dict, self._path(step), writer=self._behind)
-        self.save_future = handle.upload_completion
-        if self.config.async_mode == "async_with_pinned_mem":
-            self.staging_future = handle.staging_completion
+        handle = self._saves.start(state_dict, self._path(step))
+        if handle is not None and self.config.async_mode == "async_with_pinned_mem":
+            self.staging_future = handle.captured
 
     def _save_at_once(self, state_dict: dict[str, Any], step: int) -> None:
-        save(state_dict, self._path(step), **{**self._options, "read_window": "immediate"})
+        # The trainer waits here, so no tensor changes before it is read, and none needs a copy.
+        self._saves.start(state_dict, self._path(step), defer="all", read_window="immediate")
+        self._saves.finish()
 
     def _exported(self) -> dict[str, Any]:
         """The model alone, in ``export_dtype``."""
@@ -248,17 +236,19 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         staging, self.staging_future = self.staging_future, None
         if staging is None:
             return
-        open_windows()  # no backward pass can begin while the trainer waits
         try:
             staging.result()
         except Exception as error:
             logger.error("a save has failed, and training goes on until the next one: %s", error)
 
+    @property
+    def save_future(self) -> Future[None] | None:
+        """Of the save whose outcome the trainer does not know; None without one."""
+        in_flight = self._saves.in_flight()
+        return in_flight[-1].committed if in_flight else None
+
     def _wait_for_saving(self) -> None:
-        future, self.save_future = self.save_future, None
-        if future is not None:
-            open_windows()
-            future.result()
+        self._saves.finish()
 
     # ---- loading -------------------------------------------------------------------------------
 
@@ -324,7 +314,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 path,
                 cast=True,
                 exclude=leave,
-                host_cache_size=self._options["host_cache_size"],
+                host_cache_size=self.config.host_cache_size,
             )
             dcp.load(state, storage_reader=reader)  # type: ignore[attr-defined]
         else:
@@ -345,20 +335,10 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         if self._closed:  # torchtitan's __del__ closes again, in any thread that collects garbage
             return
         self._closed = True
-        failure: BaseException | None = None
-        self._maybe_wait_for_staging()
+        is_handling = sys.exc_info()[0] is not None
         try:
-            self._wait_for_saving()
+            self._saves.wait()
         except Exception as error:
-            failure = error
-        if self._behind is not None:
-            try:
-                self._behind.close()
-            except Exception as error:
-                failure = failure or error
-        if self._deletions is not None:
-            self._deletions.wait()
-        if failure is not None:
-            if sys.exc_info()[0] is None:
-                raise failure
-            logger.error("the last save was not committed: %s", failure)
+            if not is_handling:
+                raise
+            logger.error("the last save was not committed: %s", error)

@@ -165,19 +165,18 @@ def test_the_end_of_the_process_waits_for_latest(tmp_path: Path) -> None:
     code = """
 import sys, threading, types
 from pathlib import Path
+from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.deepspeed import CheckpointEngine, commit
 waiting = threading.Event()
-post = commit._writer.post
-commit._writer.post = lambda work: (waiting.wait(), post(work))[1]
+write, wait = commit.replace_durably, Deletions.wait
+commit.replace_durably = lambda *given: (waiting.wait(), write(*given))
+Deletions.wait = lambda *given: (waiting.set(), wait(*given))[1]
 given = types.SimpleNamespace(config={"host_cache_size": 0.125})
 engine = CheckpointEngine(types.SimpleNamespace(datastates_config=given), 0)
 root = Path(sys.argv[1])
 with engine.collecting():
     engine.save({}, root / "tag" / "mp_rank_00_model_states.pt")
 engine.commit(root, "tag", True, "owned")
-(save,) = commit._saves
-wait = save.finished.wait
-save.finished.wait = lambda seconds=None: (waiting.set(), wait(seconds))[1]
 """
     command = [sys.executable, "-c", code, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)

@@ -30,13 +30,16 @@ def kill_after(step: int, rank: int) -> None:
 
 
 def read_late(gate: bool) -> None:
-    """Let no gradient start the reads, so that the step gate alone holds the optimizer back; or nothing, without it."""
+    """Let no gradient start the reads, so that the step gate alone holds the optimizer back; or nothing, without it. A
+    wait for saves starts them, as ever.
+    """
+    from dcp_datastates.manager.save_tracker import SaveTracker
     from dcp_datastates.staging import step_gate
     from dcp_datastates.staging.deferred_reads import DeferredReads
-    from dcp_datastates.torchtitan import manager  # keeps the function that really opens them
 
-    assert manager.open_windows is step_gate.open_windows
+    really_open, drain = step_gate.open_windows, SaveTracker.drain
     step_gate.open_windows = lambda: None
+    SaveTracker.drain = lambda self: (really_open(), drain(self))[1]  # type: ignore[method-assign]
     if not gate:
         DeferredReads.release_for = lambda self, optimizer, on_host: None  # type: ignore[method-assign]
 

@@ -225,7 +225,7 @@ def _meet() -> None:
 
 
 def _run_agent() -> None:
-    """Run torchrun. In torch 2.13, the agent that has the workers' store tells its address only once, and the others ask
+    """Run torchrun. In torch 2.13, the agent with the workers' store tells its address only once, and the others ask
     for it only once. So a node that joins later is not told; and one that was alone for a round, because the other took
     long to stop its workers, goes on with its own store. Here each round tells and asks again.
     """

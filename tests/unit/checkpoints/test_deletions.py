@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -109,3 +111,32 @@ def test_requests_that_wait_are_combined():
     go.set()
     deletions.wait()
     assert done == [1] * 5
+
+
+@pytest.mark.parametrize(("seconds", "hangs"), [(600, False), (0.1, True)])
+def test_the_end_of_the_process_waits_for_deletions_but_not_for_ever(seconds, hangs, tmp_path):
+    code = """
+import sys, threading
+from pathlib import Path
+from dcp_datastates.checkpoints import deletions
+deletions._AT_END_SECONDS = float(sys.argv[1])
+path = Path(sys.argv[2])
+begun, ends = threading.Event(), threading.Event()
+wait = deletions.Deletions.wait
+deletions.Deletions.wait = lambda *given: (ends.set(), wait(*given))[1]
+def delete():
+    begun.set()
+    ends.wait()
+    if float(sys.argv[1]) < 1:
+        threading.Event().wait()  # for ever
+    path.touch()
+old = deletions.Deletions()
+old.request(delete)
+begun.wait()
+"""
+    path = tmp_path / "deleted"
+    command = [sys.executable, "-c", code, str(seconds), str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr
+    assert path.exists() != hangs
+    assert ("a deletion of old checkpoints has not" in ended.stderr) == hangs

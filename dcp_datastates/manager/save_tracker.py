@@ -1,0 +1,209 @@
+"""The saves in flight of one loop, or of one framework: what comes of them, and the deletions that wait for commits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from dcp_datastates.checkpoints.deletions import Deletions
+from dcp_datastates.dcp.handle import SaveHandle
+from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
+from dcp_datastates.process.forks import ProcessLock
+
+__all__ = ["SaveTracker"]
+
+
+@dataclass(eq=False)
+class _Save:
+    path: Path
+    number: int
+    handle: SaveHandle | None = None
+    """None: it could not begin."""
+
+    @property
+    def committed(self) -> bool | None:
+        """None: its outcome is not known."""
+        if self.handle is None:
+            return False
+        committed = self.handle.committed
+        return committed.exception() is None if committed.done() else None
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Work that waits for a commit."""
+
+    work: Callable[[], object]
+    save: _Save
+    deletes: Path | None
+
+    def is_due(self, newest: int) -> bool:
+        """``newest``: the number of the newest committed save."""
+        if self.deletes is None:
+            return self.save.number <= newest
+        return self.save.committed is True
+
+
+class SaveTracker:
+    """The saves in flight, what came of those before them, and the work that waits for their commits.
+
+    Args:
+        max_failures: so many failures in a row end the loop: :meth:`check` and :meth:`finish` raise the last. None: no
+            number does.
+        on_commit: is called with the path and the handle of each committed save.
+        on_failure: is called with the path and the error of each failed save.
+
+    Raises :class:`ConfigurationError` for an argument that cannot work.
+
+    Threads: one thread calls the methods, and the hooks run in it; any thread may call :meth:`failed`. Work runs in the
+    thread of :attr:`deletions`, in order.
+    """
+
+    def __init__(
+        self,
+        max_failures: int | None = None,
+        on_commit: Callable[[Path, SaveHandle], object] | None = None,
+        on_failure: Callable[[Path, BaseException], object] | None = None,
+    ) -> None:
+        if max_failures is not None and (
+            isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1
+        ):
+            raise ConfigurationError(
+                f"max_failures={max_failures!r} must be a whole number, 1 or more; None for no limit"
+            )
+        self._most = max_failures
+        self._on_commit, self._on_failure = on_commit, on_failure
+        self.deletions = Deletions()
+        self.failures = 0
+        """How many saves have failed, without those that ``when_behind`` left out."""
+        self._in_a_row = 0
+        self._last: BaseException | None = None  # the last failure, if there is a limit
+        self._begun = 0
+        self._newest: _Save | None = None
+        self._open: dict[_Save, SaveHandle] = {}  # whose outcome the loop does not know, in order
+        self._lock = ProcessLock()  # guards what follows, and the failures
+        self._committed = 0  # the number of the newest committed save
+        self._waiting: list[_Waiting] = []
+
+    def in_flight(self, path: Path | None = None) -> list[SaveHandle]:
+        """The saves whose outcome the loop does not know, the oldest first; to ``path``, if there is one."""
+        return [handle for save, handle in list(self._open.items()) if path in (None, save.path)]
+
+    def begin(self, path: Path, call: Callable[[], SaveHandle]) -> SaveHandle:
+        """Make ``call``, which begins a save to ``path``: a deletion of ``path`` that waits is cancelled. Raises what
+        ``call`` raises.
+        """
+        self._begun += 1
+        self._newest = save = _Save(path, self._begun)
+        with self._lock:
+            self._waiting = [each for each in self._waiting if each.deletes != path]
+        save.handle = self._open[save] = handle = call()
+        handle.committed.add_done_callback(lambda _: self._ended(save))
+        return handle
+
+    def failed(self, path: Path, error: BaseException) -> None:
+        """A save has failed, or could not begin. Raises what the hook raises."""
+        with self._lock:
+            self.failures += 1
+            self._in_a_row += 1
+            self._last = None if self._most is None else error
+        if self._on_failure is not None:
+            self._on_failure(path, error)
+
+    def take(self) -> None:
+        """Learn what came of the saves that have ended. Raises what a hook raises."""
+        for save, handle in list(self._open.items()):
+            # A signal handler that saves may have come in between.
+            if not handle.committed.done() or self._open.pop(save, None) is None:
+                continue
+            self._ended(save)  # the callback may come later
+            error = handle.committed.exception()
+            if error is None:
+                self._in_a_row, self._last = 0, None
+                if self._on_commit is not None:
+                    self._on_commit(save.path, handle)
+            elif not isinstance(error, CheckpointSkipped):
+                self.failed(save.path, error)
+
+    def drain(self) -> None:
+        """Wait until the outcomes of all saves are known. Starts their reads at once."""
+        for handle in self.in_flight():
+            handle.wait()
+
+    def check(self) -> None:
+        """:meth:`take`, and raise the last failure if there are too many in a row. Waits for the saves in flight if
+        they decide that: all ranks see the same.
+        """
+        self.take()
+        if self._most is not None and self._in_a_row + len(self._open) >= self._most:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until the outcomes of all saves are known, and raise the last failure if there are too many in a row;
+        once.
+        """
+        self.drain()
+        self.take()
+        if self._most is not None and self._in_a_row >= self._most:
+            self._in_a_row, failure, self._last = 0, self._last, None
+            assert failure is not None
+            raise failure
+
+    def wait(self) -> None:
+        """:meth:`finish`, and wait until the work that is due is done."""
+        try:
+            self.finish()
+        finally:
+            self.deletions.wait()
+
+    def when_committed(
+        self, work: Callable[[], object], deletes: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Have ``work`` done once the newest save, or a later one, is committed; at once if there is none.
+
+        If that save fails, the next call for a later save replaces this one. If ``deletes`` names the path that
+        ``work`` deletes, since the newest save replaces what is there: ``work`` waits for this save alone, or, if it
+        fails, for the one that replaces it; and a save to that path cancels it. Where the save to that path itself has
+        failed, only an empty directory is left, and is removed.
+        """
+        save = self._newest
+        if save is None:
+            self.deletions.request(work)
+            return
+        path = None if deletes is None else Path(os.path.abspath(deletes))
+        with self._lock:
+            waiting = [each for each in self._waiting if each.save.committed is False]
+            if path is None:
+                replaced = [each for each in waiting if each.deletes is None]
+                self._waiting = [each for each in self._waiting if each not in replaced]
+            else:
+                replaced = [each for each in waiting if each.deletes and each.save.path == path]
+                for each in replaced:
+                    each.save = save
+                if replaced:
+                    self.deletions.request(partial(_remove_empty, path))
+                    return
+            self._waiting.append(_Waiting(work, save, path))
+            self._request()
+
+    def _ended(self, save: _Save) -> None:
+        """Also in the commit thread, which must not wait for storage."""
+        with self._lock:  # wait() comes behind what is requested here
+            if save.committed:
+                self._committed = max(self._committed, save.number)
+            self._request()
+
+    def _request(self) -> None:
+        due = [each for each in self._waiting if each.is_due(self._committed)]
+        self._waiting = [each for each in self._waiting if each not in due]
+        for each in due:
+            self.deletions.request(each.work)
+
+
+def _remove_empty(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.rmdir()

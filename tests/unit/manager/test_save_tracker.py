@@ -1,0 +1,147 @@
+"""The tracker of saves by itself: what it keeps of saves that failed, and which work waits for which commit."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.work import little_work
+
+from dcp_datastates import CheckpointSkipped
+from dcp_datastates.manager.save_tracker import SaveTracker
+
+FAILURE = OSError("broken")
+
+
+class Handle:
+    """A save in flight."""
+
+    def __init__(self) -> None:
+        self.committed: Future[None] = Future()
+
+    def wait(self) -> None:
+        self.committed.exception()
+
+
+def begin(tracker: SaveTracker, path: Path) -> Handle:
+    return tracker.begin(path, Handle)  # type: ignore[arg-type, return-value]
+
+
+def fail(tracker: SaveTracker, path: Path, how: str) -> None:
+    """A save that fails before, or after, its deletions are known; or at the call."""
+    if how == "at the call":
+        with pytest.raises(OSError, match="broken"):
+            tracker.begin(path, _refuse)
+        tracker.failed(path, FAILURE)
+    else:
+        begin(tracker, path).committed.set_exception(FAILURE)
+
+
+def _refuse() -> Any:
+    raise FAILURE
+
+
+def kept(tracker: SaveTracker) -> int:
+    """The length of all that the tracker has."""
+    values = [*vars(tracker).values(), *vars(tracker.deletions).values()]
+    return sum(len(each) for each in values if hasattr(each, "__len__"))
+
+
+@pytest.mark.parametrize("limit", [None, 10**6])
+@pytest.mark.parametrize("how", ["at the call", "at once", "later"])
+def test_a_thousand_failed_saves_leave_nothing_behind(
+    how: str, limit: int | None, tmp_path: Path
+) -> None:
+    called: list[str] = []
+    tracker = SaveTracker(limit)
+    before = tmp_path / "good"
+    begin(tracker, before).committed.set_result(None)
+    with little_work(30):
+        for number in range(1000):
+            path = tmp_path / str(number)
+            tracker.check()
+            handle = begin(tracker, path) if how == "later" else fail(tracker, path, how)
+            tracker.when_committed(lambda: called.append("rule"))
+            tracker.when_committed(lambda: called.append("good"), deletes=before)
+            if handle is not None:
+                handle.committed.set_exception(FAILURE)
+            before = path
+        tracker.wait()
+    assert tracker.failures == 1000
+    assert called == []
+    assert kept(tracker) == 2, "the last rule, and the deletion of the good one"
+    last = begin(tracker, tmp_path / "last")
+    tracker.when_committed(lambda: called.append("last"), deletes=before)
+    last.committed.set_result(None)
+    tracker.wait()
+    assert sorted(called) == ["good", "rule"]
+    assert kept(tracker) == 0
+
+
+def test_what_a_failed_save_left_goes_only_if_it_is_empty(tmp_path: Path) -> None:
+    tracker = SaveTracker()
+    begin(tracker, tmp_path / "good")
+    for name in ("empty", "full"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "of another").touch()
+    before = tmp_path / "good"
+    for name in ("empty", "full", "next"):
+        begin(tracker, tmp_path / name).committed.set_exception(FAILURE)
+        tracker.when_committed(pytest.fail, deletes=before)
+        before = tmp_path / name
+    tracker.deletions.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_a_later_save_to_a_path_cancels_also_a_deletion_that_a_failure_put_off(
+    tmp_path: Path,
+) -> None:
+    tracker, called = SaveTracker(), []
+    old, new, third = (tmp_path / name for name in ("old", "new", "third"))
+    begin(tracker, new).committed.set_exception(FAILURE)
+    tracker.when_committed(lambda: called.append("old"), deletes=old)
+    begin(tracker, old).committed.set_result(None)
+    begin(tracker, third).committed.set_result(None)
+    tracker.when_committed(lambda: None, deletes=new)
+    tracker.wait()
+    assert called == []
+
+
+def test_a_save_in_flight_holds_up_only_the_work_that_waits_for_it(tmp_path: Path) -> None:
+    tracker, called = SaveTracker(), []
+    first = begin(tracker, tmp_path / "1")
+    tracker.when_committed(lambda: called.append(1))
+    second = begin(tracker, tmp_path / "2")
+    tracker.when_committed(lambda: called.append(2))
+    assert tracker.in_flight() == [first, second]
+    assert tracker.in_flight(tmp_path / "2") == [second]
+    first.committed.set_result(None)
+    tracker.deletions.wait()
+    assert called == [1]
+    second.committed.set_result(None)
+    tracker.wait()
+    assert called == [1, 2]
+    assert tracker.in_flight() == []
+
+
+def test_outcomes_are_taken_once_whatever_a_hook_raises(tmp_path: Path) -> None:
+    told: list[Any] = []
+
+    def tell(path: Path, outcome: Any) -> None:
+        told.append(path.name)
+        if outcome is FAILURE:
+            raise KeyError
+
+    tracker = SaveTracker(2, tell, tell)
+    for name in ("a", "failed", "b", "skipped"):
+        handle = begin(tracker, tmp_path / name)
+        error = {"failed": FAILURE, "skipped": CheckpointSkipped("behind")}.get(name)
+        handle.committed.set_exception(error) if error else handle.committed.set_result(None)
+    with pytest.raises(KeyError):
+        tracker.take()
+    tracker.take()
+    tracker.take()
+    assert told == ["a", "failed", "b"]
+    assert tracker.failures == 1
