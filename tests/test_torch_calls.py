@@ -20,6 +20,7 @@ FACTORIES = {each.__name__ for each in torch.utils._device._device_constructors(
 """Of torch; they use the default device, unless they are given one."""
 
 WEAK = {
+    "checkpoints/deletions.py": "lists of deletions",
     "checkpoints/first_rank.py": "incarnations",
     "ranks/connection.py": "connections and threads",
     "ranks/incarnation.py": "incarnations",

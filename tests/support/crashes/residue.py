@@ -35,7 +35,7 @@ class Residue:
     """Threads of Python's by name, all threads of the process, what the descriptors are open on, cache in use."""
 
     threads: Counter[str]
-    tasks: int
+    tasks: Counter[str]
     descriptors: Counter[str]
     cache_segments: int
 
@@ -64,11 +64,16 @@ class Residue:
         stuck = gloo_group.abandoned()
         more = {
             "threads": self.threads - before.threads,
-            "native threads": max(0, self.tasks - before.tasks - 3 * stuck),
+            "native threads": self._more_tasks(before, 3 * stuck),
             "descriptors": self.descriptors - before.descriptors - _of_gloo(stuck),
             "cache segments": self.cache_segments,
         }
         return {what: much for what, much in more.items() if much}
+
+    def _more_tasks(self, before: Residue, allowed: int) -> Counter[str]:
+        """By name; none, if there are not more in all: a thread may take another's place."""
+        many = self.tasks.total() > before.tasks.total() + allowed
+        return self.tasks - before.tasks if many else Counter()
 
 
 def _await_pulses() -> None:
@@ -80,13 +85,13 @@ def _await_pulses() -> None:
             time.sleep(0.02)
 
 
-def _tasks() -> int:
-    """Threads of the process, without those that the engine starts with its first restore and keeps."""
-    count = 0
+def _tasks() -> Counter[str]:
+    """Threads of the process by name, without those that the engine starts with its first restore and keeps."""
+    names = []
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            count += not (task / "comm").read_text().startswith(_RESTORING)
-    return count
+            names.append((task / "comm").read_text().strip())
+    return Counter(name for name in names if not name.startswith(_RESTORING))
 
 
 def hears_all(detector: FailureDetector[Any]) -> bool:
