@@ -14,6 +14,7 @@ import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -85,9 +86,7 @@ class _Writing:
                     tensors = self._read(batch)
                     for (name, (offsets, _, _)), tensor in zip(batch, tensors, strict=True):
                         begin = stream.tell()
-                        packed = io.BytesIO()  # torch's own words for a full disk do not name it
-                        torch.save(tensor, packed)
-                        stream.write(packed.getbuffer())
+                        _save(tensor, stream)
                         self._put(MetadataIndex(name, offsets), file, begin, stream.tell())
                         done(tensor.nbytes)
                     del tensor, tensors
@@ -140,6 +139,16 @@ class _Writing:
         buffer = io.BytesIO()
         pickle.dump(metadata, buffer)
         write_small_file(self._folder / local.METADATA_NAME, buffer.getvalue())
+
+
+def _save(tensor: torch.Tensor, stream: IO[bytes]) -> None:
+    """``torch.save``, straight into ``stream``: a copy in between would be as large as the tensor. Raises OSError."""
+    try:
+        torch.save(tensor, stream)
+    except RuntimeError as error:  # torch's own words for a full disk do not name it
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _cut(shape: Sequence[int], most: int) -> Iterator[Chunk]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 
 import pytest
 import torch
@@ -224,6 +225,21 @@ def test_a_full_disk_is_reported_with_the_size(source, tmp_path):
         pytest.raises(StorageError, match="were to be written"),
     ):
         convert(source, tmp_path / "out", **SMALL, to="datastates")
+    assert _names(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("most", [100, 64 << 10, 1 << 20])
+def test_a_file_that_can_grow_no_more_in_a_tensor_is_named(most, tmp_path):
+    """torch.save says neither which file it is nor why, wherever in its archive it happens."""
+    save({"w": torch.ones(1 << 20)}, tmp_path / "source")
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, unlimited[1]))
+    try:
+        with pytest.raises(StorageError, match=r"__0_0\.distcp") as caught:
+            convert(tmp_path / "source", tmp_path / "out", to="dcp", **SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert caught.value.errno == errno.EFBIG
     assert _names(tmp_path) == ["source"]
 
 
