@@ -25,7 +25,7 @@ _SECONDS = 20.0
 """How long what is being let go may take."""
 
 
-_PULSE_SECONDS = 10.0
+_PULSE_SECONDS = 5.0
 
 _RESTORING = "ds-restore"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import threading
 from types import SimpleNamespace
@@ -103,6 +104,9 @@ def detectors(tmp_path):
     yield detectors
     for detector in detectors.made:
         detector.close()
+    # What is left of them are cycles, which hold threads that ask a store whose file is about to go.
+    vars(detectors).clear()
+    gc.collect()
 
 
 def _elsewhere(monkeypatch):

@@ -31,11 +31,6 @@ def _owned():
     return {"w": parameter}, optimizer
 
 
-def _about(path, said):
-    """Without what threads of other tests say."""
-    return [line for line in said if str(path) in line]
-
-
 def test_a_commit_is_one_line_with_path_time_bytes_and_stall(tmp_path):
     state, _optimizer = _owned()
     with lines() as said:
@@ -43,7 +38,6 @@ def test_a_commit_is_one_line_with_path_time_bytes_and_stall(tmp_path):
         future = async_save(state, tmp_path / "step-8")
         future.result(30)
         save(state, tmp_path / "step-9")
-    said = _about(tmp_path, said)
     assert len(said) == 3, said
     for line, step in zip(said, (7, 8, 9), strict=True):
         assert line.startswith(f"committed {str(tmp_path / f'step-{step}')!r}")
@@ -69,7 +63,7 @@ def test_a_failure_is_one_line_with_its_cause_at_once_whoever_asks(how, tmp_path
         else:
             with pytest.raises(dcp.api.CheckpointException):
                 save({"w": torch.ones(10)}, tmp_path / "c")
-    (line,) = _about(tmp_path, said)
+    (line,) = said
     assert line.startswith(f"the save to {str(tmp_path / 'c')!r} failed")
     assert "No space left on device" in line
 
