@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.round import Round
-from dcp_datastates.dcp.process_group import Collectives
 from dcp_datastates.ranks import failure_detector
 from dcp_datastates.ranks import rank_set as store_of_ranks
+from dcp_datastates.ranks.collectives import Collectives
 from dcp_datastates.ranks.connection import Client
 from dcp_datastates.ranks.gloo_tree import GlooTree, places
 from dcp_datastates.ranks.rank_set import RankSet, of_store
@@ -166,7 +166,7 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             timeout=300,
         )
         if rank == 0:
-            round_.provide(lambda meta, claim: document(meta, claim, Metadata({}), []))
+            round_.provide(lambda meta, claim: document(meta, claim, Metadata({}), [], {}))
         groups[rank].submit(round_)
         round_.committed.result()
 
@@ -201,7 +201,7 @@ def _plan(plans: list[Collectives], entry: int) -> None:
 
     def plan(rank: int) -> None:
         with plans[rank].entry(entry, _nothing) as ranks:
-            ranks.reduce_scatter("plan", lambda: rank, lambda numbers: numbers)
+            ranks.scatter(ranks.gather(b"%d" % rank))
             ranks.gather_object(rank)
 
     _together(len(plans), plan)
@@ -222,8 +222,7 @@ def measure(world: int) -> Row:
         for detector in detectors:
             detector.save_started()
         plans = [
-            Collectives(each, detector, _nothing)
-            for each, detector in zip(rank_sets, detectors, strict=True)
+            Collectives(each, detector) for each, detector in zip(rank_sets, detectors, strict=True)
         ]
         kept, asked, began = server.num_keys(), requests.count, time.monotonic()
         _plan(plans, 1)

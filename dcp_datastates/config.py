@@ -235,7 +235,7 @@ class WriterConfig:
 
     @staticmethod
     def checked(host_cache_size: int | str = "auto", **options: Any) -> WriterConfig:
-        """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
+        """Check every option that is given; raises :class:`ConfigurationError` naming the first bad one."""
         checked = {name: _CHECKS[name](name, value) for name, value in options.items()}
         return WriterConfig(
             parse_host_cache_size(host_cache_size), host_cache_size == "auto", **checked

@@ -71,11 +71,11 @@ class CommitGroup:
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = ProcessLock()  # guards _drawn, missed, calls
-        self.missed = 0
-        """Calls of ``dcp.async_save`` on this rank that were seen to fail before they reached a writer."""
+        self._lock = ProcessLock()  # guards _drawn, unused_writers, calls
+        self.unused_writers = 0
+        """Writers of this rank's program that were not used yet: see ``RankVote``."""
         self.calls = 0
-        """Calls of this package's ``async_save`` on this rank."""
+        """Calls of save functions on this rank."""
         self._planning = ""
         # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
         self.first: Final = time.time_ns()  # ranks use the coordinator's value
@@ -85,8 +85,9 @@ class CommitGroup:
         self._reading: list[
             Progress
         ] = []  # of the saves that this rank reads; replaced, never changed
-        self._order_lock = ProcessLock()  # guards the next three
+        self._order_lock = ProcessLock()  # guards the next four
         self._announced: set[int] = set()  # numbers of rounds that are to come
+        self._known: deque[int] = deque(maxlen=256)  # numbers that were announced lately
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
         self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
         self._decisions = DecisionLog()
@@ -127,15 +128,18 @@ class CommitGroup:
             self._drawn += 1
             return self._drawn - 1
 
-    def miss(self) -> None:
-        """Count a call of ``dcp.async_save`` that failed before it reached a writer."""
+    def count_unused(self, more: int) -> None:
+        """Count a writer that was made, or (-1) is used for the first time."""
         with self._lock:
-            self.missed += 1
+            self.unused_writers += more
 
-    def count_call(self) -> None:
-        """Count a call of this package's ``async_save``; the next beat tells the other ranks."""
+    def count_call(self, more: int = 1) -> int:
+        """Count a call of a save function (-1: it was for this process alone); return the count, which the next beat
+        tells the other ranks.
+        """
         with self._lock:
-            self.calls += 1
+            self.calls += more
+            return self.calls
 
     def tell_planning(self, doing: str) -> None:
         """Set what the planning thread is doing, for this rank's beat; empty if it is idle."""
@@ -151,6 +155,11 @@ class CommitGroup:
         """Say that the round with this number will be submitted: rounds with greater numbers wait for it."""
         with self._order_lock:
             self._announced.add(number)
+            self._known.append(number)
+
+    def is_new(self, number: int) -> bool:
+        """Whether this round was not announced yet."""
+        return number not in self._known
 
     def submit(self, round_: Round) -> None:
         """Run the round after all earlier ones; ``round_.committed`` resolves with its outcome.

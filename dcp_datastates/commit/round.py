@@ -89,8 +89,8 @@ class Round:
     """Whether this save may replace a checkpoint."""
     first: int = 0
     """The number of the commit group's first round."""
-    missed: int = 0
-    """Calls of ``dcp.async_save`` on this rank that failed before they reached a writer."""
+    unused_writers: int = 0
+    """For a save that DCP runs: how many writers this rank's program had made and not used."""
     report: bytes = b""
     """What this rank tells the coordinator with its vote."""
     compose: Compose | None = None
@@ -112,6 +112,13 @@ class Round:
         with contextlib.suppress(InvalidStateError):
             self._document.set_exception(error)
 
+    @property
+    def abandoned(self) -> BaseException | None:
+        """The error of :meth:`abandon`, if the document was to come from DCP, and this rank's files have not failed."""
+        if self.compose is not None or self.part.error is not None or not self._document.done():
+            return None
+        return self._document.exception()
+
     def await_document(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for :meth:`provide` or :meth:`abandon`; return whether one was called."""
         return bool(wait([self._document], seconds).done)
@@ -126,9 +133,10 @@ class Round:
         """The error if the ranks vote for different saves, and this rank for this one."""
         return SaveFailedError(
             f"the ranks vote for different saves: rank 0 for attempt {self.attempt and self.attempt.name} at "
-            f"{str(self.path)!r}, and {self.missed} calls of dcp.async_save failed before. If that differs from rank "
-            f"to rank, no save can be committed until the job restarts; dcp_datastates.async_save goes on after such "
-            f"a failure"
+            f"{str(self.path)!r}, and its program had made and not used {self.unused_writers} writers. If that number "
+            f"differs from rank to rank, a call of dcp.async_save has failed on one of them before it reached the "
+            f"writer: then no save that DCP runs can be committed until the job restarts. dcp_datastates.async_save "
+            f"goes on after a failed call"
         )
 
     def release(self) -> None:

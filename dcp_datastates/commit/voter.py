@@ -105,6 +105,7 @@ class Voter:
         decisions: DecisionLog,
     ) -> None:
         self._rank_set = rank_set
+        self._is_coordinator = rank_set.rank == 0
         self._detector = detector
         self._decisions = decisions
         self._tree: GlooTree | None = None  # from the first round on
@@ -289,7 +290,7 @@ class Voter:
             round_.attempt,
             round_.path,
             self._rank_set.world,
-            round_.missed,
+            round_.unused_writers,
             round_.report,
         ).encode()
         hit("vote.before")
@@ -417,6 +418,8 @@ class Voter:
         detector = self._detector
         if detector is None:
             return None
+        if self._is_coordinator and not telling and (error := round_.abandoned) is not None:
+            return Lost(Reason.of(error))  # where DCP has failed, the rank may never vote
         losses = detector.losses() or detector.stalled(round_.number, round_.timeout)
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
         return interruption(
@@ -438,10 +441,6 @@ class Voter:
     def _tick(self) -> None:
         """Show progress: the round does not wait for this rank."""
         self._ticks += 1
-
-    @property
-    def _is_coordinator(self) -> bool:
-        return self._rank_set.rank == 0
 
 
 class _Interrupted(Exception):

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.errors import CheckpointCorruptError, UnsafeObjectError
+from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.name_patterns import KeyPath
 from dcp_datastates.format.validate import check_covered
-from dcp_datastates.saving.document import DCP_VERSION
 
 __all__ = [
     "Source",

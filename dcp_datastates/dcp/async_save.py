@@ -5,8 +5,10 @@ The training thread stages the state. The planning thread of the rank set does t
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +18,21 @@ from torch.distributed.checkpoint.stateful import Stateful
 from typing_extensions import Unpack
 
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.config import WriterOptions, check_options
+from dcp_datastates.config import WriterConfig, WriterOptions, check_options
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.rank_context import context_of
+from dcp_datastates.dcp.object_planning import ObjectPlanning
+from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
+from dcp_datastates.dcp.turn import end_here
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
+from dcp_datastates.planning.column_planning import ColumnPlanning, PlanOptions, RankPlanner
+from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
+from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.paths import writable
+from dcp_datastates.saving.rank_context import context_of
+from dcp_datastates.saving.start import prepare, stage_save, state_to_plan
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
 
@@ -69,8 +79,7 @@ def async_save(
         SaveStalledError: the call waited for an older save that made no progress for ``commit_timeout`` seconds.
         Exception: an object's ``state_dict()`` raised it. The other ranks' saves fail, too.
     """
-    made = _call(state_dict, path, writer, planner, process_group, metrics, options)
-    return SaveHandle(made)
+    return SaveHandle(_call(state_dict, path, writer, planner, process_group, metrics, options))
 
 
 def save(
@@ -118,26 +127,59 @@ def _call(
         )
     else:
         rank_set = writer.rank_set
+    end_here()
     context = context_of(commit_group(rank_set))
-    if planner is None:
-        planner = context.planner
     try:
         numbers = _numbers(metrics)
         state = _without_objects(state_dict)
         if writer is None:
-            check_options("async_save", options, WriterOptions)
-            writer = DataStatesWriter(path, process_group=process_group, **options)
-        made = writer.call(writer.path_of(path), state, planner, numbers)
+            config = _config(options)
+            directory = _directory(path, config, rank_set)
+            prepare(rank_set, config)
+        else:
+            config, directory = writer.config, writer.path_of(path)
+        in_columns = planner is None or is_unchanged(planner)
+        save = stage_save(
+            context.group, config, SaveOrigin.PACKAGE, directory, state, in_columns, numbers
+        )
+        if writer is not None:
+            writer.add(save)
     except BaseException as error:
         context.refuse(path, error)
         raise
     try:
-        context.submit(made, writer, planner)
+        context.submit(save, functools.partial(_planning, context.planner, planner))
     except BaseException as error:  # an interrupt: the planning thread may not have the save
-        made.fail(made.record_error(error))
-        made.end_planning()
+        save.fail(save.record_error(error))
+        save.end()
         raise
-    return made
+    return save
+
+
+def _config(options: WriterOptions) -> WriterConfig:
+    check_options("async_save", options, WriterOptions)
+    return WriterConfig.checked(**{k: v for k, v in options.items() if k != "no_dist"})  # type: ignore[arg-type]
+
+
+def _directory(
+    path: str | os.PathLike[str] | None, config: WriterConfig, rank_set: RankSet
+) -> Path:
+    if path is None:
+        raise ConfigurationError("no path to save to: pass path, or a writer that has one")
+    return writable(path, config, rank_set is ALONE)
+
+
+def _planning(
+    default: RankPlanner, planner: SavePlanner | None, save: SaveOperation
+) -> SavePlanning:
+    """How the save is planned: in columns, unless the planner is another one than this package's, or has hooks now."""
+    if planner is None:
+        return ColumnPlanning(default, PlanOptions(), state_to_plan(save))
+    if isinstance(planner, DataStatesSavePlanner) and is_unchanged(planner):
+        return planner.planning(state_to_plan(save))
+    assert save.reads is not None
+    staged = save.reads.staged
+    return ObjectPlanning(planner, staged, save.reads.state(), str(save.directory()))
 
 
 def _without_objects(state_dict: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,64 +1,261 @@
-"""Saves that DCP runs: its threads, its future, its process group.
-
-DCP calls the writer in a thread that DCP starts, and passes the result of :meth:`DataStatesWriter.stage` as the state.
-So this module finds out two facts, which this package knows by itself for the saves that it runs:
-
-- **which thread runs which save**: the thread that first reads the staged state (:class:`StagedStateDict`);
-- **that a save ended early** (another rank's planner failed, say): DCP does not report an early end to the writer. A
-  thread of this module detects that DCP's thread has ended.
-"""
+"""Saves that DCP runs: what its calls have said so far, the state that it sees, its process group."""
 
 from __future__ import annotations
 
-import atexit
+import copy
+import dataclasses
 import logging
 import os
-import queue
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.config import WriterConfig
+from dcp_datastates.dcp.object_planning import GivenPlan
+from dcp_datastates.dcp.planner import NOTHING, DataStatesSavePlanner
+from dcp_datastates.dcp.published_metadata import PublishedMetadata
+from dcp_datastates.dcp.turn import Turn, await_turns, bind, end_here
+from dcp_datastates.errors import ConfigurationError, SaveAbandonedError
+from dcp_datastates.io.engine import moved
+from dcp_datastates.planning.column_planning import ColumnPlanning
+from dcp_datastates.process.waiting import Stall, WaitLog
+from dcp_datastates.saving.agreement import OTHER_PLANNERS, NotAgreed
+from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.write import Ahead
+from dcp_datastates.saving.rank_context import context_of
+from dcp_datastates.saving.start import new_call, stage_in_place, state_to_plan
+from dcp_datastates.saving.write import Writing, begin_write, fail_write
+from dcp_datastates.staging import step_gate
+from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage.attempt import Ticket
 
-__all__ = ["Running", "StagedStateDict", "ThisThread", "bind", "end_here", "warn_if_shared"]
+__all__ = [
+    "DcpSave",
+    "StagedStateDict",
+    "ThisThread",
+    "begin_async",
+    "begin_synchronous",
+    "warn_if_shared",
+]
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS: Final = 0.05
 
+class DcpSave:
+    """A save that DCP runs, by the calls that DCP has made for it so far. One thread makes them.
 
-@dataclass(eq=False)
-class Running:
-    """The save that a thread's DCP calls belong to."""
+    Args:
+        turn: of an asynchronous save.
+        state: the state that DCP has got from ``stage()``; None if it has the program's own.
+    """
 
-    save: SaveOperation
-    ahead: Ahead | None
-    """The reads that began before planning; None after ``write_data`` has taken them."""
-    ends_here: bool
-    """Whether the save ends with the writer's last call: its thread may live on (a synchronous save)."""
-    rank: int = 0
-    is_coordinator: bool = False
+    def __init__(
+        self, save: SaveOperation, turn: Turn | None = None, state: dict[Any, Any] | None = None
+    ) -> None:
+        self.save = save
+        self._turn = turn
+        self._state = state
+        self._planned: tuple[DataStatesSavePlanner, ColumnPlanning] | None = None
+        self._rank = 0
+        self._is_coordinator = False
 
-    def end(self) -> None:
-        """Note that the writer's last call for the save is over."""
-        if self.ends_here:
+    def plan_in_columns(
+        self, planner: DataStatesSavePlanner, state_dict: dict[str, Any]
+    ) -> ColumnPlanning:
+        """The planning of ``state_dict`` by ``planner``."""
+        if self._turn is None:
+            try:
+                stage_in_place(self.save, state_dict)
+            except BaseException as error:
+                self.save.record_error(error)
+                raise
+        planning = planner.planning(state_to_plan(self.save, self._state))
+        self._planned = planner, planning
+        return planning
+
+    def set_rank(self, rank: int, is_coordinator: bool) -> None:
+        """Note this process's rank for DCP."""
+        self._rank, self._is_coordinator = rank, is_coordinator
+
+    def planned(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The ``plans`` that DCP's coordinator scatters. If DCP has planned the save, they carry the attempt."""
+        self.set_world(len(plans))
+        if self._planned is not None:
+            return plans
+        if any(plan.planner_data == NOTHING.planner_data for plan in plans):
+            raise ConfigurationError(OTHER_PLANNERS)
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            # A rank whose plan is not usable takes an older one, so the attempt must come in another way, to all ranks.
+            return [dataclasses.replace(plan, storage_data=None) for plan in plans]
+        ticket = self.save.draw_ticket().encode()
+        return [dataclasses.replace(plan, storage_data=ticket) for plan in plans]
+
+    def set_world(self, world: int) -> None:
+        """Note, on DCP's coordinator, with how many ranks DCP saves."""
+        rank_set = self.save.group.rank_set
+        if world == 1 != rank_set.world:  # no_dist=True, or a group of one
+            self.save.save_alone()
+        elif world != rank_set.world:
+            raise ConfigurationError(
+                f"DCP saves with {world} ranks, the writer commits with {rank_set.world} "
+                f"({'all' if rank_set.world > 1 else 'this process alone'}): pass the process_group= that is "
+                f"given to dcp.save or dcp.async_save to DataStatesWriter too"
+            )
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Plan the save with this package's pipeline, unless DCP has planned it; write this rank's part; return what
+        DCP gathers, when all data are read. If it raises, the save has failed.
+        """
+        save = self.save
+        given = GivenPlan(plan, planner)
+        try:
+            self._check(planner)
+        except Exception as error:
+            save.record_error(error)  # the ranks agree first: others may wait for this one
+        try:
+            self._begin_write(plan, given).finish()
+        except BaseException as error:
+            failure = error
+            if isinstance(error, NotAgreed):
+                failure = error.told(repr(str(save.path)), save.group.rank_set.world)
+            save.record_error(failure)
+            fail_write(save, failure)
+            self._end()
+            if failure is error:
+                raise
+            raise failure from error.__cause__
+        if not self._is_coordinator:
+            self._end()
+        return given.results
+
+    def _begin_write(self, plan: SavePlan, given: GivenPlan) -> Writing:
+        save, context = self.save, context_of(self.save.group)
+        if self._turn is not None:
+            self._turn.is_planned = True
+        if self._planned is not None:
+            return context.plan(save, self._planned[1])
+        ticket = Ticket.decode(plan.storage_data)
+        if ticket is None or not (save.is_agreed or save.group.is_new(ticket.number)):
+            return context.plan(save, given)
+        save.agree(ticket)
+        if save.error is not None:
+            raise save.error
+        return begin_write(save, given)
+
+    def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
+        """Coordinator: return when the save is committed, or raise why it is not. Returns at once in the background."""
+        save = self.save
+        try:
+            if isinstance(metadata, PublishedMetadata):
+                metadata.directory = str(save.resolved_path())
+                metadata.attempt = save.ticket().attempt.name
+                mine: Metadata = metadata
+            else:
+                # The commit thread completes its own copy: DCP's thread may be pickling this one meanwhile.
+                mine = copy.copy(metadata)
+                save.consolidate(mine, results)
+            if not save.call.background:
+                save.await_decision()
+                if mine is not metadata:
+                    vars(metadata).update(vars(mine))
+        except BaseException as error:
+            save.abandon(error)
+            raise
+        finally:
+            self._end()
+
+    def _check(self, planner: SavePlanner) -> None:
+        if self._turn is not None and self._turn.is_over:
+            raise SaveAbandonedError("DCP has come to this save too late: later saves have begun")
+        if self._planned is not None and planner is not self._planned[0]:
+            raise ConfigurationError(
+                f"a {type(planner).__name__} that uses a DataStatesSavePlanner cannot plan for a DataStatesWriter: "
+                f"pass the DataStatesSavePlanner itself, or derive from it"
+            )
+        rank_set = self.save.group.rank_set
+        if rank_set.rank != self._rank:
+            raise ConfigurationError(
+                f"this is rank {self._rank} of the process group that DCP saves with, and rank "
+                f"{rank_set.rank} of the writer's; pass the same process_group= to both"
+            )
+        if self._is_coordinator != (self._rank == 0):
+            raise ConfigurationError(
+                "DCP's coordinator must be the first rank: leave coordinator_rank=0"
+            )
+
+    def _end(self) -> None:
+        """Note that the writer's last call is over. The thread of an asynchronous save ends after it; until then it may
+        be in DCP's collectives. Alone, there are none.
+        """
+        save = self.save
+        if not save.call.asynchronous or save.call.group.rank_set.world == 1:
             end_here()
+
+
+def begin_async(save: SaveOperation, turn: Turn) -> dict[Any, Any]:
+    """Make the calling thread the one that runs ``save``; return its state when it is the save's turn.
+
+    An error here goes to ``save.error``, and DCP's first step raises it: there the other ranks learn of it. If it were
+    raised here, they would wait.
+    """
+    reads = save.reads
+    assert reads is not None
+    turn.come()
+    log = WaitLog(logger, f"the save to {str(save.path)!r}")
+    state: dict[Any, Any] = {}
+    try:
+        if not save.failed:
+            reads.begin()
+        turn.wait(lambda: log.look("its turn; the threads of the saves before it have not ended"))
+        save.begin()
+        if not save.failed:
+            state = reads.state()
+    except Exception as error:
+        save.record_error(error)
+    if save.error is not None:
+        reads.fail(save.error)  # frees its memory at once
+    return state
+
+
+def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Path | None) -> DcpSave:
+    """Begin a save that DCP runs in the calling thread, after all earlier saves are planned. Starts their reads.
+
+    Raises :class:`SaveStalledError` if the earlier saves make no progress.
+    """
+    step_gate.open_windows()  # no backward pass can begin while this thread waits
+    save = SaveOperation(new_call(group, config, SaveOrigin.DCP, path, {}), SaveStats())
+    bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
+    # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
+    stall = Stall(logger, "this save", config.commit_timeout)
+
+    def look() -> None:
+        stall.look(moved(None), "the saves before it to be planned")
+
+    try:
+        await_turns(look)
+        context_of(group).await_planned(save, look)
+        save.begin()
+    except BaseException as error:
+        save.record_error(error)
+        save.end()
+        raise
+    return DcpSave(save)
 
 
 class ThisThread(threading.local):
     """The calls that DCP has made to a writer so far in the calling thread."""
 
     path: str | os.PathLike[str] | None = None
-    next: Running | None = None
-    running: Running | None = None
+    next: DcpSave | None = None
+    running: DcpSave | None = None
 
 
 class StagedStateDict(Mapping[Any, Any]):
@@ -98,92 +295,6 @@ class StagedStateDict(Mapping[Any, Any]):
         )
         self._abandon(error)
         raise error
-
-
-class _Watch:
-    """Ends the planning of saves whose threads have ended. Its own thread is a daemon."""
-
-    def __init__(self) -> None:
-        self._arriving: queue.SimpleQueue[_Watched] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="dcp_datastates-watch", daemon=True).start()
-
-    def add(self, save: SaveOperation) -> None:
-        """Watch the calling thread until the planning of ``save`` is over."""
-        self._arriving.put((threading.current_thread(), save))
-
-    def _run(self) -> None:
-        watched: list[_Watched] = []
-        while True:
-            if not watched:
-                watched.append(self._arriving.get())
-            while not self._arriving.empty():
-                watched.append(self._arriving.get())
-            _join(watched[0][0])  # saves take turns, so the oldest usually ends first
-            watched = [each for each in watched if not _has_ended(*each)]
-
-
-_Watched = tuple[threading.Thread, SaveOperation]
-"""A thread, and the save that it runs."""
-
-
-def _join(thread: threading.Thread) -> None:
-    try:
-        thread.join(_POLL_SECONDS)
-    except (AssertionError, RuntimeError):  # a thread that Python did not start
-        time.sleep(_POLL_SECONDS)
-
-
-def _has_ended(thread: threading.Thread, save: SaveOperation) -> bool:
-    try:
-        if not thread.is_alive():
-            save.end_planning()
-    except Exception:  # from a callback of a future, say: this thread must go on
-        logger.exception("a save could not be ended")
-        return True
-    return save.planning_is_over
-
-
-class _Here(threading.local):
-    save: SaveOperation | None = None
-
-
-_here = _Here()
-_lock = ProcessLock()  # guards _watch
-_watch: _Watch | None = None
-
-
-def bind(save: SaveOperation) -> None:
-    """Bind ``save`` to the calling thread: DCP's calls there belong to it. Its planning is over when the
-    thread ends.
-    """
-    global _watch
-    end_here()
-    _here.save = save
-    with _lock:
-        if _watch is None:
-            _watch = _Watch()
-    _watch.add(save)
-
-
-def end_here(*, asynchronous: bool = True) -> None:
-    """End the planning of the calling thread's save, when the thread makes another call or ends.
-
-    ``asynchronous=False`` spares asynchronous saves: a destructor may make the call while such a save is running.
-    """
-    save = _here.save
-    if save is not None and (asynchronous or not save.call.asynchronous):
-        _here.save = None
-        save.end_planning()
-
-
-@after_fork
-def _forget_in_child() -> None:
-    global _watch
-    _watch = None
-    _here.save = None
-
-
-atexit.register(end_here)  # else the process would wait for an interrupted synchronous save
 
 
 _warned = False

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.checkpoint.planner import SavePlanner
 
-from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
-from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.planning.exchange import Session, SessionMeta
+from dcp_datastates.planning.column_planning import ColumnPlanning, PlanOptions, StateToPlan
+from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.ranks.rank_set import rank_set_of
-from dcp_datastates.saving.turns import await_all
+from dcp_datastates.saving.agreement import SaveName
+from dcp_datastates.saving.rank_context import RankContext, context_of
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.stage import look
 
 __all__ = ["prime"]
+
+_WHAT: Final = "prime()"
 
 _TIMEOUT_SECONDS: Final = 300.0
 """How long the other ranks may take to call :func:`prime`."""
@@ -46,51 +49,30 @@ def prime(
 
     Raises:
         ConfigurationError: ``planner`` is no :class:`DataStatesSavePlanner`.
-        CheckpointException: with several ranks: DCP's error, with the error of each rank that failed. With one rank,
-            the error itself.
+        DataStatesError: with several ranks: it names each rank that failed, and why. With one rank, the error itself.
     """
     step_gate.open_windows()
     context = context_of(commit_group(rank_set_of(process_group)))
-    chosen = context.planner if planner is None else planner
-    context.run(
-        "prime()", _TIMEOUT_SECONDS, lambda ranks: _plan(state_dict, chosen, context.group, ranks)
-    )
+    context.run(_WHAT, _TIMEOUT_SECONDS, functools.partial(_propose, state_dict, planner, context))
 
 
-def _plan(
-    state_dict: Mapping[str, Any], chosen: SavePlanner, group: CommitGroup, ranks: _DistWrapper
-) -> None:
-    await_all()  # saves that DCP runs may use the same planner
-    session: Session | None = None
-
-    # From here on the other ranks wait for this rank: an error must be raised inside a step, which reports it to them.
-
-    def local_step() -> SavePlan:
-        nonlocal session
-        if not isinstance(chosen, DataStatesSavePlanner):
-            raise ConfigurationError(
-                f"a {type(chosen).__name__} remembers no plans: pass the DataStatesSavePlanner that will be used, or "
-                f"None for that of dcp_datastates.async_save"
-            )
-        staged = look(state_dict)
-        if is_unchanged(chosen):
-            session = Session(
-                group.name,
-                group.rank_set.rank,
-                group.rank_set.world,
-                staged,
-                staged.materialize,
-            )
-            session.look()
-        given = staged.materialize() if session is None else {}
-        chosen.set_up_planner(given, SessionMeta(session=session), ranks.is_coordinator)
-        return chosen.create_local_plan()
-
-    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
-        return chosen.create_global_plan(plans)[0]
-
-    try:
-        chosen.finish_plan(ranks.reduce_scatter("plan", local_step, global_step))
-    finally:
-        if session is not None and isinstance(chosen, DataStatesSavePlanner):
-            chosen.release(session)
+def _propose(
+    state_dict: Mapping[str, Any], planner: SavePlanner | None, context: RankContext
+) -> tuple[SaveName, SavePlanning, bytes]:
+    """The planning of a state that is not staged, and this rank's message."""
+    if planner is not None and not isinstance(planner, DataStatesSavePlanner):
+        raise ConfigurationError(
+            f"a {type(planner).__name__} remembers no plans: pass the DataStatesSavePlanner that will be used, or "
+            f"None for that of dcp_datastates.async_save"
+        )
+    staged = look(state_dict)
+    planning: SavePlanning
+    if planner is not None and not is_unchanged(planner):
+        planning = ObjectPlanning(planner, staged, staged.materialize(), "")
+    else:
+        state = StateToPlan(staged, staged.fingerprint(), staged.materialize)
+        default = ColumnPlanning(context.planner, PlanOptions(), state)
+        planning = default if planner is None else planner.planning(state)
+    ranks = context.group.rank_set
+    plan = planning.propose(context.group.name, ranks.rank)
+    return SaveName(_WHAT, planning.kind), planning, plan

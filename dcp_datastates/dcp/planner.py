@@ -1,8 +1,8 @@
 """The save planner: it splits replicas by bytes, and caches plans.
 
-With this package's writer, if a state has the structure of an earlier one, the ranks exchange digests in place of
-plans, and DCP's broadcast carries a few bytes: see ``planning/``. With any other writer, the planner plans the same
-chunks, and the ranks exchange full plans and metadata, as with DCP's default planner.
+With this package's writer it plans nothing towards DCP: DCP's collectives carry an empty plan and empty metadata, and
+this package's own pipeline plans the save in columns (``planning/column_planning.py``) when DCP calls the writer's
+``write_data``. With any other writer, the planner plans the same chunks in DCP's objects.
 """
 
 from __future__ import annotations
@@ -10,49 +10,46 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
-import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import (
-    DefaultSavePlanner,
-    create_default_local_save_plan,
-)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
-from dcp_datastates.dcp.local_chunks import LocalChunks
-from dcp_datastates.errors import DataStatesError
-from dcp_datastates.format.chunk_table import Catalog
+from dcp_datastates.dcp.published_metadata import PublishedMetadata
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.format.metadata_objects import catalog_metadata
-from dcp_datastates.format.validate import validate
-from dcp_datastates.io.tensor_memory import check_storable, local_tensor
-from dcp_datastates.io.wrappers import opened
-from dcp_datastates.planning.balance import assign
-from dcp_datastates.planning.declared import declared
-from dcp_datastates.planning.exchange import Answer, Offer, Session, SessionMeta
-from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.plan_cache import PlanCache, PlannedMetadata
-from dcp_datastates.planning.prepared_write import Prepared
-from dcp_datastates.planning.rank_plan import RankPlan
-from dcp_datastates.planning.rank_plan_cache import (
-    Foreseen,
-    KnownPlan,
-    Leaves,
-    RankPlanCache,
-    Share,
+from dcp_datastates.planning.column_planning import (
+    ColumnPlanning,
+    PlanOptions,
+    RankPlanner,
+    StateToPlan,
+    assign_shares,
 )
-from dcp_datastates.planning.replicas import Held
-from dcp_datastates.planning.serializer import Serializer
+from dcp_datastates.planning.declared import declared
+from dcp_datastates.planning.local_chunks import LocalChunks
+from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.saving.agreement import OTHER_PLANNERS
 
-__all__ = ["DataStatesSavePlanner", "is_unchanged"]
+__all__ = ["NOTHING", "DataStatesSavePlanner", "WriterMeta", "is_unchanged"]
 
 logger = logging.getLogger(__name__)
 
-_SHOWN_ERRORS: Final = 500
+NOTHING: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})
+"""The plan towards DCP of a save that this package plans."""
+
+
+class WriterMeta(StorageMeta):
+    """What ``storage_meta()`` of this package's writer returns: the planner's way to the save."""
+
+    def plan_in_columns(
+        self, planner: DataStatesSavePlanner, state_dict: dict[str, Any]
+    ) -> ColumnPlanning | None:
+        """The planning in columns of ``state_dict`` by ``planner``; None if DCP must plan the save."""
+        raise NotImplementedError
 
 
 class DataStatesSavePlanner(DefaultSavePlanner):
@@ -94,18 +91,24 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         )
         self._caches = enable_plan_caching
         self._split = split_replicas
-        self._plan_cache = PlanCache(self._assign)
-        self._rank_plan_cache = RankPlanCache(by_owner=split_replicas)
-        self._serializer = Serializer()
-        # State of the save that is being planned:
-        self._session: Session | None = None
-        self._found: Leaves | None = None
-        self._known: KnownPlan | None = None
-        self._share: Share | None = None
+        self._rank_planner = RankPlanner()
+        self._planning: ColumnPlanning | None = None  # of the save that is being planned
         self._chunks: LocalChunks | None = None
-        self._flat = False
-        # Whether the save does not involve the group's other ranks (no_dist):
-        self._solo = False
+
+    @property
+    def options(self) -> PlanOptions:
+        """The options, as they are now."""
+        return PlanOptions(
+            self.flatten_state_dict,
+            self.flatten_sharded_tensors,
+            self.dedup_save_to_lowest_rank,
+            self._caches,
+            self._split,
+        )
+
+    def planning(self, state: StateToPlan) -> ColumnPlanning:
+        """Planning in columns of ``state``, with this planner's caches."""
+        return ColumnPlanning(self._rank_planner, self.options, state)
 
     # ---- in the order of DCP's calls ------------------------------------------------------------
 
@@ -115,70 +118,28 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        session = storage_meta.session if isinstance(storage_meta, SessionMeta) else None
-        if session is not None:
-            session.take(self)
-        if session is not None and not is_unchanged(self):
-            # A hook may change the state or the plan. If the hook was set after async_save was called, build the state
-            # now.
-            if session.state is not None:
-                state_dict = session.state()
-            session = None
-        self._session = session
-        self._found = self._known = self._share = self._chunks = None
-        self._flat = self._solo = False
+        self._chunks = self._planning = None
+        if isinstance(storage_meta, WriterMeta) and is_unchanged(self):
+            self._planning = storage_meta.plan_in_columns(self, state_dict)
         self.is_coordinator = is_coordinator
-        if session is None:
+        if self._planning is None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
-            self._flat = True
-            return
-        # Without flattening, a nested dict is one object, which contains its tensors. So wrappers are refused then.
-        # A staged state has parts in place of wrappers already.
-        opens = session.state is None and self.flatten_state_dict
-        self._given = opened(state_dict) if opens else state_dict
-        if self._caches and self.flatten_state_dict:
-            self._found = self._rank_plan_cache.find(session)
-        if self._found is None:
-            self._flatten()
 
     def create_local_plan(self) -> SavePlan:
-        session = self._session
-        if session is None:
-            plan: SavePlan = super().create_local_plan()
-            self.plan = dataclasses.replace(plan, items=self._declared(plan.items))
+        if self._planning is not None:
+            self.plan = NOTHING
             return self.plan
-        self._rank_plan_cache.begin(session.group)
-        if self._found is not None:
-            agreed, offer = self._rank_plan_cache.offer(self._found.known.plan)
-            self._known = self._found.known = agreed or self._found.known
-        else:
-            items = self._planned().items
-            if session.staged is not None:
-                items = session.staged.as_captured(items)
-            items = self._declared(items)
-            local = LocalPlan.of(items, self.mappings if self.flatten_state_dict else None)
-            agreed, offer = self._rank_plan_cache.offer(local)
-            self._known = agreed or KnownPlan(local)
-        return SavePlan([], planner_data=offer)
+        plan: SavePlan = super().create_local_plan()
+        items = declared(plan.items, self.state_dict, None) if self._split else plan.items
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        offers = [plan.planner_data for plan in all_plans]
-        if self._session is not None and all(isinstance(offer, Offer) for offer in offers):
-            answers, global_plan = self._plan_cache.plan(
-                self._session.group,
-                offers,
-                self._own,
-                (self._split, self.dedup_save_to_lowest_rank),
-            )
-            self._solo = len(all_plans) < self._session.world
-            self.metadata = PlannedMetadata(global_plan)
-            self.global_plan = [SavePlan([], planner_data=answer) for answer in answers]
+        if self._planning is not None:
+            if any(plan != NOTHING for plan in all_plans):
+                raise ConfigurationError(OTHER_PLANNERS)
+            self.global_plan, self.metadata = all_plans, PublishedMetadata()
             return self.global_plan, self.metadata
-        if any(isinstance(offer, Offer) for offer in offers):
-            raise DataStatesError(
-                "some ranks plan with a DataStatesSavePlanner for a DataStatesWriter, and some do not: pass planners "
-                "and writers of one class on all ranks, with the same hooks set on them"
-            )
         if new := plans_in_objects():
             _say_slower(new)
             found: tuple[list[SavePlan], Metadata] = super().create_global_plan(all_plans)
@@ -187,7 +148,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         locals_ = [
             LocalPlan.of(plan.items, plan.planner_data if mappings else None) for plan in all_plans
         ]
-        shares, catalog = self._assign(locals_)
+        shares, catalog = assign_shares(locals_, self.options)
         self.global_plan = [
             dataclasses.replace(plan, items=share.write_items(local))
             for plan, share, local in zip(all_plans, shares, locals_, strict=True)
@@ -196,30 +157,18 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return self.global_plan, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        answer = new_plan.planner_data
-        if self._session is None or not isinstance(answer, Answer):
-            self.plan = new_plan
-            return new_plan
-        known = self._known
-        assert known is not None, "create_local_plan() comes first"
-        share = self._share = known.take(answer)
-        if self._caches and not self._solo:
-            if self._found is None and self.flatten_state_dict:
-                self._rank_plan_cache.learn(self._session, known, self._given, self.mappings)
-            self._rank_plan_cache.finish(known)
-        else:
-            self._rank_plan_cache.finish(None)
-        self.plan = dataclasses.replace(share.plan, storage_data=new_plan.storage_data)
-        return self.plan
+        self.plan = new_plan
+        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The live tensor of ``write_item``, or the slice that it names; the serialized bytes of an object."""
+        if self._planning is not None:
+            return self._planning.resolve_data(write_item)
         if write_item.type == WriteItemType.BYTE_IO:
             found: io.BytesIO = self.transform_object(
                 write_item, self.lookup_object(write_item.index)
             )
             return found
-        self._flatten()
         assert write_item.tensor_data is not None
         if self._chunks is None:
             self._chunks = LocalChunks(self.state_dict, self.is_coordinator)
@@ -229,101 +178,13 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: Any) -> Any:
         """The object at ``index`` in the state."""
-        if self._found is not None and not self._flat and self._session is not None:
-            staged = self._session.staged
-            if staged is not None and index.fqn in self._found.paths:
-                return self._found.object(staged, index.fqn)
-        self._flatten()
         return self.state_dict[index.fqn] if index.offset is None else super().lookup_object(index)
-
-    # ---- for this package's writer: see SharesPlanner --------------------------------------------
-
-    def share_of(self, session: Session) -> Share | None:
-        return self._share if self._session is session else None
-
-    def foresee(self, session: Session) -> Foreseen | None:
-        return (
-            self._rank_plan_cache.foresee(session, self._serializer.serialize)
-            if self._caches
-            else None
-        )
-
-    def prepare(self, share: Share, rank: int) -> Prepared | None:
-        return None if self._found is None or self._flat else self._found.prepare(share, rank)
-
-    def replicas(self, share: Share) -> tuple[Held, list[Any]]:
-        assert self._known is not None
-        found, session = self._found, self._session
-        staged = None if session is None else session.staged
-        if found is not None and staged is not None and not self._flat and staged.is_plain():
-            return found.held(staged, share.final.shared), []
-        items = self._known.plan.whole_items(share.final.shared)
-        tensors = list(map(self._on_host, items))
-        addresses = np.array([0 if each is None else each.data_ptr() for each in tensors], np.int64)
-        sizes = np.array([0 if each is None else each.nbytes for each in tensors], np.int64)
-        return Held(addresses, sizes), tensors
-
-    def release(self, session: Session) -> None:
-        session.close()
-        if self._session is session:
-            self._given = self.state_dict = {}
-            self._chunks = None
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
         """A hook, as in DCP: serializes objects, and returns tensors unchanged."""
         if write_item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(self._serializer.serialize(object))
+            return io.BytesIO(self._rank_planner.serializer.serialize(object))
         return object
-
-    # ---- within ------------------------------------------------------------------------------------
-
-    def _assign(self, locals_: Sequence[LocalPlan]) -> tuple[list[RankPlan], Catalog]:
-        shares, catalog = assign(
-            locals_,
-            split=self._split and not self.dedup_save_to_lowest_rank,
-            dedup_to_lowest_rank=self.dedup_save_to_lowest_rank,
-        )
-        if errors := validate(catalog, filled=len(locals_) > 1):
-            summary = "; ".join(errors)
-            if len(summary) > _SHOWN_ERRORS:
-                summary = f"{summary[:_SHOWN_ERRORS]}... (truncated)"
-            raise ValueError(f"Failed to validate global plan: {summary}")
-        return shares, catalog
-
-    def _on_host(self, item: WriteItem) -> torch.Tensor | None:
-        """An item's tensor, contiguous and with the bytes as stored; None if the host cannot read it."""
-        resolved = self.resolve_data(item)
-        assert isinstance(resolved, torch.Tensor)
-        tensor = local_tensor(resolved).detach()
-        if not tensor.is_cpu or tensor.layout is not torch.strided:
-            return None
-        return tensor.resolve_conj().resolve_neg().contiguous()
-
-    def _declared(self, items: list[WriteItem]) -> list[WriteItem]:
-        staged = None if self._session is None else self._session.staged
-        return declared(items, self.state_dict, staged) if self._split else items
-
-    def _planned(self) -> SavePlan:
-        try:
-            return create_default_local_save_plan(self.state_dict, self.is_coordinator)
-        except (RuntimeError, TypeError, ValueError):  # it does not name the tensor
-            for name, value in self.state_dict.items():
-                if isinstance(value, torch.Tensor):
-                    check_storable(local_tensor(value), name)
-            raise
-
-    def _own(self, digest: bytes) -> LocalPlan | None:
-        known = self._known
-        return known.plan if known is not None and known.plan.digest == digest else None
-
-    def _flatten(self) -> None:
-        """Flatten the state as DCP does. From then on the staged state is not used any more."""
-        if self._flat:
-            return
-        self._flat = True
-        if self._session is not None and self._session.state is not None:
-            self._given = self._session.state()
-        super().set_up_planner(self._given, None, self.is_coordinator)
 
 
 _OWN_HOOKS: Final = {

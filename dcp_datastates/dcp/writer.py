@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,37 +25,30 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future as TorchFuture
 
-from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.compat import (
-    Running,
+    DcpSave,
     StagedStateDict,
     ThisThread,
-    bind,
-    end_here,
+    begin_async,
+    begin_synchronous,
     warn_if_shared,
 )
-from dcp_datastates.dcp.planner import is_unchanged
+from dcp_datastates.dcp.planner import DataStatesSavePlanner, WriterMeta
+from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.io.devices import open_used
-from dcp_datastates.io.engine import engine
-from dcp_datastates.planning.exchange import SessionMeta
-from dcp_datastates.planning.rank_plan_cache import SharesPlanner
+from dcp_datastates.planning.column_planning import ColumnPlanning
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.paths import check_path
+from dcp_datastates.saving.paths import check_path, writable
 from dcp_datastates.saving.saves import Saves
-from dcp_datastates.saving.start import PlanningInput, begin_planning, stage_save, start_synchronous
-from dcp_datastates.saving.write import Writing, begin_write, fail_write
+from dcp_datastates.saving.start import prepare, stage_save
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
-from dcp_datastates.storage.attempt import TicketCarrier, collect_ticket
-from dcp_datastates.storage.bounded import bounded
-from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["DataStatesWriter"]
 
@@ -115,9 +107,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     """
 
     _synchronize_after_execute = False  # dcp.async_save must not wait for the reads
-    _used = False
     _closed = False
-    _made_for: CommitGroup | None = None
 
     def __init__(
         self,
@@ -153,24 +143,12 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         )
         self._process_group = process_group
         self._no_dist = no_dist
-        # With several ranks, perhaps only some find a fault in the path: prepare_local_plan() reports it to all.
         self._alone = self.rank_set is ALONE  # raises if this process is not in the group
         self._path = None if path is None else self._checked(path)
         self._here = ThisThread()
         self._saves = Saves()
-        self._last: SaveStats | None = None
-        open_used(engine(self._config.host_cache_bytes))
-        self._made_for = commit_group(self.rank_set)
-        if self._made_for.detector is not None:
-            # From then on the other ranks see at once if this process dies. The failure detector's thread does it,
-            # once.
-            self._made_for.detector.register(seconds=1.0)
-
-    def __del__(self) -> None:
-        # DCP calls a Stateful's state_dict() before it calls the writer. If that raises, the only trace of the call is
-        # a writer that is dropped unused.
-        if self._made_for is not None and not self._used and not self._closed:
-            self._made_for.miss()
+        self._used = False
+        prepare(self.rank_set, self._config).count_unused(1)
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -194,8 +172,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     @property
     def last_save(self) -> SaveStats | None:
-        """This rank's statistics of the newest save that was handed to the engine; None before the first."""
-        return self._last
+        """This rank's statistics of the newest save; None before the first."""
+        newest = self._saves.newest
+        return None if newest is None else newest.stats
 
     def wait(self) -> None:
         """Block until the outcome of every save of this writer is known; starts their reads now.
@@ -224,21 +203,27 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         if not self._no_dist:
             warn_if_shared()
-        save = self._call(SaveOrigin.DCP_ASYNC, self._path, state_dict, True, {})
-        caller = threading.current_thread()
+        self._enter()
+        save = stage_save(
+            commit_group(self.rank_set),
+            self._config,
+            SaveOrigin.DCP_ASYNC,
+            self._path,
+            state_dict,
+            in_columns=True,
+            metrics={},
+        )
+        self._saves.add(save)
+        turn = Turn(save)
 
         def begin() -> dict[Any, Any]:
-            bind(save)
-            planning = begin_planning(save)
-            # Alone, DCP runs no collective after this writer's last call.
-            alone = save.group.rank_set.world == 1
-            ends_here = alone or threading.current_thread() is caller
-            self._here.next = Running(save, planning.ahead, ends_here)
-            return planning.state
+            state = begin_async(save, turn)
+            self._here.next = DcpSave(save, turn, state)
+            return state
 
         def abandon(error: BaseException) -> None:
             save.record_error(error)
-            save.end_planning()
+            save.end()
 
         return StagedStateDict(begin, abandon)
 
@@ -273,14 +258,13 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """Begin the save: DCP's first call, in the thread that runs the save."""
-        save = self._begin().save
-        return SessionMeta(checkpoint_id=str(save.directory()), session=save.session)
+        running = self._begin()
+        return _Meta(running)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's rank. Refuses ``use_collectives=False``: the ranks could not commit together."""
         running = self._here.running or self._begin()
-        running.rank = int(kwargs.get("rank") or 0)
-        running.is_coordinator = is_coordinator
+        running.set_rank(int(kwargs.get("rank") or 0), is_coordinator)
         if not kwargs.get("use_collectives", True):
             raise ConfigurationError(
                 "use_collectives=False is not supported: a checkpoint is committed once, for all ranks; "
@@ -289,39 +273,29 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check that the checkpoint may be written."""
-        hit("plan.before")
         save = self._running().save
         check_path(save)
-        hit("plan.after")
         if save.reads is None:
             return plan
         return dataclasses.replace(plan, items=save.reads.staged.as_captured(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: claim an attempt; the plans carry its ticket to the ranks."""
-        carrier = TicketCarrier(self._running().save.draw_ticket(len(plans)))
-        return [dataclasses.replace(plan, storage_data=carrier) for plan in plans]
+        """Coordinator: check that DCP saves with the writer's ranks. If DCP has planned the save, claim an attempt; the
+        plans carry it to the ranks.
+        """
+        return self._running().planned(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's part of the plan; returns when all of its data are read and unchanged.
 
-        The files become durable later; the commit thread waits for that. Raises :class:`SnapshotTornError`,
+        A :class:`DataStatesSavePlanner` has planned nothing so far: this package's pipeline does it now. The files
+        become durable later; the commit thread waits for that. Raises :class:`SnapshotTornError`,
         :class:`UnsupportedTensorError`, :class:`StorageError`, or an error of the planner's ``resolve_data``; then this
         save fails on all ranks.
         """
-        running = self._running()
-        save = running.save
-        try:
-            results, part = self.begin_write(plan, planner).settle()
-        except BaseException as error:
-            fail_write(save, error)
-            running.end()
-            raise
-        save.submit(part)
+        results = self._running().write(plan, planner)
         future: TorchFuture[list[WriteResult]] = TorchFuture()
         future.set_result(results)
-        if not running.is_coordinator:
-            running.end()
         return future
 
     def finish(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
@@ -329,15 +303,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
         With ``commit="background"`` and an asynchronous save, returns at once.
         """
-        running = self._running()
-        save = running.save
-        try:
-            save.consolidate(metadata, results)
-        except BaseException as error:
-            save.abandon(error)
-            raise
-        finally:
-            running.end()
+        self._running().finish(metadata, results)
 
     # ---- for this package's async_save ---------------------------------------------------------------
 
@@ -346,73 +312,39 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """The ranks that commit together."""
         return ALONE if self._no_dist else rank_set_of(self._process_group)
 
+    @property
+    def config(self) -> WriterConfig:
+        """The options."""
+        return self._config
+
     def path_of(self, path: str | os.PathLike[str] | None) -> Path:
-        """The directory of a call with this ``path``. Raises :class:`ConfigurationError` if neither names one."""
+        """The directory of a call with this ``path``. Raises :class:`ConfigurationError` if neither names one, or the
+        writer is closed.
+        """
+        self._enter()
         if path is not None:
             return self._checked(path)
         if self._path is None:
             raise ConfigurationError("no path to save to: pass path, or a writer that has one")
         return self._path
 
-    def call(
-        self, path: Path, state: Mapping[str, Any], planner: SavePlanner, metrics: dict[str, float]
-    ) -> SaveOperation:
-        """The part of this package's ``async_save`` in the training thread."""
-        self._used = True  # if it fails, the ranks are told
-        return self._call(SaveOrigin.PACKAGE, path, state, is_unchanged(planner), metrics)
-
-    def run(self, planning: PlanningInput) -> None:
-        """Let the calling thread make DCP's calls for this save."""
-        self._here.next = Running(planning.save, planning.ahead, ends_here=False)
-
-    def begin_write(self, plan: SavePlan, planner: SavePlanner) -> Writing:
-        """Begin to read and write this rank's part of the plan. Raises as :meth:`write_data`; the caller then fails the
-        save.
-        """
-        running = self._running()
-        save = running.save
-        ahead, running.ahead = running.ahead, None
-        try:
-            self.take_ticket(plan)
-            attempt = save.ticket(running.rank).attempt
-            writing = begin_write(save, plan, planner, attempt, running.rank, ahead)
-            self._last = save.stats
-            return writing
-        finally:  # before the turn ends: the next save may plan with the same planner
-            if save.session is not None and isinstance(save.session.taken_by, SharesPlanner):
-                save.session.taken_by.release(save.session)
-
-    def take_ticket(self, plan: SavePlan) -> None:
-        """Take the coordinator's ticket from ``plan``, if it has one (it may be an older save's)."""
-        if isinstance(plan.storage_data, TicketCarrier):
-            self._running().save.deliver(plan.storage_data.ticket)
+    def add(self, save: SaveOperation) -> None:
+        """Count ``save`` among this writer's."""
+        self._saves.add(save)
 
     # ---- within ------------------------------------------------------------------------------------
 
-    def _call(
-        self, origin: SaveOrigin, path: Path | None, state: Any, here: bool, metrics: Any
-    ) -> SaveOperation:
-        self._enter()
-        group = commit_group(self.rank_set)
-        save = stage_save(group, self._config, origin, path, state, here, metrics)
-        self._saves.add(save)
-        return save
-
-    def _begin(self) -> Running:
+    def _begin(self) -> DcpSave:
         """Begin the save of this thread: that whose staged state DCP has just read, or a new one."""
         here = self._here
         running, here.next = here.next, None
         path, here.path = here.path, None
         if running is None:
             self._enter()
-            save = start_synchronous(commit_group(self.rank_set), self._config, self._path)
-            bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
-            save.begin()
-            self._saves.add(save)
-            running = Running(save, None, ends_here=True)
+            running = begin_synchronous(commit_group(self.rank_set), self._config, self._path)
+            self._saves.add(running.save)
         here.running = running
         save = running.save
-        collect_ticket(None if save.call.own else save.deliver)
         if path is not None:
             try:
                 save.set_path(self._checked(path, save.call.working_directory))
@@ -422,7 +354,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise save.error
         return running
 
-    def _running(self) -> Running:
+    def _running(self) -> DcpSave:
         running = self._here.running
         if running is None:
             raise DataStatesError(
@@ -434,17 +366,28 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if self._closed:
             raise ConfigurationError("this DataStatesWriter is closed; construct another one")
         end_here()
-        self._used = True
+        if not self._used:
+            self._used = True
+            commit_group(self.rank_set).count_unused(-1)
 
     def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Path:
-        directory = local.local_path(path, below)
-        if self._alone:
-            timeout = self._config.commit_timeout
-            bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
-        return directory
+        return writable(path, self._config, self._alone, below)
 
     def __reduce__(self) -> Any:
         raise ConfigurationError(
             "a DataStatesWriter cannot be sent to another process: AsyncCheckpointerType.PROCESS is not "
             "supported, use AsyncCheckpointerType.THREAD (the default)"
         )
+
+
+class _Meta(WriterMeta):
+    """For the planner; it stays within the process. For DCP and the metadata it is an ordinary ``StorageMeta``."""
+
+    def __init__(self, running: DcpSave) -> None:
+        super().__init__(checkpoint_id=str(running.save.directory()))
+        self._running = running
+
+    def plan_in_columns(
+        self, planner: DataStatesSavePlanner, state_dict: dict[str, Any]
+    ) -> ColumnPlanning | None:
+        return self._running.plan_in_columns(planner, state_dict)

@@ -16,7 +16,6 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.config import Defer
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.rank_context import context_of
 from dcp_datastates.deepspeed.commit import saves, start, write_when_committed
 from dcp_datastates.deepspeed.export import load_file
 from dcp_datastates.deepspeed.files import MapLocation, pack
@@ -24,6 +23,7 @@ from dcp_datastates.deepspeed.options import called_by_framework, wait_option, w
 from dcp_datastates.deepspeed.placeholders import is_placeholder
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.ranks.rank_set import rank_set_of
+from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 

@@ -24,7 +24,19 @@ from dcp_datastates.format.metadata_document import read_document, write_documen
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.storage.local import open_regular
 
-__all__ = ["FileRecord", "MetadataTable", "Note", "decode", "encode", "read", "refused"]
+__all__ = [
+    "DCP_VERSION",
+    "FileRecord",
+    "MetadataTable",
+    "Note",
+    "decode",
+    "encode",
+    "read",
+    "refused",
+]
+
+DCP_VERSION: Final = "1.0.0"
+"""The value that stock DCP of torch 2.11 to 2.13 writes as ``Metadata.version``."""
 
 
 def encode(table: MetadataTable) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -13,8 +12,6 @@ from typing import Any
 from dcp_datastates.errors import ConfigurationError
 
 __all__ = ["Signals"]
-
-logger = logging.getLogger(__name__)
 
 
 class Signals:

@@ -130,15 +130,13 @@ class StepConsensus:
     def _meet(self, mine: list[int], check: Callable[[], None]) -> list[int] | None:
         """Make the exchange; None if it must be tried again."""
         try:
-            self._tree.join(check)
-            newest, oldest, *result = self._tree.max([self._number, -self._number, *mine], check)
-            if newest == -oldest:
+            newest, oldest, result = self._tree.meet(self._number, mine, check)
+            if newest == oldest:
                 return result
             # Some ranks have the result of the exchange before, and others lost their connection in it.
             ahead = self._number == newest
             late = self._tree.max(self._last if ahead else [_LEAST] * len(mine), check)
             return None if ahead else late
-        except GroupBroken as broken:
-            logger.info("the ranks connect for their steps again: %s", broken)
+        except GroupBroken:
             self._tree.leave()
             return None

@@ -1,89 +1,27 @@
-"""The messages between a rank's planner and the coordinator, and the session through which a planner knows its save.
+"""The messages of planning between a rank and the coordinator.
 
-The messages travel inside the plans and write results that DCP gathers and scatters. A rank offers its local plan, by
-digest alone if the coordinator has cached it. The coordinator answers with the rank's share, by digest alone if the
-rank has cached it. After writing, the rank reports the places of its share, by digest again if the coordinator has the
-report: a report leaves out the attempt's directory, so it is the same from save to save. So a save whose structure is
-unchanged sends a few bytes each way.
+A rank offers its local plan, by digest alone if the coordinator has cached it. The coordinator answers with the rank's
+share, by digest alone if the rank has cached it. With its vote, the rank reports the places of its share, by digest
+again if the coordinator has the report: a report leaves out the attempt's directory, so it is the same from save to
+save. So a save whose structure is unchanged sends a few bytes each way.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, field
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass
+from typing import Final
 
-from torch.distributed.checkpoint.metadata import StorageMeta
-
-from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
-from dcp_datastates.staging.fingerprint import Fingerprint
-from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["Answer", "Offer", "RankReport", "Report", "Session", "SessionMeta"]
+__all__ = ["Answer", "Offer", "RankReport", "Report"]
 
 _REPORT: Final = b"dsre\x01"
 _IN_FULL: Final = b"dsto\x01"
 _BY_DIGEST: Final = b"dsto\x02"
-
-
-@dataclass(eq=False)
-class Session:
-    """One save, as the planner sees it, until :meth:`close`.
-
-    Attributes:
-        group: the name of the commit group.
-        rank: this process's rank in the group.
-        staged: the staged state; None in a synchronous save, or if DCP has received the state itself.
-        state: builds the staged state dict with all its tensors. After this call the cached plan is not used for the
-            save.
-        fingerprint: the state's fingerprint at :meth:`look`; None if plans for it are not cached.
-    """
-
-    group: str
-    rank: int
-    world: int
-    staged: StagedState | None
-    state: Callable[[], dict[Any, Any]] | None
-    fingerprint: Fingerprint | None = None
-    _owned: tuple[bool, ...] | None = None
-    _taken_by: object = None
-
-    def take(self, planner: object) -> None:
-        """Note that ``planner`` was set up with this session, and not with the empty dict that DCP has in its place."""
-        self._taken_by = planner
-
-    @property
-    def taken_by(self) -> object:
-        """The planner that was set up with this session; None so far."""
-        return self._taken_by
-
-    def look(self) -> None:
-        """Take the fingerprint of the state. The thread that staged the state calls this before it continues."""
-        if self.staged is not None:
-            self.fingerprint = self.staged.fingerprint()
-
-    @property
-    def owned(self) -> tuple[bool, ...]:
-        """For each staged tensor, whether an optimizer owned it at the call; empty without a staged state."""
-        if self._owned is None:
-            self._owned = () if self.staged is None else self.staged.owned()
-        return self._owned
-
-    def close(self) -> None:
-        """Release the state."""
-        self.staged = self.state = None
-
-
-@dataclass
-class SessionMeta(StorageMeta):
-    """The result of ``storage_meta()`` of this package's writer. It stays within the process."""
-
-    session: Session | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -98,15 +36,20 @@ class Offer:
     keep: tuple[bytes, ...] = ()
     """With ``data``: the digests of plans that this rank will not send again. The coordinator can drop all others."""
 
-    def __iter__(self) -> NoReturn:
-        # DCP's own planner begins by iterating over the planner_data of all ranks.
-        raise ConfigurationError(
-            "some ranks plan with a DataStatesSavePlanner, and the coordinator does not: pass planners of one "
-            "class on all ranks"
-        )
+    def encode(self) -> bytes:
+        data = [] if self.data is None else [self.data]
+        keep = b"".join(self.keep)
+        return pack(_IN_FULL if data else _BY_DIGEST, [self.digest, self.share, keep, *data])
 
-    def __reduce__(self) -> Any:
-        return Offer, astuple(self)
+    @staticmethod
+    def decode(encoded: bytes) -> Offer:
+        """ValueError: the bytes are not from :meth:`encode`."""
+        (digest, share, keep), data = _unpack(encoded, 3)
+        size = len(digest)
+        if size and len(keep) % size:
+            raise ValueError(f"{len(keep)} bytes are no digests of {size} bytes")
+        kept = tuple(keep[at : at + size] for at in range(0, len(keep), size or 1))
+        return Offer(digest, share, data, kept)
 
 
 @dataclass(frozen=True)
@@ -119,8 +62,15 @@ class Answer:
     data: bytes | None
     """The encoded share; None if the rank has cached it."""
 
-    def __reduce__(self) -> Any:
-        return Answer, astuple(self)
+    def encode(self) -> bytes:
+        data = [] if self.data is None else [self.data]
+        return pack(_IN_FULL if data else _BY_DIGEST, [self.global_plan, self.digest, *data])
+
+    @staticmethod
+    def decode(encoded: bytes) -> Answer:
+        """ValueError: the bytes are not from :meth:`encode`."""
+        (global_plan, digest), data = _unpack(encoded, 2)
+        return Answer(global_plan, digest, data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,18 +118,15 @@ class RankReport:
         return pack(_IN_FULL if data else _BY_DIGEST, [self.digest, self.samples, *data])
 
     @staticmethod
-    def is_encoded(data: bytes) -> bool:
-        """Whether these bytes are from :meth:`encode`."""
-        return data.startswith((_IN_FULL, _BY_DIGEST))
-
-    @staticmethod
     def decode(encoded: bytes) -> RankReport:
         """ValueError: the bytes are not from :meth:`encode`."""
-        if encoded.startswith(_IN_FULL):
-            digest, samples, data = map(bytes, unpack(_IN_FULL, 3, encoded))
-            return RankReport(digest, data, samples)
-        digest, samples = map(bytes, unpack(_BY_DIGEST, 2, encoded))
-        return RankReport(digest, None, samples)
+        (digest, samples), data = _unpack(encoded, 2)
+        return RankReport(digest, data, samples)
 
-    def __reduce__(self) -> Any:
-        return RankReport, (self.digest, self.data, self.samples)
+
+def _unpack(encoded: bytes, count: int) -> tuple[list[bytes], bytes | None]:
+    """The ``count`` parts that each message has, and what only a message in full has."""
+    if encoded.startswith(_IN_FULL):
+        *parts, data = map(bytes, unpack(_IN_FULL, count + 1, encoded))
+        return parts, data
+    return list(map(bytes, unpack(_BY_DIGEST, count, encoded))), None

@@ -15,15 +15,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import numpy as np
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.io.devices import HOST
-from dcp_datastates.planning.exchange import Answer, Offer, Session
+from dcp_datastates.planning.exchange import Answer, Offer
 from dcp_datastates.planning.local_plan import OBJECT, LocalPlan
 from dcp_datastates.planning.prepared_write import Prepared
 from dcp_datastates.planning.rank_plan import RankPlan
@@ -31,7 +31,7 @@ from dcp_datastates.planning.replicas import Held
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["Foreseen", "KnownPlan", "Leaves", "RankPlanCache", "Share", "SharesPlanner"]
+__all__ = ["Foreseen", "KnownPlan", "Leaves", "Looks", "RankPlanCache", "Share"]
 
 _KEPT_PLANS: Final = 8
 """How many local plans are kept: a job may save several state dicts in turn."""
@@ -44,13 +44,11 @@ class Share:
     """This rank's share of a global plan, with the state of its reports."""
 
     final: RankPlan
-    plan: SavePlan
+    items: list[WriteItem]
     reported: dict[bytes, bytes] = field(default_factory=dict)
     """By global plan: the digest of the report that the coordinator has."""
     sent: bytes = b""
     """Digest of the latest report."""
-    global_plan: bytes = b""
-    """Name of the global plan of the latest save."""
 
 
 @dataclass(eq=False)
@@ -72,12 +70,9 @@ class KnownPlan:
             if answer.data is None:
                 raise DataStatesError("the coordinator answers with a share that this rank has not")
             final = RankPlan.decode(answer.data)
-            share = self.shares[answer.digest] = Share(
-                final, SavePlan(final.write_items(self.plan))
-            )
+            share = self.shares[answer.digest] = Share(final, final.write_items(self.plan))
             while len(self.shares) > _KEPT_SHARES:
                 self.shares.popitem(last=False)
-        share.global_plan = answer.global_plan
         self.latest = answer.digest
         return share
 
@@ -136,7 +131,7 @@ class Leaves:
             if len(self.prepared) >= _KEPT_SHARES:
                 self.prepared.clear()
             prepared = self.prepared[rank, final.digest] = Prepared(
-                share.plan.items, rank, self.positions[final.items], final.begins.tolist()
+                share.items, rank, self.positions[final.items], final.begins.tolist()
             )
         return prepared
 
@@ -161,29 +156,7 @@ class Foreseen:
     """Serializes an item's object."""
 
 
-@runtime_checkable
-class SharesPlanner(Protocol):
-    """A planner that works with this package's writer."""
-
-    def foresee(self, session: Session) -> Foreseen | None:
-        """The share that this rank will write if no rank's state has changed in structure since the previous save; None
-        if that is unknown. Any thread may call it, also while another save is being planned.
-        """
-
-    def prepare(self, share: Share, rank: int) -> Prepared | None:
-        """The share's files, prepared to be written from the staged state; None if that is impossible."""
-
-    def share_of(self, session: Session) -> Share | None:
-        """This rank's share of the save with this ``session``; None if this planner has not planned it."""
-
-    def release(self, session: Session) -> None:
-        """Release the state of the save with this ``session``, which has been read."""
-
-    def replicas(self, share: Share) -> tuple[Held, list[Any]]:
-        """The addresses of this rank's replicas of tensors that are split, and the objects to keep alive meanwhile."""
-
-
-_Looks = tuple[str, Fingerprint, tuple[bool, ...]]
+Looks = tuple[str, Fingerprint, tuple[bool, ...]]
 """The key of leaves: the group, the state's fingerprint, and which tensors optimizers own."""
 
 
@@ -193,35 +166,30 @@ class RankPlanCache:
     Planning a save calls :meth:`begin`, :meth:`offer` and :meth:`finish`, in this order. If planning is not completed,
     the group's agreed plans are dropped: it is unknown which of them the coordinator has.
 
-    Threads: one save at a time is planned. Any thread may call :meth:`foresee`, also meanwhile.
-
-    Args:
-        by_owner: whether plans depend on which tensors optimizers own.
+    Threads: one at a time.
     """
 
-    def __init__(self, by_owner: bool) -> None:
-        self._by_owner = by_owner
+    def __init__(self) -> None:
         self._agreed: dict[str, OrderedDict[bytes, KnownPlan]] = {}  # by group
-        self._leaves: OrderedDict[_Looks, Leaves] = OrderedDict()
-        self._planning: str | None = None  # the group, until finish()
+        self._leaves: OrderedDict[Looks, Leaves] = OrderedDict()
+        self._planning: set[str] = set()  # the groups whose planning is not completed
 
-    def find(self, session: Session) -> Leaves | None:
-        """The leaves for the save with this ``session``; None if its fingerprint is unknown."""
-        looks = self._looks(session)
+    def find(self, looks: Looks | None) -> Leaves | None:
+        """The leaves for a state that looks so; None if there are none."""
         return None if looks is None else self._leaves.get(looks)
 
     def begin(self, group: str) -> None:
         """Begin to plan a save of these ranks."""
-        if self._planning is not None:
-            self._agreed.pop(self._planning, None)
-        self._planning = group
+        if group in self._planning:
+            self._agreed.pop(group, None)
+        self._planning.add(group)
 
-    def offer(self, plan: LocalPlan) -> tuple[KnownPlan | None, Offer]:
+    def offer(self, group: str, plan: LocalPlan) -> tuple[KnownPlan | None, Offer]:
         """The offer of this plan for the coordinator; and the known plan, if all ranks have agreed on it.
 
         A new plan evicts the oldest ones, here and at the coordinator: the offer lists the plans to keep.
         """
-        agreed = self._of_group()
+        agreed = self._agreed.setdefault(group, OrderedDict())
         known = agreed.get(plan.digest)
         if known is not None:
             agreed.move_to_end(plan.digest)
@@ -230,60 +198,17 @@ class RankPlanCache:
             agreed.popitem(last=False)
         return None, Offer(plan.digest, b"", plan.encode(), tuple(agreed))
 
-    def finish(self, agreed: KnownPlan | None) -> None:
+    def finish(self, group: str, agreed: KnownPlan | None) -> None:
         """End the planning of the save. All ranks have ``agreed`` on this plan; None: do not cache it."""
         if agreed is not None:
-            self._of_group()[agreed.plan.digest] = agreed
-        self._planning = None
+            self._agreed.setdefault(group, OrderedDict())[agreed.plan.digest] = agreed
+        self._planning.discard(group)
 
-    def learn(
-        self, session: Session, known: KnownPlan, root: Any, mappings: Mapping[str, Sequence[Any]]
-    ) -> None:
-        """Cache the places of this plan's items, for states with the fingerprint of ``session``.
-
-        ``root`` and ``mappings`` as for :meth:`Leaves.of`.
-        """
-        looks = self._looks(session)
-        if looks is None or session.staged is None:
-            return
-        if session.staged.fingerprint() != session.fingerprint:
-            return  # a tensor was replaced after the call: this is the plan of another state
-        leaves = Leaves.of(known, session.staged, root, mappings)
-        if leaves is None:
-            return
+    def learn(self, looks: Looks, leaves: Leaves) -> None:
+        """Cache the ``leaves`` for states that look so."""
         self._leaves[looks] = leaves
         while len(self._leaves) > _KEPT_PLANS:
             self._leaves.popitem(last=False)
-
-    def foresee(self, session: Session, serialize: Callable[[Any], bytes]) -> Foreseen | None:
-        """The share that this rank will write if no rank's state has changed in structure since the previous save; None
-        if that is unknown.
-        """
-        staged = session.staged
-        found = None if staged is None else self.find(session)
-        share = None if found is None else found.known.shares.get(found.known.latest)
-        if staged is None or found is None or share is None:
-            return None
-        prepared = found.prepared.get((session.rank, share.final.digest))
-        if prepared is None:
-            return None
-        items = share.plan.items
-        return Foreseen(
-            share,
-            prepared,
-            lambda item: memoryview(serialize(found.object(staged, items[item].index.fqn))),
-        )
-
-    def _of_group(self) -> OrderedDict[bytes, KnownPlan]:
-        assert self._planning is not None, "begin() comes first"
-        return self._agreed.setdefault(self._planning, OrderedDict())
-
-    def _looks(self, session: Session) -> _Looks | None:
-        """The key of the session's leaves; None if plans for the state are not cached."""
-        key = session.fingerprint
-        if key is None:
-            return None
-        return session.group, key, session.owned if self._by_owner else ()
 
 
 def _real_path(root: Any, path: Sequence[Any]) -> tuple[Any, ...] | None:

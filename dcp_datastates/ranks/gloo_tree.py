@@ -149,6 +149,21 @@ class GlooTree:
             raise
         return True
 
+    def meet(self, number: int, values: Sequence[int], check: Check) -> tuple[int, int, list[int]]:
+        """Connect if necessary, and learn the greatest and the least of the ranks' numbers, and the greatest of each of
+        their values. Ranks with different numbers have come for different things.
+
+        Raises :class:`GroupBroken`, after it has left the tree, or what ``check`` raises.
+        """
+        try:
+            self.join(check)
+            newest, oldest, *greatest = self.max([number, -number, *values], check)
+        except GroupBroken as broken:
+            logger.info("the ranks connect again: %s", broken)
+            self.leave()
+            raise
+        return newest, -oldest, greatest
+
     def leave(self) -> None:
         """End this generation, for all ranks. Returns soon, whatever the other ranks do. Idempotent; never raises."""
         was_met, self._met = (

@@ -47,8 +47,10 @@ class SaveCall:
     """The checkpoint's directory; None until DCP names it."""
     order: int
     """Sequence number in this process."""
-    missed: int = 0
-    """Earlier calls of ``dcp.async_save`` on this rank that failed unseen by the other ranks."""
+    number: int
+    """How many calls of these ranks' saves this process has made, this one included."""
+    unused_writers: int = 0
+    """For a save that DCP runs: how many writers the program had made and not used."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers by which the user compares checkpoints."""
     working_directory: str | None = field(default_factory=local.working_directory)

@@ -5,14 +5,13 @@ A save passes through these phases (``phase.py``), in order, and never goes back
     STAGED ─► PLANNING ─► AGREED ─► COMMITTING
 
 Two more events happen to a save, each once, in any phase: its *outcome* becomes known (``committed`` is done), and its
-*planning* ends, with or without success. The save is over after both. A save that has failed on this rank may still owe
-the other ranks a vote, so the outcome is not a phase.
+*part before the commit* ends, with or without success: no thread plans or reads it any more. The save is over after
+both. A save that has failed on this rank may still owe the other ranks a vote, so the outcome is not a phase.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import threading
@@ -24,19 +23,15 @@ from typing import Final, TypeVar
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.round import Compose, FailedPart, Part, Round
 from dcp_datastates.errors import (
     CheckpointSkipped,
     CommitOutcomeUnknown,
     ConfigurationError,
-    DataStatesError,
     RankLostError,
     SaveAbandonedError,
 )
-from dcp_datastates.planning.exchange import Session
-from dcp_datastates.planning.plan_cache import PlannedMetadata
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.progress import Progress
@@ -47,11 +42,11 @@ from dcp_datastates.saving.call import LEFT_OUT, SaveCall
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.outcome import log_outcome
 from dcp_datastates.saving.phase import Phase
-from dcp_datastates.saving.turns import Turn
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
+from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.attempt import Ticket, take
+from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim, claim
 
@@ -63,16 +58,12 @@ T = TypeVar("T")
 
 _POLL_SECONDS: Final = 0.1
 
-_LEAVE_SECONDS: Final = 60.0
-"""How long a thread of DCP's may live on after the outcome of its save, before the next save begins."""
-
 
 class SaveOperation:
     """One save on this rank. The methods are grouped by the threads that call them, in the order of a save's life.
 
     Args:
-        session: the state for a planner that knows this package; None if DCP alone plans.
-        reads: the deferred reads of an asynchronous save; None for a synchronous one.
+        reads: the deferred reads of a staged state; None if the planner resolves its data in place.
         error: the error with which the save has already failed on this rank.
         left_out: why this rank leaves the save out, a key of :data:`LEFT_OUT`; 0 if it does not.
     """
@@ -81,17 +72,17 @@ class SaveOperation:
         self,
         call: SaveCall,
         stats: SaveStats,
-        session: Session | None,
         reads: DeferredReads | None = None,
         error: BaseException | None = None,
         left_out: int = 0,
     ) -> None:
         self.call: Final = call
-        self.group: Final = call.group
+        self.group = call.group
+        """The ranks that save together."""
         self.stats: Final = stats
-        self.session: Final = session
-        self.reads: Final = reads
-        self.turn: Final = Turn(expected=not call.own) if call.asynchronous else None
+        self.reads = reads
+        self.fingerprint: Fingerprint | None = None
+        """Of the staged state, at the call; None if plans for it are not cached."""
         self.committed: Final = AskedFuture(step_gate.open_windows)
         self.progress: Final = Progress(call.config.read_deadline)
         self.doing = "waiting for its turn"
@@ -105,7 +96,8 @@ class SaveOperation:
         self._error = error
         self._left_out = left_out
         self._listens = False  # whether the failure detector calls _lost()
-        self._planning_over = False
+        self._ended = threading.Event()  # the part before the commit
+        self._given_up = False
         self._ticket: Ticket | None = None
         self._claim: Claim | None = None
         self._round: Round | None = None
@@ -142,13 +134,9 @@ class SaveOperation:
         return self.call.config.exit_timeout
 
     @property
-    def planning_is_over(self) -> bool:
-        return self._planning_over
-
-    @property
     def over(self) -> bool:
-        """Whether the outcome is known and planning has ended."""
-        return self.committed.done() and (self.turn is None or self.turn.ended)
+        """Whether the outcome is known, and the part before the commit has ended."""
+        return self.committed.done() and (self._ended.is_set() or self._given_up)
 
     def record_error(self, error: BaseException) -> BaseException:
         """Let planning fail with ``error`` on this rank, unless it has failed already. Returns the error that
@@ -171,10 +159,12 @@ class SaveOperation:
 
     def wait_briefly(self, seconds: float) -> None:
         """Like :meth:`wait`, for at most ``seconds``."""
-        done = self.committed.wait(seconds)
-        ended = self.turn is None or self.turn.join(seconds if done else 0.0)
-        if ended and not self.call.own:
-            self.end_planning()  # in case no thread came to plan it
+        if self.committed.wait(seconds):
+            self._ended.wait(seconds)
+
+    def await_end(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until the part before the commit has ended, or was given up; return whether it has."""
+        return self._ended.wait(seconds) or self._given_up
 
     def give_up(self, why: str) -> None:
         """End the save here, without waiting for the other ranks or storage."""
@@ -182,8 +172,7 @@ class SaveOperation:
             self.fail(SaveAbandonedError(why))
         else:
             self.fail(CommitOutcomeUnknown(f"{why}. It may have been committed: latest() tells"))
-        if self.turn is not None:
-            self.turn.end()
+        self._given_up = True
 
     def leave_out(self, why: int) -> bool:
         """Leave the save out if its planning has not begun: read nothing, free its memory. Returns whether it was left
@@ -200,14 +189,14 @@ class SaveOperation:
             self.reads.fail(error)
         return True
 
-    # ---- the thread that plans it, in the order of DCP's calls ---------------------------------------
+    # ---- the thread that plans it --------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start planning: it is this save's turn, and its collectives begin."""
+        """Start planning: all saves before it are planned."""
         detector = self.group.detector
         with self._lock:
             self._phase = Phase.PLANNING
-            if self._planning_over:  # DCP's thread came too late
+            if self._ended.is_set():  # its thread came too late
                 return
             self._listens = detector is not None
         self.doing = "planning"
@@ -240,47 +229,47 @@ class SaveOperation:
         check_not_hung(path)
         return bounded(what, path, self.call.config.commit_timeout, function)
 
-    def draw_ticket(self, world: int) -> Ticket:
-        """Coordinator: claim an attempt at the path, for a save of ``world`` ranks.
+    def save_alone(self) -> None:
+        """Save with this process alone, whatever the group of the call."""
+        self.call.group.count_call(-1)  # other ranks need not make such a call
+        self.group = commit_group(ALONE)
 
-        Raises :class:`ConfigurationError` if DCP saves with other ranks than those that commit.
-        """
-        group = self._group_of(world)
-        if not group.is_coordinator:
-            raise ConfigurationError(
-                f"DCP's coordinator is rank {group.rank_set.rank} of those that commit; it must be the first: "
-                f"leave coordinator_rank=0"
-            )
-        directory = self.resolved_path()
+    def draw_ticket(self) -> Ticket:
+        """Coordinator: claim an attempt at the path."""
+        directory, group = self.resolved_path(), self.group
         claimed = self.on_storage("claiming", lambda: claim(directory, group.neighbours))
-        ticket = Ticket(claimed.attempt, group.draw(), world, group.first)
-        take(ticket)  # marks it as seen, so a later save finds it stale
-        self._agree(ticket, claimed)
+        ticket = Ticket(claimed.attempt, group.draw(), group.first)
+        self.agree(ticket, claimed)
         return ticket
 
-    def deliver(self, ticket: Ticket) -> None:
-        """Accept the coordinator's ticket, unless it is stale (see :class:`TicketCarrier`)."""
-        if self._phase < Phase.AGREED and take(ticket):
-            self._agree(ticket, None)
+    def agree(self, ticket: Ticket, claimed: Claim | None = None) -> None:
+        """Take the coordinator's ticket: from now on every rank has a round for this save. No effect on the
+        coordinator, which has drawn it.
+        """
+        with self._lock:
+            if self._ticket is not None:
+                return
+            over = self._ended.is_set()  # by a save that a signal handler made meanwhile, say
+            if not over:
+                self.group.announce(ticket.number)  # first: another thread may vote at once
+                self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
+        if over and claimed is not None:
+            claimed.hold.release()
 
-    def ticket(self, rank: int) -> Ticket:
-        """The coordinator's ticket. Raises if it has not reached this rank, which is ``rank`` for DCP."""
-        ticket = self._ticket
-        if ticket is None:
-            raise DataStatesError(
-                "the plan carries no ticket: prepare_global_plan was not called, or its plans not used"
-            )
+    @property
+    def is_agreed(self) -> bool:
+        """Whether this rank has the coordinator's ticket."""
+        return self._ticket is not None
+
+    def ticket(self) -> Ticket:
+        """The coordinator's ticket. Raises if the save was given up before it came."""
         if (error := self.committed.peek()) is not None:
-            raise error  # the save was given up meanwhile
-        group = self._group_of(ticket.world)
-        if group.rank_set.rank != rank:
-            raise ConfigurationError(
-                f"this is rank {rank} of the process group that DCP saves with, and rank "
-                f"{group.rank_set.rank} of the writer's; pass the same process_group= to both"
-            )
+            raise error
+        if self._ticket is None:
+            raise self._error or SaveAbandonedError("this save was given up before it was planned")
         if self._phase < Phase.COMMITTING:
-            group.reading(self.progress, True)
-        return ticket
+            self.group.reading(self.progress, True)
+        return self._ticket
 
     def submit(self, part: Part, report: bytes = b"", compose: Compose | None = None) -> None:
         """Hand this rank's part, in progress or failed, to the commit thread. Any thread.
@@ -295,46 +284,39 @@ class SaveOperation:
         if round_ is None:
             part.cancel()
             return
-        group = self.group if self._world() != 1 else commit_group(ALONE)
-        group.reading(self.progress, False)
+        self.group.reading(self.progress, False)
         round_.committed.add_done_callback(self._decided)
         self.doing = "committing"
-        group.submit(round_)
+        self.group.submit(round_)
 
     def consolidate(self, metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> None:
-        """Coordinator: provide all ranks' results for publication. Waits for the outcome, unless ``background``."""
-        assert self._round is not None, "write_data() comes first"
-        if isinstance(metadata, PlannedMetadata):
-            assert self._ticket is not None
-            place, attempt = str(self.resolved_path()), self._ticket.attempt.name
-            metadata.consolidate(results, place, attempt)
-        # The commit thread completes its own copy: DCP's thread may be pickling this one meanwhile.
-        mine = metadata if isinstance(metadata, PlannedMetadata) else copy.copy(metadata)
+        """Coordinator: provide DCP's metadata and all ranks' results, if DCP has planned the save."""
+        assert self._round is not None, "the part comes first"
         metrics = self.call.metrics
-        self._round.provide(lambda meta, claim: document(meta, claim, mine, results, metrics))
-        if not self.call.background:
-            self._round.committed.result()
-            vars(metadata).update(vars(mine))
+        self._round.provide(lambda meta, claim: document(meta, claim, metadata, results, metrics))
+
+    def await_decision(self) -> None:
+        """Coordinator: return when the save is committed, or raise why it is not."""
+        assert self._round is not None, "the part comes first"
+        self._round.committed.result()
 
     def abandon(self, error: BaseException) -> None:
         """Coordinator: give up waiting for the results. No effect after :meth:`consolidate`."""
         if self._round is not None:
             self._round.abandon(error)
 
-    def end_planning(self) -> None:
+    def end(self) -> None:
         """End this save's part before the commit, with or without success. Idempotent; never waits. Any thread."""
         with self._lock:
-            if self._planning_over:
+            if self._ended.is_set():
                 return
-            self._planning_over = True
+            self._ended.set()
             listens, self._listens = self._listens, False
         error = self._error or SaveAbandonedError(
             "DCP ended this save before its data were written"
         )
         if self.reads is not None:
             self.reads.fail(error)
-        if self.session is not None:
-            self.session.close()
         self.submit_failure(error)
         if self._phase is Phase.COMMITTING:
             self.abandon(
@@ -342,30 +324,15 @@ class SaveOperation:
             )
         elif not self.call.own:
             self.fail(error)
-        if self.turn is not None:
-            self.turn.end()
-        if listens and self.group.detector is not None:
-            self.group.detector.save_ended()
-            self.group.detector.forget(self._lost)
+        if listens and self.call.group.detector is not None:
+            self.call.group.detector.save_ended()
+            self.call.group.detector.forget(self._lost)
 
     def submit_failure(self, error: BaseException) -> None:
         """Vote against the save, unless this rank's part is submitted. Any thread."""
         self.submit(FailedPart(error))
 
     # ---- within ------------------------------------------------------------------------------------
-
-    def _agree(self, ticket: Ticket, claimed: Claim | None) -> None:
-        group = self.group if ticket.world != 1 else commit_group(ALONE)
-        with self._lock:
-            over = self._planning_over  # ended by a save that a signal handler made meanwhile, say
-            if not over:
-                group.announce(ticket.number)  # first: another thread may vote at once
-                self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
-        if over and claimed is not None:
-            claimed.hold.release()
-
-    def _world(self) -> int:
-        return 0 if self._ticket is None else self._ticket.world
 
     def _round_with(self, part: Part, report: bytes, compose: Compose | None) -> Round:
         ticket, config = self._ticket, self.call.config
@@ -380,7 +347,7 @@ class SaveOperation:
             claim=self._claim,
             overwrite=config.overwrite,
             first=ticket.first,
-            missed=self.call.missed,
+            unused_writers=self.call.unused_writers,
             report=report,
             compose=compose,
         )
@@ -401,11 +368,6 @@ class SaveOperation:
         self.doing = "over"
         if (error := self.committed.peek()) is not None:
             self.submit_failure(error)  # later rounds wait for this save's
-        if self.turn is not None:
-            # After a commit, DCP's last collective takes a moment. After a failure, it may wait for a lost rank.
-            failed = self.committed.peek() is not None
-            patience = self.call.config.commit_timeout if failed else 0.0
-            self.turn.told(max(_LEAVE_SECONDS, patience))
         log_outcome(self.call, self.path, self.stats, self.committed.peek())
 
     def _lost(self, losses: list[Loss]) -> None:
@@ -414,8 +376,8 @@ class SaveOperation:
 
         Once the ticket is here, all ranks have a round, which decides the outcome: this rank votes against the save.
         """
-        if self._world() == 1:
-            return  # this save does not involve other ranks
+        if self.group is not self.call.group:
+            return  # this process saves alone
         if self._phase is Phase.COMMITTING or self.committed.done():
             return
         error = RankLostError("; ".join(map(str, losses[:3])))
@@ -432,18 +394,6 @@ class SaveOperation:
             threading.Thread(
                 target=self.reads.fail, args=(error,), name="dcp_datastates-give-up"
             ).start()
-
-    def _group_of(self, world: int) -> CommitGroup:
-        if world == 1:
-            return commit_group(ALONE)  # no_dist=True, or a group of one
-        rank_set = self.group.rank_set
-        if world != rank_set.world:
-            raise ConfigurationError(
-                f"DCP saves with {world} ranks, the writer commits with {rank_set.world} "
-                f"({'all' if rank_set.world > 1 else 'this process alone'}): pass the process_group= that is "
-                f"given to dcp.save or dcp.async_save to DataStatesWriter too"
-            )
-        return self.group
 
     def __repr__(self) -> str:
         return f"SaveOperation({self.call.order}, {self.path}, {self._phase.name})"

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from pathlib import Path
 
 from dcp_datastates.commit.publish import check_overwrite
+from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage import local, operations
+from dcp_datastates.storage.bounded import bounded
 
-__all__ = ["check_path", "check_shared", "directories_to_sync"]
+__all__ = ["check_path", "check_shared", "directories_to_sync", "writable"]
+
+
+def writable(
+    path: str | os.PathLike[str], config: WriterConfig, alone: bool, below: str | None = None
+) -> Path:
+    """The directory that ``path`` names; a relative one is below ``below`` (None: the present working directory).
+
+    Raises :class:`ConfigurationError`. With several ranks, perhaps only some find more faults: :func:`check_path`
+    reports these to all. A process ``alone`` finds them now.
+    """
+    directory = local.local_path(path, below)
+    if alone:
+        timeout = config.commit_timeout
+        bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
+    return directory
 
 
 def check_path(save: SaveOperation) -> None:

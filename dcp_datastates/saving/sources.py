@@ -1,7 +1,6 @@
 """The files of a plan, for the engine: resolves each item of the plan, and puts the data at its place in the layout.
 
-This works with any planner. A plan that a :class:`SharesPlanner` has cached takes a shorter way
-(``planning/prepared_write.py``).
+This works with any planning. Files that are prepared take a shorter way (``planning/prepared_write.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates._native import Engine, SaveFile, Transfer
 from dcp_datastates.errors import DataStatesError, UnsupportedStateError
@@ -22,6 +21,7 @@ from dcp_datastates.format.layout import FileLayout, SealedFile, TensorEntry
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, place
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
 from dcp_datastates.planning.prepared_write import finish_file
+from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
@@ -42,10 +42,10 @@ class _Columns:
 
 @dataclass(eq=False)
 class Sources:
-    """The data that the planner resolves a plan's items to."""
+    """The data that a plan's items resolve to."""
 
     engine: Engine
-    planner: SavePlanner
+    planning: SavePlanning
     reads: DeferredReads | None
     keep: list[Any]
     """Objects that must stay alive until they have been read."""
@@ -67,7 +67,7 @@ def files_to_write(
     files, sealed = [], []
     for layout, path in zip(layouts, paths, strict=True):
         sources.progress.step()
-        objects = [resolve_object(sources.planner, items[entry.item]) for entry in layout.objects]
+        objects = [resolve_object(sources.planning, items[entry.item]) for entry in layout.objects]
         file = layout.seal([len(data) for data in objects])
         content = Transfer()
         content.add_buffer(0, file.header, STABLE)
@@ -77,10 +77,10 @@ def files_to_write(
     return files, sealed
 
 
-def resolve_object(planner: SavePlanner, item: WriteItem) -> memoryview:
+def resolve_object(planning: SavePlanning, item: WriteItem) -> memoryview:
     """The bytes of a BYTE_IO item. Raises :class:`UnsupportedStateError` if it does not pickle."""
     try:
-        data = planner.resolve_data(item)
+        data = planning.resolve_data(item)
     except (pickle.PicklingError, TypeError, AttributeError) as error:  # pickle raises any of these
         raise UnsupportedStateError(
             f"object {item.index.fqn!r} of the state cannot be stored: {type(error).__name__}: {error}"
@@ -129,7 +129,7 @@ def _resolve_tensor(
     sources: Sources, item: WriteItem, entry: TensorEntry
 ) -> tuple[torch.Tensor, int]:
     """The tensor with the bytes that ``entry`` describes, in memory that the engine can read, and its device."""
-    data = sources.planner.resolve_data(item)
+    data = sources.planning.resolve_data(item)
     name = item.index.fqn
     if not isinstance(data, torch.Tensor):
         raise DataStatesError(

@@ -7,34 +7,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Window
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.errors import (
-    ConfigurationError,
-    DataStatesError,
-    DeviceError,
-    SnapshotTornError,
-    StorageError,
-)
+from dcp_datastates.errors import DataStatesError, DeviceError, SnapshotTornError, StorageError
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
-from dcp_datastates.format.metadata import FileRecord
-from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
-from dcp_datastates.planning.exchange import RankReport, Report
-from dcp_datastates.planning.prepared_write import Prepared, report_of
-from dcp_datastates.planning.rank_plan_cache import Share, SharesPlanner
-from dcp_datastates.planning.replicas import sample
+from dcp_datastates.planning.column_planning import ColumnPlanning
+from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.rank_plan_cache import Foreseen
+from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.paths import directories_to_sync
@@ -45,6 +33,7 @@ from dcp_datastates.storage.attempt import Attempt
 
 __all__ = [
     "Ahead",
+    "WriteJob",
     "Writing",
     "WrittenPart",
     "begin_write",
@@ -93,43 +82,50 @@ class WrittenPart:
 
 
 @dataclass(frozen=True, eq=False)
-class _Content:
-    """The files of a share, with their layouts and fences."""
+class WriteJob:
+    """What the engine is given to write: the files of this rank's part, with their layouts."""
 
     files: list[SaveFile]
     sealed: Sequence[SealedFile]
     layouts: Sequence[FileLayout]
     fences: list[DeviceEvent]
     """Events that device copies must wait for."""
+    keep: list[Any]
+    """Objects that must stay alive until they have been read."""
     report: Report | None = None
+    """Known if the files were prepared."""
     readers: list[DeviceEvent] = field(default_factory=list)
     """Events of the kernels that this thread has launched to resolve tensors."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.sealed)
 
 
 @dataclass(frozen=True, eq=False)
 class Ahead:
     """The reads of a save that began before it was planned."""
 
-    share: Share
-    content: _Content
+    foreseen: Foreseen
+    job: WriteJob
 
 
-def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
+def read_ahead(save: SaveOperation, planning: ColumnPlanning) -> Ahead | None:
     """Begin to read the data that this rank writes if the plan is unchanged. None if the plan is unknown, or reads must
     wait.
     """
-    session, reads = save.session, save.reads
-    if session is None or session.staged is None or not session.staged.is_plain():
+    reads, group = save.reads, save.group
+    if reads is None or not reads.staged.is_plain():
         return None
-    assert reads is not None
-    foreseen = planner.foresee(session)
+    foreseen = planning.foresee(group.name, group.rank_set.rank)
     if foreseen is None:
         return None
     keep: list[Any] = []
     names = [Path(layout.name) for layout in foreseen.prepared.layouts]
-    bases = session.staged.bases()
-    files, sealed, report = foreseen.prepared.files(names, *bases, foreseen.resolve, keep)
     after = reads.fences
+    files, sealed, report = foreseen.prepared.files(
+        names, *reads.staged.bases(), foreseen.resolve, keep
+    )
     native = engine(save.call.config.host_cache_bytes)
 
     def start(window: Window) -> SaveJob:
@@ -141,82 +137,27 @@ def read_ahead(save: SaveOperation, planner: SharesPlanner) -> Ahead | None:
 
     if reads.foresee(start) is None:
         return None
-    content = _Content(files, sealed, foreseen.prepared.layouts, after, report)
-    return Ahead(foreseen.share, content)
-
-
-def begin_write(
-    save: SaveOperation,
-    plan: SavePlan,
-    planner: SavePlanner,
-    attempt: Attempt,
-    rank: int,
-    ahead: Ahead | None = None,
-) -> Writing:
-    """Begin to read and write ``plan``, this rank's part of ``save``. The planner is not needed afterwards.
-
-    ``rank`` is the rank in the files' names. When an error is raised, no read or write is in progress.
-    """
-    share = _share_of(save)
-    global_plan = b"" if share is None else share.global_plan
-    return _begin(_Write(save, plan, planner, share, attempt, rank, global_plan), ahead)
-
-
-@dataclass(frozen=True, eq=False)
-class _Write:
-    """The arguments of :func:`begin_write`."""
-
-    save: SaveOperation
-    plan: SavePlan
-    planner: SavePlanner
-    share: Share | None
-    attempt: Attempt
-    rank: int
-    global_plan: bytes
-    """Name of the global plan of ``share``, which may be that of a later save by the time this one is read."""
-    keep: list[Any] = field(default_factory=list)
-    """Objects that must stay alive until they have been read."""
-
-    @property
-    def folder(self) -> Path:
-        """The attempt's directory."""
-        return self.save.resolved_path() / self.attempt.name
-
-
-def _share_of(save: SaveOperation) -> Share | None:
-    session = save.session
-    if session is None:
-        return None
-    if save.call.own and session.taken_by is None:
-        raise ConfigurationError(
-            "set_up_planner() of the planner was replaced after async_save was called, by a function that "
-            "takes no storage_meta or calls no super().set_up_planner(); set hooks before the call"
-        )
-    return (
-        session.taken_by.share_of(session) if isinstance(session.taken_by, SharesPlanner) else None
-    )
+    layouts = foreseen.prepared.layouts
+    return Ahead(foreseen, WriteJob(files, sealed, layouts, after, keep, report))
 
 
 @dataclass(frozen=True, eq=False)
 class Writing:
     """A rank's part of a save whose reads have begun."""
 
-    _write: _Write
-    _content: _Content
+    _save: SaveOperation
+    _planning: SavePlanning
+    _attempt: Attempt
+    _content: WriteJob
     _job: SaveJob
     _samples: bytes
 
-    def settle(self) -> tuple[list[Any], WrittenPart]:
-        """Wait until all data are read, and check that they are unchanged; returns what to tell the coordinator, and
-        the files, on their way to storage.
+    def finish(self) -> None:
+        """Wait until all data are read, and check that they are unchanged; then the files are for the commit thread.
 
-        There is one result per item, with its place, and one per file, with its size (:class:`FileRecord`). If the
-        planner knows this package, one :class:`RankReport` replaces them. Raises :class:`SnapshotTornError` and errors
-        of storage; then no read or write is in progress.
+        Raises :class:`SnapshotTornError` and errors of storage; then no read or write is in progress.
         """
-        write, content, job = self._write, self._content, self._job
-        save, share = write.save, write.share
-        nbytes = sum(file.nbytes for file in content.sealed)
+        save, content, job, planning = self._save, self._content, self._job, self._planning
         try:
             if save.reads is None:
                 while not job.wait_read(-1, _POLL_SECONDS):
@@ -227,43 +168,43 @@ class Writing:
                 finally:
                     save.reads.raise_failure()
             if job.fault is not None:
-                raise _error(job.fault, nbytes)
+                raise _error(job.fault, content.nbytes)
         except BaseException:
             _cancel(job)
             raise
-        write.keep.clear()  # all is read: release the copies and the tensors
-        part = WrittenPart(job, save.stats, nbytes)
-        items = write.plan.items
-        if share is None:
-            return _results(items, content.layouts, content.sealed, write.attempt), part
-        report = content.report or report_of(content.layouts, content.sealed, len(items))
-        mine = _rank_report(share, write.global_plan, report, self._samples)
-        _remember_reported(save, share, write.global_plan, report.digest)
-        return [mine], part
+        content.keep.clear()  # all is read: release the copies and the tensors
+        report = planning.report(
+            self._attempt, content.layouts, content.sealed, content.report, self._samples
+        )
+        save.committed.add_done_callback(lambda _: planning.ended(save.committed.peek() is None))
+        part = WrittenPart(job, save.stats, content.nbytes)
+        save.submit(part, report, planning.compose(save.call.metrics))
 
 
-def _begin(write: _Write, ahead: Ahead | None) -> Writing:
-    save, share, folder = write.save, write.share, write.folder
-    reads, stats = save.reads, save.stats
+def begin_write(save: SaveOperation, planning: SavePlanning, ahead: Ahead | None = None) -> Writing:
+    """Begin to read and write this rank's part of ``save``. The planning lets go of the state.
+
+    When an error is raised, no read or write is in progress.
+    """
+    try:
+        return _begin(save, planning, save.ticket().attempt, ahead)
+    finally:
+        planning.release()
+
+
+def _begin(
+    save: SaveOperation, planning: SavePlanning, attempt: Attempt, ahead: Ahead | None
+) -> Writing:
+    reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
+    folder = save.resolved_path() / attempt.name
     native = engine(save.call.config.host_cache_bytes)
-    synced = save.on_storage(
-        "looking for the attempt", lambda: directories_to_sync(folder, write.rank)
-    )
-    if reads is not None and ahead is not None and ahead.share is share:
-        stats.steady = True
-        samples = _samples(write)  # while the gate still holds
-        job = reads.adopt()
-        try:
-            paths = [str(folder / layout.name) for layout in ahead.content.layouts]
-            job.place(paths, synced if paths else [])
-        except BaseException:
-            _cancel(job)
-            raise
-        return Writing(write, ahead.content, job, samples)
-    if reads is not None:
+    synced = save.on_storage("looking for the attempt", lambda: directories_to_sync(folder, rank))
+    if reads is not None and ahead is not None:
+        if isinstance(planning, ColumnPlanning) and planning.takes(ahead.foreseen):
+            return _place(save, planning, attempt, ahead, folder, synced)
         reads.discard()
     try:
-        content = _content(write, native)
+        content = _content(save, planning, folder, native)
     except RuntimeError:  # the planner met a tensor that is not as planned
         if reads is not None:
             reads.check_unchanged()
@@ -275,13 +216,13 @@ def _begin(write: _Write, ahead: Ahead | None) -> Writing:
 
     def start(window: Window) -> SaveJob:
         nonlocal samples
-        samples = _samples(write)  # while the gate still holds
+        samples = planning.sample(attempt)  # while the gate still holds
         job = native.save(
             content.files,
             synced if content.files else [],
             save.call.order,
             window,
-            write.keep,
+            content.keep,
             content.fences,
             None if reads is None else reads.staged.expected,
         )
@@ -289,7 +230,29 @@ def _begin(write: _Write, ahead: Ahead | None) -> Writing:
         return job
 
     job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
-    return Writing(write, content, job, samples)
+    return Writing(save, planning, attempt, content, job, samples)
+
+
+def _place(
+    save: SaveOperation,
+    planning: ColumnPlanning,
+    attempt: Attempt,
+    ahead: Ahead,
+    folder: Path,
+    synced: list[str],
+) -> Writing:
+    """Keep the reads that have begun: the ranks have agreed on their plan."""
+    assert save.reads is not None
+    save.stats.steady = True
+    samples = planning.sample(attempt)  # while the gate still holds
+    job = save.reads.adopt()
+    try:
+        paths = [str(folder / layout.name) for layout in ahead.job.layouts]
+        job.place(paths, synced if paths else [])
+    except BaseException:
+        _cancel(job)
+        raise
+    return Writing(save, planning, attempt, ahead.job, job, samples)
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
@@ -306,70 +269,32 @@ def _cancel(job: SaveJob) -> None:
         pass
 
 
-def _fit_cache(config: WriterConfig, content: _Content) -> None:
+def _fit_cache(config: WriterConfig, content: WriteJob) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     most = largest_host_cache_bytes(ranks) if config.cache_grows else config.host_cache_bytes
-    fit_cache(sum(file.nbytes for file in content.sealed), most)
+    fit_cache(content.nbytes, most)
 
 
-def _content(write: _Write, native: Engine) -> _Content:
-    save, items, folder = write.save, write.plan.items, write.folder
-    reads, session = save.reads, save.session
-    staged = None if session is None else session.staged
-    prepared: Prepared | None = None
-    if write.share is not None and staged is not None and staged.is_plain():
-        prepared = _prepared(write, write.share)
-    if prepared is None or staged is None:
-        layouts = lay_out(items, write.rank)
-        paths = [folder / layout.name for layout in layouts]
-        sources = Sources(native, write.planner, reads, write.keep, save.progress)
-        files, sealed = files_to_write(items, sources, layouts, paths)
-        readers = fences(native, sources.devices)
-        after = [*(reads.fences if reads is not None else ()), *readers]
-        return _Content(files, sealed, layouts, after, readers=readers)
-    paths = [folder / layout.name for layout in prepared.layouts]
-    files, sealed, report = prepared.files(
-        paths, *staged.bases(), lambda item: resolve_object(write.planner, items[item]), write.keep
-    )
-    return _Content(files, sealed, prepared.layouts, staged.fences, report)
-
-
-def _prepared(write: _Write, share: Share) -> Prepared | None:
-    session, planner = write.save.session, write.planner
-    # A planner around the one that has the session may resolve data otherwise: then it is asked.
-    if session is None or session.taken_by is not planner or not isinstance(planner, SharesPlanner):
-        return None
-    return planner.prepare(share, write.rank)
-
-
-def _samples(write: _Write) -> bytes:
-    share, attempt, session = write.share, write.attempt, write.save.session
-    if share is None or session is None or not len(share.final.shared):
-        return b""
-    assert isinstance(session.taken_by, SharesPlanner)
-    held, _keep = session.taken_by.replicas(share)
-    return sample(share.final, held, attempt.incarnation ^ attempt.sequence)
-
-
-def _rank_report(share: Share, plan: bytes, report: Report, samples: bytes) -> RankReport:
-    known = share.reported.get(plan) == report.digest
-    share.sent = report.digest
-    if not known:
-        share.reported = {}
-    return RankReport(report.digest, None if known else report.encode(), samples)
-
-
-def _remember_reported(save: SaveOperation, share: Share, plan: bytes, digest: bytes) -> None:
-    """Once the save is committed, remember that the coordinator has this rank's report, and need not receive
-    it again.
-    """
-
-    def note(committed: Future[None]) -> None:
-        # After a failure it is unknown which report the coordinator has.
-        known = save.committed.peek() is None and share.sent == digest
-        share.reported = {plan: digest} if known else {}
-
-    save.committed.add_done_callback(note)
+def _content(save: SaveOperation, planning: SavePlanning, folder: Path, native: Engine) -> WriteJob:
+    reads, items = save.reads, planning.items
+    keep: list[Any] = []
+    prepared = planning.prepared()
+    if prepared is not None and reads is not None:
+        paths = [folder / layout.name for layout in prepared.layouts]
+        files, sealed, report = prepared.files(
+            paths,
+            *reads.staged.bases(),
+            lambda item: resolve_object(planning, items[item]),
+            keep,
+        )
+        return WriteJob(files, sealed, prepared.layouts, reads.fences, keep, report)
+    layouts = lay_out(items, save.group.rank_set.rank)
+    paths = [folder / layout.name for layout in layouts]
+    sources = Sources(native, planning, reads, keep, save.progress)
+    files, sealed = files_to_write(items, sources, layouts, paths)
+    readers = fences(native, sources.devices)
+    after = [*(reads.fences if reads is not None else ()), *readers]
+    return WriteJob(files, sealed, layouts, after, keep, readers=readers)
 
 
 def _error(fault: Fault, nbytes: int) -> DataStatesError:
@@ -396,26 +321,3 @@ def _log_buffered_once() -> None:
     if not _logged_buffered:
         _logged_buffered = True
         logger.info("the file system refuses O_DIRECT; writing through the page cache")
-
-
-def _results(
-    items: Sequence[WriteItem],
-    layouts: Sequence[FileLayout],
-    sealed: Sequence[SealedFile],
-    attempt: Attempt,
-) -> list[WriteResult]:
-    results = []
-    for layout, file in zip(layouts, sealed, strict=True):
-        path = f"{attempt.name}/{layout.name}"
-        record = FileRecord(path, file.nbytes, file.table_offset)
-        first = items[(layout.tensors or layout.objects)[0].item]
-        results.append(WriteResult(first.index, file.nbytes, record))
-        for entry in layout.tensors:
-            info = _StorageInfo(path, entry.offset, entry.nbytes, TRANSFORM_DESCRIPTORS)
-            results.append(WriteResult(items[entry.item].index, entry.nbytes, info))
-        for element, offset, size in zip(
-            layout.objects, file.object_offsets, file.object_sizes, strict=True
-        ):
-            info = _StorageInfo(path, offset, size, TRANSFORM_DESCRIPTORS)
-            results.append(WriteResult(items[element.item].index, size, info))
-    return results

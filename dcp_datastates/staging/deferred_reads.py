@@ -22,6 +22,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import InvalidStateError
 from typing import Any, Final
 
 import torch
@@ -115,6 +116,7 @@ class DeferredReads:
         self._end: dict[None, BaseException | None] = {}
         """How the reads ended: settled (None) or failed. ``setdefault`` is atomic: the first entry counts."""
         self._wanted = False  # whether a thread waits for the reads
+        self._gate_since: float | None = None  # when a gate began to wait until the save is planned
         self._handed_over = Latch()  # set once there is a job or a failure
         if staged is None:
             return
@@ -143,6 +145,11 @@ class DeferredReads:
         """The error for which this save cannot be committed; None if there is none so far."""
         return self._end.get(None)
 
+    @property
+    def gate_waits(self) -> float:
+        """For how many seconds a gate has waited until the save is planned; 0 if none waits."""
+        return 0.0 if self._gate_since is None else time.monotonic() - self._gate_since
+
     def fail(self, error: BaseException) -> None:
         """Give the save up: wake waiting gates and free its memory. The first error counts; idempotent.
 
@@ -163,13 +170,8 @@ class DeferredReads:
         self._resolve_captured(failure)
 
     def _resolve_captured(self, error: BaseException | None) -> None:
-        try:
-            if error is None:
-                self.captured.set_result(None)
-            else:
-                self.captured.set_exception(error)
-        except Exception:  # resolved already: the first outcome stands
-            logger.debug("captured was resolved already")
+        with contextlib.suppress(InvalidStateError):  # the first outcome stands
+            self.captured.set_exception(error) if error else self.captured.set_result(None)
 
     def _let_go(self) -> None:
         """Drop the references to source tensors, and free the eager copies' cache segments."""
@@ -245,17 +247,16 @@ class DeferredReads:
         self._stats.gate_seconds += time.perf_counter() - began
 
     def _await_hand_over(self, stall: Stall) -> None:
+        if self._job is None:
+            self._gate_since = time.monotonic()
         while self._job is None and not self._end:
             self._handed_over.wait(_POLL_SECONDS)
             thread = self._thread
-            if thread is None:
-                stall.look(moved(self._foreseen), "its turn: DCP has not begun to plan it")
-            elif thread is threading.current_thread() or not thread.is_alive():
+            ended = thread is threading.current_thread() or not (thread and thread.is_alive())
+            if thread is not None and ended:
                 raise SaveAbandonedError("DCP ended this save before its data were written")
-            else:
-                stall.look(
-                    moved(self._foreseen), "DCP to plan it, which all its ranks take part in"
-                )
+            stall.look(moved(self._foreseen), "its plan, which all ranks take part in")
+        self._gate_since = None
 
     def _settle(self, portion: Portion, stall: Stall | None = None) -> None:
         """Wait for the group's reads, then check that its tensors are unchanged. Raises :class:`SnapshotTornError`."""
@@ -400,8 +401,7 @@ class DeferredReads:
             raise failure
 
     def _await_copies(self) -> None:
-        staged = self._staged
-        if staged is not None:
+        if (staged := self._staged) is not None:
             staged.copying.wait()
 
     @property

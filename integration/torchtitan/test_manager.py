@@ -258,7 +258,8 @@ def test_a_failed_save_raises_from_the_next_one_and_evicts_nothing(
     one.manager.save(3)
     one.manager.maybe_wait_for_saving()
     monkeypatch.setattr(
-        "dcp_datastates.dcp.writer.begin_write", _raise(StorageError(28, "no space", "there"))
+        "dcp_datastates.saving.rank_context.begin_write",
+        _raise(StorageError(28, "no space", "there")),
     )
     for number in (4, 5):
         one.step()
@@ -388,7 +389,7 @@ def test_close_raises_a_failure_that_was_not_asked_about(
     one = job(async_mode="async")
     one.step()
     monkeypatch.setattr(
-        "dcp_datastates.dcp.writer.begin_write", _raise(StorageError(28, "full", "x"))
+        "dcp_datastates.saving.rank_context.begin_write", _raise(StorageError(28, "full", "x"))
     )
     one.manager.save(1)
     with pytest.raises(StorageError, match="full"):

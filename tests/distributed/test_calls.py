@@ -18,8 +18,9 @@ from support.logs import lines
 from support.state.checkpoints import CACHE, async_save, committed, load_everything, raises, writer
 
 import dcp_datastates
-from dcp_datastates import RankLostError, SaveFailedError
-from dcp_datastates.dcp.destroy_hook import DestroyHook
+from dcp_datastates import DataStatesError, RankLostError, SaveFailedError
+from dcp_datastates.dcp import turn
+from dcp_datastates.io.destroy_hook import DestroyHook
 from dcp_datastates.process import waiting
 from dcp_datastates.ranks import connection
 from dcp_datastates.ranks import failure_detector as detector
@@ -162,6 +163,43 @@ def test_a_failed_call_of_stock_dcp_is_seen_by_the_vote_of_the_next_save(shared_
     with raises(SaveFailedError, "the ranks vote for different saves"):
         last.result(60)
     assert _numbers(path) == {1.0}
+
+
+@ranks(2)
+def test_the_gate_holds_training_a_while_for_a_rank_whose_call_failed_inside_dcp(shared_dir):
+    group, loader, path = own_group(), Loader(), shared_dir / "c"
+    weight = torch.nn.Parameter(torch.zeros(300, 400))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    dcp_datastates.track(optimizer)
+    state = {f"w{dist.get_rank()}": weight, "loader": loader}
+    by = writer(path)
+    async_save(state, path, by=by, group=group).result(60)
+    by.wait()
+    weight.grad = torch.ones_like(weight)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turn, "_GATE_SECONDS", 0.5)
+        for number in range(2):  # DCP's thread of the first is still there in the second
+            loader.fails = dist.get_rank() == 1
+            if loader.fails:
+                with pytest.raises(OSError, match="the loader's cache is gone"):
+                    async_save(state, path, by=by, group=group)
+                continue
+            async_save(state, path, by=by, group=group)
+            began = time.monotonic()
+            optimizer.step()
+            assert time.monotonic() - began < 30, "commit_timeout is 300 s"
+            error = by.committed.exception(0)
+            assert isinstance(error, RankLostError)
+            assert "rank 1 has not called dcp.async_save" in str(error) or number
+    dist.barrier()
+    loader.fails = False
+    if dist.get_rank() == 1:  # lets DCP's threads on the other rank go on
+        for _ in range(2):
+            with raises(DataStatesError):
+                async_save(state, path, by=by, group=group).result(60)
+    by.wait()
+    dist.barrier()
+    assert torch.equal(load_everything(path)[f"w{dist.get_rank()}"], torch.zeros(300, 400))
 
 
 @ranks(2)

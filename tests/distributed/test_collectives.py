@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
 import threading
 import weakref
 
@@ -16,14 +17,13 @@ from support.jobs.threads import MemoryStore, rank_set, together
 from support.state.checkpoints import CACHE
 from support.state.planners import FailingPlanner
 from support.waiting import await_that
-from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_datastates
 from dcp_datastates import RankLostError
-from dcp_datastates.dcp import process_group as collectives
-from dcp_datastates.dcp.destroy_hook import DestroyHook
-from dcp_datastates.dcp.process_group import Collectives
+from dcp_datastates.io.destroy_hook import DestroyHook
+from dcp_datastates.ranks import collectives
 from dcp_datastates.ranks.beats import Loss
+from dcp_datastates.ranks.collectives import Collectives
 from dcp_datastates.ranks.gloo_tree import GroupBroken
 
 
@@ -44,7 +44,7 @@ def _nothing():
 def _plans(world, store=None, detector=None):
     """The ``detector`` is rank 0's."""
     return [
-        Collectives(each, detector if detector and each.rank == 0 else _Detector(), _nothing)
+        Collectives(each, detector if detector and each.rank == 0 else _Detector())
         for each in rank_set(world, store or MemoryStore())
     ]
 
@@ -52,7 +52,16 @@ def _plans(world, store=None, detector=None):
 def _step(plan, entry, say=None, look=_nothing):
     """What this rank is told in an entry in which all say something to the coordinator."""
     with plan.entry(entry, look) as these:
-        return these.reduce_scatter("plan", lambda: (entry, say), lambda said: [said] * len(said))
+        return pickle.loads(_exchange(these, pickle.dumps((entry, say))))
+
+
+def _exchange(these, mine):
+    """What all have given, on all ranks."""
+    gathered = these.gather(mine)
+    if gathered is None:
+        return these.scatter(None)
+    told = pickle.dumps(list(map(pickle.loads, gathered))) if mine else b""
+    return these.scatter([told] * len(gathered))
 
 
 def _close(plans):
@@ -60,46 +69,32 @@ def _close(plans):
 
 
 @pytest.mark.parametrize("world", [2, 18])
-def test_the_steps_of_dcp_run_on_all_ranks_and_nothing_is_left(world):
+def test_each_rank_gets_its_element_and_nothing_is_left(world):
     before = Residue.now()
     plans = _plans(world)
 
     def plan(plan, rank):
         with plan.entry(1, _nothing) as these:
-            assert (these.rank, these.get_world_size()) == (rank, world)
-            assert these.is_coordinator == (rank == 0)
-            told = these.reduce_scatter("plan", lambda: rank, lambda said: [-each for each in said])
-            return told, these.gather_object({"rank": rank})
+            gathered = these.gather(b"%d" % rank)
+            assert gathered == ([b"%d" % each for each in range(world)] if rank == 0 else None)
+            return these.scatter(gathered and [each + b"!" for each in gathered])
 
-    outcomes = together(plans, plan)
-    assert outcomes == [(0, [{"rank": rank} for rank in range(world)])] + [
-        (-rank, None) for rank in range(1, world)
-    ]
+    assert together(plans, plan) == [b"%d!" % rank for rank in range(world)]
     _close(plans)
     del plans
     assert_nothing_left(before)
 
 
-@pytest.mark.parametrize("where", ["map", "reduce"])
-def test_a_step_that_fails_on_one_rank_fails_on_all_as_dcp_has_it_and_they_stay_in_step(where):
+def test_an_error_behind_the_exchange_breaks_no_connection():
     plans = _plans(3)
 
-    def plan(plan, rank):
-        def fail(*_):
-            raise KeyError("of one rank")
-
+    def fail(plan, rank):
         with plan.entry(1, _nothing) as these:
-            these.reduce_scatter(
-                "plan",
-                fail if where == "map" and rank == 1 else lambda: rank,
-                fail if where == "reduce" else lambda said: said,
-            )
+            _exchange(these, b"")
+            raise KeyError(rank)
 
-    failing = 1 if where == "map" else 0
-    for outcome in together(plans, plan):
-        assert isinstance(outcome, CheckpointException), outcome
-        assert list(outcome.failures) == [failing]
-        assert isinstance(outcome.failures[failing][0], KeyError)
+    outcomes = together(plans, fail)
+    assert [each.args for each in outcomes] == [(0,), (1,), (2,)]
     assert together(plans, lambda plan, _: _step(plan, 2)) == [[(2, None)] * 3] * 3
     assert plans[0]._tree.generation == 0, "connected again without need"
     _close(plans)
@@ -166,11 +161,11 @@ def test_a_rank_that_fails_between_two_steps_fails_the_entry_on_all_and_the_next
 
     def plan(plan, rank):
         with plan.entry(2, _nothing) as these:
-            these.gather_object(rank)
+            these.gather(b"")
             if rank == 17:
                 raise OSError("in between")
-            these.gather_object(rank)
-            return these.scatter_object(list(range(18)) if rank == 0 else None)
+            these.gather(b"")
+            return these.scatter([b""] * 18 if rank == 0 else None)
 
     outcomes = together(plans, plan)
     assert isinstance(outcomes[17], OSError)
@@ -194,7 +189,7 @@ def test_a_rank_that_the_failure_detector_counts_out_is_named(comes):
                 told.wait(30)
             else:
                 detector.lost = [Loss(1, "is dead", True)]
-                these.gather_object(rank)
+                these.gather(b"")
 
     if not comes:
         detector.lost = [Loss(1, "is dead", True)]

@@ -216,13 +216,13 @@ def test_a_synchronous_save_exchanges_digests_too(shared_dir):
 @pytest.mark.parametrize(
     ("where", "victim"),
     sampled(
-        itertools.product(["create_local_plan", "create_global_plan", "finish_plan"], [0, 1]),
-        keep=[("create_local_plan", 0), ("create_global_plan", 0), ("finish_plan", 1)],
+        itertools.product(["propose", "assign", "take"], [0, 1]),
+        keep=[("propose", 0), ("assign", 0), ("take", 1)],
     ),
 )
 @spied
 def test_after_a_failed_save_the_next_is_planned_anew_and_whole(where, victim, shared_dir):
-    if where == "create_global_plan" and victim:
+    if where == "assign" and victim:
         pytest.skip("only the coordinator makes the global plan")
     planner, by = spy(DataStatesSavePlanner()), saver(shared_dir / "c")
     save_by(state_of(0), by, planner)
@@ -379,11 +379,11 @@ def test_reads_begin_before_the_plan_is_agreed_on(shared_dir):
     before = Residue.now()
     go_on = threading.Event()
 
-    def held(plain, planner):
+    def held(plain, *args):
         assert go_on.wait(60)
-        return plain(planner)
+        return plain(*args)
 
-    with own_step("create_local_plan", held):
+    with own_step("propose", held):
         first = dcp_datastates.async_save(state_of(2), writer=by, planner=planner)
         job = _ahead(by)
         # The next one is not read ahead: it would take the cache, and this one may have to be read again.
@@ -431,12 +431,12 @@ def test_a_save_that_fails_in_planning_lets_go_of_what_it_has_read_ahead(shared_
         save_by(state_of(number), by, planner)
     before = Residue.now()
 
-    def refuse(plain, planner):
+    def refuse(*_):
         _ahead(by).wait_read(-1, 20)
         raise RuntimeError("refused")
 
     with (
-        own_step("create_local_plan", refuse),
+        own_step("propose", refuse),
         pytest.raises(DataStatesError, match="refused"),
     ):
         save_by(state_of(2), by, planner)

@@ -150,51 +150,39 @@ def test_a_hook_that_is_set_later_is_not_passed_over_because_plans_are_remembere
         assert_same(found, state["w"] * (1 if number < 3 else 2))
 
 
+def _replace_transform(planner):
+    planner.transform_object = functools.partial(_doubling, planner)
+
+
+def _replace_set_up(planner):
+    """By one that takes no ``storage_meta``."""
+    plain = planner.set_up_planner
+    planner.set_up_planner = lambda state_dict, is_coordinator: plain(
+        {name: value * 2 for name, value in state_dict.items()}, None, is_coordinator
+    )
+
+
 @ranks(1)
-def test_a_hook_that_is_set_right_after_the_call_has_the_state_to_work_on(shared_dir):
+@pytest.mark.parametrize("replace", [_replace_transform, _replace_set_up])
+def test_a_hook_that_is_set_right_after_the_call_has_the_state_to_work_on(replace, shared_dir):
     planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
     for _ in range(2):
         saved_alone(state, planner, shared_dir / "c")
     go_on = threading.Event()
 
-    def held(plain, planner, *args, **kwargs):
+    def held(plain, *args):
         assert go_on.wait(60)
-        return plain(planner, *args, **kwargs)
+        return plain(*args)
 
-    with own_step("set_up_planner", held):
-        by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE)
+    by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE)
+    with own_step("propose", held):  # of the save before
+        before = dcp_datastates.async_save(state, writer=by, planner=planner)
         response = dcp_datastates.async_save(state, writer=by, planner=planner)
-        planner.transform_object = functools.partial(_doubling, planner)
+        replace(planner)
         go_on.set()
-        response.upload_completion.result(60)
+        before.result(60)
+        response.result(60)
     assert_same(load(zeros(state), shared_dir / "c")["w"], state["w"] * 2)
-
-
-@ranks(1)
-def test_a_set_up_that_is_replaced_right_after_the_call_is_refused_and_saves_no_empty_state(
-    shared_dir,
-):
-    planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
-    for _ in range(2):
-        saved_alone(state, planner, shared_dir / "c")
-    go_on, plain = threading.Event(), planner.set_up_planner
-    by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, read_window="immediate")
-    first = torch.nn.Parameter(torch.rand(9))
-    storage_meta = by.storage_meta
-
-    def held():
-        assert go_on.wait(60)
-        return storage_meta()
-
-    by.storage_meta = held
-    response = dcp_datastates.async_save({"first": first}, writer=by, planner=planner)
-    planner.set_up_planner = lambda state_dict, is_coordinator: plain(
-        state_dict, None, is_coordinator
-    )
-    go_on.set()
-    with raises(ConfigurationError, "set hooks before the call"):
-        response.upload_completion.result(60)
-    assert_same(load(zeros(state), shared_dir / "c"), state)
 
 
 @ranks(2)

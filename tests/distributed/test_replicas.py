@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from dcp_datastates import (
     SnapshotTornError,
     track,
 )
-from dcp_datastates.dcp import rank_context
 
 SHAPE = (3000, 200)
 """Of float32: large enough to be cut."""
@@ -199,11 +197,11 @@ def test_a_steady_save_sends_a_few_bytes_for_it(shared_dir):
     by = DataStatesWriter(shared_dir / "c", host_cache_size=CACHE, read_window="immediate")
     sent = []
 
-    def encoded(results, real=rank_context.encode_results):
-        sent.append(real(results))
+    def report(plain, *args):
+        sent.append(plain(*args))
         return sent[-1]
 
-    with mock.patch.object(rank_context, "encode_results", encoded):
+    with own_step("report", report):
         for number in range(3):
             dcp_datastates.async_save(
                 model.state(), writer=by, planner=planner
@@ -229,7 +227,7 @@ def test_replicas_whose_memory_has_gone_tear_the_save_and_crash_nothing(shared_d
         return plain(*args)
 
     by = _writer(shared_dir / "c", read_window="backward", read_deadline=30)
-    with own_step("finish_plan", held):
+    with own_step("take", held):
         handle = dcp_datastates.async_save(state, writer=by, planner=planner)
         if dist.get_rank() == 1:
             state["w"].resize_(100_000, 200)  # moves the memory, and tells no one

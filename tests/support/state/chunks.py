@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -25,18 +25,22 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from dcp_datastates import DataStatesReader
+from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.publish import publish
-from dcp_datastates.commit.round import Round
+from dcp_datastates.commit.round import Part, Round
 from dcp_datastates.config import WriterConfig
+from dcp_datastates.dcp.object_planning import GivenPlan
 from dcp_datastates.io.engine import next_order
-from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.process.progress import Progress
+from dcp_datastates.ranks.rank_set import ALONE, RankSet
 from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.document import document
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.write import begin_write
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
+from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.claims import Neighbours, claim
 
 __all__ = ["Box", "boxes", "load_by_ranks", "save_by_ranks", "write_item"]
@@ -127,6 +131,23 @@ class _LoadPieces(DefaultLoadPlanner):
         return box.of(tensor)
 
 
+@dataclass
+class _Group:
+    """What a save needs of its commit group until it is read."""
+
+    rank_set: RankSet
+    parts: list[Part] = field(default_factory=list)
+
+    def announce(self, number: int) -> None:
+        pass
+
+    def reading(self, progress: Progress, active: bool) -> None:
+        pass
+
+    def submit(self, round_: Round) -> None:
+        self.parts.append(round_.part)
+
+
 def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     """What each rank writes and the coordinator publishes, for all ranks in turn, in this thread."""
     planners = [_SavePieces(pieces) for pieces in pieces_of_ranks]
@@ -136,14 +157,17 @@ def save_by_ranks(path: Path, pieces_of_ranks: list[Pieces]) -> None:
     attempt = claimed.attempt
     results, parts = [], []
     for rank, (planner, plan) in enumerate(zip(planners, plans, strict=True)):
-        final = planner.finish_plan(plan)
+        given = GivenPlan(planner.finish_plan(plan), planner)
         call = SaveCall(
-            commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order()
+            commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order(), 1
         )
-        save = SaveOperation(call, SaveStats(), None)
-        mine, part = begin_write(save, final, planner, attempt, rank).settle()
-        results.append(mine)
-        parts.append(part)
+        save = SaveOperation(call, SaveStats())
+        group = _Group(RankSet(rank, tuple(range(len(planners))), None))
+        save.group = cast("CommitGroup", group)
+        save.agree(Ticket(attempt, 0, 0))
+        begin_write(save, given).finish()
+        results.append(given.results)
+        parts += group.parts
     for part in parts:
         assert part.wait(60)
         assert part.error is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -32,22 +32,32 @@ SMALL = 600
 
 
 def spied(body):
-    """Planners that were given to :func:`spy` note how large their plans are, in bytes as DCP pickles them."""
+    """Planners that were given to :func:`spy` note how many bytes they offer and are answered."""
 
-    def create_local_plan(plain, planner):
-        plan = plain(planner)
-        planner.offered.append(len(pickle.dumps(plan)))
-        return plan
+    def planning(plain, planner, state):
+        made = plain(planner, state)
+        made.spied = planner
+        return made
 
-    def finish_plan(plain, planner, plan):
-        planner.answered.append(len(pickle.dumps(plan)))
-        return plain(planner, plan)
+    def propose(plain, planning, *group):
+        offered = plain(planning, *group)
+        planning.spied.offered.append(len(offered))
+        return offered
+
+    def take(plain, planning, answer):
+        planning.spied.answered.append(len(answer))
+        return plain(planning, answer)
+
+    plain = DataStatesSavePlanner.planning
 
     @functools.wraps(body)
     def test(**kwargs):
         with (
-            own_step("create_local_plan", create_local_plan),
-            own_step("finish_plan", finish_plan),
+            mock.patch.object(
+                DataStatesSavePlanner, "planning", lambda *args: planning(plain, *args)
+            ),
+            own_step("propose", propose),
+            own_step("take", take),
         ):
             body(**kwargs)
 

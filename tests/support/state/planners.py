@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,28 +12,22 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
-from dcp_datastates import DataStatesSavePlanner
-from dcp_datastates.dcp import planner as planner_module
+from dcp_datastates.planning.column_planning import ColumnPlanning
 
 __all__ = ["FailingPlanner", "HalvingPlanner", "PlannerRefusal", "forget_cached_plans", "own_step"]
 
 
 @contextlib.contextmanager
 def own_step(name: str, step: Callable[..., Any]) -> Iterator[None]:
-    """Every ``DataStatesSavePlanner`` runs ``step(plain, planner, *args)`` in place of its method ``name``.
-
-    As its own code: a hook would turn off what the planner remembers.
+    """Every ``ColumnPlanning`` runs ``step(plain, planning, *args)`` in place of its method ``name``: the steps of
+    ``DataStatesSavePlanner`` with this package's writer.
     """
-    plain = getattr(DataStatesSavePlanner, name)
+    plain = getattr(ColumnPlanning, name)
 
-    @functools.wraps(plain)  # DCP looks at its parameters
-    def method(self: DataStatesSavePlanner, *args: Any, **kwargs: Any) -> Any:
+    def method(self: ColumnPlanning, *args: Any, **kwargs: Any) -> Any:
         return step(plain, self, *args, **kwargs)
 
-    with (
-        mock.patch.object(DataStatesSavePlanner, name, method),
-        mock.patch.dict(planner_module._OWN_HOOKS, {name: method}),
-    ):
+    with mock.patch.object(ColumnPlanning, name, method):
         yield
 
 

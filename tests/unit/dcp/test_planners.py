@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 from support.state.checkpoints import (
+    CACHE,
     assert_same,
     async_save,
     attempts,
@@ -22,9 +23,9 @@ from support.state.planners import FailingPlanner, HalvingPlanner, PlannerRefusa
 from support.state.states import filled
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from dcp_datastates import DataStatesSavePlanner
+import dcp_datastates
+from dcp_datastates import ConfigurationError, DataStatesSavePlanner
 from dcp_datastates.io import engine as engine_module
-from dcp_datastates.saving import paths, turns
 
 
 def _caching():
@@ -136,37 +137,25 @@ class Around:
         return self._inner.resolve_data(write_item) * 2
 
 
-@pytest.mark.parametrize("how", ["save", "async_save"])
-def test_a_planner_around_ours_decides_what_is_stored_in_each_save(how, tmp_path):
+def test_a_planner_around_ours_decides_what_is_stored_in_each_save(tmp_path):
     planner, state = Around(), {"w": torch.ones(200, 500)}
     for number in range(3):
         path = tmp_path / str(number)
-        if how == "save":
-            save(state, path, planner=planner)
-        else:
-            async_save(state, path, planner=planner).result(60)
+        dcp_datastates.async_save(state, path, planner=planner, host_cache_size=CACHE).result(60)
         assert_same(load(zeros(state), path), {"w": torch.full((200, 500), 2.0)})
 
 
-def test_a_planner_lets_go_of_a_failed_save_before_the_next_one_begins(tmp_path, monkeypatch):
-    """What it forgets later would be the next one's."""
-    order = []
-    monkeypatch.setattr(turns.Turn, "end", lambda turn: order.append("end") or turn._ended.set())
-    planner = DataStatesSavePlanner()
-    release = planner.release
-
-    def refuse(*_):
-        raise PlannerRefusal
-
-    def released(session):
-        order.append("release")
-        release(session)
-
-    planner.release = released
-    with monkeypatch.context() as patch, raises(PlannerRefusal):
-        patch.setattr(paths, "check_shared", refuse)
-        async_save({"w": torch.ones(200, 500)}, tmp_path / "a", planner=planner).result(60)
-    assert order.index("release") < order.index("end")
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_planner_around_ours_is_refused_where_dcp_calls_it(how, tmp_path):
+    """It would be asked for nothing: ours plans nothing towards DCP."""
+    state = {"w": torch.ones(200, 500)}
+    with raises(ConfigurationError, "derive from it"):
+        if how == "save":
+            save(state, tmp_path, planner=Around())
+        else:
+            async_save(state, tmp_path, planner=Around()).result(60)
+    save(state, tmp_path, planner=DataStatesSavePlanner())
+    assert_same(load(zeros(state), tmp_path), state)
 
 
 def test_keeping_the_nesting_unflattened_works(tmp_path):

@@ -1,4 +1,4 @@
-"""What a rank tells the coordinator after writing, as bytes."""
+"""The messages of planning, as bytes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_datastates.planning.exchange import RankReport, Report
+from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
 
 INTS = st.lists(st.integers(0, 1 << 62), max_size=20)
 FILES = st.lists(st.tuples(st.text(max_size=8), st.integers(0, 1 << 62), st.integers(0, 1 << 62)))
@@ -25,13 +25,18 @@ def test_a_report_comes_back(files, numbers, data):
     assert found.digest == report.digest
 
 
-@given(
-    digest=st.binary(min_size=16, max_size=16), whole=st.none() | st.binary(), samples=st.binary()
+DIGESTS = st.binary(min_size=16, max_size=16)
+IN_FULL = st.none() | st.binary()
+MESSAGES = st.one_of(
+    st.builds(Offer, DIGESTS, st.binary(), IN_FULL, st.lists(DIGESTS, max_size=4).map(tuple)),
+    st.builds(Answer, st.binary(), DIGESTS, IN_FULL),
+    st.builds(RankReport, DIGESTS, IN_FULL, st.binary()),
 )
-def test_a_message_comes_back_with_or_without_the_report(digest, whole, samples):
-    message = RankReport(digest, whole, samples)
-    assert RankReport.is_encoded(message.encode())
-    assert RankReport.decode(message.encode()) == message
+
+
+@given(message=MESSAGES)
+def test_a_message_comes_back_in_full_or_by_digest(message):
+    assert type(message).decode(message.encode()) == message
 
 
 @pytest.mark.parametrize(

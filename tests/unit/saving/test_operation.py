@@ -135,16 +135,18 @@ def test_save_copies_nothing_that_can_be_read_in_place(tmp_path):
 
 
 def _synchronous(path):
-    call = SaveCall(commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order())
-    return SaveOperation(call, SaveStats(), None)
+    call = SaveCall(
+        commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, path, next_order(), 1
+    )
+    return SaveOperation(call, SaveStats())
 
 
 def test_a_save_that_was_ended_while_it_claimed_holds_up_no_later_one(tmp_path):
     """As when a signal handler saves, too."""
     ended = _synchronous(tmp_path / "a")
     ended.begin()
-    ended.end_planning()
-    ended.draw_ticket(1)
+    ended.end()
+    ended.draw_ticket()
     assert ended.phase < Phase.AGREED
     save({"w": torch.ones(10)}, tmp_path / "b")
 
@@ -153,6 +155,6 @@ def test_a_save_that_was_ended_while_it_claimed_holds_up_no_later_one(tmp_path):
 def test_a_save_that_fails_after_the_agreement_holds_up_no_later_one(how, tmp_path):
     failed = _synchronous(tmp_path / "a")
     failed.begin()
-    failed.draw_ticket(1)
+    failed.draw_ticket()
     failed.give_up("enough") if how == "give_up" else failed.fail(StorageError(5, "enough"))
     save({"w": torch.ones(10)}, tmp_path / "b")

@@ -20,24 +20,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from dcp_datastates.config import MAX_IN_FLIGHT
-from dcp_datastates.dcp.destroy_hook import DestroyHook
-from dcp_datastates.dcp.ranks import Ranks
 from dcp_datastates.errors import RankLostError
 from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.ranks.rank_set import RankSet
 
-__all__ = ["Collectives"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Collectives", "Exchange"]
 
 T = TypeVar("T")
 
@@ -62,25 +56,47 @@ _UNKNOWN: Final = "?"
 """Prefix of a note whose writer does not know which rank is at fault."""
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """One gather and one scatter of bytes, in this order."""
+
+    gather: Callable[[bytes], Sequence[bytes] | None]
+    """Returns all ranks' bytes on rank 0, None elsewhere."""
+    scatter: Callable[[Sequence[bytes] | None], bytes]
+    """Returns this rank's element of what rank 0 passes."""
+
+
+ALONE: Final = Exchange(lambda data: [data], lambda parts: (parts or [b""])[0])
+"""The exchange of a rank alone."""
+
+
 class Collectives:
-    """The collectives of ``rank_set`` for planning. Only the planning thread uses them.
+    """The collectives of ``rank_set`` for planning. One thread at a time uses them.
 
     Args:
         detector: finds the lost ranks.
-        on_destroy: called when the job destroys its process groups.
+        name: distinguishes several collectives of the same ranks.
+        numbered: whether the ranks number their entries. If not, an entry pairs the ranks that come; whatever makes
+            them come must pair them rightly.
     """
 
     def __init__(
-        self, rank_set: RankSet, detector: FailureDetector[Any], on_destroy: Callable[[], None]
+        self,
+        rank_set: RankSet,
+        detector: FailureDetector[Any],
+        name: str = "planning",
+        *,
+        numbered: bool = True,
     ) -> None:
         self._rank_set = rank_set
         self._detector = detector
-        # Register now, in the thread of the call: torch names some groups by the number of existing groups.
-        self._hook = DestroyHook(f"dcp_datastates/{rank_set.digest}", on_destroy)
-        self._store = rank_set.connect("planning")
-        self._tree = GlooTree(rank_set, "planning")
+        self._numbered = numbered
+        self._store = rank_set.connect(name)
+        self._tree = GlooTree(rank_set, name)
         self._noted: list[int] = []  # entries that this rank has noted
-        self._in_step = False  # all ranks know that this rank fails its entry: it need not leave
+        self._in_step = (
+            False  # no rank waits for this one: if it fails its entry, it need not leave
+        )
         self._look: Callable[[], None] = lambda: None
         self._looked = 0.0
 
@@ -91,12 +107,12 @@ class Collectives:
         look: Callable[[], None],
         said: int = 0,
         hear: Callable[[int], None] = lambda greatest: None,
-    ) -> Iterator[Ranks]:
-        """Meet the other ranks for this ``entry`` (each rank counts them), then provide DCP's collectives.
+    ) -> Iterator[Exchange]:
+        """Meet the other ranks for this ``entry`` (each rank counts them), then provide an exchange.
 
         Each rank also sends the number ``said``; every rank passes the greatest to ``hear``. If ``hear`` raises, it
-        must raise on all ranks, and the entry ends. In the block, all ranks must run the same steps. DCP's
-        ``CheckpointException`` occurs on all ranks; if the block raises anything else, the entry fails on all ranks.
+        must raise on all ranks, and the entry ends. If the block raises before the exchange is over, the entry fails on
+        all ranks.
 
         While waiting, this calls ``look``, which raises :class:`RankLostError` if the wait has become too long. Raises
         :class:`RankLostError`, too, if a rank is lost or the other ranks have given this entry up; :class:`GroupBroken`
@@ -109,14 +125,12 @@ class Collectives:
             self._in_step = True
             hear(greatest)
             self._in_step = False
-            yield Ranks(
-                self._rank_set.rank,
-                self._rank_set.world,
+            yield Exchange(
                 lambda data: self._step(entry, lambda: self._tree.gather(data, self._check)),
-                lambda parts: self._step(entry, lambda: self._tree.scatter(parts, self._check)),
+                lambda parts: self._last_step(entry, parts),
             )
         except BaseException as error:
-            if not self._in_step and not isinstance(error, CheckpointException):
+            if not self._in_step:
                 self._note(entry, error)
                 self._tree.leave()
             raise
@@ -124,35 +138,31 @@ class Collectives:
     def close(self) -> None:
         """Close the connections. Idempotent."""
         self._tree.close()
-        self._hook.close()
 
     def _meet(self, entry: int, said: int) -> int:
         """Meet the other ranks; return the greatest number that a rank ``said``."""
         self._looked = 0.0
         check = functools.partial(self._check_meeting, entry)
         tries = 0
-        newest, oldest, greatest = entry, 0, 0
-        while newest != -oldest:
+        while True:
             try:
-                self._tree.join(check)
-                newest, oldest, greatest = self._tree.max([entry, -entry, said], check)
-            except GroupBroken as broken:
-                self._tree.leave()
+                newest, oldest, greatest = self._tree.meet(entry, [said], check)
+            except GroupBroken:
                 self._find_note(entry)
                 tries += 1
                 if tries > _TRIES:
                     raise
-                logger.info("the ranks connect for planning again: %s", broken)
                 check()
                 time.sleep(tries * _POLL_SECONDS)
                 continue
+            if newest == oldest:
+                return greatest[0]
             if newest > entry:
                 self._in_step = True
                 self._find_note(entry)
                 raise RankLostError(
                     f"the other ranks have given this save up, and have come to one {newest - entry} later"
                 )
-        return greatest
 
     def _step(self, entry: int, step: Callable[[], T]) -> T:
         try:
@@ -160,6 +170,11 @@ class Collectives:
         except GroupBroken:
             self._find_note(entry)  # a rank writes the note before it closes its connections
             raise
+
+    def _last_step(self, entry: int, parts: Sequence[bytes] | None) -> bytes:
+        mine = self._step(entry, lambda: self._tree.scatter(parts, self._check))
+        self._in_step = True
+        return mine
 
     def _check(self) -> None:
         """Called repeatedly while a step waits."""
@@ -192,7 +207,7 @@ class Collectives:
     # ---- notes in the store; without the store, the failure detector says so ----------------------------------
 
     def _note(self, entry: int, error: BaseException) -> None:
-        if not self._has_met:
+        if not (self._numbered and self._has_met):
             return
         why = str(error) or type(error).__name__
         if isinstance(error, GroupBroken):
@@ -204,7 +219,7 @@ class Collectives:
     def _find_note(self, entry: int) -> None:
         """Raise the noted reason if another rank has given the entry up."""
         with contextlib.suppress(RuntimeError):
-            if self._has_met and self._store.check([_key(entry)]):
+            if self._numbered and self._has_met and self._store.check([_key(entry)]):
                 why = self._store.get(_key(entry)).decode()
                 if why.startswith(_UNKNOWN):
                     raise GroupBroken(why[len(_UNKNOWN) :])

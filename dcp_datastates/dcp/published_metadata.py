@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_datastates.errors import DataStatesError
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.fields import known_fields, unknown_fields
 from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.format.metadata_objects import metadata_of
@@ -26,7 +26,9 @@ FIELDS: Final = known_fields(Metadata) | set(unknown_fields(Metadata))
 class PublishedMetadata(Metadata):
     """A ``Metadata`` that reads its fields from the file at the first access.
 
-    Access raises :class:`DataStatesError` if the save is not committed, or another save has replaced it.
+    The planner returns it empty, and the writer's ``finish`` sets ``directory`` and ``attempt``; before that, a field
+    cannot be changed. Access raises :class:`DataStatesError` if the save is not committed, or another save has replaced
+    it.
     """
 
     def __init__(self, directory: str = "", attempt: str = "") -> None:
@@ -38,6 +40,14 @@ class PublishedMetadata(Metadata):
         if name in FIELDS and name not in object.__getattribute__(self, "__dict__"):
             self._load()
         return object.__getattribute__(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIELDS and not self.directory:
+            raise ConfigurationError(
+                f"{name} cannot be assigned to: the metadata of this save are made of its plan when all ranks have "
+                f"written; change them in create_global_plan() of a class derived from DataStatesSavePlanner"
+            )
+        super().__setattr__(name, value)
 
     def _load(self) -> None:
         if not self.directory:

@@ -1,0 +1,155 @@
+"""Planning in DCP's objects, by any of DCP's planners.
+
+:class:`ObjectPlanning` runs the planner for a save that this package runs: DCP's steps, with this package's exchange in
+place of DCP's collectives. :class:`GivenPlan` is the planning of a save that DCP has planned.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_datastates.format.layout import FileLayout, SealedFile
+from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.save_planning import Compose
+from dcp_datastates.saving.document import document, write_results
+from dcp_datastates.staging.stage import StagedState
+from dcp_datastates.storage.attempt import Attempt
+
+__all__ = ["GivenPlan", "ObjectPlanning"]
+
+
+class GivenPlan:
+    """A final plan that DCP has made with ``planner``. DCP gathers the results, too."""
+
+    kind = "by DCP"
+
+    def __init__(self, plan: SavePlan, planner: SavePlanner) -> None:
+        self.items: Sequence[WriteItem] = plan.items
+        self.planner: SavePlanner | None = planner
+        self.results: list[WriteResult] = []
+
+    def propose(self, group: str, rank: int) -> bytes:
+        return b""
+
+    def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
+        return [b""] * len(proposals)
+
+    def take(self, answer: bytes) -> None:
+        pass
+
+    def prepared(self) -> None:
+        return None
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        assert self.planner is not None, "released"
+        found: torch.Tensor | io.BytesIO = self.planner.resolve_data(write_item)
+        return found
+
+    def sample(self, attempt: Attempt) -> bytes:
+        return b""
+
+    def release(self) -> None:
+        self.planner = None  # it has the state
+
+    def report(
+        self,
+        attempt: Attempt,
+        layouts: Sequence[FileLayout],
+        sealed: Sequence[SealedFile],
+        known: Report | None,
+        samples: bytes,
+    ) -> bytes:
+        self.results = write_results(self.items, layouts, sealed, attempt)
+        return b""
+
+    def ended(self, committed: bool) -> None:
+        pass
+
+    def compose(self, metrics: Mapping[str, float]) -> Compose | None:
+        return None
+
+
+class ObjectPlanning(GivenPlan):
+    """Planning of a staged state by ``planner``.
+
+    Args:
+        state: the state at the call, with all its tensors.
+        directory: the checkpoint's directory, which planners are told.
+    """
+
+    kind = "in objects"
+
+    def __init__(
+        self, planner: SavePlanner, staged: StagedState, state: dict[str, Any], directory: str
+    ) -> None:
+        super().__init__(SavePlan([]), planner)
+        self._staged: StagedState | None = staged
+        self._state = state
+        self._directory = directory
+        self._metadata: Metadata | None = None
+
+    def propose(self, group: str, rank: int) -> bytes:
+        planner, state, is_coordinator = self._given, self._state, rank == 0
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            planner.set_up_planner(
+                state_dict=state,
+                storage_meta=StorageMeta(checkpoint_id=self._directory),
+                is_coordinator=is_coordinator,
+            )
+        else:  # a planner from before torch 2.3
+            planner.set_up_planner(state, is_coordinator)  # type: ignore[arg-type]
+        plan: SavePlan = planner.create_local_plan()
+        assert self._staged is not None, "released"
+        items = self._staged.as_captured(plan.items)
+        return pickle.dumps(plan if items is plan.items else dataclasses.replace(plan, items=items))
+
+    def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
+        # Pickled by ranks of this job.
+        plans, self._metadata = self._given.create_global_plan(list(map(pickle.loads, proposals)))
+        return list(map(pickle.dumps, plans))
+
+    def take(self, answer: bytes) -> None:
+        self.items = self._given.finish_plan(pickle.loads(answer)).items
+
+    def release(self) -> None:
+        super().release()
+        self._staged, self._state = None, {}
+
+    @property
+    def _given(self) -> SavePlanner:
+        assert self.planner is not None, "released"
+        return self.planner
+
+    def report(
+        self,
+        attempt: Attempt,
+        layouts: Sequence[FileLayout],
+        sealed: Sequence[SealedFile],
+        known: Report | None,
+        samples: bytes,
+    ) -> bytes:
+        return pickle.dumps(write_results(self.items, layouts, sealed, attempt))
+
+    def compose(self, metrics: Mapping[str, float]) -> Compose | None:
+        metadata = self._metadata
+        if metadata is None:
+            return None
+        # The planner may use its own for the next save meanwhile.
+        mine = copy.copy(metadata)
+
+        def compose(reports: Sequence[bytes]) -> Any:
+            results = list(map(pickle.loads, reports))
+            return lambda meta, claim: document(meta, claim, mine, results, metrics)
+
+        return compose

@@ -1,0 +1,133 @@
+"""The coordinator's global plan: every rank's share, and the metadata that they come to."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from dcp_datastates.errors import DataStatesError
+from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
+from dcp_datastates.format.metadata import DCP_VERSION, FileRecord, MetadataTable, Note, encode
+from dcp_datastates.planning.exchange import RankReport, Report
+from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.planning.rank_plan import RankPlan
+from dcp_datastates.planning.replicas import Samples
+from dcp_datastates.planning.save_planning import Compose
+from dcp_datastates.process.lazily import lazily
+from dcp_datastates.storage.claims import Claim
+
+__all__ = ["GlobalPlan"]
+
+_KEPT_REPORTS: Final = 4
+
+
+class GlobalPlan:
+    """One global plan.
+
+    ``name`` is unique: two global plans with the same content have different names.
+    """
+
+    def __init__(
+        self, locals_: Sequence[LocalPlan], shares: Sequence[RankPlan], catalog: Catalog
+    ) -> None:
+        self.name: Final = os.urandom(8)
+        self.shares: Final = shares
+        self.catalog: Final = catalog
+        self._locals = locals_
+        self._reports: list[OrderedDict[bytes, Report]] = [OrderedDict() for _ in shares]
+
+    @lazily
+    def _samples(self) -> Samples:
+        """Compares the ranks' samples of the same tensors."""
+        return Samples(self._locals, self.shares)
+
+    def compose(self, metrics: Mapping[str, float]) -> Compose:
+        """What makes the metadata of all ranks' reports. It raises :class:`DataStatesError` if replicas differ, say."""
+
+        def compose(reports: Sequence[bytes]) -> Callable[[StorageMeta, Claim], bytes]:
+            sent = list(map(RankReport.decode, reports))
+            places = [self._take(rank, each) for rank, each in enumerate(sent)]
+            self._samples.check([each.samples for each in sent])
+            return lambda meta, claim: self._document(places, meta, claim, metrics)
+
+        return compose
+
+    def _document(
+        self,
+        places: Sequence[Report],
+        meta: StorageMeta,
+        claim: Claim,
+        metrics: Mapping[str, float],
+    ) -> bytes:
+        prefix = claim.attempt.name
+        files = {}
+        for report in places:
+            for name, nbytes, table_offset in report.files:
+                path = f"{prefix}/{name}"
+                files[path] = FileRecord(path, nbytes, table_offset)
+        note = Note(claim.attempt, files, claim.after, metrics, time.time())
+        return encode(
+            MetadataTable(self.catalog, self._placement(places, prefix), note, meta, DCP_VERSION)
+        )
+
+    def _take(self, rank: int, sent: RankReport) -> Report:
+        """The report that ``rank`` sent, now or, for a digest alone, before."""
+        known = self._reports[rank]
+        if sent.data is not None:
+            known[sent.digest] = Report.decode(sent.data)
+        report = known.get(sent.digest)
+        if report is None:
+            raise DataStatesError(
+                f"rank {rank} sent the digest of a report that is not cached here"
+            )
+        known.move_to_end(sent.digest)
+        while len(known) > _KEPT_REPORTS:
+            known.popitem(last=False)
+        return report
+
+    @lazily
+    def _slots(self) -> list[Ints]:
+        """For each rank, its items' places in the chunk table: the number of a chunk, or ``-1 - n`` for
+        object ``n``.
+        """
+        catalog = self.catalog
+        first: Ints = np.cumsum(catalog.counts) - catalog.counts
+        number = np.cumsum(catalog.properties < 0) - 1
+        position = {name: index for index, name in enumerate(catalog.names)}
+        of_names: dict[int, Ints] = {}
+        slots = []
+        for local, share in zip(self._locals, self.shares, strict=True):
+            names = of_names.get(id(local.names))
+            if names is None:
+                names = np.array([position[name] for name in local.names], np.int64)
+                of_names[id(local.names)] = names
+            mine = names[share.items]
+            slots.append(
+                np.where(share.hints >= 0, first[mine] + share.hints, -1 - number[mine])
+                if len(mine)
+                else mine
+            )
+        return slots
+
+    def _placement(self, reports: Sequence[Report], prefix: str) -> Placement:
+        """The place of every item, with the data files below ``prefix``."""
+        catalog = self.catalog
+        chunks = [np.zeros(int(catalog.counts.sum()), np.int64) for _ in range(3)]
+        objects = [np.zeros(int((catalog.properties < 0).sum()), np.int64) for _ in range(3)]
+        paths: list[str] = []
+        for slots, report in zip(self._slots, reports, strict=True):
+            columns = (report.numbers + len(paths), report.offsets, report.lengths)
+            paths += [f"{prefix}/{name}" for name, _, _ in report.files]
+            tensors = slots >= 0
+            for target, source in zip(chunks, columns, strict=True):
+                target[slots[tensors]] = source[tensors]
+            if not tensors.all():
+                for target, source in zip(objects, columns, strict=True):
+                    target[-1 - slots[~tensors]] = source[~tensors]
+        return Placement(tuple(paths), *chunks, *objects)

@@ -1,0 +1,73 @@
+"""How one save is planned: what each kind of planner does for the pipeline (``saving/rank_context.py``)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_datastates.format.layout import FileLayout, SealedFile
+from dcp_datastates.planning.exchange import Report
+from dcp_datastates.planning.prepared_write import Prepared
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.claims import Claim
+
+__all__ = ["Compose", "SavePlanning"]
+
+Compose = Callable[[Sequence[bytes]], Callable[[StorageMeta, Claim], bytes]]
+"""Makes of all ranks' reports what makes the bytes of ``.metadata``: see ``commit/round.py``."""
+
+
+class SavePlanning(Protocol):
+    """One rank's side of planning one save. The methods are called in this order, in one thread at a time.
+
+    Attributes:
+        kind: how the save is planned; all ranks must plan it alike.
+        items: this rank's part, after :meth:`take`.
+    """
+
+    kind: str
+    items: Sequence[WriteItem]
+
+    def propose(self, group: str, rank: int) -> bytes:
+        """This rank's message to the coordinator of the ranks with the name ``group``."""
+
+    def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
+        """Coordinator: the answers to all ranks' messages."""
+
+    def take(self, answer: bytes) -> None:
+        """Take the coordinator's answer."""
+
+    def prepared(self) -> Prepared | None:
+        """The files of the part, prepared to be written from the staged state; None if that is impossible."""
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of an item."""
+
+    def sample(self, attempt: Attempt) -> bytes:
+        """Samples of what this rank shares with others, for :meth:`report`. The state must still be as at the call."""
+
+    def release(self) -> None:
+        """Let go of the state, whose reads have begun. Idempotent."""
+
+    def report(
+        self,
+        attempt: Attempt,
+        layouts: Sequence[FileLayout],
+        sealed: Sequence[SealedFile],
+        known: Report | None,
+        samples: bytes,
+    ) -> bytes:
+        """What the coordinator must know of this rank's files. ``known``: the report of prepared files."""
+
+    def ended(self, committed: bool) -> None:
+        """Note the outcome of the save. Any thread."""
+
+    def compose(self, metrics: Mapping[str, float]) -> Compose | None:
+        """What makes the metadata of all ranks' reports; None on other ranks than the coordinator, and if the metadata
+        come from elsewhere.
+        """

@@ -1,0 +1,185 @@
+"""How the ranks agree on a save: one message of each rank to the coordinator, and one answer to each.
+
+A rank's *proposal* names the save and has the rank's plan, or says why the rank cannot save. The coordinator's
+*assignment* has the attempt and the rank's share, or the reasons for which the ranks do not save.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Final
+
+from dcp_datastates.commit.vote import Decision, Outcome, Reason
+from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.planning.packing import pack, unpack
+from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.storage.attempt import Ticket
+
+__all__ = ["OTHER_PLANNERS", "Assignment", "NotAgreed", "Proposal", "SaveName", "agree"]
+
+OTHER_PLANNERS: Final = (
+    "some ranks plan with a DataStatesSavePlanner for a DataStatesWriter, and some do not: pass planners and writers "
+    "of one class on all ranks, with the same hooks set on them"
+)
+
+_PROPOSAL: Final = b"dspr\x01"
+_ASSIGNMENT: Final = b"dsas\x01"
+
+
+@dataclass(frozen=True)
+class SaveName:
+    """By what the ranks know that they mean the same save."""
+
+    path: str
+    """The last part of the checkpoint's path: other machines may mount the directory elsewhere."""
+    kind: str = ""
+    """How the save is planned."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One rank's message."""
+
+    save: SaveName
+    plan: bytes = b""
+    reason: Reason | None = None
+    """Why the rank cannot save."""
+
+    def encode(self) -> bytes:
+        reason = None if self.reason is None else astuple(self.reason)
+        return pack(_PROPOSAL, [_json([*astuple(self.save), reason]), self.plan])
+
+    @staticmethod
+    def decode(data: bytes) -> Proposal:
+        """ValueError: the bytes are not from :meth:`encode`."""
+        head, plan = unpack(_PROPOSAL, 2, data)
+        *save, reason = json.loads(bytes(head))
+        return Proposal(SaveName(*save), bytes(plan), None if reason is None else Reason(*reason))
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The coordinator's message to a rank."""
+
+    ticket: Ticket | None
+    plan: bytes = b""
+    reasons: Mapping[int, Reason] = field(default_factory=dict)
+    """By rank, why there is no such save."""
+    paths: Sequence[str] = ()
+    """The paths of all ranks' proposals, if they differ."""
+
+    def encode(self) -> bytes:
+        ticket = None if self.ticket is None else self.ticket.encode()
+        reasons = {str(rank): astuple(reason) for rank, reason in self.reasons.items()}
+        return pack(_ASSIGNMENT, [_json([ticket, reasons, list(self.paths)]), self.plan])
+
+    @staticmethod
+    def decode(data: bytes) -> Assignment:
+        """ValueError: the bytes are not from :meth:`encode`."""
+        head, plan = unpack(_ASSIGNMENT, 2, data)
+        ticket, reasons, paths = json.loads(bytes(head))
+        return Assignment(
+            None if ticket is None else Ticket.decode(tuple(ticket)),
+            bytes(plan),
+            {int(rank): Reason(*reason) for rank, reason in reasons.items()},
+            tuple(paths),
+        )
+
+
+class NotAgreed(Exception):
+    """The ranks do not save, for these ``reasons`` by rank. ``__cause__`` is this rank's own error, if it had one."""
+
+    def __init__(self, reasons: Mapping[int, Reason], paths: Sequence[str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+        self.paths = paths
+
+    def told(self, where: str, world: int) -> BaseException:
+        """The error for the user, of the save to ``where``: alone, this rank's own."""
+        if world == 1 and self.__cause__ is not None:
+            return self.__cause__
+        told = Decision(Outcome.FAILED, self.reasons).error(where, world)
+        assert told is not None
+        told.__cause__ = self.__cause__
+        return told
+
+
+def agree(
+    gather: Callable[[bytes], Sequence[bytes] | None],
+    scatter: Callable[[Sequence[bytes] | None], bytes],
+    propose: Callable[[], tuple[SaveName, SavePlanning, bytes]],
+    draw: Callable[[], Ticket | None],
+) -> tuple[SavePlanning, Assignment]:
+    """Agree with the other ranks on a save; when this returns, no other rank waits for this one.
+
+    The planning has yet to take its part of the assignment.
+
+    Args:
+        gather: returns all ranks' bytes on the coordinator, None elsewhere.
+        scatter: returns this rank's element of what the coordinator passes.
+        propose: names the save, and returns its planning and this rank's message.
+        draw: draws the coordinator's ticket.
+
+    Raises :class:`NotAgreed`, on all ranks, if a rank cannot save; and the errors of ``gather`` and ``scatter``.
+    """
+    failure: BaseException | None = None
+    planning: SavePlanning | None = None
+    try:
+        name, planning, plan = propose()
+        mine = Proposal(name, plan)
+    except BaseException as error:  # the other ranks wait for it
+        failure, mine = error, Proposal(SaveName(""), reason=Reason.of(error))
+    gathered = gather(mine.encode())
+    answers: list[bytes] | None = None
+    if gathered is not None:
+        try:
+            answers = [each.encode() for each in _assign(gathered, planning, draw)]
+        except BaseException as error:
+            failure = error
+            refusal = Assignment(None, reasons={0: Reason.of(error)})
+            answers = [refusal.encode()] * len(gathered)
+    assignment = Assignment.decode(scatter(answers))
+    if assignment.reasons:
+        raise NotAgreed(assignment.reasons, assignment.paths) from failure
+    assert planning is not None
+    return planning, assignment
+
+
+def _assign(
+    gathered: Sequence[bytes], planning: SavePlanning | None, draw: Callable[[], Ticket | None]
+) -> list[Assignment]:
+    proposals = list(map(Proposal.decode, gathered))
+    reasons = {rank: each.reason for rank, each in enumerate(proposals) if each.reason is not None}
+    if reasons:
+        return [Assignment(None, reasons=reasons)] * len(proposals)
+    saves = [each.save for each in proposals]
+    if (different := _difference(saves)) is not None:
+        paths = [each.path for each in saves]
+        return [Assignment(None, reasons={-1: different}, paths=paths)] * len(proposals)
+    assert planning is not None
+    plans = planning.assign([each.plan for each in proposals])
+    ticket = draw()
+    return [Assignment(ticket, plan) for plan in plans]
+
+
+def _difference(saves: Sequence[SaveName]) -> Reason | None:
+    """Why the ranks do not mean the same save."""
+    first = saves[0]
+    rank = next((rank for rank, each in enumerate(saves) if each != first), None)
+    if rank is None:
+        return None
+    other = saves[rank]
+    if other.path != first.path:
+        text = (
+            f"rank 0 saves to {first.path!r} and rank {rank} to {other.path!r}: one of them has left out a call "
+            f"of async_save (every rank must make the same calls, in the same order)"
+        )
+    else:
+        text = OTHER_PLANNERS
+    return Reason.of(SaveFailedError(text))
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()

@@ -1,0 +1,77 @@
+"""Waiting for the other ranks to come to a save, and to plan it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.errors import RankLostError
+from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.ranks.failure_detector import FailureDetector
+from dcp_datastates.saving.operation import SaveOperation
+
+__all__ = ["PeerWatch"]
+
+logger = logging.getLogger(__name__)
+
+
+class PeerWatch:
+    """Watches, for a thread that waits, whether the other ranks come to a save and make progress.
+
+    Args:
+        what: the purpose of the wait, for the log.
+        timeout: seconds without progress after which the wait fails.
+        number: the number of the call that the ranks must make.
+        check_open: raises if this process is ending.
+        save: a save whose ``doing`` is updated.
+    """
+
+    def __init__(
+        self,
+        group: CommitGroup,
+        what: str,
+        timeout: float,
+        number: int,
+        check_open: Callable[[], None],
+        save: SaveOperation | None = None,
+    ) -> None:
+        self._group = group
+        self._timeout = timeout
+        self._number = number
+        self._check_open = check_open
+        self._save = save
+        self._log = WaitLog(logger, what)
+
+    def look(self) -> None:
+        """Called repeatedly while waiting. Raises :class:`RankLostError` after ``timeout`` seconds."""
+        self._check_open()
+        waited = self._log.seconds
+        if waited < 1:
+            return
+        detector = self._group.detector
+        assert detector is not None
+        what = self._waited_for(detector)
+        self._group.tell_planning(what)
+        if self._save is not None:
+            self._save.doing = what
+        self._log.look(what)
+        if waited < self._timeout:
+            return
+        if detector.absent(self._number):
+            raise RankLostError(f"{what} for {waited:.0f} s")
+        if slow := detector.standing_still(self._timeout):
+            raise RankLostError("; ".join(map(str, slow[:3])))
+
+    def _waited_for(self, detector: FailureDetector[Any]) -> str:
+        absent = detector.absent(self._number)
+        if absent:
+            named = ", ".join(map(str, absent[:3])) + (", …" if len(absent) > 3 else "")
+            some = (
+                f"rank {named} has" if len(absent) == 1 else f"{len(absent)} ranks ({named}) have"
+            )
+            return f"{some} not called async_save"
+        if said := detector.said_by_coordinator:
+            return f"waiting for rank 0 ({said})"
+        return "waiting for the other ranks to plan"

@@ -1,0 +1,381 @@
+"""The rank context: one per rank set, with the thread that plans this rank's saves in the order of the calls.
+
+``async_save`` submits a save and returns. When all earlier saves are planned, the planning thread begins to plan it,
+agrees on it with the other ranks (``agreement.py``), begins to read and write this rank's part, and goes on with the
+next save. The reading thread waits until the part is read, and hands it over to the commit group. So the training
+thread never waits for another rank or the network.
+
+**One call is one save.** The k-th call on one rank belongs to the k-th call on each other rank. A call that raises
+counts, too, and fails the save on all ranks. If a rank leaves a call out, the ranks meet with different paths: that
+save fails on all ranks. Each rank then skips its later calls for the paths that the others had in that meeting, so that
+the ranks are in step again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.commit.vote import Decision
+from dcp_datastates.errors import (
+    CheckpointSkipped,
+    DataStatesError,
+    RankLostError,
+    SaveAbandonedError,
+    SaveFailedError,
+    release_frames,
+)
+from dcp_datastates.io.destroy_hook import DestroyHook
+from dcp_datastates.planning.column_planning import RankPlanner
+from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.futures import AskedFuture
+from dcp_datastates.process.worker import Worker
+from dcp_datastates.ranks.collectives import ALONE, Collectives, Exchange
+from dcp_datastates.saving.admission import await_reads
+from dcp_datastates.saving.agreement import NotAgreed, SaveName, agree
+from dcp_datastates.saving.call import LEFT_OUT
+from dcp_datastates.saving.last_saves import finish_saves
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.paths import check_path
+from dcp_datastates.saving.peer_watch import PeerWatch
+from dcp_datastates.saving.phase import Phase
+from dcp_datastates.saving.start import begin_planning
+from dcp_datastates.saving.write import Ahead, Writing, begin_write, fail_write
+from dcp_datastates.storage.failpoints import hit
+
+__all__ = ["RankContext", "context_of"]
+
+logger = logging.getLogger(__name__)
+
+_REFUSING_SECONDS: Final = 300.0
+"""How long a rank whose call failed waits for the other ranks, to tell them."""
+
+_LAST_SECONDS: Final = 3.0
+"""How long the end of the process lets a rank wait for others in vain. Saves in flight have been waited for before."""
+
+_POLL_SECONDS: Final = 0.1
+
+_CLOSE_SECONDS: Final = 10.0
+"""How long :meth:`RankContext.close` waits for each of its threads."""
+
+
+class RankContext:
+    """Plans the saves of one rank set, and waits until they are read. Any thread may call :meth:`submit`, :meth:`hold`
+    and :meth:`run`, one call at a time; the others run in the planning thread or the reading thread.
+    """
+
+    def __init__(self, group: CommitGroup) -> None:
+        self.group: Final = group
+        self.planner: Final = RankPlanner()
+        """For saves without a planner of the caller's."""
+        self._worker = Worker("dcp_datastates-planning")
+        self._reader = Worker("dcp_datastates-reading")
+        self._collectives: Collectives | None = None
+        self._hook: DestroyHook | None = None
+        if group.detector is not None:
+            self._collectives = Collectives(group.rank_set, group.detector)
+            # Register now, in the thread of the call: torch names some groups by the number of existing groups.
+            self._hook = DestroyHook(f"dcp_datastates/{group.rank_set.digest}", finish_saves)
+        self._closed_at: float | None = None
+        self._entries = 0  # number of the latest meeting
+        self._dcp_lock = ProcessLock()  # held while the ranks agree on a save that DCP runs
+        self._dcp_thread: threading.Thread | None = None  # that holds it
+        self._dcp_collectives: Collectives | None = None  # made when first needed
+        self._stray: set[str] = set()  # other ranks' paths in a meeting with different calls
+
+    # ---- any thread --------------------------------------------------------------------------
+
+    def submit(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> None:
+        """Plan ``save`` after all saves submitted before. Returns at once. ``make`` makes its planning."""
+        # Not a lambda: a traceback would retain its frame, and thereby the arguments.
+        if not self._worker.post(functools.partial(self._save, save, make)):
+            error = SaveAbandonedError("the process was ending when this save was called for")
+            save.fail(save.record_error(error))
+            save.end()
+
+    def hold(self, work: Callable[[], None]) -> bool:
+        """Call ``work`` when all saves submitted before are planned; later ones wait until it returns.
+
+        Returns False if the process is ending.
+        """
+        return self._worker.post(work)
+
+    def await_planned(self, save: SaveOperation, look: Callable[[], None]) -> None:
+        """Return when all saves submitted before are planned; later ones wait until the ranks have agreed on ``save``,
+        for ``commit_timeout`` at most. Calls ``look`` now and then.
+        """
+        begun = threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            until = time.monotonic() + save.call.config.commit_timeout
+            while not (save.is_agreed or save.await_end(_POLL_SECONDS)):
+                if time.monotonic() > until:
+                    return
+
+        if not self._worker.post(wait):
+            return
+        while not begun.wait(_POLL_SECONDS):
+            look()
+
+    def refuse(self, path: object, error: BaseException) -> None:
+        """Tell the other ranks, which wait for this rank, that its call failed."""
+        number = self.group.count_call()
+        if self._collectives is None:
+            return
+
+        def fail() -> tuple[SaveName, SavePlanning, bytes]:
+            raise error
+
+        def run() -> None:
+            try:
+                watch = self._watch(f"the save to {str(path)!r}", _REFUSING_SECONDS, number)
+                with self._meet(watch) as ranks:
+                    agree(ranks.gather, ranks.scatter, fail, lambda: None)
+            except NotAgreed:
+                pass  # expected: this is how the ranks learn of it
+            except Exception as failed:
+                logger.warning("the other ranks could not be told that a call failed: %s", failed)
+
+        self._worker.post(run)
+
+    def run(
+        self,
+        what: str,
+        timeout: float,
+        propose: Callable[[], tuple[SaveName, SavePlanning, bytes]],
+    ) -> None:
+        """Plan ``what`` with the other ranks, and write nothing. Waits for the planning thread; raises its error."""
+        number = self.group.count_call()
+        ended: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                with self._meet(self._watch(what, timeout, number)) as ranks:
+                    planning, assignment = agree(ranks.gather, ranks.scatter, propose, lambda: None)
+                planning.take(assignment.plan)
+                planning.release()
+                ended.set_result(None)
+            except NotAgreed as refused:
+                ended.set_exception(refused.told(what, self.group.rank_set.world))
+            except BaseException as error:
+                ended.set_exception(error)
+
+        if not self._worker.post(run):
+            raise SaveAbandonedError(f"the process is ending: {what} comes too late")
+        ended.result()
+
+    def close(self) -> None:
+        """End the thread when all submitted work is done, and wait for it, within a bound: Python before 3.14 aborts if
+        it ends while a thread is in torch's code. Idempotent.
+        """
+        self._closed_at = time.monotonic()
+        for each in (self._collectives, self._dcp_collectives):
+            if each is not None:
+                self._worker.post(each.close)
+        self._worker.close(_CLOSE_SECONDS)
+        self._reader.close(_CLOSE_SECONDS)
+        if self._hook is not None:
+            self._hook.close()
+
+    def check_open(self) -> None:
+        """Raise :class:`SaveAbandonedError` if the process is ending, and has waited long enough."""
+        if self._closed_at is not None and time.monotonic() - self._closed_at > _LAST_SECONDS:
+            raise SaveAbandonedError("the process is ending")
+
+    # ---- the planning thread, or the thread of a save that DCP runs -------------------------------
+
+    def plan(
+        self,
+        save: SaveOperation,
+        planning: SavePlanning | None,
+        ahead: Ahead | None = None,
+    ) -> Writing:
+        """Agree on ``save`` with the other ranks, then begin to read and write this rank's part.
+
+        ``planning`` is None if the save has failed on this rank. If this raises, the save has failed on all ranks, or
+        this rank has voted against it.
+        """
+        group, timeout = save.group, save.call.config.commit_timeout
+        what = f"the save to {str(save.path)!r}"
+        propose = functools.partial(_propose, save, planning)
+        try:
+            watch = self._watch(what, timeout, save.call.number, save)
+            meet = self._meet if save.call.own else self._meet_in_dcp
+            with meet(watch, save.left_out) as on:
+                agreed, assignment = agree(on.gather, on.scatter, propose, save.draw_ticket)
+                assert assignment.ticket is not None
+                save.agree(assignment.ticket)
+        finally:
+            group.tell_planning("")
+        self._stray.clear()
+        try:
+            agreed.take(assignment.plan)
+            return begin_write(save, agreed, ahead)
+        except BaseException as error:
+            fail_write(save, error)
+            raise
+
+    # ---- the planning thread -----------------------------------------------------------------
+
+    def _save(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> None:
+        try:
+            if save.call.config.when_behind != "wait":
+                await_reads(save)  # until then it can be left out
+            writing = self._plan(save, make)
+            read = functools.partial(self._read, save, writing)
+            del writing  # a traceback may retain this frame
+            save.doing = "reading"
+            if not self._reader.post(read):
+                raise SaveAbandonedError("the process was ending when this save was read")
+        except BaseException as error:
+            self._give_up(save, error)
+        finally:
+            del make
+
+    def _plan(self, save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]) -> Writing:
+        name = save.directory().name
+        if name in self._stray:
+            self._stray.discard(name)
+            raise SaveFailedError(
+                f"the other ranks made their call for {name!r} before, when this rank came with one for another "
+                f"path: they are in step again from here on"
+            )
+        planning: SavePlanning | None = None
+        ahead: Ahead | None = None
+        try:
+            planning, ahead = begin_planning(save, make)
+        except Exception as error:
+            failure = save.record_error(error)
+            if save.reads is not None:
+                save.reads.fail(failure)  # frees its memory at once
+        save.begin()
+        return self.plan(save, planning, ahead)
+
+    def _meet(self, watch: PeerWatch, left_out: int = 0) -> AbstractContextManager[Exchange]:
+        if self._collectives is None:
+            _leave_out(left_out)
+            return nullcontext(ALONE)
+        self._entries += 1
+        return self._collectives.entry(self._entries, watch.look, left_out, _leave_out)
+
+    @contextlib.contextmanager
+    def _meet_in_dcp(self, watch: PeerWatch, left_out: int = 0) -> Iterator[Exchange]:
+        """Meet the ranks whose calls DCP has paired, apart from the meetings for calls of this package."""
+        detector = self.group.detector
+        if detector is None:
+            yield ALONE
+            return
+        if self._dcp_thread is threading.current_thread():
+            raise SaveFailedError(
+                "a signal handler cannot call dcp.save() or dcp.async_save() while it interrupts a save that the ranks "
+                "agree on; it can call dcp_datastates.async_save()"
+            )
+        with self._dcp_lock:
+            self._dcp_thread = threading.current_thread()
+            try:
+                if self._dcp_collectives is None:
+                    self._dcp_collectives = Collectives(
+                        self.group.rank_set, detector, "planning in DCP", numbered=False
+                    )
+                with self._dcp_collectives.entry(0, watch.look, left_out, _leave_out) as exchange:
+                    yield exchange
+            finally:
+                self._dcp_thread = None
+
+    def _watch(
+        self, what: str, timeout: float, number: int, save: SaveOperation | None = None
+    ) -> PeerWatch:
+        return PeerWatch(self.group, what, timeout, number, self.check_open, save)
+
+    # ---- the reading thread ------------------------------------------------------------------
+
+    def _read(self, save: SaveOperation, writing: Writing) -> None:
+        try:
+            writing.finish()
+        except BaseException as error:
+            fail_write(save, error)
+            self._give_up(save, error)
+        else:
+            save.end()
+        finally:
+            del writing  # a traceback may retain this frame
+
+    # ---- both ----------------------------------------------------------------------------------
+
+    def _give_up(self, save: SaveOperation, error: BaseException) -> None:
+        cause = error
+        if isinstance(error, NotAgreed):
+            cause = error.__cause__ or SaveAbandonedError("another rank failed")
+            self._stray = set(error.paths) - {save.directory().name}
+        save.record_error(cause)
+        self._failed(save, error)
+        save.end()
+
+    def _failed(self, save: SaveOperation, error: BaseException) -> None:
+        """Set ``error`` as the outcome, unless the commit group decides it."""
+        release_frames(error)
+        save.committed.add_done_callback(_release_outcome)
+        world = self.group.rank_set.world
+        if isinstance(error, NotAgreed):
+            if error.__cause__ is not None:
+                release_frames(error.__cause__)
+            save.fail(error.told(repr(str(save.path)), world))
+        elif save.phase is Phase.COMMITTING:
+            return
+        elif isinstance(error, CheckpointSkipped):
+            save.fail(error)
+        elif world == 1 or isinstance(error, DataStatesError):
+            save.fail(self._named(error, save))
+        else:  # a connection broke; the failure detector finds the cause within seconds
+            self.group.explain(error, lambda cause: save.fail(self._named(cause, save)))
+
+    def _named(self, error: BaseException, save: SaveOperation) -> BaseException:
+        if self.group.rank_set.world == 1 or str(error).startswith("the save to "):
+            return error
+        rank = -1 if isinstance(error, RankLostError) else self.group.rank_set.rank
+        told = Decision.failed(rank, error).error(repr(str(save.path)), self.group.rank_set.world)
+        assert told is not None
+        told.__cause__ = error
+        return told
+
+
+# No closure: the traceback of an error would keep what it has.
+def _propose(
+    save: SaveOperation, planning: SavePlanning | None
+) -> tuple[SaveName, SavePlanning, bytes]:
+    if save.error is not None:
+        raise save.error
+    assert planning is not None
+    hit("plan.before")
+    check_path(save)
+    hit("plan.after")
+    plan = planning.propose(save.group.name, save.group.rank_set.rank)
+    return SaveName(save.directory().name, planning.kind), planning, plan
+
+
+def _leave_out(why: int) -> None:
+    """Raise on all ranks if any rank leaves the save out."""
+    if why:
+        raise CheckpointSkipped(LEFT_OUT[why])
+
+
+def _release_outcome(committed: Future[None]) -> None:
+    """Release the frames of the outcome's error: when the outcome was set, they may still have been running."""
+    assert isinstance(committed, AskedFuture)
+    if (error := committed.peek()) is not None:
+        release_frames(error)
+
+
+def context_of(group: CommitGroup) -> RankContext:
+    """The rank context of ``group``."""
+    return group.attached(RankContext)

@@ -1,0 +1,139 @@
+"""What the ranks tell each other to agree on a save, and what they conclude."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_datastates import ConfigurationError, SaveFailedError
+from dcp_datastates.commit.vote import Reason
+from dcp_datastates.saving.agreement import Assignment, NotAgreed, Proposal, SaveName, agree
+from dcp_datastates.storage.attempt import Attempt, Ticket
+
+TEXT = st.text(st.characters(codec="utf-8"))
+REASONS = st.builds(Reason, TEXT, TEXT)
+NUMBERS = st.integers(0, (1 << 63) - 1)
+MESSAGES = st.one_of(
+    st.builds(Proposal, st.builds(SaveName, TEXT, TEXT), st.binary(), st.none() | REASONS),
+    st.builds(
+        Assignment,
+        st.none() | st.builds(Ticket, st.builds(Attempt, NUMBERS, NUMBERS), NUMBERS, NUMBERS),
+        st.binary(),
+        st.dictionaries(st.integers(-1, 1000), REASONS, max_size=3),
+        st.lists(TEXT, max_size=3).map(tuple),
+    ),
+)
+
+
+@given(message=MESSAGES)
+def test_a_message_comes_back(message):
+    assert type(message).decode(message.encode()) == message
+
+
+@given(message=MESSAGES, data=st.data())
+def test_a_message_that_is_cut_off_is_refused(message, data):
+    encoded = message.encode()
+    with pytest.raises(ValueError):
+        type(message).decode(encoded[: data.draw(st.integers(0, len(encoded) - 1))])
+
+
+class _Planning:
+    """Each rank proposes its name, and is assigned all of them."""
+
+    def assign(self, proposals):
+        return [b"+".join(proposals)] * len(proposals)
+
+
+def _refused(error):
+    def propose():
+        raise error
+
+    return propose
+
+
+def _meaning(path="c", kind="k"):
+    def propose():
+        return SaveName(path, kind), _Planning(), path.encode()
+
+    return propose
+
+
+def _outcomes(*proposals, draw=lambda: Ticket(Attempt(1, 2), 3, 4)):
+    """What :func:`agree` returns, or raises, on each rank."""
+    world, found = len(proposals), {}
+    sent, answered, both = [b""] * world, [b""] * world, threading.Barrier(world)
+
+    def run(rank):
+        def gather(data):
+            sent[rank] = data
+            both.wait(30)
+            return sent if rank == 0 else None
+
+        def scatter(parts):
+            if rank == 0:
+                answered[:] = parts
+            both.wait(30)
+            return answered[rank]
+
+        try:
+            found[rank] = agree(gather, scatter, proposals[rank], draw)[1]
+        except NotAgreed as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [found[rank] for rank in range(world)]
+
+
+def test_ranks_that_mean_the_same_save_get_one_ticket_and_their_shares():
+    for found in _outcomes(_meaning(), _meaning(), _meaning()):
+        assert found == Assignment(Ticket(Attempt(1, 2), 3, 4), b"c+c+c")
+
+
+@pytest.mark.parametrize(
+    ("different", "word"),
+    [
+        (_meaning(path="d"), "left out a call"),
+        (_meaning(kind="l"), "one class on all ranks"),
+    ],
+)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_ranks_that_mean_different_saves_are_all_told_so(different, word, rank):
+    proposals = [_meaning()] * 3
+    proposals[rank] = different
+    for found in _outcomes(*proposals):
+        told = found.told("'c'", 3)
+        assert isinstance(told, SaveFailedError)
+        assert word in str(told)
+        assert set(found.paths) == {each()[0].path for each in proposals}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_ranks_error_is_told_to_all_with_its_type_and_is_the_cause_there(rank):
+    error = ConfigurationError("no such option")
+    proposals = [_meaning(), _meaning()]
+    proposals[rank] = _refused(error)
+    for at, found in enumerate(_outcomes(*proposals)):
+        assert isinstance(found.told("'c'", 2), ConfigurationError)
+        assert f"rank {rank} of 2: no such option" in str(found.told("'c'", 2))
+        assert found.__cause__ is (error if at == rank else None)
+
+
+def test_an_error_of_the_coordinator_is_told_to_all():
+    def draw():
+        raise OSError("no space")
+
+    for found in _outcomes(_meaning(), _meaning(), draw=draw):
+        assert "rank 0 of 2: OSError: no space" in str(found.told("'c'", 2))
+
+
+def test_a_rank_alone_gets_its_own_error():
+    error = ValueError("mine")
+    (found,) = _outcomes(_refused(error))
+    assert found.told("'c'", 1) is error
