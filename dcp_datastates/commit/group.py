@@ -71,11 +71,9 @@ class CommitGroup:
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = ProcessLock()  # guards _drawn, unused_writers, calls
-        self.unused_writers = 0
-        """Writers of this rank's program that were not used yet: see ``RankVote``."""
-        self.calls = 0
-        """Calls of save functions on this rank."""
+        self._lock = ProcessLock()  # guards _drawn, _calls, _dcp_calls
+        self._calls = 0
+        self._dcp_calls = 0
         self._planning = ""
         # Not from 0: a store may outlive a default group, and keep the decisions of former rounds.
         self.first: Final = time.time_ns()  # ranks use the coordinator's value
@@ -85,9 +83,8 @@ class CommitGroup:
         self._reading: list[
             Progress
         ] = []  # of the saves that this rank reads; replaced, never changed
-        self._order_lock = ProcessLock()  # guards the next four
+        self._order_lock = ProcessLock()  # guards the next three
         self._announced: set[int] = set()  # numbers of rounds that are to come
-        self._known: deque[int] = deque(maxlen=256)  # numbers that were announced lately
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
         self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
         self._decisions = DecisionLog()
@@ -128,18 +125,16 @@ class CommitGroup:
             self._drawn += 1
             return self._drawn - 1
 
-    def count_unused(self, more: int) -> None:
-        """Count a writer that was made, or (-1) is used for the first time."""
-        with self._lock:
-            self.unused_writers += more
-
-    def count_call(self, more: int = 1) -> int:
-        """Count a call of a save function (-1: it was for this process alone); return the count, which the next beat
-        tells the other ranks.
+    def count_call(self, own: bool = True, more: int = 1) -> int:
+        """Count a call of this package's save functions, or (not ``own``) a save that DCP runs. Returns the count,
+        which the next beat tells the other ranks. ``more=-1``: the call was for this process alone.
         """
         with self._lock:
-            self.calls += more
-            return self.calls
+            if own:
+                self._calls += more
+                return self._calls
+            self._dcp_calls += more
+            return self._dcp_calls
 
     def tell_planning(self, doing: str) -> None:
         """Set what the planning thread is doing, for this rank's beat; empty if it is idle."""
@@ -155,11 +150,6 @@ class CommitGroup:
         """Say that the round with this number will be submitted: rounds with greater numbers wait for it."""
         with self._order_lock:
             self._announced.add(number)
-            self._known.append(number)
-
-    def is_new(self, number: int) -> bool:
-        """Whether this round was not announced yet."""
-        return number not in self._known
 
     def submit(self, round_: Round) -> None:
         """Run the round after all earlier ones; ``round_.committed`` resolves with its outcome.
@@ -219,7 +209,7 @@ class CommitGroup:
         doing = self._planning if self._planning and voter.round is None else voter.doing
         if reading:
             progress, doing = progress + sum(each.value for each in reading), "reading"
-        return Beat(voter.voted, progress, doing, calls=self.calls, ended=voter.ended)
+        return Beat(voter.voted, progress, doing, self._calls, self._dcp_calls, voter.ended)
 
     # ---- the commit thread -------------------------------------------------------------------
 

@@ -290,7 +290,6 @@ class Voter:
             round_.attempt,
             round_.path,
             self._rank_set.world,
-            round_.unused_writers,
             round_.report,
         ).encode()
         hit("vote.before")

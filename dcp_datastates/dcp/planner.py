@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -19,7 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_datastates.dcp.published_metadata import PublishedMetadata
-from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.planning.column_planning import (
@@ -32,23 +32,19 @@ from dcp_datastates.planning.column_planning import (
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.local_chunks import LocalChunks
 from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.saving.agreement import OTHER_PLANNERS
 
-__all__ = ["NOTHING", "DataStatesSavePlanner", "WriterMeta", "is_unchanged"]
+__all__ = ["DataStatesSavePlanner", "WriterMeta", "is_unchanged"]
 
 logger = logging.getLogger(__name__)
-
-NOTHING: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})
-"""The plan towards DCP of a save that this package plans."""
 
 
 class WriterMeta(StorageMeta):
     """What ``storage_meta()`` of this package's writer returns: the planner's way to the save."""
 
     def plan_in_columns(
-        self, planner: DataStatesSavePlanner, state_dict: dict[str, Any]
-    ) -> ColumnPlanning | None:
-        """The planning in columns of ``state_dict`` by ``planner``; None if DCP must plan the save."""
+        self, planner: DataStatesSavePlanner, state_dict: Mapping[str, Any]
+    ) -> None:
+        """Plan ``state_dict`` with the caches of ``planner``, once DCP calls ``write_data``."""
         raise NotImplementedError
 
 
@@ -92,7 +88,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         self._caches = enable_plan_caching
         self._split = split_replicas
         self._rank_planner = RankPlanner()
-        self._planning: ColumnPlanning | None = None  # of the save that is being planned
+        self._plans_nothing = False  # the writer plans the present save
         self._chunks: LocalChunks | None = None
 
     @property
@@ -118,16 +114,17 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        self._chunks = self._planning = None
-        if isinstance(storage_meta, WriterMeta) and is_unchanged(self):
-            self._planning = storage_meta.plan_in_columns(self, state_dict)
+        self._chunks = None
+        self._plans_nothing = isinstance(storage_meta, WriterMeta) and is_unchanged(self)
         self.is_coordinator = is_coordinator
-        if self._planning is None:
+        if isinstance(storage_meta, WriterMeta) and self._plans_nothing:
+            storage_meta.plan_in_columns(self, state_dict)
+        else:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
-        if self._planning is not None:
-            self.plan = NOTHING
+        if self._plans_nothing:
+            self.plan = SavePlan([])
             return self.plan
         plan: SavePlan = super().create_local_plan()
         items = declared(plan.items, self.state_dict, None) if self._split else plan.items
@@ -135,9 +132,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        if self._planning is not None:
-            if any(plan != NOTHING for plan in all_plans):
-                raise ConfigurationError(OTHER_PLANNERS)
+        if self._plans_nothing:
             self.global_plan, self.metadata = all_plans, PublishedMetadata()
             return self.global_plan, self.metadata
         if new := plans_in_objects():
@@ -162,8 +157,6 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The live tensor of ``write_item``, or the slice that it names; the serialized bytes of an object."""
-        if self._planning is not None:
-            return self._planning.resolve_data(write_item)
         if write_item.type == WriteItemType.BYTE_IO:
             found: io.BytesIO = self.transform_object(
                 write_item, self.lookup_object(write_item.index)

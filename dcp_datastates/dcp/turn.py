@@ -1,11 +1,11 @@
 """The order of saves that DCP runs.
 
 DCP starts a thread for each asynchronous save, and does not order them. If two threads run collectives on one process
-group at once, their messages get mixed up. So an asynchronous save takes a *turn* among its ranks' saves: while the
-turn lasts, the planning thread waits, and plans no other save.
+group at once, their messages get mixed up. So each asynchronous save takes a *turn*, which ends with the save's part
+before the commit. The planning thread of its ranks plans no other save until this one is planned, or has failed.
 
-The turn ends when DCP is done with the save. DCP tells the writer of no early end (another rank's planner failed, say),
-so the planning thread looks whether DCP's thread is still there.
+DCP tells the writer of no early end (another rank's planner failed, say), so a thread of this module looks whether
+DCP's threads are still there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_datastates.errors import RankLostError
@@ -41,122 +42,118 @@ _GATE_SECONDS: Final = 10.0
 """How long the step gate holds training for a save that cannot be planned."""
 
 _lock = ProcessLock()  # guards _turns
-_turns: list[Turn] = []  # that are not over
+_turns: list[Turn] = []  # in order; those that are over go when the next one comes
 
 
 class Turn:
     """The turn of ``save``; constructing it takes the place. DCP is about to start the save's thread."""
 
     def __init__(self, save: SaveOperation) -> None:
-        self._save = save
-        self._thread: threading.Thread | None = None
+        self.save: Final = save
+        self.thread: threading.Thread | None = None
+        """DCP's thread."""
+        self.have_all_come = False
+        """Whether DCP's own planning is over, so that all ranks have come."""
         self._made = time.monotonic()
         self._until = math.inf
         self._has_begun = threading.Event()
-        self.is_planned = False
-        """DCP's own planning is over: all ranks have come."""
-        self.is_over = False
+        self._is_planned = threading.Event()
         with _lock:
+            _turns[:] = [turn for turn in _turns if not turn.save.has_ended]
             _turns.append(self)
         save.committed.add_done_callback(self._told)
-        if not context_of(save.call.group).hold(self._last):  # the process is ending
+        if not context_of(save.call.group).hold(self._hold):  # the process is ending
             self._has_begun.set()
+        _watch_until_ended(self)
 
     def come(self) -> None:
         """Make the calling thread the save's. It may then work for any time before :meth:`wait`."""
         end_here()
-        _here.save = self._save
-        self._thread = threading.current_thread()
+        _here.save = self.save
+        self.thread = threading.current_thread()
 
     def wait(self, look: Callable[[], None] = lambda: None) -> None:
         """Block, without the GIL, until the turn begins. Calls ``look`` now and then."""
         while not self._has_begun.wait(_POLL_SECONDS):
-            if self._save.over:
+            # A save that has failed still meets the other ranks in DCP's collectives, to tell them.
+            if self.save.has_ended or (self.save.committed.done() and not _before(self)):
                 return
             look()
 
+    def planned(self) -> None:
+        """Let the planning thread go on: the save is planned, or has failed."""
+        self._is_planned.set()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether DCP is done with the save: its thread has ended, or waits in vain for a lost rank."""
+        now = time.monotonic()
+        if self.thread is None:
+            return now - self._made > _BEGIN_SECONDS
+        return now > self._until or not self.thread.is_alive()
+
+    def give_up(self, why: str) -> None:
+        """Fail the save, and let training go on."""
+        error = self.save.record_error(RankLostError(f"{why}, and training waits no longer for it"))
+        logger.error("the save to %r is given up: %s", str(self.save.path), error)
+        self.save.fail(error)
+        assert self.save.reads is not None
+        self.save.reads.fail(error)
+
     def _told(self, outcome: Future[None]) -> None:
         # After a commit, DCP's last collective takes a moment. After a failure, it may wait for a lost rank.
-        failed = self._save.committed.peek() is not None
-        patience = self._save.call.config.commit_timeout if failed else 0.0
+        failed = self.save.committed.peek() is not None
+        patience = self.save.call.config.commit_timeout if failed else 0.0
         self._until = time.monotonic() + max(_LEAVE_SECONDS, patience)
 
-    # ---- the planning thread -----------------------------------------------------------------
-
-    def _last(self) -> None:
-        """Return when the turn is over."""
-        while _before(self):  # of other ranks: they may have the same planner
-            time.sleep(_POLL_SECONDS)
-        self._has_begun.set()
-        try:
-            while not self._save.await_end(_POLL_SECONDS):
-                if self._is_left():
-                    _end(self._save)
-                _release_gates(self)
-        finally:
-            self.is_over = True
-            with _lock:
-                _turns.remove(self)
-
-    def _is_left(self) -> bool:
-        now = time.monotonic()
-        if self._thread is None:
-            return now - self._made > _BEGIN_SECONDS or self._save.over
-        return now > self._until or not self._thread.is_alive()
-
-    def _fail(self, why: str) -> None:
-        error = self._save.record_error(
-            RankLostError(f"{why}, and training waits no longer for it")
-        )
-        logger.error("the save to %r is given up: %s", str(self._save.path), error)
-        self._save.fail(error)
-        assert self._save.reads is not None
-        self._save.reads.fail(error)
-
-
-def _end(save: SaveOperation) -> None:
-    try:
-        save.end()
-    except Exception:  # from a callback of a future, say
-        logger.exception("a save could not be ended")
+    def _hold(self) -> None:
+        """Hold the planning thread until the save is planned, or has failed."""
+        save = self.save
+        while not (save.committed.done() or save.has_ended):
+            if not _before(self):  # of other ranks, too: they may have the same planner
+                self._has_begun.set()
+            if self._is_planned.wait(_POLL_SECONDS):
+                return
 
 
 def _before(turn: Turn | None) -> bool:
-    """Whether there are earlier turns (None: any)."""
+    """Whether there are earlier turns (None: any) that are not over."""
     with _lock:
-        return bool(_turns) and _turns[0] is not turn
+        first = next((each for each in _turns if not each.save.has_ended), None)
+    return first is not None and first is not turn
 
 
 def await_turns(look: Callable[[], None]) -> None:
     """Return when all turns are over, or in the thread of one of them. Calls ``look`` now and then."""
     while _before(None):
         with _lock:
-            if any(turn._thread is threading.current_thread() for turn in _turns):
-                return
+            running = [turn.thread for turn in _turns if not turn.save.has_ended]
+        if threading.current_thread() in running:
+            return
         time.sleep(_POLL_SECONDS)
         look()
 
 
-def _release_gates(present: Turn) -> None:
+def _release_gates() -> None:
     """Give up saves that hold training at the step gate, and cannot be planned: a rank has not made the call, or DCP's
-    thread of the ``present`` turn waits for a rank in vain. (A turn that takes long is no reason.)
+    thread of the present turn waits for a rank in vain. (A turn that takes long is no reason.)
     """
     with _lock:
-        turns = list(_turns)
+        turns = [turn for turn in _turns if not turn.save.has_ended]
     for turn in turns:
-        save = turn._save
-        if turn.is_planned or save.reads is None or save.reads.gate_waits < _GATE_SECONDS:
+        save, present = turn.save, turns[0].save
+        if turn.have_all_come or save.reads is None or save.reads.gate_waits < _GATE_SECONDS:
             continue
         detector, call = save.call.group.detector, save.call
-        if detector is not None and (absent := detector.absent(call.number)):
+        if detector is not None and (absent := detector.absent(call.number, own=False)):
             ranks = ", ".join(map(str, absent[:3]))
-            turn._fail(f"rank {ranks} has not called dcp.async_save as often as this one")
+            turn.give_up(f"rank {ranks} has not called dcp.async_save as often as this one")
         elif (
-            turn is not present
-            and present._save.call.group is call.group
-            and present._save.committed.peek() is not None
+            save is not present
+            and present.call.group is call.group
+            and present.committed.peek() is not None
         ):
-            turn._fail("DCP still waits for other ranks in a save that has failed")
+            turn.give_up("DCP still waits for other ranks in a save that has failed")
 
 
 class _Here(threading.local):
@@ -168,43 +165,55 @@ _here = _Here()
 
 def bind(save: SaveOperation) -> None:
     """Note that the calling thread runs the synchronous ``save``, and no other any more. It ends with the thread."""
-    global _watch
     end_here()
     _here.save = save
-    with _lock:
-        if _watch is None:
-            _watch = _Watch()
-    _watch.add(save)
+    _watch_until_ended(_Synchronous(save))
 
 
-class _Watch:
-    """Ends synchronous saves whose threads have ended. Its own thread is a daemon."""
+@dataclass(frozen=True, eq=False)
+class _Synchronous:
+    """A save in the thread of its call."""
 
-    def __init__(self) -> None:
-        self._arriving: queue.SimpleQueue[tuple[threading.Thread, SaveOperation]] = (
-            queue.SimpleQueue()
-        )
-        threading.Thread(target=self._run, name="dcp_datastates-watch", daemon=True).start()
+    save: SaveOperation
+    thread: threading.Thread = field(default_factory=threading.current_thread)
 
-    def add(self, save: SaveOperation) -> None:
-        """Watch the calling thread until ``save`` has ended."""
-        self._arriving.put((threading.current_thread(), save))
-
-    def _run(self) -> None:
-        watched: list[tuple[threading.Thread, SaveOperation]] = []
-        while True:
-            if not watched:
-                watched.append(self._arriving.get())
-            while not self._arriving.empty():
-                watched.append(self._arriving.get())
-            watched[0][1].await_end(_POLL_SECONDS)
-            for thread, save in watched:
-                if not thread.is_alive():
-                    _end(save)
-            watched = [each for each in watched if not each[1].await_end(0.0)]
+    @property
+    def is_left(self) -> bool:
+        return not self.thread.is_alive()
 
 
-_watch: _Watch | None = None
+_watching_lock = ProcessLock()  # guards _arriving
+_arriving: queue.SimpleQueue[Turn | _Synchronous] | None = None
+
+
+def _watch_until_ended(watched: Turn | _Synchronous) -> None:
+    """End the save when DCP has left it. A daemon thread watches, from the first call on."""
+    global _arriving
+    with _watching_lock:
+        if _arriving is None:
+            _arriving = queue.SimpleQueue()
+            threading.Thread(
+                target=_watch, args=(_arriving,), name="dcp_datastates-watch", daemon=True
+            ).start()
+    _arriving.put(watched)
+
+
+def _watch(arriving: queue.SimpleQueue[Turn | _Synchronous]) -> None:
+    watched: list[Turn | _Synchronous] = []
+    while True:
+        if not watched:
+            watched.append(arriving.get())
+        while not arriving.empty():
+            watched.append(arriving.get())
+        watched[0].save.await_end(_POLL_SECONDS)
+        try:
+            for each in watched:
+                if each.is_left:
+                    each.save.end()
+            _release_gates()
+        except Exception:  # from a callback of a future, say
+            logger.exception("a save could not be ended")
+        watched = [each for each in watched if not each.save.has_ended]
 
 
 def end_here(*, asynchronous: bool = True) -> None:
@@ -220,8 +229,8 @@ def end_here(*, asynchronous: bool = True) -> None:
 
 @after_fork
 def _forget_in_child() -> None:
-    global _watch
-    _watch = None
+    global _arriving
+    _arriving = None
     _turns.clear()
     _here.save = None
 

@@ -38,7 +38,6 @@ from dcp_datastates.dcp.compat import (
 from dcp_datastates.dcp.planner import DataStatesSavePlanner, WriterMeta
 from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.planning.column_planning import ColumnPlanning
 from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
@@ -147,8 +146,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._path = None if path is None else self._checked(path)
         self._here = ThisThread()
         self._saves = Saves()
-        self._used = False
-        prepare(self.rank_set, self._config).count_unused(1)
+        prepare(self.rank_set, self._config)
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -280,15 +278,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return dataclasses.replace(plan, items=save.reads.staged.as_captured(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: check that DCP saves with the writer's ranks. If DCP has planned the save, claim an attempt; the
-        plans carry it to the ranks.
-        """
-        return self._running().planned(plans)
+        """Coordinator: check that DCP saves with the writer's ranks."""
+        self._running().set_world(len(plans))
+        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's part of the plan; returns when all of its data are read and unchanged.
 
-        A :class:`DataStatesSavePlanner` has planned nothing so far: this package's pipeline does it now. The files
+        The ranks agree on the save first. A :class:`DataStatesSavePlanner` has planned nothing so far: this package's
+        pipeline does it now. The files
         become durable later; the commit thread waits for that. Raises :class:`SnapshotTornError`,
         :class:`UnsupportedTensorError`, :class:`StorageError`, or an error of the planner's ``resolve_data``; then this
         save fails on all ranks.
@@ -366,9 +364,6 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if self._closed:
             raise ConfigurationError("this DataStatesWriter is closed; construct another one")
         end_here()
-        if not self._used:
-            self._used = True
-            commit_group(self.rank_set).count_unused(-1)
 
     def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Path:
         return writable(path, self._config, self._alone, below)
@@ -388,6 +383,6 @@ class _Meta(WriterMeta):
         self._running = running
 
     def plan_in_columns(
-        self, planner: DataStatesSavePlanner, state_dict: dict[str, Any]
-    ) -> ColumnPlanning | None:
-        return self._running.plan_in_columns(planner, state_dict)
+        self, planner: DataStatesSavePlanner, state_dict: Mapping[str, Any]
+    ) -> None:
+        self._running.plan_in_columns(planner, state_dict)

@@ -21,7 +21,8 @@ class Beat:
     """A rank's status: the last round it voted in (``voted``), and its progress towards the next.
 
     ``progress`` is a number that changes while the rank makes progress; ``doing`` names the present phase; ``calls``
-    counts the calls of ``async_save`` on the rank; ``ended`` is the last round whose outcome the rank knows. Only the
+    counts the calls of this package's ``async_save`` on the rank, ``dcp_calls`` the saves that DCP runs; ``ended`` is
+    the last round whose outcome the rank knows. Only the
     coordinator fills in the rest: ``lost``, the lost ranks, as the fields of :class:`Loss`; ``pulse``, the address at
     which it listens for the other ranks' pulses. ``lost`` lists the first few: 16,384 ranks read it. ``more``: how
     many further ranks are lost.
@@ -31,6 +32,7 @@ class Beat:
     progress: int = 0
     doing: str = "idle"
     calls: int = 0
+    dcp_calls: int = 0
     ended: int = -1
     lost: Sequence[Sequence[Any]] = ()
     pulse: Sequence[Any] = ()

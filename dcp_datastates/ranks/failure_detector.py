@@ -258,10 +258,13 @@ class FailureDetector(Generic[D]):
                 )
             ]
 
-    def absent(self, calls: int) -> list[int]:
-        """The ranks whose latest beat counts fewer calls of ``async_save`` than ``calls``."""
+    def absent(self, calls: int, own: bool) -> list[int]:
+        """The ranks whose latest beat counts fewer than ``calls`` calls of this package's ``async_save``, or (not
+        ``own``) saves that DCP runs.
+        """
         with self._lock:
-            return [rank for rank, each in self._watched.items() if each.beat.calls < calls]
+            beats = [(rank, each.beat) for rank, each in self._watched.items()]
+        return [rank for rank, beat in beats if (beat.calls if own else beat.dcp_calls) < calls]
 
     def standing_still(self, seconds: float) -> list[Loss]:
         """The ranks that have made no progress for ``seconds``, in whatever phase."""

@@ -48,9 +48,9 @@ class SaveCall:
     order: int
     """Sequence number in this process."""
     number: int
-    """How many calls of these ranks' saves this process has made, this one included."""
-    unused_writers: int = 0
-    """For a save that DCP runs: how many writers the program had made and not used."""
+    """Of this save, among the saves of these ranks in this process that this package runs, or (``own`` is false)
+    DCP.
+    """
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers by which the user compares checkpoints."""
     working_directory: str | None = field(default_factory=local.working_directory)

@@ -136,7 +136,7 @@ class SaveOperation:
     @property
     def over(self) -> bool:
         """Whether the outcome is known, and the part before the commit has ended."""
-        return self.committed.done() and (self._ended.is_set() or self._given_up)
+        return self.committed.done() and self.has_ended
 
     def record_error(self, error: BaseException) -> BaseException:
         """Let planning fail with ``error`` on this rank, unless it has failed already. Returns the error that
@@ -162,8 +162,13 @@ class SaveOperation:
         if self.committed.wait(seconds):
             self._ended.wait(seconds)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the part before the commit has ended, or was given up."""
+        return self._ended.is_set() or self._given_up
+
     def await_end(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` until the part before the commit has ended, or was given up; return whether it has."""
+        """Wait up to ``seconds`` until the save :attr:`has_ended`; return whether it has."""
         return self._ended.wait(seconds) or self._given_up
 
     def give_up(self, why: str) -> None:
@@ -231,7 +236,7 @@ class SaveOperation:
 
     def save_alone(self) -> None:
         """Save with this process alone, whatever the group of the call."""
-        self.call.group.count_call(-1)  # other ranks need not make such a call
+        self.call.group.count_call(self.call.own, -1)  # other ranks need not make such a call
         self.group = commit_group(ALONE)
 
     def draw_ticket(self) -> Ticket:
@@ -347,7 +352,6 @@ class SaveOperation:
             claim=self._claim,
             overwrite=config.overwrite,
             first=ticket.first,
-            unused_writers=self.call.unused_writers,
             report=report,
             compose=compose,
         )

@@ -13,6 +13,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.bounded import bounded
+from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["check_path", "check_shared", "directories_to_sync", "writable"]
 
@@ -34,6 +35,7 @@ def writable(
 
 def check_path(save: SaveOperation) -> None:
     """Raise early if the checkpoint may not, or cannot, be written."""
+    hit("plan.before")
     directory = save.resolved_path()
 
     def look() -> None:
@@ -41,6 +43,7 @@ def check_path(save: SaveOperation) -> None:
         local.check_writable(directory)
 
     save.on_storage("looking at the path", look)
+    hit("plan.after")
 
 
 def directories_to_sync(folder: Path, rank: int) -> list[str]:

@@ -40,6 +40,7 @@ class PeerWatch:
         self._group = group
         self._timeout = timeout
         self._number = number
+        self._own = save is None or save.call.own
         self._check_open = check_open
         self._save = save
         self._log = WaitLog(logger, what)
@@ -59,19 +60,19 @@ class PeerWatch:
         self._log.look(what)
         if waited < self._timeout:
             return
-        if detector.absent(self._number):
+        if detector.absent(self._number, self._own):
             raise RankLostError(f"{what} for {waited:.0f} s")
         if slow := detector.standing_still(self._timeout):
             raise RankLostError("; ".join(map(str, slow[:3])))
 
     def _waited_for(self, detector: FailureDetector[Any]) -> str:
-        absent = detector.absent(self._number)
+        absent = detector.absent(self._number, self._own)
         if absent:
             named = ", ".join(map(str, absent[:3])) + (", …" if len(absent) > 3 else "")
             some = (
                 f"rank {named} has" if len(absent) == 1 else f"{len(absent)} ranks ({named}) have"
             )
-            return f"{some} not called async_save"
+            return f"{some} not called {'' if self._own else 'dcp.'}async_save"
         if said := detector.said_by_coordinator:
             return f"waiting for rank 0 ({said})"
         return "waiting for the other ranks to plan"

@@ -50,7 +50,6 @@ from dcp_datastates.saving.peer_watch import PeerWatch
 from dcp_datastates.saving.phase import Phase
 from dcp_datastates.saving.start import begin_planning
 from dcp_datastates.saving.write import Ahead, Writing, begin_write, fail_write
-from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["RankContext", "context_of"]
 
@@ -108,24 +107,6 @@ class RankContext:
         Returns False if the process is ending.
         """
         return self._worker.post(work)
-
-    def await_planned(self, save: SaveOperation, look: Callable[[], None]) -> None:
-        """Return when all saves submitted before are planned; later ones wait until the ranks have agreed on ``save``,
-        for ``commit_timeout`` at most. Calls ``look`` now and then.
-        """
-        begun = threading.Event()
-
-        def wait() -> None:
-            begun.set()
-            until = time.monotonic() + save.call.config.commit_timeout
-            while not (save.is_agreed or save.await_end(_POLL_SECONDS)):
-                if time.monotonic() > until:
-                    return
-
-        if not self._worker.post(wait):
-            return
-        while not begun.wait(_POLL_SECONDS):
-            look()
 
     def refuse(self, path: object, error: BaseException) -> None:
         """Tell the other ranks, which wait for this rank, that its call failed."""
@@ -356,11 +337,10 @@ def _propose(
     if save.error is not None:
         raise save.error
     assert planning is not None
-    hit("plan.before")
     check_path(save)
-    hit("plan.after")
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
-    return SaveName(save.directory().name, planning.kind), planning, plan
+    number = 0 if save.call.own else save.call.number
+    return SaveName(save.directory().name, planning.kind, number), planning, plan
 
 
 def _leave_out(why: int) -> None:

@@ -125,9 +125,8 @@ def new_call(
     metrics: Mapping[str, float],
 ) -> SaveCall:
     """Describe a call that is made now."""
-    unused = 0 if origin is SaveOrigin.PACKAGE else group.unused_writers
-    number = group.count_call()
-    return SaveCall(group, config, origin, path, next_order(), number, unused, metrics)
+    number = group.count_call(own=origin is SaveOrigin.PACKAGE)
+    return SaveCall(group, config, origin, path, next_order(), number, metrics)
 
 
 def _stage(
