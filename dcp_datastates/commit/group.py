@@ -71,7 +71,9 @@ class CommitGroup:
     def __init__(self, rank_set: RankSet) -> None:
         self.rank_set: Final = rank_set
         self.neighbours: Final = Neighbours()  # for the coordinator's planning thread
-        self._lock = ProcessLock()  # guards _drawn, _calls, _dcp_calls
+        self._lock = ProcessLock()  # guards the next three, and _drawn
+        self.unused_writers = 0
+        """Writers of this rank's program that were not used yet: see ``RankVote``."""
         self._calls = 0
         self._dcp_calls = 0
         self._planning = ""
@@ -124,6 +126,11 @@ class CommitGroup:
         with self._lock:
             self._drawn += 1
             return self._drawn - 1
+
+    def count_unused(self, more: int) -> None:
+        """Count a writer that was made, or (-1) is used for the first time."""
+        with self._lock:
+            self.unused_writers += more
 
     def count_call(self, own: bool = True, more: int = 1) -> int:
         """Count a call of this package's save functions, or (not ``own``) a save that DCP runs. Returns the count,

@@ -89,6 +89,8 @@ class Round:
     """Whether this save may replace a checkpoint."""
     first: int = 0
     """The number of the commit group's first round."""
+    unused_writers: int = 0
+    """For a save that DCP runs: how many writers this rank's program had made and not used."""
     report: bytes = b""
     """What this rank tells the coordinator with its vote."""
     compose: Compose | None = None
@@ -131,7 +133,10 @@ class Round:
         """The error if the ranks vote for different saves, and this rank for this one."""
         return SaveFailedError(
             f"the ranks vote for different saves: rank 0 for attempt {self.attempt and self.attempt.name} at "
-            f"{str(self.path)!r}"
+            f"{str(self.path)!r}, and its program had made and not used {self.unused_writers} writers. If that number "
+            f"differs from rank to rank, a call of dcp.async_save has failed on one of them before it reached the "
+            f"writer: then no save that DCP runs can be committed until the job restarts. dcp_datastates.async_save "
+            f"goes on after a failed call"
         )
 
     def release(self) -> None:

@@ -34,7 +34,9 @@ _VOTE: Final = struct.Struct("<?20s")
 class RankVote:
     """One rank's vote: whether its bytes are durable, and which save it votes for.
 
-    ``report``: what the coordinator needs to know of this rank's files, in any encoding.
+    ``unused_writers``: for a save that DCP runs, how many writers this rank's program had made and not used. If a call
+    of ``dcp.async_save`` failed on one rank before it reached the writer, DCP pairs the rank's next call with the other
+    ranks' present one. ``report``: what the coordinator needs to know of this rank's files, in any encoding.
     """
 
     ok: bool
@@ -42,6 +44,7 @@ class RankVote:
     attempt: Attempt | None
     directory: Path | None
     world: int
+    unused_writers: int = 0
     report: bytes = b""
 
     def encode(self) -> bytes:
@@ -52,7 +55,7 @@ class RankVote:
         # Only the last part of the path: other machines may mount the directory elsewhere.
         name = b"" if self.directory is None else os.fsencode(self.directory.name)
         attempt = None if self.attempt is None else astuple(self.attempt)
-        save = repr((self.number, attempt, name, self.world))
+        save = repr((self.number, attempt, name, self.world, self.unused_writers))
         return hashlib.sha1(save.encode()).digest()
 
 

@@ -108,6 +108,7 @@ class Voter:
         self._is_coordinator = rank_set.rank == 0
         self._detector = detector
         self._decisions = decisions
+        self._is_behind = False  # the coordinator had ended the latest round before this rank
         self._tree: GlooTree | None = None  # from the first round on
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
@@ -257,9 +258,11 @@ class Voter:
             if self._is_coordinator:
                 self._decisions.flush()  # else a rank that is behind would vote for another save
             assert self._tree is not None
-            if not self._tree.join(lambda: self._interrupt(round_, joining=True)):
+            joined = self._tree.join(lambda: self._interrupt(round_, joining=True))
+            if self._is_coordinator or not (joined or self._is_behind):
                 return Done()
-            found = None if self._is_coordinator else self._decisions.find(round_.number)
+            found = self._decisions.find(round_.number)
+            self._is_behind = found is not None  # perhaps by several rounds
             return Done() if found is None else DecisionFound(found)
         except _Interrupted as interrupted:
             self._leave()
@@ -290,6 +293,7 @@ class Voter:
             round_.attempt,
             round_.path,
             self._rank_set.world,
+            round_.unused_writers,
             round_.report,
         ).encode()
         hit("vote.before")

@@ -130,6 +130,8 @@ def _call(
     end_here()
     context = context_of(commit_group(rank_set))
     try:
+        if writer is not None:
+            writer.enter()
         numbers = _numbers(metrics)
         state = _without_objects(state_dict)
         if writer is None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import dataclasses
 import logging
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
@@ -21,21 +20,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.dcp.object_planning import GivenPlan
-from dcp_datastates.dcp.planner import DataStatesSavePlanner
+from dcp_datastates.dcp.planner import NOTHING, DataStatesSavePlanner
 from dcp_datastates.dcp.published_metadata import PublishedMetadata
 from dcp_datastates.dcp.turn import Turn, await_turns, bind, end_here
 from dcp_datastates.errors import ConfigurationError, SaveAbandonedError
 from dcp_datastates.io.engine import moved
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.waiting import Stall, WaitLog
-from dcp_datastates.saving.agreement import NotAgreed
+from dcp_datastates.saving.agreement import OTHER_PLANNERS, NotAgreed
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import new_call, stage_in_place, state_to_plan
-from dcp_datastates.saving.write import Writing, fail_write
+from dcp_datastates.saving.write import Writing, begin_write, fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage.attempt import Ticket
 
 __all__ = [
     "DcpSave",
@@ -48,7 +48,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS: Final = 0.1
+
+_tickets: dict[int, int] = {}
+"""By the first round of a commit group: the newest ticket that came in a plan. A group plans one save at a time."""
 
 
 class DcpSave:
@@ -80,6 +82,19 @@ class DcpSave:
         """Note this process's rank for DCP."""
         self._rank, self._is_coordinator = rank, is_coordinator
 
+    def planned(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """The ``plans`` that DCP's coordinator scatters. If DCP has planned the save, they carry the attempt."""
+        self.set_world(len(plans))
+        if self._planner is not None:
+            return plans
+        if any(plan.planner_data == NOTHING.planner_data for plan in plans):
+            raise ConfigurationError(OTHER_PLANNERS)
+        if not all(getattr(plan, "usable", True) for plan in plans):
+            # A rank whose plan is not usable takes an older one, so the attempt must come in another way, to all ranks.
+            return [dataclasses.replace(plan, storage_data=None) for plan in plans]
+        ticket = self.save.draw_ticket().encode()
+        return [dataclasses.replace(plan, storage_data=ticket) for plan in plans]
+
     def set_world(self, world: int) -> None:
         """Note, on DCP's coordinator, with how many ranks DCP saves."""
         rank_set = self.save.group.rank_set
@@ -93,8 +108,8 @@ class DcpSave:
             )
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Agree on the save with the other ranks, and plan it unless DCP has; write this rank's part; return what DCP
-        gathers, when all data are read. If it raises, the save has failed.
+        """Plan the save with this package's pipeline, unless DCP has planned it; write this rank's part; return what
+        DCP gathers, when all data are read. If it raises, the save has failed.
         """
         save = self.save
         given = GivenPlan(plan, planner)
@@ -103,7 +118,7 @@ class DcpSave:
         except Exception as error:
             save.record_error(error)  # the ranks agree first: others may wait for this one
         try:
-            self._begin_write(given).finish()
+            self._begin_write(plan, given).finish()
         except BaseException as error:
             failure = error
             if isinstance(error, NotAgreed):
@@ -118,18 +133,35 @@ class DcpSave:
             self._end()
         return given.results
 
-    def _begin_write(self, given: GivenPlan) -> Writing:
+    def _begin_write(self, plan: SavePlan, given: GivenPlan) -> Writing:
         save, turn = self.save, self._turn
         if turn is not None:
             turn.have_all_come = True
         try:
-            with contextlib.ExitStack() as stack:
-                if turn is None or save.group is not save.call.group:
-                    stack.enter_context(_planned_alone(save))
-                return context_of(save.group).plan(save, self._planning(given))
+            if self._planner is None and self._take_ticket(plan):
+                if save.error is not None:
+                    raise save.error
+                return begin_write(save, given)
+            return context_of(save.group).plan(save, self._planning(given))
         finally:
             if turn is not None:
                 turn.planned()
+
+    def _take_ticket(self, plan: SavePlan) -> bool:
+        """Take the ticket that came with the ``plan``; returns whether it is this save's.
+
+        Planners with ``enable_plan_caching`` keep the final plan, with the ticket, for as long as the process lives,
+        and return it for later saves, also of other groups.
+        """
+        ticket = Ticket.decode(plan.storage_data)
+        if ticket is None:
+            return False
+        newest = _tickets.get(ticket.first, -1)
+        _tickets[ticket.first] = max(newest, ticket.number)
+        if ticket.number <= newest:
+            return False
+        self.save.agree(ticket)
+        return True
 
     def _planning(self, given: GivenPlan) -> SavePlanning | None:
         """How the save is planned; None if it has failed on this rank."""
@@ -222,52 +254,28 @@ def begin_async(save: SaveOperation, turn: Turn) -> dict[Any, Any]:
 
 
 def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Path | None) -> DcpSave:
-    """Begin a save that DCP runs in the calling thread, after DCP's asynchronous ones. Starts their reads.
+    """Begin a save that DCP runs in the calling thread, after all earlier saves are planned. Starts their reads.
 
     Raises :class:`SaveStalledError` if the earlier saves make no progress.
     """
     step_gate.open_windows()  # no backward pass can begin while this thread waits
     save = SaveOperation(new_call(group, config, SaveOrigin.DCP, path, {}), SaveStats())
     bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
+    # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
+    stall = Stall(logger, "this save", config.commit_timeout)
+
+    def look() -> None:
+        stall.look(moved(None), "the saves before it to be planned")
+
     try:
-        await_turns(_patience(save))
+        await_turns(look)
+        context_of(group).await_planned(save, look)
         save.begin()
     except BaseException as error:
         save.record_error(error)
         save.end()
         raise
     return DcpSave(save)
-
-
-@contextlib.contextmanager
-def _planned_alone(save: SaveOperation) -> Iterator[None]:
-    """Within the block, all earlier saves of these ranks are planned, and later ones wait until it ends."""
-    begun, ended = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        begun.set()
-        # A signal handler that interrupts the block may wait for a save of its own.
-        until = time.monotonic() + save.call.config.commit_timeout
-        while not (ended.wait(_POLL_SECONDS) or save.has_ended or time.monotonic() > until):
-            pass
-
-    if not context_of(save.group).hold(hold):  # the process is ending
-        begun.set()
-    look = _patience(save)
-    try:
-        while not begun.wait(_POLL_SECONDS):
-            look()
-        yield
-    finally:
-        ended.set()
-
-
-def _patience(save: SaveOperation) -> Callable[[], None]:
-    """To be called while ``save`` waits for earlier ones. Raises :class:`SaveStalledError` if nothing moves: if this is
-    a signal handler, the interrupted frame may hold what they need.
-    """
-    stall = Stall(logger, "this save", save.call.config.commit_timeout)
-    return lambda: stall.look(moved(None), "the saves before it to be planned")
 
 
 class ThisThread(threading.local):

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.dcp.object_planning import ObjectPlanning
 from dcp_datastates.dcp.planner import DataStatesSavePlanner, is_unchanged
+from dcp_datastates.dcp.turn import end_here
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.planning.column_planning import ColumnPlanning, PlanOptions, StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
@@ -52,6 +53,7 @@ def prime(
         DataStatesError: with several ranks: it names each rank that failed, and why. With one rank, the error itself.
     """
     step_gate.open_windows()
+    end_here()
     context = context_of(commit_group(rank_set_of(process_group)))
     context.run(_WHAT, _TIMEOUT_SECONDS, functools.partial(_propose, state_dict, planner, context))
 

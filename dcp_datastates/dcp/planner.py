@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 
 from dcp_datastates.dcp.published_metadata import PublishedMetadata
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.fields import plans_in_objects
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.planning.column_planning import (
@@ -32,10 +33,15 @@ from dcp_datastates.planning.column_planning import (
 from dcp_datastates.planning.declared import declared
 from dcp_datastates.planning.local_chunks import LocalChunks
 from dcp_datastates.planning.local_plan import LocalPlan
+from dcp_datastates.saving.agreement import OTHER_PLANNERS
 
-__all__ = ["DataStatesSavePlanner", "WriterMeta", "is_unchanged"]
+__all__ = ["NOTHING", "DataStatesSavePlanner", "WriterMeta", "is_unchanged"]
 
 logger = logging.getLogger(__name__)
+
+
+NOTHING: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()})
+"""The plan towards DCP of a save that this package plans."""
 
 
 class WriterMeta(StorageMeta):
@@ -124,7 +130,7 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         if self._plans_nothing:
-            self.plan = SavePlan([])
+            self.plan = NOTHING
             return self.plan
         plan: SavePlan = super().create_local_plan()
         items = declared(plan.items, self.state_dict, None) if self._split else plan.items
@@ -133,6 +139,8 @@ class DataStatesSavePlanner(DefaultSavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if self._plans_nothing:
+            if any(plan != NOTHING for plan in all_plans):
+                raise ConfigurationError(OTHER_PLANNERS)
             self.global_plan, self.metadata = all_plans, PublishedMetadata()
             return self.global_plan, self.metadata
         if new := plans_in_objects():

@@ -146,7 +146,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._path = None if path is None else self._checked(path)
         self._here = ThisThread()
         self._saves = Saves()
-        prepare(self.rank_set, self._config)
+        self._used = False
+        prepare(self.rank_set, self._config).count_unused(1)
 
     # ---- for the user --------------------------------------------------------------------------
 
@@ -189,6 +190,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             self.wait()
         finally:
             self._closed = True
+            self._count_used()
 
     # ---- AsyncStager ---------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         if not self._no_dist:
             warn_if_shared()
-        self._enter()
+        self.enter()
         save = stage_save(
             commit_group(self.rank_set),
             self._config,
@@ -278,15 +280,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return dataclasses.replace(plan, items=save.reads.staged.as_captured(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator: check that DCP saves with the writer's ranks."""
-        self._running().set_world(len(plans))
-        return plans
+        """Coordinator: check that DCP saves with the writer's ranks. If DCP has planned the save, claim an attempt; the
+        plans carry it to the ranks.
+        """
+        return self._running().planned(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
         """Write this rank's part of the plan; returns when all of its data are read and unchanged.
 
-        The ranks agree on the save first. A :class:`DataStatesSavePlanner` has planned nothing so far: this package's
-        pipeline does it now. The files
+        A :class:`DataStatesSavePlanner` has planned nothing so far: this package's pipeline does it now. The files
         become durable later; the commit thread waits for that. Raises :class:`SnapshotTornError`,
         :class:`UnsupportedTensorError`, :class:`StorageError`, or an error of the planner's ``resolve_data``; then this
         save fails on all ranks.
@@ -315,11 +317,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """The options."""
         return self._config
 
+    def enter(self) -> None:
+        """Begin a call that uses this writer. Raises :class:`ConfigurationError` if it is closed."""
+        self._count_used()
+        if self._closed:
+            raise ConfigurationError("this DataStatesWriter is closed; construct another one")
+        end_here()
+
     def path_of(self, path: str | os.PathLike[str] | None) -> Path:
-        """The directory of a call with this ``path``. Raises :class:`ConfigurationError` if neither names one, or the
-        writer is closed.
-        """
-        self._enter()
+        """The directory of a call with this ``path``. Raises :class:`ConfigurationError` if neither names one."""
         if path is not None:
             return self._checked(path)
         if self._path is None:
@@ -338,7 +344,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         running, here.next = here.next, None
         path, here.path = here.path, None
         if running is None:
-            self._enter()
+            self.enter()
             running = begin_synchronous(commit_group(self.rank_set), self._config, self._path)
             self._saves.add(running.save)
         here.running = running
@@ -360,10 +366,10 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             )
         return running
 
-    def _enter(self) -> None:
-        if self._closed:
-            raise ConfigurationError("this DataStatesWriter is closed; construct another one")
-        end_here()
+    def _count_used(self) -> None:
+        if not self._used:
+            self._used = True
+            commit_group(self.rank_set).count_unused(-1)
 
     def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Path:
         return writable(path, self._config, self._alone, below)

@@ -36,10 +36,6 @@ class SaveName:
     """The last part of the checkpoint's path: other machines may mount the directory elsewhere."""
     kind: str = ""
     """How the save is planned."""
-    number: int = 0
-    """Of a save that DCP runs: its number among these on this rank. DCP pairs the ranks' calls, and does not notice
-    if a rank has left one out, whose call failed before it met the others.
-    """
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ class Assignment:
         head, plan = unpack(_ASSIGNMENT, 2, data)
         ticket, reasons, paths = json.loads(bytes(head))
         return Assignment(
-            None if ticket is None else Ticket.decode(ticket),
+            None if ticket is None else Ticket.decode(tuple(ticket)),
             bytes(plan),
             {int(rank): Reason(*reason) for rank, reason in reasons.items()},
             tuple(paths),
@@ -175,14 +171,7 @@ def _difference(saves: Sequence[SaveName]) -> Reason | None:
     if rank is None:
         return None
     other = saves[rank]
-    if other.number != first.number:
-        text = (
-            f"this is save {first.number} of rank 0 and save {other.number} of rank {rank} that DCP runs: a call of "
-            f"dcp.save or dcp.async_save has failed on one of them before it met the other ranks, and DCP pairs its "
-            f"later calls with others' earlier ones. Restart the job, or save with dcp_datastates.async_save, which "
-            f"goes on after a failed call"
-        )
-    elif other.path != first.path:
+    if other.path != first.path:
         text = (
             f"rank 0 saves to {first.path!r} and rank {rank} to {other.path!r}: one of them has left out a call "
             f"of async_save (every rank must make the same calls, in the same order)"

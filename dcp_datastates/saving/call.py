@@ -51,6 +51,8 @@ class SaveCall:
     """Of this save, among the saves of these ranks in this process that this package runs, or (``own`` is false)
     DCP.
     """
+    unused_writers: int = 0
+    """For a save that DCP runs: how many writers the program had made and not used."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The numbers by which the user compares checkpoints."""
     working_directory: str | None = field(default_factory=local.working_directory)

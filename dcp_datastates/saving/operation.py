@@ -352,6 +352,7 @@ class SaveOperation:
             claim=self._claim,
             overwrite=config.overwrite,
             first=ticket.first,
+            unused_writers=self.call.unused_writers,
             report=report,
             compose=compose,
         )

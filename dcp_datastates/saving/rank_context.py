@@ -108,6 +108,24 @@ class RankContext:
         """
         return self._worker.post(work)
 
+    def await_planned(self, save: SaveOperation, look: Callable[[], None]) -> None:
+        """Return when all saves submitted before are planned; later ones wait until the ranks have agreed on ``save``,
+        for ``commit_timeout`` at most. Calls ``look`` now and then.
+        """
+        begun = threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            until = time.monotonic() + save.call.config.commit_timeout
+            while not (save.is_agreed or save.await_end(_POLL_SECONDS)):
+                if time.monotonic() > until:
+                    return
+
+        if not self._worker.post(wait):
+            return
+        while not begun.wait(_POLL_SECONDS):
+            look()
+
     def refuse(self, path: object, error: BaseException) -> None:
         """Tell the other ranks, which wait for this rank, that its call failed."""
         number = self.group.count_call()
@@ -339,8 +357,7 @@ def _propose(
     assert planning is not None
     check_path(save)
     plan = planning.propose(save.group.name, save.group.rank_set.rank)
-    number = 0 if save.call.own else save.call.number
-    return SaveName(save.directory().name, planning.kind, number), planning, plan
+    return SaveName(save.directory().name, planning.kind), planning, plan
 
 
 def _leave_out(why: int) -> None:

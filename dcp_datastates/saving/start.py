@@ -125,8 +125,9 @@ def new_call(
     metrics: Mapping[str, float],
 ) -> SaveCall:
     """Describe a call that is made now."""
-    number = group.count_call(own=origin is SaveOrigin.PACKAGE)
-    return SaveCall(group, config, origin, path, next_order(), number, metrics)
+    own = origin is SaveOrigin.PACKAGE
+    unused, number = 0 if own else group.unused_writers, group.count_call(own)
+    return SaveCall(group, config, origin, path, next_order(), number, unused, metrics)
 
 
 def _stage(

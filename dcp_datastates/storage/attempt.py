@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcp_datastates.process.forks import ProcessLock
@@ -82,6 +81,8 @@ class Ticket:
         return (self.attempt.incarnation, self.attempt.sequence, self.number, self.first)
 
     @staticmethod
-    def decode(data: Sequence[int]) -> Ticket:
-        """The ticket that :meth:`encode` encoded."""
+    def decode(data: object) -> Ticket | None:
+        """The ticket that :meth:`encode` encoded; None for anything else."""
+        if not isinstance(data, tuple) or len(data) != 4 or {*map(type, data)} != {int}:
+            return None
         return Ticket(Attempt(*data[:2]), *data[2:])

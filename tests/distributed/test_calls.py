@@ -15,10 +15,19 @@ import torch.distributed.checkpoint as dcp
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.logs import lines
-from support.state.checkpoints import CACHE, async_save, committed, load_everything, raises, writer
+from support.state.checkpoints import (
+    CACHE,
+    async_save,
+    committed,
+    load_everything,
+    raises,
+    save,
+    writer,
+)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
-from dcp_datastates import DataStatesError, RankLostError, SaveFailedError
+from dcp_datastates import DataStatesError, DataStatesSavePlanner, RankLostError, SaveFailedError
 from dcp_datastates.dcp import turn
 from dcp_datastates.io.destroy_hook import DestroyHook
 from dcp_datastates.process import waiting
@@ -148,21 +157,65 @@ def test_a_call_that_one_rank_leaves_out_is_named_and_the_ranks_get_in_step_agai
 
 
 @ranks(2)
-def test_a_failed_call_of_stock_dcp_is_seen_by_the_vote_of_the_next_save(shared_dir):
+@pytest.mark.parametrize("planner", [DefaultSavePlanner, DataStatesSavePlanner])
+def test_a_call_that_fails_inside_dcp_is_seen_in_the_saves_after_it(planner, shared_dir):
     # DCP calls state_dict() before it comes to the writer: its own collectives pair off by one from then on.
     group, loader, path = own_group(), Loader(), shared_dir / "c"
-    async_save(_state(1, loader), path, group=group).result(60)
+
+    def begin(number):
+        return async_save(_state(number, loader), path, group=group, planner=planner())
+
+    begin(1).result(60)
     loader.fails = dist.get_rank() == 1
     if loader.fails:
         with pytest.raises(OSError, match="the loader's cache is gone"):
-            async_save(_state(2, loader), path, group=group)
+            begin(2)
         loader.fails = False
-        last = async_save(_state(3, loader), path, group=group)  # meets the other rank's call of 2
-    else:
-        last = async_save(_state(2, loader), path, group=group)
-    with raises(SaveFailedError, "the ranks vote for different saves"):
-        last.result(60)
+    for number in (3, 4) if dist.get_rank() else (2, 3):  # each meets the other rank's call before
+        with raises(SaveFailedError, "the ranks vote for different saves"):
+            begin(number).result(60)
     assert _numbers(path) == {1.0}
+    _begin(5, path).result(60)
+    assert _numbers(path) == {5.0}
+
+
+@ranks(2)
+def test_a_failed_call_with_a_writer_does_not_fail_dcps_own_saves_afterwards(shared_dir):
+    loader = Loader()
+    loader.fails = dist.get_rank() == 1
+    with contextlib.suppress(OSError, SaveFailedError):
+        dcp_datastates.async_save(_state(0, loader), writer=writer(shared_dir / "0")).result(60)
+        raise AssertionError("the loader did not fail")
+    dist.barrier()
+    for number in (1, 2):
+        save(_state(number), shared_dir / str(number))
+        assert _numbers(shared_dir / str(number)) == {float(number)}
+
+
+@ranks(2)
+@pytest.mark.parametrize("planner", [DefaultSavePlanner, DataStatesSavePlanner])
+def test_a_synchronous_save_that_fails_in_dcps_planning_holds_up_nothing(planner, shared_dir):
+    group = own_group()
+    dcp_datastates.save(_state(0), shared_dir / "0", process_group=group, host_cache_size=CACHE)
+
+    def fail():
+        refusing = {"bad": (lambda: 0)} if dist.get_rank() else {}
+        with pytest.raises(dcp.api.CheckpointException):
+            dcp.save(
+                {"w": torch.ones(3), **refusing},
+                storage_writer=writer(shared_dir / "bad", process_group=group),
+                planner=planner(),
+                process_group=group,
+            )
+
+    fail()
+    began = time.monotonic()
+    dcp_datastates.prime(_state(1), process_group=group)
+    fail()
+    dcp_datastates.save(_state(1), shared_dir / "1", process_group=group, host_cache_size=CACHE)
+    assert time.monotonic() - began < 60, "commit_timeout is 300 s"
+    assert _numbers(shared_dir / "1") == {1.0}
+    dist.barrier()
 
 
 @ranks(2)

@@ -19,8 +19,14 @@ from support.state.checkpoints import (
     writer,
     zeros,
 )
-from support.state.planners import FailingPlanner, HalvingPlanner, PlannerRefusal
+from support.state.planners import (
+    FailingPlanner,
+    HalvingPlanner,
+    PlannerRefusal,
+    forget_cached_plans,
+)
 from support.state.states import filled
+from support.tiers import tries
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -73,6 +79,17 @@ def test_cached_plans_never_mix_saves_to_one_path(reuse_writer, tmp_path):
         names = {attempt.name for attempt in attempts(tmp_path)}
         assert not names & seen, "an attempt's directory was used twice"
         seen |= names
+
+
+@pytest.mark.parametrize("between", tries(30, 300))
+def test_a_cached_plan_never_leads_to_the_attempt_of_an_earlier_save(between, tmp_path):
+    """DCP caches plans in the class, for as long as the process lives, whatever the process group."""
+    forget_cached_plans()
+    save(_filled_with(0), tmp_path / "best", planner=_caching())
+    for number in range(between):
+        save({"n": number}, tmp_path / "other", planner=DefaultSavePlanner())
+    save(_filled_with(1), tmp_path / "best", planner=_caching())
+    assert _number(tmp_path / "best") == 1
 
 
 def test_cached_plans_notice_a_changed_structure(tmp_path):
