@@ -25,7 +25,7 @@ from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.output_file import write_small_file
 from dcp_datastates.conversion.source import Source, Want, metadata_of_source
 from dcp_datastates.process.work import Done, Unit
-from dcp_datastates.storage import local, operations
+from dcp_datastates.storage import local
 
 __all__ = ["stock_job"]
 
@@ -38,8 +38,6 @@ Item = tuple[str, Chunk]
 
 def stock_job(source: Source, folder: Path, limits: Limits) -> Job:
     """A checkpoint of stock DCP, with a file for each thread."""
-    with local.explained("creating directory", folder):
-        operations.make_directory(folder, "convert")
     writing = _Writing(source, folder, limits.piece_bytes)
     return Job(writing.units(limits.threads), writing.files, writing.write_metadata)
 
