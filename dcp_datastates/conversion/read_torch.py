@@ -11,7 +11,7 @@ import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -29,8 +29,6 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.name_patterns import KeyPath
 
 __all__ = ["TorchSource", "array_of", "is_legacy_pickle", "is_torch_file", "leaves", "load_fake"]
-
-_ZIP: Final = b"PK\x03\x04"
 
 
 class TorchSource(Source):
@@ -88,17 +86,14 @@ class TorchSource(Source):
         self._files.close()
 
 
-def is_torch_file(path: Path) -> bool:
-    """Whether the file at ``path`` begins like one of ``torch.save``."""
-    with path.open("rb") as file:
-        return file.read(len(_ZIP)) == _ZIP
+def is_torch_file(first: bytes) -> bool:
+    """Whether a file with these ``first`` bytes begins like one of ``torch.save``."""
+    return first.startswith(b"PK\x03\x04")
 
 
-def is_legacy_pickle(path: Path) -> bool:
-    """Whether the file at ``path`` begins like a pickle: ``torch.save`` wrote such files before torch 1.6."""
-    with path.open("rb") as file:
-        first = file.read(2)
-    return len(first) == 2 and first[0] == 0x80 and 2 <= first[1] <= pickle.HIGHEST_PROTOCOL
+def is_legacy_pickle(first: bytes) -> bool:
+    """Whether a file with these ``first`` bytes begins like a pickle: torch wrote such files before 1.6."""
+    return len(first) >= 2 and first[0] == 0x80 and 2 <= first[1] <= pickle.HIGHEST_PROTOCOL
 
 
 Records = Mapping[int, int]
