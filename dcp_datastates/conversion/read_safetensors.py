@@ -51,16 +51,14 @@ class SafetensorsSource(Source):
         try:
             for file in files:
                 self._add(file, only)
+            names = self._arrays if only is None else only
+            if missing := [name for name in names if name not in self._arrays]:
+                raise CheckpointCorruptError(
+                    f"{path}: the index has {some_of(missing)}, and the file that it names has not"
+                )
         except BaseException:
             self.close()
             raise
-        names = self._arrays if only is None else only
-        missing = [name for name in names if name not in self._arrays]
-        if missing:
-            self.close()
-            raise CheckpointCorruptError(
-                f"{path}: the index has {some_of(missing)}, and the file that it names has not"
-            )
         self.tensors = {
             name: TensorInfo(self._arrays[name].dtype, self._arrays[name].shape) for name in names
         }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -107,10 +108,9 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
     :class:`StorageError`.
     """
     try:
-        _check_byte_order(file, said)
+        records = _records(file, said)
         with FakeTensorMode():
-            value = torch.load(file, map_location="cpu", weights_only=not allow_objects)
-        return value, _records(file)
+            return torch.load(file, map_location="cpu", weights_only=not allow_objects), records
     except pickle.UnpicklingError as error:
         if allow_objects:
             raise CheckpointCorruptError(f"{said}: not a readable pickle: {error}") from error
@@ -125,29 +125,23 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
         ) from error
 
 
-def _check_byte_order(file: BinaryIO, said: str) -> None:
-    """Torch swaps the bytes of tensors in memory; of fake tensors it has none, and crashes."""
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            if name.endswith("/byteorder") and archive.read(name) != sys.byteorder.encode():
-                raise IncompatibleStateError(
-                    f"{said} has another byte order than this machine; load it with torch.load, and save it again"
-                )
-    file.seek(0)
-
-
-def _records(file: BinaryIO) -> Records:
-    """The storages that are not compressed."""
+def _records(file: BinaryIO, said: str) -> Records:
+    """The storages that are not compressed. Raises :class:`IncompatibleStateError` for another byte order: torch swaps
+    the bytes of tensors in memory; of fake tensors it has none, and crashes.
+    """
     found = {}
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
-            if "/data/" in entry.filename and entry.compress_type == zipfile.ZIP_STORED:
+            if entry.filename.endswith("/byteorder"):
+                if archive.read(entry) != sys.byteorder.encode():
+                    raise IncompatibleStateError(
+                        f"{said} has another byte order than this machine; load it with torch.load, and save it again"
+                    )
+            elif "/data/" in entry.filename and entry.compress_type == zipfile.ZIP_STORED:
                 file.seek(entry.header_offset + 26)
-                lengths = file.read(4)  # of the name and of the extra field, which follow
-                name, extra = (
-                    int.from_bytes(each, "little") for each in (lengths[:2], lengths[2:])
-                )
+                name, extra = struct.unpack("<HH", file.read(4))  # lengths of what follows
                 found[entry.header_offset + 30 + name + extra] = entry.file_size
+    file.seek(0)
     return found
 
 

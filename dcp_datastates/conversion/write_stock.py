@@ -55,7 +55,7 @@ class _Writing:
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self.files: tuple[Path, ...] = ()
 
-    def units(self, count: int) -> Iterator[Unit]:
+    def units(self, count: int) -> list[Unit]:
         """One unit for each of ``count`` files. Chunks go to the file with the fewest bytes."""
         shares: list[list[Item]] = [[] for _ in range(count)]
         sizes = [0] * count
@@ -64,14 +64,10 @@ class _Writing:
                 least = sizes.index(min(sizes))
                 shares[least].append((name, chunk))
                 sizes[least] += self._nbytes((name, chunk)) + 1
-        used = [share for number, share in enumerate(shares) if share or not number]
+        used = [share for share in shares if share] or [[]]
         self.files = tuple(self._folder / f"__{number}_0.distcp" for number in range(len(used)))
-        return iter(
-            [
-                self._unit(file, share, self._source.objects if not number else ())
-                for number, (file, share) in enumerate(zip(self.files, used, strict=True))
-            ]
-        )
+        objects = (self._source.objects, *[()] * (len(used) - 1))
+        return list(map(self._unit, self.files, used, objects))
 
     def _unit(self, file: Path, share: Sequence[Item], objects: Sequence[str]) -> Unit:
         def write(done: Done) -> None:
