@@ -19,8 +19,9 @@ from dcp_datastates.format.layout import (
     stored_form,
 )
 from dcp_datastates.format.metadata import FileRecord, MetadataTable
-from dcp_datastates.format.ragged import starts_of, sums, volumes
+from dcp_datastates.format.ragged import starts_of
 from dcp_datastates.format.safetensors_header import HeaderEntry, read_header
+from dcp_datastates.format.validate import elements
 from dcp_datastates.storage.local import METADATA_NAME
 
 __all__ = ["ConsistencyCheck"]
@@ -43,8 +44,7 @@ class ConsistencyCheck:
     def of_metadata(self) -> Iterator[Damage]:
         """Incomplete tensors. (Opening has checked that chunks lie within their tensors and do not overlap.)"""
         catalog = self._table.catalog
-        stored = sums(catalog.counts, volumes(self._dimensions, catalog.sizes))
-        whole = volumes(catalog.ndims, catalog.shapes)
+        whole, stored = elements(catalog)
         for number in np.flatnonzero((stored != whole) & (catalog.properties >= 0)).tolist():
             name = catalog.names[number]
             problem = (

@@ -278,16 +278,14 @@ def _checkpoint(directory: Path, committed: Committed) -> Checkpoint:
 
 def _contents(committed: Committed) -> tuple[tuple[Tensor, ...], tuple[Object, ...]]:
     catalog = committed.table.catalog
-    shapes = iter(catalog.shapes.tolist())
     lengths = iter(committed.table.placement.object_lengths.tolist())
     tensors, objects = [], []
-    columns = (catalog.properties.tolist(), catalog.ndims.tolist(), catalog.counts.tolist())
-    for name, properties, ndim, chunks in zip(catalog.names, *columns, strict=True):
+    columns = (catalog.properties.tolist(), catalog.tensor_shapes(), catalog.counts.tolist())
+    for name, properties, shape, chunks in zip(catalog.names, *columns, strict=True):
         if properties < 0:
             objects.append(Object(name, next(lengths)))
             continue
         dtype = catalog.table[properties].dtype
-        shape = tuple(islice(shapes, ndim))
         nbytes = math.prod(shape) * dtype.itemsize
         tensors.append(Tensor(name, shape, str(dtype).removeprefix("torch."), nbytes, chunks))
     return (

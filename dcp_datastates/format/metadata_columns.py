@@ -70,7 +70,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
     Raises :class:`MetadataError`, TypeError, ValueError or OverflowError for objects that DCP's readers could not use.
     """
     names: list[str] = []
-    table = _PropertyTable()
+    table = _Distinct()
     columns: dict[str, list[int]] = {name: [] for name in CATALOG}
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str:
@@ -78,7 +78,9 @@ def catalog_of(metadata: Metadata) -> Catalog:
         names.append(name)
         properties, size, chunks = -1, torch.Size(()), list[ChunkStorageMetadata]()
         if isinstance(entry, TensorStorageMetadata):
-            properties = table.place(entry.properties)
+            if not isinstance(entry.properties, TensorProperties):
+                raise MetadataError(f"the properties of a tensor are {described(entry.properties)}")
+            properties = table.number(entry.properties, fields_to_json(entry.properties))
             size, chunks = torch.Size(entry.size), entry.chunks
         elif not isinstance(entry, BytesStorageMetadata):
             raise MetadataError(
@@ -97,7 +99,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
             columns["sizes"] += torch.Size(chunk.sizes)
     return Catalog(
         names=tuple(names),
-        table=tuple(table.table),
+        table=tuple(table.values),
         mappings=metadata.planner_data,
         **{name: np.array(column, np.int64) for name, column in columns.items()},
     )
@@ -130,20 +132,19 @@ def _located(
     return files, offsets, lengths
 
 
-class _PropertyTable:
-    """Distinct properties of tensors; stock planners make an object per tensor."""
+class _Distinct:
+    """Different values. Equal ones have the same number: stock planners make an object per tensor."""
 
     def __init__(self) -> None:
-        self.table: list[TensorProperties] = []
-        self._places: dict[str, int] = {}
+        self.values: list[Any] = []
+        self._numbers: dict[str, int] = {}
 
-    def place(self, properties: object) -> int:
-        if not isinstance(properties, TensorProperties):
-            raise MetadataError(f"the properties of a tensor are {described(properties)}")
-        place = self._places.setdefault(json.dumps(fields_to_json(properties)), len(self.table))
-        if place == len(self.table):
-            self.table.append(properties)
-        return place
+    def number(self, value: Any, content: Any) -> int:
+        """``content``: the value as JSON."""
+        number = self._numbers.setdefault(json.dumps(content), len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
 
 
 def _further(
@@ -167,19 +168,14 @@ def _further(
 
 
 def _column(kind: type, field: str, instances: list[Any]) -> Further:
-    found: dict[str, int] = {}
-    different: list[Any] = []
+    different = _Distinct()
     rows = np.full(len(instances), -1, np.int64)
     for row, instance in enumerate(instances):
         if not isinstance(instance, kind) or not hasattr(instance, field):
             continue
         value = getattr(instance, field)
         try:
-            packed = json.dumps(values.to_json(value))
+            rows[row] = different.number(value, values.to_json(value))
         except values.ValueRefused as error:
             warn_of_loss(kind.__name__, field, str(error))
-            continue
-        rows[row] = found.setdefault(packed, len(different))
-        if rows[row] == len(different):
-            different.append(value)
-    return Further(kind.__name__, field, tuple(different), rows)
+    return Further(kind.__name__, field, tuple(different.values), rows)
