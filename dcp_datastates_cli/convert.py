@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from dcp_datastates.conversion.convert import convert
+from dcp_datastates.conversion.convert import ConvertOptions, convert
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
-from dcp_datastates_cli.output import OK, pipe_may_close, print_json, say
+from dcp_datastates_cli.output import OK, print_json, say
 from dcp_datastates_cli.progress_bar import progress_bar
 
 __all__ = ["prefixes", "run"]
@@ -18,28 +18,18 @@ __all__ = ["prefixes", "run"]
 
 def run(options: argparse.Namespace) -> int:
     """Convert ``options.source`` to ``options.target``; returns the exit status."""
+    options.rename = prefixes(options.rename)
     given: dict[str, Any] = {
-        "only": options.only,
-        "exclude": options.exclude,
-        "part": options.part,
-        "rename": prefixes(options.rename),
-        "dtype": options.dtype,
-        "shard_size": options.shard_size,
-        "config_from": options.config_from,
-        "overwrite": options.overwrite,
-        "strict": options.strict,
-        "allow_objects": options.allow_objects,
-        "threads": options.threads,
-        "host_cache_size": options.host_cache_size,
+        name: value
+        for name in ConvertOptions.__annotations__
+        if (value := getattr(options, name)) is not None
     }
-    given = {name: value for name, value in given.items() if value is not None}
     with progress_bar("converting", local.local_path(options.source), options.quiet) as progress:
         done = convert(options.source, options.target, options.to, progress=progress, **given)
     if options.json:
         print_json(dataclasses.asdict(done))
     elif not options.quiet:
-        with pipe_may_close():
-            say(done)
+        say(done)
     return OK
 
 

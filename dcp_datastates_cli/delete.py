@@ -21,7 +21,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.text import count, date, printable, size
-from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json, say
+from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
 
 __all__ = ["run_pin", "run_retain", "run_rm"]
 
@@ -46,25 +46,22 @@ def run_retain(options: argparse.Namespace) -> int:
             }
         )
         return OK
-    with pipe_may_close():
-        for path in retained.kept:
-            say(f"{'would keep' if options.dry_run else 'kept'} {path}")
-        for path in retained.deleted:
-            say(f"{'would delete' if options.dry_run else 'deleted'} {path}")
+    for path in retained.kept:
+        say(f"{'would keep' if options.dry_run else 'kept'} {path}")
+    for path in retained.deleted:
+        say(f"{'would delete' if options.dry_run else 'deleted'} {path}")
     return OK
 
 
 def run_pin(options: argparse.Namespace) -> int:
     """Pin or unpin the checkpoint at ``options.path``; returns the exit status."""
-    pin(options.path, options.name) if options.command == "pin" else unpin(
-        options.path, options.name
-    )
+    change = pin if options.command == "pin" else unpin
+    change(options.path, options.name)
     names = pins(local.local_path(options.path))
     if options.json:
         print_json({"path": options.path, "pins": names})
     else:
-        with pipe_may_close():
-            say(f"{options.path}: {'pinned: ' if names else 'not pinned'}{', '.join(names)}")
+        say(f"{options.path}: {'pinned: ' if names else 'not pinned'}{', '.join(names)}")
     return OK
 
 
@@ -101,8 +98,7 @@ def run_rm(options: argparse.Namespace) -> int:
             continue
         deleted.append(path)
         if not options.json:
-            with pipe_may_close():
-                say(f"{'would delete' if options.dry_run else 'deleted'} {description}")
+            say(f"{'would delete' if options.dry_run else 'deleted'} {description}")
     if options.json:
         print_json({"dry_run": options.dry_run, "deleted": deleted, "failed": failed})
     return TROUBLE if failed else OK
@@ -131,10 +127,6 @@ def _what_is_at(path: Path) -> str:
 
 def _is_confirmed(found: list[str]) -> bool:
     lines = "".join(f"  {each}\n" for each in found)
-    print(
-        f"{printable(lines)}Delete {count(len(found), 'checkpoint')}? [y/N] ",
-        end="",
-        file=sys.stderr,
-    )
-    sys.stderr.flush()
+    question = f"{printable(lines)}Delete {count(len(found), 'checkpoint')}? [y/N] "
+    print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

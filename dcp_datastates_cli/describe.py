@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from dcp_datastates.checkpoints.describe import Checkpoint, Directory, describe
-from dcp_datastates_cli.output import DAMAGED, OK, pipe_may_close, print_json, say
+from dcp_datastates_cli.output import DAMAGED, OK, print_json, say
 
 __all__ = ["run"]
 
@@ -19,8 +19,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(_document(found, options.tensors))
         return status
-    with pipe_may_close():
-        say(found.text(None if options.tensors or isinstance(found, Directory) else 0))
+    say(found.text(None if options.tensors or isinstance(found, Directory) else 0))
     return status
 
 

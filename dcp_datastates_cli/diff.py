@@ -11,7 +11,7 @@ from dcp_datastates.conversion.compare import Comparison, diff
 from dcp_datastates.errors import CheckpointCorruptError
 from dcp_datastates.storage import local
 from dcp_datastates_cli.convert import prefixes
-from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, pipe_may_close, print_json, say
+from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
 from dcp_datastates_cli.progress_bar import progress_bar
 
 __all__ = ["run"]
@@ -26,13 +26,11 @@ def run(options: argparse.Namespace) -> int:
         return TROUBLE
     if options.json:
         print_json(_document(found))
-    elif not (options.quiet and found.same):
-        with pipe_may_close():
-            if options.quiet:
-                for each in found.differences:
-                    say(each)
-            else:
-                say(found)
+    elif options.quiet:
+        for each in found.differences:
+            say(each)
+    else:
+        say(found)
     return OK if found.same else NO
 
 

@@ -41,8 +41,9 @@ def pipe_may_close() -> Iterator[None]:
 
 
 def say(what: object) -> None:
-    """A line, or several, on the standard output, without control characters of names."""
-    print(printable(what))
+    """A line, or several, on the standard output, without control characters of names; nothing if it is closed."""
+    with pipe_may_close():
+        print(printable(what))
 
 
 def complain(message: str) -> None:

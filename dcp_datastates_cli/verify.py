@@ -17,7 +17,6 @@ from dcp_datastates_cli.output import (
     OK,
     TROUBLE,
     complain,
-    pipe_may_close,
     print_json,
     say,
 )
@@ -73,11 +72,10 @@ def _verify_all(root: Path, paths: list[Path], options: argparse.Namespace) -> i
             }
         )
     elif not options.quiet:
-        with pipe_may_close():
-            say(
-                f"{count(len(paths), 'checkpoint')} in {root}: {len(reports) - damaged} whole, "
-                f"{damaged} damaged, {len(unchecked)} not checked"
-            )
+        say(
+            f"{count(len(paths), 'checkpoint')} in {root}: {len(reports) - damaged} whole, "
+            f"{damaged} damaged, {len(unchecked)} not checked"
+        )
     if damaged:
         return DAMAGED
     foreign = (isinstance(error, ForeignCheckpointError) for _, error in unchecked)
@@ -90,12 +88,11 @@ def _verify(path: Path, options: argparse.Namespace) -> Report:
 
 
 def _print(report: Report, quiet: bool) -> None:
-    with pipe_may_close():
-        if not quiet:
-            say(report)
-            return
-        for damage in report.damages:
-            say(f"{report.path}/{damage}")
+    if not quiet:
+        say(report)
+        return
+    for damage in report.damages:
+        say(f"{report.path}/{damage}")
 
 
 def _document(report: Report) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dcp_datastates.checkpoints.describe import Listed, newest
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local
 from dcp_datastates.text import columns, date, duration, numbers, printable, size
-from dcp_datastates_cli.output import OK, pipe_may_close, say
+from dcp_datastates_cli.output import OK, pipe_may_close
 
 __all__ = ["next_commit", "run", "table"]
 
@@ -58,17 +58,16 @@ def _tell(root: Path, every: float, as_json: bool) -> None:
         for each in reversed(committed):
             if each.attempt not in told:
                 told.add(each.attempt)
-                if as_json:
-                    print(json.dumps(dataclasses.asdict(each), default=os.fspath), flush=True)
-                else:
-                    say("  ".join(filter(None, _line(each))))
-        sys.stdout.flush()
+                said = dataclasses.asdict(each)
+                line = json.dumps(said, default=os.fspath) if as_json else printable(_line(each))
+                print(line, flush=True)
         time.sleep(every)
 
 
-def _line(each: Listed) -> list[str]:
+def _line(each: Listed) -> str:
     nbytes = "" if each.nbytes is None else size(each.nbytes)
-    return [date(each.committed_at), each.name, nbytes, numbers(each.metrics), each.problem or ""]
+    parts = (date(each.committed_at), each.name, nbytes, numbers(each.metrics), each.problem)
+    return "  ".join(filter(None, parts))
 
 
 def _show(root: Path, every: float, rows: int) -> None:

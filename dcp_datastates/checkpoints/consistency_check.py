@@ -6,7 +6,6 @@ Pure functions of bytes and metadata, which yield :class:`Damage` values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,24 +19,12 @@ from dcp_datastates.format.layout import (
     stored_form,
 )
 from dcp_datastates.format.metadata import FileRecord, MetadataTable
-from dcp_datastates.format.ragged import starts_of, sums, volumes
-from dcp_datastates.format.safetensors_header import read_header
+from dcp_datastates.format.ragged import starts_of
+from dcp_datastates.format.safetensors_header import HeaderEntry, read_header
+from dcp_datastates.format.validate import elements
 from dcp_datastates.storage.local import METADATA_NAME
 
 __all__ = ["ConsistencyCheck"]
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One entry of a safetensors header; ``begin`` and ``end`` are offsets in the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)} at [{self.begin}, {self.end})"
 
 
 class ConsistencyCheck:
@@ -57,8 +44,7 @@ class ConsistencyCheck:
     def of_metadata(self) -> Iterator[Damage]:
         """Incomplete tensors. (Opening has checked that chunks lie within their tensors and do not overlap.)"""
         catalog = self._table.catalog
-        stored = sums(catalog.counts, volumes(self._dimensions, catalog.sizes))
-        whole = volumes(catalog.ndims, catalog.shapes)
+        whole, stored = elements(catalog)
         for number in np.flatnonzero((stored != whole) & (catalog.properties >= 0)).tolist():
             name = catalog.names[number]
             problem = (
@@ -77,43 +63,44 @@ class ConsistencyCheck:
 
     def of_header(self, record: FileRecord, header: bytes) -> Iterator[Damage]:
         """The differences between ``header``, the bytes of a file before its data, and the metadata."""
+        for problem, name in self._problems(record, header):
+            names = self._contents.all_names(record.relative_path) if name is None else (name,)
+            yield Damage(record.relative_path, 0, len(header), problem, names)
+
+    def _problems(self, record: FileRecord, header: bytes) -> Iterator[tuple[str, str | None]]:
+        """Each with the name that it concerns; None: all names in the file."""
+        start = len(header)
         try:
             entries = _entries(header, record.nbytes)
         except CheckpointCorruptError as error:
-            yield self._in_header(
-                record, header, f"the header is not that of a safetensors file: {error}"
-            )
+            yield f"the header is not that of a safetensors file: {error}", None
             return
-        if problem := _table(entries, record):
-            yield self._in_header(record, header, problem)
+        words = (record.nbytes - record.table_offset) // 4
+        place = (record.table_offset - start, record.nbytes - start)
+        tables = [
+            (each.dtype, each.shape, each.data_offsets)
+            for key, each in entries.items()
+            if is_table(key)
+        ]
+        if tables != [("U32", (words,), place)]:
+            yield "the header does not name the checksum table", None
         unexpected = {key for key in entries if not is_bookkeeping(key)}
-        for name, key, expected in self._expected(record):
+        for name, expected in self._expected(record, start):
+            key = expected.name
             unexpected.discard(key)
             found = entries.get(key)
             if found is None:
-                yield self._in_header(
-                    record, header, f"the header lacks {key!r}, which the metadata have", name
-                )
+                yield f"the header lacks {key!r}, which the metadata have", name
             elif found != expected:
-                yield self._in_header(
-                    record,
-                    header,
-                    f"{key!r} is {found} in the header, {expected} in the metadata",
-                    name,
-                )
+                said, meant = (_text(each, start) for each in (found, expected))
+                yield f"{key!r} is {said} in the header, {meant} in the metadata", name
         for key in sorted(unexpected):
-            yield self._in_header(
-                record, header, f"the header has {key!r}, which the metadata lack"
-            )
+            yield f"the header has {key!r}, which the metadata lack", None
 
-    def _in_header(
-        self, record: FileRecord, header: bytes, problem: str, name: str | None = None
-    ) -> Damage:
-        names = self._contents.all_names(record.relative_path) if name is None else (name,)
-        return Damage(record.relative_path, 0, len(header), problem, names)
-
-    def _expected(self, record: FileRecord) -> Iterator[tuple[str, str, _Entry]]:
-        """Name, key and entry of every tensor and object that the metadata place in the file."""
+    def _expected(self, record: FileRecord, start: int) -> Iterator[tuple[str, HeaderEntry]]:
+        """Name and entry of every tensor and object that the metadata place in the file, whose data begin at
+        ``start``.
+        """
         catalog = self._table.catalog
         _, offsets, lengths = self._places
         for row in self._contents.rows(record.relative_path).tolist():
@@ -127,29 +114,19 @@ class ConsistencyCheck:
                     catalog.sizes[values].tolist(),
                     catalog.offsets[values].tolist(),
                 )
-            name = catalog.names[number]
-            yield name, entry_key(name), _Entry(dtype, tuple(shape), begin, begin + length)
+            name, begin = catalog.names[number], begin - start
+            yield name, HeaderEntry(entry_key(name), dtype, tuple(shape), (begin, begin + length))
 
 
-def _entries(header: bytes, file_bytes: int) -> Mapping[str, _Entry]:
+def _entries(header: bytes, file_bytes: int) -> Mapping[str, HeaderEntry]:
     found = read_header(header, file_bytes)
     if found.data_start != len(header):
         raise CheckpointCorruptError(
             f"it says that data begin at byte {found.data_start}, the metadata {len(header)}"
         )
-    return {
-        entry.name: _Entry(
-            entry.dtype,
-            entry.shape,
-            found.data_start + entry.data_offsets[0],
-            found.data_start + entry.data_offsets[1],
-        )
-        for entry in found.entries
-    }
+    return {entry.name: entry for entry in found.entries}
 
 
-def _table(entries: Mapping[str, _Entry], record: FileRecord) -> str | None:
-    tables = [entry for key, entry in entries.items() if is_table(key)]
-    words = (record.nbytes - record.table_offset) // 4
-    expected = _Entry("U32", (words,), record.table_offset, record.nbytes)
-    return None if tables == [expected] else "the header does not name the checksum table"
+def _text(entry: HeaderEntry, start: int) -> str:
+    begin, end = entry.data_offsets
+    return f"{entry.dtype} {list(entry.shape)} at [{start + begin}, {start + end})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Final, Literal
@@ -247,7 +247,8 @@ def describe(path: str | os.PathLike[str]) -> Checkpoint | Directory:
         raise
     except CheckpointNotFoundError:
         if attempts.present(directory):
-            return _uncommitted_checkpoint(directory)
+            uncommitted = _uncommitted(directory, None)
+            return Checkpoint(directory, False, None, None, 0, 0, (), (), (), (), uncommitted)
         if not directory.is_dir():
             raise
         listed = _directory(directory)
@@ -275,24 +276,16 @@ def _checkpoint(directory: Path, committed: Committed) -> Checkpoint:
     )
 
 
-def _uncommitted_checkpoint(directory: Path) -> Checkpoint:
-    return Checkpoint(
-        directory, False, None, None, 0, 0, (), (), (), (), _uncommitted(directory, None)
-    )
-
-
 def _contents(committed: Committed) -> tuple[tuple[Tensor, ...], tuple[Object, ...]]:
     catalog = committed.table.catalog
-    shapes = iter(catalog.shapes.tolist())
     lengths = iter(committed.table.placement.object_lengths.tolist())
     tensors, objects = [], []
-    columns = (catalog.properties.tolist(), catalog.ndims.tolist(), catalog.counts.tolist())
-    for name, properties, ndim, chunks in zip(catalog.names, *columns, strict=True):
+    columns = (catalog.properties.tolist(), catalog.tensor_shapes(), catalog.counts.tolist())
+    for name, properties, shape, chunks in zip(catalog.names, *columns, strict=True):
         if properties < 0:
             objects.append(Object(name, next(lengths)))
             continue
         dtype = catalog.table[properties].dtype
-        shape = tuple(islice(shapes, ndim))
         nbytes = math.prod(shape) * dtype.itemsize
         tensors.append(Tensor(name, shape, str(dtype).removeprefix("torch."), nbytes, chunks))
     return (
@@ -346,25 +339,17 @@ def _attempt(folder: Path) -> UncommittedAttempt:
 
 
 def _state(folder: Path) -> State:
-    held = lock.in_flight(folder)
-    if held is None:
-        return "unknown"
-    return "in flight" if held else "abandoned"
+    states: dict[bool | None, State] = {None: "unknown", True: "in flight", False: "abandoned"}
+    return states[lock.in_flight(folder)]
 
 
 def _directory(root: Path) -> Directory:
-    ours: list[Listed] = []
-    latest = None
     everything = directories(root)
-    for found in newest_first(path for path in everything if is_committed(path)):
-        listed = _listed(found)
-        if latest is None and listed.problem is None:
-            latest = listed.name
-        ours.append(listed)
+    ours = [_listed(found) for found in newest_first(filter(is_committed, everything))]
     names = {listed.name for listed in ours}
-    return Directory(
-        root, latest, (*ours, *_others(path for path in everything if path.name not in names))
-    )
+    others = _others(path for path in everything if path.name not in names)
+    latest = next((each.name for each in ours if each.problem is None), None)
+    return Directory(root, latest, (*ours, *others))
 
 
 def newest(root: Path, most: int) -> tuple[list[Listed], list[Listed]]:
@@ -379,19 +364,23 @@ def newest(root: Path, most: int) -> tuple[list[Listed], list[Listed]]:
 
 
 def _listed(found: Found) -> Listed:
-    name, committed = found.path.name, found.committed
-    return Listed(
-        name=name,
-        step=step_of(name),
+    listed = Listed(
+        name=found.path.name,
+        step=step_of(found.path.name),
         format="dcp_datastates",
         committed=True,
         attempt=found.attempt.name,
-        nbytes=None if committed is None else committed.nbytes,
-        ranks=None if committed is None else _ranks(committed.note.files),
-        committed_at=None if committed is None else committed.committed_at,
         problem=flaw(found, "structure"),
-        metrics={} if committed is None else committed.note.metrics,
+        metrics=found.metrics,
         pins=pins(found.path),
+    )
+    if (committed := found.committed) is None:
+        return listed
+    return replace(
+        listed,
+        nbytes=committed.nbytes,
+        ranks=_ranks(committed.note.files),
+        committed_at=committed.committed_at,
     )
 
 

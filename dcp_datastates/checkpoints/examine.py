@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from dcp_datastates.errors import StorageError
 from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.metadata import FileRecord
-from dcp_datastates.io.committed import wrong_size
+from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import local
 
@@ -57,35 +57,22 @@ class _File:
     bad: list[_Bad] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class _Piece:
-    file: _File
-    begin: int
-    end: int
-
-
 class Examination:
     """One examination of a checkpoint's data files."""
 
-    def __init__(
-        self,
-        directory: Path,
-        files: Mapping[str, FileRecord],
-        contents: Contents,
-        consistency_check: ConsistencyCheck,
-    ) -> None:
-        self._directory = directory
-        self._contents = contents
-        self._consistency_check = consistency_check
-        self._files = list(files.values())
+    def __init__(self, committed: Committed) -> None:
+        self._directory = committed.directory
+        self._contents = Contents.of_table(committed.table)
+        self._consistency_check = ConsistencyCheck(committed.table, self._contents)
+        self._files = list(committed.note.files.values())
         self._buffers = threading.local()
         self._header_lock = threading.Lock()  # held while a header is in memory
         self._lock = threading.Lock()  # guards all below
         self._open: set[int] = set()
-        self._damages: list[Damage] = []
+        self._damages = list(self._consistency_check.of_metadata())
 
     def run(self, threads: int, progress: Progress | None) -> list[Damage]:
-        """Read all files; returns the damages. Raises :class:`StorageError`."""
+        """Read all files; returns all damages, those of the metadata too. Raises :class:`StorageError`."""
         try:
             work(self._units(), sum(record.nbytes for record in self._files), threads, progress)
         except OSError as error:
@@ -103,30 +90,27 @@ class Examination:
         """The pieces of all files, in order. Opens each file when its first piece is taken."""
         for record in self._files:
             path = self._directory / record.relative_path
+            file = None
             try:
                 file = self._start(record, path)
+            except (FileNotFoundError, NotADirectoryError):
+                self._condemn(record, "missing")
+            except StorageError as error:
+                self._condemn(record, str(error.strerror))
             except OSError as error:
                 if error.errno not in _MEDIA_ERRORS:
                     raise OSError(error.errno, error.strerror, str(path)) from error
                 self._condemn(record, f"cannot be read: {error.strerror}")
-                file = None
             if file is None:
                 yield partial(_skip, record)
                 continue
             for begin in range(0, record.table_offset, _PIECE_BYTES):
                 end = min(begin + _PIECE_BYTES, record.table_offset)
-                yield partial(self._examine, _Piece(file, begin, end))
+                yield partial(self._examine, file, begin, end)
 
     def _start(self, record: FileRecord, path: Path) -> _File | None:
-        """Open the file; None if it is missing, or too short to contain its checksums."""
-        try:
-            descriptor = local.open_regular(path)
-        except (FileNotFoundError, NotADirectoryError):
-            self._condemn(record, "missing")
-            return None
-        except StorageError as error:
-            self._condemn(record, str(error.strerror))
-            return None
+        """Open the file; None if it is too short to contain its checksums. Raises OSError."""
+        descriptor = local.open_regular(path)
         with self._lock:
             self._open.add(descriptor)
         nbytes = os.fstat(descriptor).st_size
@@ -167,20 +151,18 @@ class Examination:
 
     # --- reading ------------------------------------------------------------------------------
 
-    def _examine(self, piece: _Piece, done: Done) -> None:
+    def _examine(self, file: _File, begin: int, end: int, done: Done) -> None:
         """Read a piece; after a file's last piece, check its header."""
         if not hasattr(self._buffers, "own"):
             self._buffers.own = memoryview(bytearray(_PIECE_BYTES))
-        file = piece.file
-        bad = list(_merged(_damaged(piece, self._buffers.own)))
+        bad = list(_merged(_damaged(file, begin, end, self._buffers.own)))
         with self._lock:
             file.bad += bad
             file.pieces_left -= 1
             is_last = not file.pieces_left
         if is_last:
             self._finish(file)
-        at_end = piece.end == file.record.table_offset
-        done((file.record.nbytes if at_end else piece.end) - piece.begin)
+        done((file.record.nbytes if end == file.record.table_offset else end) - begin)
 
     def _finish(self, file: _File) -> None:
         parts = list(_merged(sorted(file.bad, key=lambda part: part.begin)))
@@ -213,29 +195,27 @@ def _skip(record: FileRecord, done: Done) -> None:
     done(record.nbytes)
 
 
-def _damaged(piece: _Piece, buffer: memoryview) -> Iterator[_Bad]:
-    """The blocks of ``piece`` that are damaged."""
-    file = piece.file
+def _damaged(file: _File, begin: int, end: int, buffer: memoryview) -> Iterator[_Bad]:
+    """The blocks of ``[begin, end)`` that are damaged."""
+    view = buffer[: end - begin]
     try:
-        view = buffer[: piece.end - piece.begin]
-        read = local.read_at(file.descriptor, piece.begin, view)
+        read = local.read_at(file.descriptor, begin, view)
     except OSError as error:
         if error.errno not in _MEDIA_ERRORS:
             raise OSError(error.errno, error.strerror, str(file.path)) from error
-        if piece.end - piece.begin <= BLOCK_BYTES:
-            yield _Bad(piece.begin, piece.end, f"cannot be read: {error.strerror}")
+        if end - begin <= BLOCK_BYTES:
+            yield _Bad(begin, end, f"cannot be read: {error.strerror}")
             return
-        for begin, end in blocks(piece.begin, piece.end):  # find the damaged blocks
-            yield from _damaged(_Piece(file, begin, end), buffer)
+        for block in blocks(begin, end):  # find the damaged blocks
+            yield from _damaged(file, *block, buffer)
         return
-    for begin, end in blocks(piece.begin, piece.end):
-        block = view[begin - piece.begin : end - piece.begin]
-        if end - piece.begin > read:
-            yield _Bad(begin, end, "the file was cut short while it was being read")
-        elif not file.table.matches(begin, block):
+    for low, high in blocks(begin, end):
+        if high - begin > read:
+            yield _Bad(low, high, "the file was cut short while it was being read")
+        elif not file.table.matches(low, view[low - begin : high - begin]):
             doubt = "" if file.table.is_sound else ", which may itself be what is damaged"
-            yield _Bad(begin, end, f"does not match its checksum{doubt}")
-    os.posix_fadvise(file.descriptor, piece.begin, read, os.POSIX_FADV_DONTNEED)
+            yield _Bad(low, high, f"does not match its checksum{doubt}")
+    os.posix_fadvise(file.descriptor, begin, read, os.POSIX_FADV_DONTNEED)
 
 
 def _merged(parts: Iterable[_Bad]) -> Iterator[_Bad]:

@@ -72,12 +72,7 @@ class Keep:
         """Raise :class:`ConfigurationError` if ``best`` ranks by a metric that no checkpoint has."""
         if self.best is None:
             return
-        known = {
-            name
-            for found in candidates
-            if found.committed is not None
-            for name in found.committed.note.metrics
-        }
+        known = {name for found in candidates for name in found.metrics}
         if self.best[0] not in known:
             raise ConfigurationError(
                 f"Keep(best={self.best!r}): no checkpoint has the metric {self.best[0]!r}; they have "
@@ -109,8 +104,7 @@ class Keep:
         measured = [
             (sign * value, place, found)
             for place, found in enumerate(candidates)
-            if found.committed is not None
-            and not math.isnan(value := found.committed.note.metrics.get(name, math.nan))
+            if not math.isnan(value := found.metrics.get(name, math.nan))
         ]
         chosen: list[Found] = []
         for _, _, found in sorted(measured, key=lambda each: each[:2]):

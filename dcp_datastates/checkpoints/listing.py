@@ -11,7 +11,7 @@ import bisect
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -58,6 +58,11 @@ class Found:
     """Why the metadata cannot be read."""
     is_damaged: bool = False
     """Whether the metadata are damaged, rather than inaccessible or of another version."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The numbers that the save was given; none if the metadata cannot be read."""
+        return {} if self.committed is None else self.committed.note.metrics
 
 
 def natural_order(name: str) -> list[int | str]:

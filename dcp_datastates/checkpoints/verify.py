@@ -8,10 +8,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcp_datastates.checkpoints.consistency_check import ConsistencyCheck
 from dcp_datastates.checkpoints.examine import Examination
 from dcp_datastates.errors import CheckpointCorruptError
-from dcp_datastates.format.contents import Contents, Damage
+from dcp_datastates.format.contents import Damage
 from dcp_datastates.io.committed import open_committed, replacement
 from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import local
@@ -87,11 +86,7 @@ def verify(
         committed = open_committed(directory)
     except CheckpointCorruptError as error:
         return _unopened(directory, error, time.monotonic() - began)
-    contents = Contents.of_table(committed.table)
-    consistency_check = ConsistencyCheck(committed.table, contents)
-    damages = list(consistency_check.of_metadata())
-    examination = Examination(directory, committed.note.files, contents, consistency_check)
-    damages += examination.run(threads, progress)
+    damages = Examination(committed).run(threads, progress)
     if damages and (replaced := replacement(directory, committed.note.attempt, "verify")):
         raise replaced  # the damage seen is not real
     tensors = int((committed.table.catalog.properties >= 0).sum())
@@ -114,7 +109,7 @@ def _place(damage: Damage) -> tuple[str, int]:
 def _unopened(directory: Path, error: CheckpointCorruptError, seconds: float) -> Report:
     problem = f"{error}; which data files belong to the checkpoint is unknown, so none was checked"
     damage = Damage(local.METADATA_NAME, None, None, problem, ())
+    nbytes = 0
     with contextlib.suppress(OSError):
         nbytes = (directory / local.METADATA_NAME).stat().st_size
-        return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))
-    return Report(directory, None, 0, 0, 0, 0, seconds, (damage,))
+    return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))

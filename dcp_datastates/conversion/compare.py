@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -153,18 +154,21 @@ def diff(
     ):
         one = select(opened, selection)
         pair = _Pair(one, other)
-        names = list(dict.fromkeys([*pair.names(one), *pair.names(other)]))
+        names = list(dict.fromkeys(chain(one.names(), other.names())))
         if wanted is not None:
             names = wanted.choose(names)
-        found = [each for name in names if (each := pair.by_kind(name)) is not None]
-        compared = [name for name in names if pair.is_comparable(name)]
-        counts = {name: _Counts() for name in compared}
-        total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in compared)
+        by_kind = {name: pair.by_kind(name) for name in names}
+        found = [each for each in by_kind.values() if each is not None]
+        alike = [name for name, each in by_kind.items() if each is None]
+        counts = {name: _Counts() for name in alike if name in one.tensors}
+        objects = [name for name in alike if name not in one.tensors]
+        total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in counts)
         work(pair.units(counts), total, threads, progress)
         found += [
-            each for name in compared if (each := pair.by_values(name, counts[name])) is not None
+            each
+            for name, counted in counts.items()
+            if (each := pair.by_values(name, counted)) is not None
         ]
-        objects = [name for name in names if name in pair.objects_of_both]
         found += [
             Difference(name, "object", "object", "object")
             for name in objects
@@ -173,7 +177,7 @@ def diff(
     return Comparison(
         a=path_a,
         b=path_b,
-        tensors=len(compared),
+        tensors=len(counts),
         objects=len(objects),
         nbytes=total,
         differences=tuple(sorted(found, key=_badness)),
@@ -220,21 +224,12 @@ class _Pair:
     def __init__(self, one: Source, other: Source) -> None:
         self._one, self._other = one, other
         self._objects = frozenset(one.objects), frozenset(other.objects)
-        self.objects_of_both = self._objects[0] & self._objects[1]
-
-    @staticmethod
-    def names(source: Source) -> list[str]:
-        return [*source.tensors, *source.objects]
 
     def _said(self, number: int, name: str) -> str | None:
         info = (self._one, self._other)[number].tensors.get(name)
         if info is not None:
             return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
         return "object" if name in self._objects[number] else None
-
-    def is_comparable(self, name: str) -> bool:
-        one, other = self._one.tensors.get(name), self._other.tensors.get(name)
-        return one is not None and other is not None and one.shape == other.shape
 
     def by_kind(self, name: str) -> Difference | None:
         """The difference that is seen without reading values."""
@@ -348,10 +343,7 @@ def _same_object(one: Source, other: Source, name: str, allow_objects: bool) -> 
     if one.object_bytes(name) == other.object_bytes(name):
         return True
     try:
-        return _equal(
-            value_of(one, name, allow_objects),
-            value_of(other, name, allow_objects),
-        )
+        return _equal(value_of(one, name, allow_objects), value_of(other, name, allow_objects))
     except UnsafeObjectError:
         return False
 

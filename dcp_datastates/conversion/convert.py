@@ -35,7 +35,7 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.process.work import Progress, thread_count, work
-from dcp_datastates.storage import local
+from dcp_datastates.storage import local, operations
 from dcp_datastates.text import count, size
 
 __all__ = ["Conversion", "convert"]
@@ -119,9 +119,8 @@ _FLAT: Final = ("hf", "peft", "safetensors")
 
 def _check_nesting(source: Source) -> None:
     """Refuse names of which one would lie within another's value: a load would lose one of them."""
-    names = [*source.tensors, *source.objects]
     try:
-        nested(dict.fromkeys(names, True), source.paths)
+        nested(dict.fromkeys(source.names(), True), source.paths)
     except CheckpointCorruptError as error:
         raise ConfigurationError(
             f"the selected values cannot be in one nested state; rename or exclude some: {error}"
@@ -216,6 +215,9 @@ def convert(
         total = sum(info.nbytes for info in selected.tensors.values())
         limits = _limits(opened, selected, checked)
         with atomic_output(there, checked.overwrite) as path:
+            if chosen_format not in _FILES:
+                with local.explained("creating directory", path):
+                    operations.make_directory(path, "convert")
             job = _job(selected, path, there, chosen_format, limits, checked, config)
             try:
                 work(job.units, total, limits.threads, progress)
@@ -244,7 +246,7 @@ def _job(
     options: _Options,
     config: bytes,
 ) -> Job:
-    """``path`` is where ``target`` is written before it appears; ``config``: of an adapter."""
+    """``path`` is where ``target`` is written before it appears; a directory is there. ``config``: of an adapter."""
     if to == "peft":
         return peft_job(source, path, limits, config)
     if to == "hf":

@@ -108,21 +108,13 @@ class Array:
         first = sum(at * step for at, step in zip(offsets, self.strides, strict=True))
         span = 1 + sum((size - 1) * step for size, step in zip(sizes, self.strides, strict=True))
         place = self.offset + first * itemsize
-        if span == into.numel() and into.is_contiguous() and self._is_row_major(sizes):
+        box = torch.empty_strided(tuple(sizes), self.strides, device="meta")
+        if span == into.numel() and into.is_contiguous() and box.is_contiguous():
             files.read(self.path, place, as_bytes(into))
             return
         data = scratch_tensor(span, self.dtype)
         files.read(self.path, place, as_bytes(data))
         into.copy_(data.as_strided(tuple(sizes), self.strides))
-
-    def _is_row_major(self, sizes: Sequence[int]) -> bool:
-        step = 1
-        for size, stride in zip(reversed(sizes), reversed(self.strides), strict=True):
-            if size > 1:
-                if stride != step:
-                    return False
-                step *= size
-        return True
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

@@ -38,14 +38,15 @@ def open_source(path: str | os.PathLike[str], allow_objects: bool = False) -> So
         raise ForeignCheckpointError(f"{str(found)!r} is neither a file nor a directory")
     with local.explained("reading", found):
         try:
-            if is_torch_file(found):
+            with found.open("rb") as file:
+                first = file.read(9)
+            if is_torch_file(first):
                 return TorchSource(found, allow_objects)
-            if is_safetensors(found):
+            if is_safetensors(first):
                 return SafetensorsSource(found, [found], None)
-            legacy = is_legacy_pickle(found)
         except FileNotFoundError:
             raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
-    if legacy:
+    if is_legacy_pickle(first):
         raise ForeignCheckpointError(
             f"{str(found)!r} is a pickle, perhaps of torch.save before torch 1.6; load it and save it again with a "
             f"newer torch.save"

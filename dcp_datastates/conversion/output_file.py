@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -98,21 +99,13 @@ class _Writing:
                 )
 
     def units(self, piece_bytes: int) -> Iterator[Unit]:
-        ranges = [
-            (begin, min(begin + piece_bytes, self._end))
-            for begin in range(0, max(self._end, 1), piece_bytes)
-        ]
-        self._left = len(ranges)
-        first = 0
-        for begin, end in ranges:
-            while first < len(self._tensors) and self._tensors[first][1] <= begin:
-                first += 1
-            here = []
-            for span in self._tensors[first:]:
-                if span[0] >= end:
-                    break
-                here.append(span)
-            yield self._unit(begin, end, here)
+        begins = range(0, max(self._end, 1), piece_bytes)
+        self._left = len(begins)
+        for begin in begins:
+            end = min(begin + piece_bytes, self._end)
+            first = bisect_right(self._tensors, begin, key=lambda span: span[1])
+            last = bisect_left(self._tensors, end, key=lambda span: span[0])
+            yield self._unit(begin, end, self._tensors[first:last])
 
     def _unit(self, begin: int, end: int, here: Sequence[tuple[int, int, Placed]]) -> Unit:
         def write(done: Done) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_datastates.conversion.source import Source, TensorInfo, Want, parts
+from dcp_datastates.conversion.source import DCPSource, Want, parts
 from dcp_datastates.dcp.reader import explain_missing
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_objects import metadata_of
@@ -22,7 +22,7 @@ from dcp_datastates.io.restore import StoredCheckpoint, restore
 __all__ = ["DataStatesSource"]
 
 
-class DataStatesSource(Source):
+class DataStatesSource(DCPSource):
     """A committed checkpoint of this package."""
 
     format = "dcp_datastates"
@@ -31,40 +31,24 @@ class DataStatesSource(Source):
         self.path = path
         committed = open_committed(path)
         self._note = committed.note
-        self._metadata = metadata_of(committed.table)
         self._engine = engine(DEFAULT_HOST_CACHE_BYTES)
-        entries = {
-            name: self._metadata.state_dict_metadata[name]
-            for name in self._metadata.state_dict_metadata
-        }
-        self.tensors = {
-            name: TensorInfo(entry.properties.dtype, tuple(entry.size))
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.objects = tuple(name for name in entries if name not in self.tensors)
-        known = self._metadata.planner_data
-        self.paths = (
-            {name: path for name, path in known.items() if name in entries and path}
-            if isinstance(known, dict)
-            else {}
-        )
+        self._describe(metadata_of(committed.table))
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
         planner = _Planner()
         items = []
         for want in wants:
-            entry = self._metadata.state_dict_metadata[want.name]
-            assert isinstance(entry, TensorStorageMetadata)
-            chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-            for part in parts(entry.size, chunks, want):
+            chunks = self._chunks(want.name)
+            for part in parts(self.tensors[want.name].shape, chunks, want):
                 items.append(
                     ReadItem(
                         type=LoadItemType.TENSOR,
                         dest_index=MetadataIndex(want.name, index=len(planner.targets)),
                         dest_offsets=torch.Size(part.offsets),
-                        storage_index=MetadataIndex(want.name, chunks[part.chunk][0], part.chunk),
+                        storage_index=MetadataIndex(
+                            want.name, chunks[part.chunk].offsets, part.chunk
+                        ),
                         storage_offsets=torch.Size(part.offsets),
                         lengths=torch.Size(part.sizes),
                     )

@@ -25,15 +25,11 @@ from dcp_datastates.storage.local import explained, open_regular
 
 __all__ = ["NAME_OF", "SafetensorsSource", "is_safetensors", "weights_in"]
 
-_MORE: Final = {
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-
 NAME_OF: Final[Mapping[torch.dtype, str]] = {
     **SAFETENSORS_NAME,
-    **{getattr(torch, name): key for key, name in _MORE.items() if hasattr(torch, name)},
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 """The names of safetensors 0.8, also of those dtypes that the data files of this package store as bytes."""
 
@@ -55,16 +51,14 @@ class SafetensorsSource(Source):
         try:
             for file in files:
                 self._add(file, only)
+            names = self._arrays if only is None else only
+            if missing := [name for name in names if name not in self._arrays]:
+                raise CheckpointCorruptError(
+                    f"{path}: the index has {some_of(missing)}, and the file that it names has not"
+                )
         except BaseException:
             self.close()
             raise
-        names = self._arrays if only is None else only
-        missing = [name for name in names if name not in self._arrays]
-        if missing:
-            self.close()
-            raise CheckpointCorruptError(
-                f"{path}: the index has {some_of(missing)}, and the file that it names has not"
-            )
         self.tensors = {
             name: TensorInfo(self._arrays[name].dtype, self._arrays[name].shape) for name in names
         }
@@ -108,15 +102,9 @@ class SafetensorsSource(Source):
             raise CheckpointCorruptError(f"{file}: {error}") from None
 
 
-def is_safetensors(path: Path) -> bool:
-    """Whether the file at ``path`` begins like one of safetensors."""
-    with path.open("rb") as file:
-        first = file.read(9)
-    return (
-        len(first) == 9
-        and first[8:] == b"{"
-        and int.from_bytes(first[:8], "little") <= (MAX_HEADER_BYTES)
-    )
+def is_safetensors(first: bytes) -> bool:
+    """Whether a file with these ``first`` 9 bytes begins like one of safetensors."""
+    return first[8:] == b"{" and int.from_bytes(first[:8], "little") <= MAX_HEADER_BYTES
 
 
 def weights_in(folder: Path) -> SafetensorsSource | None:

@@ -7,38 +7,33 @@ needs others is refused, unless the user trusts it.
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import pickle
 import threading
 import types
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from dcp_datastates.conversion.files import Array, Files
 from dcp_datastates.conversion.read_torch import array_of, load_fake
-from dcp_datastates.conversion.source import Source, TensorInfo, Want, parts, unsafe
+from dcp_datastates.conversion.source import DCPSource, Want, parts, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     IncompatibleStateError,
     StorageError,
 )
-from dcp_datastates.format.chunk_table import Catalog, Ints
+from dcp_datastates.format.metadata_columns import catalog_of
 from dcp_datastates.format.validate import validate
 from dcp_datastates.storage import local
 
 __all__ = ["StockSource"]
-
-Chunk = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 
 _OTHERS: Final = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -52,51 +47,31 @@ _OTHERS: Final = {
 """What stock metadata name beside DCP's own classes and torch's dtypes."""
 
 
-class StockSource(Source):
+class StockSource(DCPSource):
     """A checkpoint of stock DCP."""
 
     format = "stock DCP"
 
     def __init__(self, path: Path, allow_objects: bool) -> None:
         self.path = path
-        self._metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
+        metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
         self._files = Files()
         self._lock = threading.Lock()  # guards _arrays
         self._arrays: dict[MetadataIndex, Array] = {}
         try:
-            entries = self._metadata.state_dict_metadata
-            tensors = {
-                name: entry
-                for name, entry in entries.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            self.tensors = {
-                name: TensorInfo(entry.properties.dtype, tuple(entry.size))
-                for name, entry in tensors.items()
-            }
-            self._chunks: dict[str, list[Chunk]] = {
-                name: [(tuple(each.offsets), tuple(each.sizes)) for each in entry.chunks]
-                for name, entry in tensors.items()
-            }
-            wrong = _overlaps(self.tensors, self._chunks)
+            self._describe(metadata)
+            wrong = validate(catalog_of(metadata), filled=False, thorough=False)
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
             raise CheckpointCorruptError(f"{path}: {wrong[0]}")
-        self.objects = tuple(name for name in entries if name not in tensors)
-        known = self._metadata.planner_data
-        self.paths = {
-            name: key_path
-            for name, key_path in (known.items() if isinstance(known, dict) else ())
-            if type(key_path) is tuple and key_path and set(map(type, key_path)) <= {str, int}
-        }
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
         for want in wants:
-            chunks = self._chunks[want.name]
+            chunks = self._chunks(want.name)
             for part in parts(self.tensors[want.name].shape, chunks, want):
-                array = self._array(want.name, part.chunk)
+                array = self._array(want.name, chunks[part.chunk])
                 array.read(self._files, part.offsets, part.sizes, part.into)
 
     def object_bytes(self, name: str) -> bytes:
@@ -110,10 +85,9 @@ class StockSource(Source):
         """See :class:`Source`."""
         self._files.close()
 
-    def _array(self, name: str, number: int) -> Array:
+    def _array(self, name: str, chunk: ChunkStorageMetadata) -> Array:
         """Where a chunk's elements lie: its archive says so."""
-        offsets, sizes = self._chunks[name][number]
-        index = MetadataIndex(name, offsets)
+        index, sizes = MetadataIndex(name, chunk.offsets), tuple(chunk.sizes)
         with self._lock:
             if index not in self._arrays:
                 info = self._info(index)
@@ -159,33 +133,6 @@ class StockSource(Source):
                 f"{self.path}: the metadata name the file {str(relative)!r}, which is outside of the checkpoint"
             )
         return self.path / relative
-
-
-def _overlaps(
-    tensors: Mapping[str, TensorInfo], chunks: Mapping[str, Sequence[Chunk]]
-) -> list[str]:
-    """What is wrong with chunks that overlap, or are not in their tensors."""
-    shapes = [info.shape for info in tensors.values()]
-    for shape, mine in zip(shapes, chunks.values(), strict=True):
-        if any(len(each) != len(shape) for chunk in mine for each in chunk):
-            raise ValueError("a chunk has another number of dimensions than its tensor")
-    of_all = [chunk for mine in chunks.values() for chunk in mine]
-
-    def column(values: Iterable[int]) -> Ints:
-        return np.array(list(values), np.int64)
-
-    catalog = Catalog(
-        names=tuple(tensors),
-        table=(),
-        properties=column([0] * len(tensors)),
-        ndims=column(map(len, shapes)),
-        shapes=column(itertools.chain.from_iterable(shapes)),
-        counts=column(map(len, chunks.values())),
-        offsets=column(itertools.chain.from_iterable(offsets for offsets, _ in of_all)),
-        sizes=column(itertools.chain.from_iterable(sizes for _, sizes in of_all)),
-        mappings=None,
-    )
-    return validate(catalog, filled=False, thorough=False)
 
 
 class _Slice(io.RawIOBase):

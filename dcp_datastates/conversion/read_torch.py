@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -29,8 +30,6 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.name_patterns import KeyPath
 
 __all__ = ["TorchSource", "array_of", "is_legacy_pickle", "is_torch_file", "leaves", "load_fake"]
-
-_ZIP: Final = b"PK\x03\x04"
 
 
 class TorchSource(Source):
@@ -88,17 +87,14 @@ class TorchSource(Source):
         self._files.close()
 
 
-def is_torch_file(path: Path) -> bool:
-    """Whether the file at ``path`` begins like one of ``torch.save``."""
-    with path.open("rb") as file:
-        return file.read(len(_ZIP)) == _ZIP
+def is_torch_file(first: bytes) -> bool:
+    """Whether a file with these ``first`` bytes begins like one of ``torch.save``."""
+    return first.startswith(b"PK\x03\x04")
 
 
-def is_legacy_pickle(path: Path) -> bool:
-    """Whether the file at ``path`` begins like a pickle: ``torch.save`` wrote such files before torch 1.6."""
-    with path.open("rb") as file:
-        first = file.read(2)
-    return len(first) == 2 and first[0] == 0x80 and 2 <= first[1] <= pickle.HIGHEST_PROTOCOL
+def is_legacy_pickle(first: bytes) -> bool:
+    """Whether a file with these ``first`` bytes begins like a pickle: torch wrote such files before 1.6."""
+    return len(first) >= 2 and first[0] == 0x80 and 2 <= first[1] <= pickle.HIGHEST_PROTOCOL
 
 
 Records = Mapping[int, int]
@@ -112,10 +108,9 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
     :class:`StorageError`.
     """
     try:
-        _check_byte_order(file, said)
+        records = _records(file, said)
         with FakeTensorMode():
-            value = torch.load(file, map_location="cpu", weights_only=not allow_objects)
-        return value, _records(file)
+            return torch.load(file, map_location="cpu", weights_only=not allow_objects), records
     except pickle.UnpicklingError as error:
         if allow_objects:
             raise CheckpointCorruptError(f"{said}: not a readable pickle: {error}") from error
@@ -130,29 +125,23 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
         ) from error
 
 
-def _check_byte_order(file: BinaryIO, said: str) -> None:
-    """Torch swaps the bytes of tensors in memory; of fake tensors it has none, and crashes."""
-    with zipfile.ZipFile(file) as archive:
-        for name in archive.namelist():
-            if name.endswith("/byteorder") and archive.read(name) != sys.byteorder.encode():
-                raise IncompatibleStateError(
-                    f"{said} has another byte order than this machine; load it with torch.load, and save it again"
-                )
-    file.seek(0)
-
-
-def _records(file: BinaryIO) -> Records:
-    """The storages that are not compressed."""
+def _records(file: BinaryIO, said: str) -> Records:
+    """The storages that are not compressed. Raises :class:`IncompatibleStateError` for another byte order: torch swaps
+    the bytes of tensors in memory; of fake tensors it has none, and crashes.
+    """
     found = {}
     with zipfile.ZipFile(file) as archive:
         for entry in archive.infolist():
-            if "/data/" in entry.filename and entry.compress_type == zipfile.ZIP_STORED:
+            if entry.filename.endswith("/byteorder"):
+                if archive.read(entry) != sys.byteorder.encode():
+                    raise IncompatibleStateError(
+                        f"{said} has another byte order than this machine; load it with torch.load, and save it again"
+                    )
+            elif "/data/" in entry.filename and entry.compress_type == zipfile.ZIP_STORED:
                 file.seek(entry.header_offset + 26)
-                lengths = file.read(4)  # of the name and of the extra field, which follow
-                name, extra = (
-                    int.from_bytes(each, "little") for each in (lengths[:2], lengths[2:])
-                )
+                name, extra = struct.unpack("<HH", file.read(4))  # lengths of what follows
                 found[entry.header_offset + 30 + name + extra] = entry.file_size
+    file.seek(0)
     return found
 
 

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -77,8 +76,7 @@ def select(source: Source, selection: Selection) -> Source:
     Raises :class:`ConfigurationError` for names that collide, or if nothing is left;
     :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing.
     """
-    names = [*source.tensors, *source.objects]
-    taken = names
+    taken = names = source.names()
     part = None if selection.part is None else NamePatterns("part", selection.part)
     if part is not None:
         taken = part.choose(names)
@@ -96,8 +94,8 @@ def select(source: Source, selection: Selection) -> Source:
 
 def optimizers_in(source: Source) -> list[str]:
     """The names of the optimizers whose states are in ``source``."""
-    names = chain(source.tensors, source.objects)
-    return list(dict.fromkeys(found[1] for name in names if (found := _OPTIMIZER.match(name))))
+    found = filter(None, map(_OPTIMIZER.match, source.names()))
+    return list(dict.fromkeys(each[1] for each in found))
 
 
 class Selected(Source):

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -35,12 +36,14 @@ from dcp_datastates.format.name_patterns import KeyPath
 from dcp_datastates.format.validate import check_covered
 
 __all__ = [
+    "DCPSource",
     "Source",
     "TensorInfo",
     "Want",
     "boxes",
     "metadata_of_source",
     "parts",
+    "shards",
     "unsafe",
     "value_of",
 ]
@@ -91,6 +94,10 @@ class Source(abc.ABC):
     paths: Mapping[str, KeyPath] = {}
     """Where values lie in the nested state, as far as the source knows. No other names."""
 
+    def names(self) -> list[str]:
+        """The names of all values."""
+        return [*self.tensors, *self.objects]
+
     @abc.abstractmethod
     def fill(self, wants: Sequence[Want]) -> None:
         """Read the elements. Raises :class:`CheckpointCorruptError`, :class:`StorageError` and others of this
@@ -103,6 +110,45 @@ class Source(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - not every source has files of its own
         """Close the files."""
+
+
+class DCPSource(Source):
+    """A checkpoint that DCP's metadata describe."""
+
+    def _describe(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        entries = dict(metadata.state_dict_metadata)
+        self.tensors = {
+            name: TensorInfo(entry.properties.dtype, tuple(entry.size))
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.objects = tuple(name for name in entries if name not in self.tensors)
+        known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        self.paths = {
+            name: path
+            for name, path in known.items()
+            if name in entries and type(path) is tuple and path
+            if set(map(type, path)) <= {str, int}
+        }
+
+    def _chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
+        entry = self._metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.chunks
+
+
+def shards(source: Source, limit: int) -> list[list[str]]:
+    """The names of each file's tensors: as many as fit into ``limit`` bytes, in the order of the source."""
+    found: list[list[str]] = [[]]
+    size = 0
+    for name, info in source.tensors.items():
+        if size and size + info.nbytes > limit:
+            found.append([])
+            size = 0
+        found[-1].append(name)
+        size += info.nbytes
+    return found
 
 
 def value_of(source: Source, name: str, allow_objects: bool) -> Any:
@@ -161,33 +207,17 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Offsets,
 
     There are at most two boxes for each dimension.
     """
-    if begin >= end:
-        return
-    if not shape:
+    if begin < end and not shape:
         yield (), ()
         return
-    row = math.prod(shape[1:])
-    first, last = begin // row, (end - 1) // row
-    whole_from, whole_to = -(-begin // row), end // row
-    if whole_from < whole_to:
-        if begin < whole_from * row:
-            yield from _in_row(shape, first, begin - first * row, row)
-        rest = tuple(shape[1:])
-        yield (whole_from, *[0] * len(rest)), (whole_to - whole_from, *rest)
-        if whole_to * row < end:
-            yield from _in_row(shape, whole_to, 0, end - whole_to * row)
-    elif first == last:
-        yield from _in_row(shape, first, begin - first * row, end - first * row)
-    else:
-        yield from _in_row(shape, first, begin - first * row, row)
-        yield from _in_row(shape, last, 0, end - last * row)
-
-
-def _in_row(
-    shape: Sequence[int], row: int, begin: int, end: int
-) -> Iterator[tuple[Offsets, Offsets]]:
-    for offsets, sizes in boxes(shape[1:], begin, end):
-        yield (row, *offsets), (1, *sizes)
+    while begin < end:
+        dimension, inner = len(shape) - 1, 1  # inner: the elements of a row of the box
+        while dimension and not begin % (row := inner * shape[dimension]) and row <= end - begin:
+            dimension, inner = dimension - 1, row
+        offsets = tuple(map(int, np.unravel_index(begin, shape)))
+        rows = min((end - begin) // inner, shape[dimension] - offsets[dimension])
+        yield offsets, (*[1] * dimension, rows, *shape[dimension + 1 :])
+        begin += rows * inner
 
 
 @dataclass(frozen=True)
@@ -204,24 +234,24 @@ class Part:
 
 
 def parts(
-    shape: Sequence[int], chunks: Sequence[tuple[Sequence[int], Sequence[int]]], want: Want
+    shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata], want: Want
 ) -> Iterator[Part]:
-    """The parts of ``chunks`` (offsets, sizes) that make up the range. In a chunk, each part is contiguous.
+    """The parts of ``chunks`` that make up the range. In a chunk, each part is contiguous.
 
     Raises :class:`IncompatibleStateError` unless the chunks cover the tensor.
     """
     way_out = f"leave it out with exclude={want.name!r}"
-    check_covered(want.name, shape, (sizes for _, sizes in chunks), way_out)
+    check_covered(want.name, shape, (chunk.sizes for chunk in chunks), way_out)
     done = 0
     for offsets, sizes in boxes(shape, want.begin, want.end):
         count = math.prod(sizes)
         view = want.into[done : done + count].view(sizes)
         done += count
-        for number, (chunk_offsets, chunk_sizes) in enumerate(chunks):
-            lows = tuple(map(max, offsets, chunk_offsets))
+        for number, chunk in enumerate(chunks):
+            lows = tuple(map(max, offsets, chunk.offsets))
             highs = tuple(
                 min(a + m, b + n)
-                for a, m, b, n in zip(offsets, sizes, chunk_offsets, chunk_sizes, strict=True)
+                for a, m, b, n in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
             )
             if any(low >= high for low, high in zip(lows, highs, strict=True)):
                 continue
@@ -230,7 +260,7 @@ def parts(
                 into = into.narrow(dimension, low - start, high - low)
             yield Part(
                 number,
-                tuple(low - start for low, start in zip(lows, chunk_offsets, strict=True)),
+                tuple(low - start for low, start in zip(lows, chunk.offsets, strict=True)),
                 tuple(into.shape),
                 into,
             )

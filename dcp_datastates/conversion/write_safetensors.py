@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -15,7 +15,7 @@ from dcp_datastates.conversion.adapters import ADAPTER_CONFIG
 from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job, write_small_file
 from dcp_datastates.conversion.read_safetensors import NAME_OF
-from dcp_datastates.conversion.source import Source
+from dcp_datastates.conversion.source import Source, shards
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import MAX_HEADER_BYTES
 from dcp_datastates.storage import operations
@@ -45,19 +45,14 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
 
     ``companions``: a folder whose configuration and tokenizer files are copied.
     """
-    with explained("creating directory", folder):
-        operations.make_directory(folder, "convert")
-    shards = _shards(source, limits.shard_bytes)
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [
-            f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            for number in range(1, len(shards) + 1)
-        ]
-    outputs = [
-        _output_file(folder / name, source, shard)
-        for name, shard in zip(names, shards, strict=True)
-    ]
+    parts = shards(source, limits.shard_bytes)
+    files = {"model.safetensors": parts[0]}
+    if len(parts) > 1:
+        files = {
+            f"model-{number:05d}-of-{len(parts):05d}.safetensors": names
+            for number, names in enumerate(parts, start=1)
+        }
+    outputs = [_output_file(folder / file, source, names) for file, names in files.items()]
 
     def finish() -> None:
         if companions is not None:
@@ -68,32 +63,17 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
                 "config_from=FOLDER (--config-from)",
                 _CONFIG,
             )
-        if len(shards) > 1:
-            _write_index(source, folder, names, shards)
+        if len(files) > 1:
+            _write_index(source, folder, files)
 
     return file_job(outputs, source, limits.piece_bytes, finish)
 
 
 def peft_job(source: Source, folder: Path, limits: Limits, config: bytes) -> Job:
     """A folder as PEFT's ``save_pretrained`` writes one. ``config``: the contents of ``adapter_config.json``."""
-    with explained("creating directory", folder):
-        operations.make_directory(folder, "convert")
     output = _output_file(folder / "adapter_model.safetensors", source, list(source.tensors))
     finish = partial(write_small_file, folder / ADAPTER_CONFIG, config)
     return file_job([output], source, limits.piece_bytes, finish)
-
-
-def _shards(source: Source, limit: int) -> list[list[str]]:
-    """The names of each file's tensors: as many as fit, in the order of the source."""
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, info in source.tensors.items():
-        if shards[-1] and size + info.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += info.nbytes
-    return shards
 
 
 def _output_file(path: Path, source: Source, names: Sequence[str]) -> OutputFile:
@@ -139,10 +119,8 @@ def _check_name(name: str) -> None:
         raise ConfigurationError(f"safetensors reserves the name {name!r}; rename it")
 
 
-def _write_index(
-    source: Source, folder: Path, names: Sequence[str], shards: Iterable[Sequence[str]]
-) -> None:
-    weights = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+def _write_index(source: Source, folder: Path, files: Mapping[str, Sequence[str]]) -> None:
+    weights = {name: file for file, names in files.items() for name in names}
     infos = source.tensors.values()
     document = {
         "metadata": {

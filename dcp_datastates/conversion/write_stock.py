@@ -25,7 +25,7 @@ from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.output_file import write_small_file
 from dcp_datastates.conversion.source import Source, Want, metadata_of_source
 from dcp_datastates.process.work import Done, Unit
-from dcp_datastates.storage import local, operations
+from dcp_datastates.storage import local
 
 __all__ = ["stock_job"]
 
@@ -38,8 +38,6 @@ Item = tuple[str, Chunk]
 
 def stock_job(source: Source, folder: Path, limits: Limits) -> Job:
     """A checkpoint of stock DCP, with a file for each thread."""
-    with local.explained("creating directory", folder):
-        operations.make_directory(folder, "convert")
     writing = _Writing(source, folder, limits.piece_bytes)
     return Job(writing.units(limits.threads), writing.files, writing.write_metadata)
 
@@ -57,7 +55,7 @@ class _Writing:
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self.files: tuple[Path, ...] = ()
 
-    def units(self, count: int) -> Iterator[Unit]:
+    def units(self, count: int) -> list[Unit]:
         """One unit for each of ``count`` files. Chunks go to the file with the fewest bytes."""
         shares: list[list[Item]] = [[] for _ in range(count)]
         sizes = [0] * count
@@ -66,14 +64,10 @@ class _Writing:
                 least = sizes.index(min(sizes))
                 shares[least].append((name, chunk))
                 sizes[least] += self._nbytes((name, chunk)) + 1
-        used = [share for number, share in enumerate(shares) if share or not number]
+        used = [share for share in shares if share] or [[]]
         self.files = tuple(self._folder / f"__{number}_0.distcp" for number in range(len(used)))
-        return iter(
-            [
-                self._unit(file, share, self._source.objects if not number else ())
-                for number, (file, share) in enumerate(zip(self.files, used, strict=True))
-            ]
-        )
+        objects = (self._source.objects, *[()] * (len(used) - 1))
+        return list(map(self._unit, self.files, used, objects))
 
     def _unit(self, file: Path, share: Sequence[Item], objects: Sequence[str]) -> Unit:
         def write(done: Done) -> None:

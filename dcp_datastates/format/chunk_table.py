@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -59,6 +60,11 @@ class Catalog:
     """``Metadata.planner_data``. For DCP's planners and this package's: the path of each name in the state dict, a
     tuple of keys and list indices; None if the state dict was not flattened.
     """
+
+    def tensor_shapes(self) -> list[tuple[int, ...]]:
+        """For each name the size of the global tensor, in elements; () for an object."""
+        values = iter(self.shapes.tolist())
+        return [tuple(islice(values, ndim)) for ndim in self.ndims.tolist()]
 
     def owners(self) -> Ints:
         """(C + O,): for each row of a placement (all chunks, then all objects), the index of its name in ``names``."""

@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.format.chunk_table import Catalog
 from dcp_datastates.format.fields import known_fields, portable
 from dcp_datastates.format.metadata_table import CARRIED
-from dcp_datastates.format.ragged import starts_of
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.storage.local import METADATA_NAME
 
@@ -58,16 +57,13 @@ def stub_of(catalog: Catalog, version: str | None) -> bytes:
 def _stub(catalog: Catalog, version: str | None) -> Metadata:
     entries: dict[str, STORAGE_TYPES] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    starts = starts_of(catalog.ndims).tolist()
-    shapes, ndims = catalog.shapes.tolist(), catalog.ndims.tolist()
-    for number, name in enumerate(catalog.names):
-        kind = int(catalog.properties[number])
+    columns = (catalog.names, catalog.properties.tolist(), catalog.tensor_shapes())
+    for name, kind, shape in zip(*columns, strict=True):
         if kind < 0:
             entries[name] = BytesStorageMetadata()
             places[MetadataIndex(name)] = _NOWHERE
             continue
-        size = torch.Size(shapes[starts[number] : starts[number] + ndims[number]])
-        begin = torch.Size([0] * len(size))
+        size, begin = torch.Size(shape), torch.Size([0] * len(shape))
         entries[name] = TensorStorageMetadata(
             catalog.table[kind], size, [ChunkStorageMetadata(begin, size)]
         )

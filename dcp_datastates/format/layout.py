@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -42,6 +42,8 @@ ALIGNMENT: Final = 4096
 
 MAX_HEADER_BYTES: Final = 100_000_000
 """safetensors refuses longer headers."""
+
+_SUFFIX: Final = ".safetensors"
 
 _RESERVED: Final = "__dcp_datastates__"
 """Prefix of the names of entries that the layout adds (padding, checksums)."""
@@ -136,7 +138,6 @@ class FileLayout:
     objects: tuple[ObjectEntry, ...]
     data_start: int
     tensors_end: int
-    _stem: str = field(repr=False)
 
     def seal(self, object_sizes: Sequence[int]) -> SealedFile:
         """Complete the layout with the size in bytes of each object, in the order of ``objects``."""
@@ -148,18 +149,56 @@ class FileLayout:
             object_offsets.append(end)
             end += size
         table_offset = end + -end % 4
-        header = _header(
-            self.tensors,
-            self.objects,
-            object_sizes,
-            self.data_start,
-            self.tensors_end,
-            table_offset,
-            self._stem,
-        )
-        return SealedFile(
-            header.ljust(self.data_start), tuple(object_offsets), tuple(object_sizes), table_offset
-        )
+        header = self._header(object_sizes, table_offset).ljust(self.data_start)
+        return SealedFile(header, tuple(object_offsets), tuple(object_sizes), table_offset)
+
+    def _header(self, object_sizes: Sequence[int], table_offset: int | None) -> bytes:
+        """The header's length and JSON, not padded. ``table_offset=None`` gives the longest header that the file
+        may need.
+        """
+        stem = self.name.removesuffix(_SUFFIX)
+        entries: dict[str, Any] = {}
+        saved_offsets: dict[str, dict[str, list[int]]] = {}
+        torch_dtypes: dict[str, str] = {}
+
+        def put(
+            key: str, name: str, shape: list[int], offsets: list[int], start: int, size: int
+        ) -> None:
+            begin = start - self.data_start
+            entries[key] = {"dtype": name, "shape": shape, "data_offsets": [begin, begin + size]}
+            saved_offsets[key] = {"saved_offsets": offsets}
+
+        for entry in self.tensors:
+            name, shape, offsets = stored_form(entry.dtype, entry.sizes, entry.offsets)
+            if entry.dtype not in SAFETENSORS_NAME:
+                torch_dtypes[entry.key] = str(entry.dtype)
+            put(entry.key, name, shape, offsets, entry.offset, entry.nbytes)
+        end = self.tensors_end
+        for element, size in zip(self.objects, object_sizes, strict=True):
+            put(element.key, "U8", [size], [0], end, size)
+            end += size
+        padding = 3 if table_offset is None else table_offset - end
+        if padding:
+            put(f"{_RESERVED}.pad.{stem}", "U8", [padding], [0], end, padding)
+        words = table_words(end + padding + (MAX_HEADER_BYTES if table_offset is None else 0))
+        put(f"{_RESERVED}.crc32c.{stem}", "U32", [words], [0], end + padding, 4 * words)
+
+        notes = {
+            "version": 1,
+            "objects": [element.key for element in self.objects],
+            "torch_dtypes": torch_dtypes,
+        }
+        metadata = {
+            "format": "pt",
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps(saved_offsets, separators=(",", ":")),
+            "dcp_datastates": json.dumps(notes, separators=(",", ":")),
+        }
+        text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+        # The start of the data, and so the number of digits of an offset, depends on this very length only through the
+        # table's number of words; MAX_HEADER_BYTES above bounds that.
+        capacity = self.data_start - 8 if self.data_start else len(text)
+        return capacity.to_bytes(8, "little") + text
 
 
 def lay_out(items: Sequence[WriteItem], rank: int) -> tuple[FileLayout, ...]:
@@ -213,7 +252,8 @@ def _lay_out_file(
     object_entries = tuple(
         ObjectEntry(position, entry_key(item.index.fqn)) for position, item in objects
     )
-    longest = _header(relative, object_entries, [_UNKNOWN_SIZE] * len(objects), 0, end, None, stem)
+    packed = FileLayout(f"{stem}{_SUFFIX}", tuple(relative), object_entries, 0, end)
+    longest = packed._header([_UNKNOWN_SIZE] * len(objects), None)
     if len(longest) > MAX_HEADER_BYTES:
         raise ValueError(
             f"{len(chunks) + len(objects)} entries need a header of {len(longest)} bytes; safetensors "
@@ -221,9 +261,7 @@ def _lay_out_file(
         )
     data_start = len(longest) + -len(longest) % ALIGNMENT
     tensors = tuple(replace(entry, offset=data_start + entry.offset) for entry in relative)
-    return FileLayout(
-        f"{stem}.safetensors", tensors, object_entries, data_start, data_start + end, stem
-    )
+    return replace(packed, tensors=tensors, data_start=data_start, tensors_end=data_start + end)
 
 
 def _write_data(item: WriteItem) -> Any:
@@ -253,59 +291,3 @@ def is_bookkeeping(key: str) -> bool:
 def is_table(key: str) -> bool:
     """Whether an entry of this name is a file's checksum table."""
     return key.startswith(f"{_RESERVED}.crc32c.")
-
-
-def _header(
-    tensors: Sequence[TensorEntry],
-    objects: Sequence[ObjectEntry],
-    object_sizes: Sequence[int],
-    data_start: int,
-    tensors_end: int,
-    table_offset: int | None,
-    stem: str,
-) -> bytes:
-    """The header's length and JSON, not padded. ``table_offset=None`` gives the longest header that the file
-    may need.
-    """
-    entries: dict[str, Any] = {}
-    saved_offsets: dict[str, dict[str, list[int]]] = {}
-    torch_dtypes: dict[str, str] = {}
-
-    def put(
-        key: str, name: str, shape: list[int], offsets: list[int], start: int, size: int
-    ) -> None:
-        begin = start - data_start
-        entries[key] = {"dtype": name, "shape": shape, "data_offsets": [begin, begin + size]}
-        saved_offsets[key] = {"saved_offsets": offsets}
-
-    for entry in tensors:
-        name, shape, offsets = stored_form(entry.dtype, entry.sizes, entry.offsets)
-        if entry.dtype not in SAFETENSORS_NAME:
-            torch_dtypes[entry.key] = str(entry.dtype)
-        put(entry.key, name, shape, offsets, entry.offset, entry.nbytes)
-    end = tensors_end
-    for element, size in zip(objects, object_sizes, strict=True):
-        put(element.key, "U8", [size], [0], end, size)
-        end += size
-    padding = 3 if table_offset is None else table_offset - end
-    if padding:
-        put(f"{_RESERVED}.pad.{stem}", "U8", [padding], [0], end, padding)
-    words = table_words(end + padding + (MAX_HEADER_BYTES if table_offset is None else 0))
-    put(f"{_RESERVED}.crc32c.{stem}", "U32", [words], [0], end + padding, 4 * words)
-
-    notes = {
-        "version": 1,
-        "objects": [element.key for element in objects],
-        "torch_dtypes": torch_dtypes,
-    }
-    metadata = {
-        "format": "pt",
-        "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": json.dumps(saved_offsets, separators=(",", ":")),
-        "dcp_datastates": json.dumps(notes, separators=(",", ":")),
-    }
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    # The start of the data, and so the number of digits of an offset, depends on this very length only through the
-    # table's number of words; MAX_HEADER_BYTES above bounds that.
-    capacity = data_start - 8 if data_start else len(text)
-    return capacity.to_bytes(8, "little") + text

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Mapping
-from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -135,16 +134,13 @@ def _check_lengths(catalog: Catalog) -> None:
 
 def _largest(catalog: Catalog, itemsize: Ints) -> tuple[int, str]:
     """Bytes of the largest tensor, and its name."""
-    sizes = iter(catalog.shapes.tolist())
     largest, largest_name = 0, ""
-    for name, ndim, nbytes in zip(
-        catalog.names, catalog.ndims.tolist(), itemsize.tolist(), strict=True
-    ):
-        size = list(islice(sizes, ndim))
-        dense = math.prod(size) * nbytes
+    columns = (catalog.names, catalog.tensor_shapes(), itemsize.tolist())
+    for name, shape, nbytes in zip(*columns, strict=True):
+        dense = math.prod(shape) * nbytes
         if dense > MAX_BYTES:
             raise MetadataError(
-                f"{described(name)}: {described(str(size))} is larger than any tensor"
+                f"{described(name)}: {described(str(list(shape)))} is larger than any tensor"
             )
         if dense > largest:
             largest, largest_name = dense, name

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -27,25 +25,9 @@ from dcp_datastates.format.metadata import refused
 from dcp_datastates.format.metadata_check import MetadataError, described
 from dcp_datastates.format.metadata_document import fields_to_json, warn_of_loss
 from dcp_datastates.format.metadata_table import CARRIED, Further, MetadataTable, Note
+from dcp_datastates.format.trailer import CATALOG
 
-__all__ = ["table_of"]
-
-
-@dataclass
-class _Lists:
-    """The columns of a table under construction."""
-
-    names: list[str]
-    entries: list[STORAGE_TYPES]
-    properties: list[int]
-    ndims: list[int]
-    shapes: list[int]
-    counts: list[int]
-    offsets: list[int]
-    sizes: list[int]
-    chunks: list[ChunkStorageMetadata]
-    chunk_places: list[tuple[MetadataIndex, _StorageInfo]]
-    object_places: list[tuple[MetadataIndex, _StorageInfo]]
+__all__ = ["catalog_of", "table_of"]
 
 
 def table_of(metadata: Metadata, note: Note) -> MetadataTable:
@@ -60,66 +42,70 @@ def table_of(metadata: Metadata, note: Note) -> MetadataTable:
 
 
 def _table_of(metadata: Metadata, note: Note) -> MetadataTable:
-    lists = _Lists([], [], [], [], [], [], [], [], [], [], [])
-    properties = _PropertyTable()
-    places = {index: (index, info) for index, info in metadata.storage_data.items()}
+    catalog = catalog_of(metadata)
+    known = {index: (index, info) for index, info in metadata.storage_data.items()}
+    entries = metadata.state_dict_metadata
+    chunks = [
+        (name, chunk)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+        for chunk in entry.chunks
+    ]
+    objects = [name for name, entry in entries.items() if isinstance(entry, BytesStorageMetadata)]
+    chunk_places = [_place(known, MetadataIndex(name, chunk.offsets)) for name, chunk in chunks]
+    object_places = [_place(known, MetadataIndex(name)) for name in objects]
+    paths = {path: number for number, path in enumerate(note.files)}
+    placement = Placement(
+        tuple(paths), *_located(chunk_places, paths), *_located(object_places, paths)
+    )
+    further = _further(metadata, [chunk for _, chunk in chunks], [*chunk_places, *object_places])
+    return MetadataTable(
+        catalog, placement, note, metadata.storage_meta, metadata.version, tuple(further)
+    )
+
+
+def catalog_of(metadata: Metadata) -> Catalog:
+    """The names, tensors and chunks of any planner's ``metadata``, in columns.
+
+    Raises :class:`MetadataError`, TypeError, ValueError or OverflowError for objects that DCP's readers could not use.
+    """
+    names: list[str] = []
+    table = _Distinct()
+    columns: dict[str, list[int]] = {name: [] for name in CATALOG}
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str:
             raise MetadataError(f"a name in state_dict_metadata is {described(name)}")
-        lists.names.append(name)
-        lists.entries.append(entry)
+        names.append(name)
+        properties, size, chunks = -1, torch.Size(()), list[ChunkStorageMetadata]()
         if isinstance(entry, TensorStorageMetadata):
-            lists.properties.append(properties.place(entry.properties))
-            _add_tensor(lists, name, entry, places)
-        elif isinstance(entry, BytesStorageMetadata):
-            lists.properties.append(-1)
-            lists.ndims.append(0)
-            lists.counts.append(0)
-            lists.object_places.append(_place(places, MetadataIndex(name)))
-        else:
+            if not isinstance(entry.properties, TensorProperties):
+                raise MetadataError(f"the properties of a tensor are {described(entry.properties)}")
+            properties = table.number(entry.properties, fields_to_json(entry.properties))
+            size, chunks = torch.Size(entry.size), entry.chunks
+        elif not isinstance(entry, BytesStorageMetadata):
             raise MetadataError(
                 f"{described(name)} is {described(entry)}, neither tensor nor object"
             )
-    catalog = Catalog(
-        names=tuple(lists.names),
-        table=tuple(properties.table),
+        columns["properties"].append(properties)
+        columns["ndims"].append(len(size))
+        columns["shapes"] += size
+        columns["counts"].append(len(chunks))
+        for chunk in chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+                raise MetadataError(
+                    f"a chunk of {name!r} has another number of dimensions than its tensor"
+                )
+            columns["offsets"] += torch.Size(chunk.offsets)
+            columns["sizes"] += torch.Size(chunk.sizes)
+    return Catalog(
+        names=tuple(names),
+        table=tuple(table.values),
         mappings=metadata.planner_data,
-        **{
-            name: np.array(getattr(lists, name), np.int64)
-            for name in ("properties", "ndims", "shapes", "counts", "offsets", "sizes")
-        },
-    )
-    paths = {path: number for number, path in enumerate(note.files)}
-    placement = Placement(
-        tuple(paths), *_located(lists.chunk_places, paths), *_located(lists.object_places, paths)
-    )
-    return MetadataTable(
-        catalog,
-        placement,
-        note,
-        metadata.storage_meta,
-        metadata.version,
-        tuple(_further(metadata, lists)),
+        **{name: np.array(column, np.int64) for name, column in columns.items()},
     )
 
 
 _Known = dict[MetadataIndex, tuple[MetadataIndex, _StorageInfo]]
-
-
-def _add_tensor(lists: _Lists, name: str, entry: TensorStorageMetadata, places: _Known) -> None:
-    ndim = len(entry.size)
-    lists.ndims.append(ndim)
-    lists.counts.append(len(entry.chunks))
-    lists.shapes += torch.Size(entry.size)
-    for chunk in entry.chunks:
-        if len(chunk.offsets) != ndim or len(chunk.sizes) != ndim:
-            raise MetadataError(
-                f"a chunk of {name!r} has another number of dimensions than its tensor"
-            )
-        lists.offsets += torch.Size(chunk.offsets)
-        lists.sizes += torch.Size(chunk.sizes)
-        lists.chunk_places.append(_place(places, MetadataIndex(name, chunk.offsets)))
-    lists.chunks += entry.chunks
 
 
 def _place(places: _Known, index: MetadataIndex) -> tuple[MetadataIndex, _StorageInfo]:
@@ -146,30 +132,33 @@ def _located(
     return files, offsets, lengths
 
 
-class _PropertyTable:
-    """Distinct properties of tensors; stock planners make an object per tensor."""
+class _Distinct:
+    """Different values. Equal ones have the same number: stock planners make an object per tensor."""
 
     def __init__(self) -> None:
-        self.table: list[TensorProperties] = []
-        self._places: dict[str, int] = {}
+        self.values: list[Any] = []
+        self._numbers: dict[str, int] = {}
 
-    def place(self, properties: object) -> int:
-        if not isinstance(properties, TensorProperties):
-            raise MetadataError(f"the properties of a tensor are {described(properties)}")
-        place = self._places.setdefault(json.dumps(fields_to_json(properties)), len(self.table))
-        if place == len(self.table):
-            self.table.append(properties)
-        return place
+    def number(self, value: Any, content: Any) -> int:
+        """``content``: the value as JSON."""
+        number = self._numbers.setdefault(json.dumps(content), len(self.values))
+        if number == len(self.values):
+            self.values.append(value)
+        return number
 
 
-def _further(metadata: Metadata, lists: _Lists) -> Iterator[Further]:
+def _further(
+    metadata: Metadata,
+    chunks: list[ChunkStorageMetadata],
+    places: list[tuple[MetadataIndex, _StorageInfo]],
+) -> Iterator[Further]:
     """The fields of this torch that the columns cannot represent."""
-    places = [*lists.chunk_places, *lists.object_places]
+    entries = list(metadata.state_dict_metadata.values())
     instances: dict[str, Callable[[], list[Any]]] = {
         "Metadata": lambda: [metadata],
-        "TensorStorageMetadata": lambda: lists.entries,
-        "BytesStorageMetadata": lambda: lists.entries,
-        "ChunkStorageMetadata": lambda: lists.chunks,
+        "TensorStorageMetadata": lambda: entries,
+        "BytesStorageMetadata": lambda: entries,
+        "ChunkStorageMetadata": lambda: chunks,
         "MetadataIndex": lambda: [index for index, _ in places],
         "_StorageInfo": lambda: [info for _, info in places],
     }
@@ -179,19 +168,14 @@ def _further(metadata: Metadata, lists: _Lists) -> Iterator[Further]:
 
 
 def _column(kind: type, field: str, instances: list[Any]) -> Further:
-    found: dict[str, int] = {}
-    different: list[Any] = []
+    different = _Distinct()
     rows = np.full(len(instances), -1, np.int64)
     for row, instance in enumerate(instances):
         if not isinstance(instance, kind) or not hasattr(instance, field):
             continue
         value = getattr(instance, field)
         try:
-            packed = json.dumps(values.to_json(value))
+            rows[row] = different.number(value, values.to_json(value))
         except values.ValueRefused as error:
             warn_of_loss(kind.__name__, field, str(error))
-            continue
-        rows[row] = found.setdefault(packed, len(different))
-        if rows[row] == len(different):
-            different.append(value)
-    return Further(kind.__name__, field, tuple(different), rows)
+    return Further(kind.__name__, field, tuple(different.values), rows)

@@ -124,18 +124,9 @@ class _Columns:
         self.catalog = catalog
         self.further = further
         self.number = {name: number for number, name in enumerate(catalog.names)}
+        self.shapes = catalog.tensor_shapes()
         self.first_chunk = starts_of(catalog.counts).tolist()
-        self._first_size = starts_of(catalog.ndims).tolist()
         self._first_value = starts_of(catalog.ndims * catalog.counts).tolist()
-
-    def is_object(self, number: int) -> bool:
-        return bool(self.catalog.properties[number] < 0)
-
-    def shape(self, number: int) -> torch.Size:
-        begin = self._first_size[number]
-        return torch.Size(
-            self.catalog.shapes[begin : begin + int(self.catalog.ndims[number])].tolist()
-        )
 
     def rows(self, column: Ints, number: int) -> Ints:
         """(chunks, dimensions): the part of ``catalog.offsets`` or ``catalog.sizes`` for a tensor's chunks."""
@@ -180,10 +171,9 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
         return wrappers(self._columns.catalog.names)
 
     def _make(self, number: int) -> STORAGE_TYPES:
-        columns = self._columns
-        if columns.is_object(number):
+        columns, catalog = self._columns, self._columns.catalog
+        if catalog.properties[number] < 0:
             return _carry(BytesStorageMetadata(), columns.further, number)
-        catalog = columns.catalog
         with _no_garbage_collection():
             sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks have equal sizes
             chunks = [
@@ -200,7 +190,7 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
             for row, chunk in enumerate(chunks, columns.first_chunk[number]):
                 _carry(chunk, columns.further, row)
         properties = catalog.table[int(catalog.properties[number])]
-        entry = TensorStorageMetadata(properties, columns.shape(number), chunks)
+        entry = TensorStorageMetadata(properties, torch.Size(columns.shapes[number]), chunks)
         return _carry(entry, columns.further, number)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -21,7 +20,7 @@ from dcp_datastates.format.chunk_table import Catalog, Ints
 from dcp_datastates.format.ragged import positions, starts_of, sums, volumes
 from dcp_datastates.format.stored_names import wrappers
 
-__all__ = ["Undecided", "check_covered", "validate"]
+__all__ = ["Undecided", "check_covered", "elements", "validate"]
 
 _STEPS_PER_BOX: Final = 64
 _SPARE_STEPS: Final = 1 << 20
@@ -38,10 +37,10 @@ def validate(catalog: Catalog, *, filled: bool, thorough: bool = True) -> list[s
     tensors without dimensions are not checked. ``thorough=False`` is for catalogs from untrusted files: chunks that
     would take too long to check raise :class:`Undecided`.
     """
-    chunks = _Chunks.of(catalog)
+    chunks = _Chunks(catalog)
     found = [*_out_of_bounds(catalog, chunks), *_overlaps(catalog, chunks, thorough)]
     if filled:
-        found += _unfilled(catalog, chunks)
+        found += _unfilled(catalog)
     return [message for _, message in sorted(found, key=lambda entry: entry[0])]
 
 
@@ -57,19 +56,19 @@ def check_covered(
         )
 
 
-@dataclass(frozen=True, eq=False)
+def elements(catalog: Catalog) -> tuple[Ints, Ints]:
+    """For each name, the elements of the tensor, and those of its chunks together; 1 and 0 for an object."""
+    stored = sums(catalog.counts, volumes(_Chunks(catalog).ndims, catalog.sizes))
+    return volumes(catalog.ndims, catalog.shapes), stored
+
+
 class _Chunks:
     """C chunks: for each, the tensor, the dimensions and the position in the ragged columns."""
 
-    tensor: Ints
-    ndims: Ints
-    starts: Ints
-
-    @staticmethod
-    def of(catalog: Catalog) -> _Chunks:
-        tensor = np.repeat(np.arange(len(catalog.names)), catalog.counts)
-        ndims = catalog.ndims[tensor]
-        return _Chunks(tensor, ndims, starts_of(ndims))
+    def __init__(self, catalog: Catalog) -> None:
+        self.tensor = np.repeat(np.arange(len(catalog.names)), catalog.counts)
+        self.ndims = catalog.ndims[self.tensor]
+        self.starts = starts_of(self.ndims)
 
 
 def _out_of_bounds(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
@@ -85,9 +84,8 @@ def _out_of_bounds(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str
         yield tensor, f"key:{catalog.names[tensor]} has out of bounds chunk: {what}"
 
 
-def _unfilled(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
-    volume = volumes(catalog.ndims, catalog.shapes)
-    stored = sums(catalog.counts, volumes(chunks.ndims, catalog.sizes))
+def _unfilled(catalog: Catalog) -> Iterator[tuple[int, str]]:
+    volume, stored = elements(catalog)
     wrong = (stored != volume) & (catalog.ndims > 0)
     if not wrong.any():
         return
@@ -115,11 +113,9 @@ def _overlaps(catalog: Catalog, chunks: _Chunks, thorough: bool) -> Iterator[tup
         told = -1
         for cluster in _inseparable(chunks.tensor[members], begins, ends, thorough):
             tensor = int(chunks.tensor[members[cluster[0]]])
-            pair = (
-                None
-                if tensor == told
-                else _overlapping_pair(begins[cluster], ends[cluster], thorough)
-            )
+            if tensor == told:
+                continue
+            pair = _overlapping_pair(begins[cluster], ends[cluster], thorough)
             if pair is not None:
                 told = tensor
                 one, other = (_box(catalog, chunks, members[cluster[at]]) for at in pair)

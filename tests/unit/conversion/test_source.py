@@ -44,8 +44,7 @@ def test_parts_of_chunks_make_up_the_range(asked, data):
     cuts = [data.draw(st.lists(st.integers(1, size), max_size=2)) for size in shape]
     chunks = grid(shape, cuts)
     into = torch.full((end - begin,), -1)
-    places = [(box.offsets, box.sizes) for box in chunks]
-    for part in parts(shape, places, Want("x", begin, end, into)):
+    for part in parts(shape, chunks, Want("x", begin, end, into)):
         stored = chunks[part.chunk].of(whole).contiguous()
         for dimension, (offset, size) in enumerate(zip(part.offsets, part.sizes, strict=True)):
             stored = stored.narrow(dimension, offset, size)
