@@ -252,8 +252,7 @@ class DeferredReads:
         while self._job is None and not self._end:
             self._handed_over.wait(_POLL_SECONDS)
             thread = self._thread
-            ended = thread is threading.current_thread() or not (thread and thread.is_alive())
-            if thread is not None and ended:
+            if thread is threading.current_thread() or (thread and not thread.is_alive()):
                 raise SaveAbandonedError("DCP ended this save before its data were written")
             stall.look(moved(self._foreseen), "its plan, which all ranks take part in")
         self._gate_since = None
