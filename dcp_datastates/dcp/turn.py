@@ -42,7 +42,7 @@ _GATE_SECONDS: Final = 10.0
 """How long the step gate holds training for a save that cannot be planned."""
 
 _lock = ProcessLock()  # guards _turns
-_turns: list[Turn] = []  # in order; those that are over go when the next one comes
+_turns: list[Turn] = []  # in order
 
 
 class Turn:
@@ -59,7 +59,6 @@ class Turn:
         self._has_begun = threading.Event()
         self._is_planned = threading.Event()
         with _lock:
-            _turns[:] = [turn for turn in _turns if not turn.save.has_ended]
             _turns.append(self)
         save.committed.add_done_callback(self._told)
         if not context_of(save.call.group).hold(self._hold):  # the process is ending
@@ -214,6 +213,8 @@ def _watch(arriving: queue.SimpleQueue[Turn | _Synchronous]) -> None:
         except Exception:  # from a callback of a future, say
             logger.exception("a save could not be ended")
         watched = [each for each in watched if not each.save.has_ended]
+        with _lock:
+            _turns[:] = [turn for turn in _turns if not turn.save.has_ended]
 
 
 def end_here(*, asynchronous: bool = True) -> None:

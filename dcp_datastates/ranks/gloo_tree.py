@@ -111,7 +111,9 @@ class GlooTree:
         self._groups: list[tuple[Place, GlooGroup]] = []
         self._closed = False
         self._address: str | None = None  # this machine's, for the other ranks
-        self._keys: list[str] = []  # set by this rank; deleted once all ranks are connected
+        self._keys: list[
+            str
+        ] = []  # set by this rank; deleted once all ranks are connected, or this one has left
         self._looked = 0.0
 
     @property
@@ -180,6 +182,8 @@ class GlooTree:
             self._generation += 1
             if self._store is not None:
                 with contextlib.suppress(Exception):  # then it is counted up in join()
+                    # A rank that finds the keys of one that has left tries to connect for 20 s, and cannot be told.
+                    self._clean_up(self._store)
                     self._count_up(self._store)
 
     def close(self) -> None:
@@ -286,7 +290,9 @@ class GlooTree:
         self._generation = newest
 
     def _clean_up(self, store: Connection) -> None:
-        """Delete this rank's connection keys, also of former generations: all ranks are connected."""
+        """Delete this rank's connection keys, also of former generations: all ranks are connected, or this one has
+        left.
+        """
         while self._keys:
             store.delete_key(self._keys[-1])
             self._keys.pop()
