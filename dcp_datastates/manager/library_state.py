@@ -23,7 +23,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.manager.optimizer_state import (
+from dcp_datastates.manager.parts import (
     WHOLE,
     give_whole_state,
     is_by_parameter,

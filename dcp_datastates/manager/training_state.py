@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.tensor_memory import is_wrapper
-from dcp_datastates.manager.optimizer_state import (
+from dcp_datastates.manager.parts import (
     WHOLE,
     give_whole_state,
     is_by_parameter,
