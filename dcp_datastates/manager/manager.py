@@ -20,9 +20,8 @@ from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.fitting import Fit, FittingPlanner, LoadOptions
+from dcp_datastates.dcp.fitting import Fit, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.loading import load_with
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -271,9 +270,9 @@ class CheckpointManager:
                 if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
                     self._keep.check(metrics)
                 parts.warn()
-            path, saved = self.path(step), parts.to_save()
+            path = self.path(step)
             handle = self._saves.begin(
-                path, lambda: async_save(saved, path, writer=self._writer, metrics=metrics)
+                path, lambda: async_save(parts.parts, path, writer=self._writer, metrics=metrics)
             )
         except BaseException as error:
             self._schedule.not_saved()
@@ -360,16 +359,14 @@ class CheckpointManager:
         names = self._on_first_rank(
             lambda: open_committed(path).table.catalog.names, "names", f"the names in {path}"
         )
-        wanted = parts.to_load(frozenset(fit.names(names)))
-        load_with(
-            FittingPlanner(fit.without(wanted.left_out), path, wanted.filled, wanted.replaced),
+        parts.load(
             path,
-            wanted.state,
+            fit,
+            frozenset(fit.names(names)),
             process_group=self._group,
             no_dist=self._alone,
             allow_objects=allow_objects,
         )
-        parts.put_back(wanted.state)
         self._schedule.restored(step)
         logger.info("restored %s", path)
         return step
