@@ -260,7 +260,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         Returns whether there was one. Raises FileNotFoundError if there is none of ``step``.
         """
         config = self.config
-        found = self._newest() if step == -1 else step
+        found = newest_step(Path(self.folder), config.verify) if step == -1 else step
         if found != -1:
             path = self._path(found)
             if not os.path.isdir(path):
@@ -279,13 +279,6 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return False
         GarbageCollection.collect("after a checkpoint was loaded")
         return True
-
-    def _newest(self) -> int:
-        """The step of the newest intact checkpoint, the same on every rank; -1 if there is none."""
-        folder, verify = Path(self.folder), self.config.verify
-        return from_first_rank(
-            lambda: newest_step(folder, verify), "newest_step", "the step to resume from"
-        )
 
     def _load_initial(self, path: str) -> None:
         if self.config.initial_load_in_hf:
