@@ -132,7 +132,7 @@ class DataStatesStrategyMixin:
         state.update({name: meta.pop(name) for name in meta[_TENSORS]})
         state.update({name: meta[name] for name in _FOR_TOOLS if name in meta})
         # Each rank's own, because the positions of data loaders may differ.
-        files = {_META: _packed(meta), self._rng_name: packed(RngState())}
+        files = {_META: packed(meta), self._rng_name: packed(RngState().state_dict())}
         self._saves.start(with_files(state, files), path)
         # Lightning's handler for SLURM saves, and then has the job queued again and ended.
         requeued = os.path.basename(path).startswith("hpc_ckpt_")
@@ -284,12 +284,6 @@ def _is_of_tensors(value: Any) -> bool:
 
 def _numbered(values: list[Any]) -> dict[str, Any]:
     return {f"optimizer_{number}": value for number, value in enumerate(values)}
-
-
-def _packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _remove(path: Path) -> None:

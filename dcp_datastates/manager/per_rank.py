@@ -12,7 +12,7 @@ import torch
 import torch.utils.data
 from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["PerRank", "RngState", "differs", "packed", "packed_state", "unpack", "warn_of_order"]
+__all__ = ["PerRank", "RngState", "differs", "packed", "unpack", "warn_of_order"]
 
 logger = logging.getLogger(__name__)
 
@@ -106,13 +106,8 @@ def warn_of_order(name: str, loader: Any) -> None:
     )
 
 
-def packed(value: Stateful) -> bytes:
-    """The state of ``value``, with its types."""
-    return packed_state(value.state_dict())
-
-
-def packed_state(state: Any) -> bytes:
-    """A state, for :func:`unpack`."""
+def packed(state: Any) -> bytes:
+    """A state, with its types, for :func:`unpack`."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

@@ -35,7 +35,6 @@ from dcp_datastates.manager.per_rank import (
     RngState,
     differs,
     packed,
-    packed_state,
     unpack,
     warn_of_order,
 )
@@ -58,7 +57,7 @@ class _Own:
     loaded: bytes | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {f"{_RANK}{self.rank}": packed(self.value)}
+        return {f"{_RANK}{self.rank}": packed(self.value.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state[f"{_RANK}{self.rank}"]
@@ -73,7 +72,7 @@ class _Object:
     def state_dict(self) -> dict[str, Any]:
         state = self.value.state_dict()
         if _PACKED in state or not _keeps_its_types(state):
-            return {_PACKED: packed_state(state)}
+            return {_PACKED: packed(state)}
         return dict(containers_copied(state))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
