@@ -62,8 +62,7 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             error. Each save then waits for the one before it. By default, a failed save is logged.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of ``Accelerator``. A type checker cannot know both; the
-            call refuses a misspelled one.
+            those of ``Accelerator``. A type checker cannot know both; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed, Megatron-LM and XLA.
 

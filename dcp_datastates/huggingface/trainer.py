@@ -64,8 +64,7 @@ class DataStatesTrainerMixin:
             Each save then waits for the one before it. By default, a failed save is logged.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of the trainer. A type checker cannot know both; the
-            call refuses a misspelled one.
+            those of the trainer. A type checker cannot know both; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed and pushing every save.
 

@@ -38,10 +38,10 @@ from dcp_datastates.manager.library_state import (
     is_ours,
     load_models,
     load_optimizers,
-    state_of,
     state_of_optimizer,
     with_files,
 )
+from dcp_datastates.manager.parts import ModelPart
 from dcp_datastates.manager.per_rank import RngState, packed, unpack
 from dcp_datastates.staging.ownership import track
 
@@ -79,8 +79,7 @@ class DataStatesStrategyMixin:
             Each save then waits for the one before it. By default, a failed save is logged.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of Lightning's strategy. A type checker cannot know both; the
-            call refuses a misspelled one.
+            those of Lightning's strategy. A type checker cannot know both; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work.
 
@@ -108,7 +107,7 @@ class DataStatesStrategyMixin:
                 track(optimizer)  # so that also the first save reads later
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return state_of({_MODEL: self._module}, {})[_MODEL]  # type: ignore[no-any-return]
+        return ModelPart(self._module).state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _checked_options(options: LoadOptions) -> LoadOptions:
+def _fit_of(options: LoadOptions) -> Fit:
     check_options("restore", options, LoadOptions)
-    return options
+    return Fit.of(options, options.get("only"))
 
 
 def _has_failed(handle: SaveHandle | None) -> bool:
@@ -325,7 +325,7 @@ class CheckpointManager:
             ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
             IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
         """
-        fit = Fit.of(_checked_options(options), options.get("only"))
+        fit = _fit_of(options)
         allow_objects = options.get("allow_objects", True)
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
         damaged: list[int] = []
@@ -347,8 +347,7 @@ class CheckpointManager:
         The loop may go back to an earlier step: its next save is then the newest checkpoint. Waits for saves in flight.
         Raises the errors of :func:`load`.
         """
-        fit = Fit.of(_checked_options(options), options.get("only"))
-        return self._restore(step, state, fit, options.get("allow_objects", True))
+        return self._restore(step, state, _fit_of(options), options.get("allow_objects", True))
 
     def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
         self._saves.drain()

@@ -68,11 +68,7 @@ def differs(value: Any) -> Stateful | None:
     """The object whose state each rank has for itself; None for any other value."""
     if isinstance(value, PerRank):
         return value.wrapped
-    if isinstance(value, RngState):
-        return value
-    if _is_loader(value):
-        return value  # type: ignore[no-any-return]
-    return None
+    return value if isinstance(value, RngState) or _is_loader(value) else None
 
 
 def _is_loader(value: Any) -> bool:
