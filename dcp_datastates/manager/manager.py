@@ -35,7 +35,7 @@ from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
-from dcp_datastates.manager.step_directories import StepDirectories
+from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.storage import local
@@ -63,7 +63,7 @@ def _by_step(
         return None
     if not callable(hook):
         raise ConfigurationError(f"{name}={hook!r} must be a function, or None")
-    return lambda path, outcome: hook(StepDirectories.step(path), outcome)
+    return lambda path, outcome: hook(number_of(path, PREFIX), outcome)
 
 
 class CheckpointManager:

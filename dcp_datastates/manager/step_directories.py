@@ -15,11 +15,12 @@ from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
 
-__all__ = ["StepDirectories", "newest_numbered", "number_of"]
+__all__ = ["PREFIX", "StepDirectories", "newest_numbered", "number_of"]
 
 logger = logging.getLogger(__name__)
 
-_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
+PREFIX: Final = "step-"
+_NAME: Final = re.compile(PREFIX + "(0|[1-9][0-9]*)")
 
 
 def number_of(path: Path, prefix: str) -> int:
@@ -60,12 +61,7 @@ class StepDirectories:
 
     def path(self, step: int) -> Path:
         """The directory of the checkpoint of ``step``."""
-        return self._root / f"step-{step}"
-
-    @staticmethod
-    def step(path: Path) -> int:
-        """The step of a path that :meth:`path` has made."""
-        return int(path.name.rpartition("-")[2])
+        return self._root / f"{PREFIX}{step}"
 
     @staticmethod
     def is_one(path: Path) -> bool:
@@ -74,7 +70,7 @@ class StepDirectories:
 
     def committed(self) -> list[int]:
         """The steps with a checkpoint, in order."""
-        return sorted(map(self.step, self._paths()))
+        return sorted(number_of(path, PREFIX) for path in self._paths())
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint of this package; None if there is none."""
