@@ -10,18 +10,13 @@ import torch
 import torch.distributed as dist
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
+from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.dcp.fitting import Fit, FittingPlanner
 from dcp_datastates.dcp.loading import load, load_with
 from dcp_datastates.dcp.reader import DataStatesReader
-from dcp_datastates.errors import (
-    CheckpointNotFoundError,
-    ForeignCheckpointError,
-    IncompatibleStateError,
-)
-from dcp_datastates.io.committed import open_committed
+from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.manager.parts import ModelPart, OptimizerPart, names_below, owners_of
 from dcp_datastates.manager.trainable import Trainable
-from dcp_datastates.storage import attempts, local
 
 __all__ = [
     "files_from",
@@ -140,20 +135,11 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 def is_ours_here(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint of this package is committed at ``path``.
 
-    False for what another program saved, and for a path without any checkpoint. Raises
-    :class:`CheckpointNotFoundError` for a save of this package that was not committed, and as
-    :class:`~dcp_datastates.DataStatesReader` for one that cannot be read.
+    False for what another program saved, and for a path without any checkpoint. Raises as
+    :func:`~dcp_datastates.checkpoints.formats.format_of`: :class:`CheckpointNotFoundError` for a save of this package
+    that was not committed.
     """
-    directory = local.local_path(path)
-    try:
-        open_committed(directory)
-    except ForeignCheckpointError:
-        return False
-    except CheckpointNotFoundError:
-        if attempts.present(directory):
-            raise
-        return False
-    return True
+    return format_of(path) is Format.DATASTATES
 
 
 def _stored_names(path: str | os.PathLike[str]) -> set[str]:
