@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -18,7 +19,7 @@ from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.storage import local
 
-__all__ = ["Verification", "check_verification", "flaw", "latest"]
+__all__ = ["Verification", "check_verification", "flaw", "latest", "latest_here"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ def latest(
     directory = local.local_path(root)
     check_verification(verify)
     return from_first_rank(
-        lambda: _latest(directory, verify),
+        lambda: latest_here(directory, verify),
         "latest",
         "the latest checkpoint",
         process_group,
@@ -78,8 +79,11 @@ def check_verification(verify: str) -> None:
         )
 
 
-def _latest(root: Path, verify: Verification) -> Path | None:
-    for found in newest_first(checkpoints(root)):
+def latest_here(
+    root: Path, verify: Verification, among: Callable[[Path], bool] = lambda path: True
+) -> Path | None:
+    """:func:`latest` in this process alone, of the directories that ``among`` takes."""
+    for found in newest_first(filter(among, checkpoints(root))):
         problem = flaw(found, verify)
         if problem is None:
             return found.path

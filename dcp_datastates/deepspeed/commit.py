@@ -12,7 +12,6 @@ tag; the next save continues.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from dcp_datastates.dcp.handle import SaveHandle
@@ -21,7 +20,7 @@ from dcp_datastates.deepspeed.placeholders import replace_durably, write_placeho
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.process.forks import after_fork
 
-__all__ = ["saves", "start", "write_when_committed"]
+__all__ = ["saves", "write_when_committed"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +38,6 @@ _saves = SaveTracker(on_failure=_log)
 def saves() -> SaveTracker:
     """The saves of this process, of all engines."""
     return _saves
-
-
-def start(directory: Path, call: Callable[[], SaveHandle]) -> SaveHandle:
-    """Make ``call``, which begins the save of the tag ``directory``. Raises what it raises, which is counted and
-    logged.
-    """
-    _saves.take()
-    try:
-        return _saves.begin(directory, call)
-    except Exception as error:
-        _saves.failed(directory, error)
-        raise
 
 
 def write_when_committed(handle: SaveHandle, save_dir: Path, tag: str, save_latest: bool) -> None:

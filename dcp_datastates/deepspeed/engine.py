@@ -16,7 +16,7 @@ from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.config import Defer
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.deepspeed.commit import saves, start, write_when_committed
+from dcp_datastates.deepspeed.commit import saves, write_when_committed
 from dcp_datastates.deepspeed.export import load_file
 from dcp_datastates.deepspeed.files import MapLocation, pack
 from dcp_datastates.deepspeed.options import called_by_framework, wait_option, writer_options
@@ -142,9 +142,12 @@ class CheckpointEngine:
                 state, directory, defer=defer, read_window="immediate", **self._options
             )
 
+        tracker = saves()
+        tracker.take()
         try:
-            handle = start(directory, call)
-        except Exception:
+            handle = tracker.begin(directory, call)
+        except Exception as error:
+            tracker.failed(directory, error)
             if wait:
                 raise
             return
@@ -152,7 +155,7 @@ class CheckpointEngine:
         if self._rank == 0:
             write_when_committed(handle, root, tag, save_latest)
         if wait:
-            saves().wait()
+            tracker.wait()
             handle.result()
 
     @staticmethod

@@ -18,11 +18,10 @@ Engines without ``datastates_ckpt`` in their configuration are not affected.
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from deepspeed.runtime.checkpoint_engine import DataStatesCheckpointEngine
@@ -34,12 +33,11 @@ from torch.optim import Optimizer
 from dcp_datastates.config import Defer
 from dcp_datastates.deepspeed.engine import CheckpointEngine
 from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.manager.step_directories import number_of
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.storage import attempts, local
 
 __all__ = ["install", "newest_committed"]
-
-_CHECKPOINT: Final = re.compile(r"checkpoint-([0-9]+)")
 
 
 def install() -> None:
@@ -80,12 +78,13 @@ def install() -> None:
 
 def newest_committed(folder: str) -> str | None:
     """``transformers.trainer_utils.get_last_checkpoint``, without saves of this package that were not committed."""
-    found = []
-    for path in Path(folder).iterdir():
-        number = _CHECKPOINT.fullmatch(path.name)
-        if number and path.is_dir() and not any(map(_is_open, path.glob("global_step*"))):
-            found.append((int(number[1]), str(path)))
-    return max(found)[1] if found else None
+    found = [
+        (number_of(path, "checkpoint-"), str(path))
+        for path in Path(folder).iterdir()
+        if path.is_dir() and not any(map(_is_open, path.glob("global_step*")))
+    ]
+    number, newest = max(found, default=(-1, None))
+    return newest if number >= 0 else None
 
 
 def _is_open(tag: Path) -> bool:

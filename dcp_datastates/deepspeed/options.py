@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import FrameType
 from typing import Any, Final
 
-from dcp_datastates.config import WriterConfig, check_names
+from dcp_datastates.config import WriterConfig, check_names, parse_size
 from dcp_datastates.errors import ConfigurationError
 
 __all__ = ["OPTIONS", "called_by_framework", "wait_option", "writer_options"]
@@ -22,8 +22,6 @@ WAIT: Final = "wait"
 
 _ROTATING: Final = frozenset({"accelerate", "lightning", "pytorch_lightning", "transformers"})
 """Frameworks that delete older checkpoints as soon as ``save_checkpoint`` has returned."""
-
-_GIB: Final = 1 << 30
 
 
 def writer_options(given: object) -> dict[str, Any]:
@@ -42,10 +40,7 @@ def writer_options(given: object) -> dict[str, Any]:
     options = {name: value for name, value in given.items() if name != WAIT}
     size = options.get("host_cache_size", "auto")
     if isinstance(size, (int, float)) and not isinstance(size, bool):
-        try:
-            size = int(size * _GIB)
-        except (ValueError, OverflowError) as error:
-            raise ConfigurationError(f"{KEY}.host_cache_size={size!r} is not a size") from error
+        size = parse_size(f"{size}GiB", name=f"{KEY}.host_cache_size")
     options["host_cache_size"] = size
     try:
         WriterConfig.checked(**options)

@@ -23,7 +23,6 @@ from accelerate.checkpointing import (
 )
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from dcp_datastates.checkpoints.find import latest
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import (
@@ -43,11 +42,12 @@ from dcp_datastates.manager.library_state import (
     state_of_optimizer,
     with_files,
 )
+from dcp_datastates.manager.step_directories import newest_numbered, number_of
 
 __all__ = ["DataStatesAccelerator"]
 
 _REFUSED: Final = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-_NAME: Final = re.compile(r"checkpoint_([0-9]+)")
+_PREFIX: Final = "checkpoint_"
 _STOCK_FILES: Final = "random_states_*.pkl"
 """What every rank of Accelerate's own ``save_state`` writes, as its last file but those of registered objects."""
 
@@ -62,8 +62,7 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             error. Each save then waits for the one before it. By default, a failed save is logged.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of ``Accelerator``. A type checker cannot know both; the
-            call refuses a misspelled one.
+            those of ``Accelerator``. A type checker cannot know both; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed, Megatron-LM and XLA.
 
@@ -108,7 +107,7 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
         """
         configuration = self.project_configuration
         if configuration.automatic_checkpoint_naming:
-            path = self._folder / f"checkpoint_{self.save_iteration}"
+            path = self._folder / f"{_PREFIX}{self.save_iteration}"
         elif output_dir is None:
             raise ValueError("no output_dir, and no automatic_checkpoint_naming: name a directory")
         else:
@@ -140,7 +139,12 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
         if configuration.automatic_checkpoint_naming and configuration.total_limit is not None:
             keep = max(1, configuration.total_limit)
             self._saves.when_committed(
-                partial(retain_here, path.parent, keep=keep, among=lambda each: bool(_number(each)))
+                partial(
+                    retain_here,
+                    path.parent,
+                    keep=keep,
+                    among=lambda each: number_of(each, _PREFIX) >= 0,
+                )
             )
         configuration.iteration += 1
         return str(path)
@@ -188,9 +192,9 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             self._load(path, load_kwargs)
         else:
             super().load_state(str(path), load_kwargs, **load_model_func_kwargs)
-        number = _number(path)
-        if number and self.project_configuration.automatic_checkpoint_naming:
-            self.project_configuration.iteration = int(number[1]) + 1
+        number = number_of(path, _PREFIX)
+        if number >= 0 and self.project_configuration.automatic_checkpoint_naming:
+            self.project_configuration.iteration = number + 1
 
     def _load(self, path: Path, load_kwargs: dict[str, Any] | None) -> None:
         models, optimizers = self._trained()
@@ -270,18 +274,10 @@ class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
             return Path(os.path.expanduser(input_dir))
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("no input_dir, and no automatic_checkpoint_naming: name a directory")
-        found = [
-            latest(self._folder),
-            from_first_rank(partial(_newest_stock, self._folder), "stock", "its own"),
-        ]
-        named = [each for each in found if each is not None and _number(each)]
-        if not named:
+        newest = newest_numbered(self._folder, _PREFIX, _is_stock)
+        if newest is None:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self._folder}")
-        return max(named, key=_as_int)
-
-
-def _number(path: Path) -> re.Match[str] | None:
-    return _NAME.fullmatch(path.name)
+        return newest
 
 
 def _among(left: list[Any], named: dict[str, Any]) -> dict[str, Any]:
@@ -289,14 +285,9 @@ def _among(left: list[Any], named: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in named.items() if any(each is one for one in left)}
 
 
-def _as_int(path: Path) -> int:
-    match = _number(path)
-    return int(match[1]) if match else -1
-
-
 def _found(path: Path) -> str | None:
     """Whose checkpoint is at ``path``: "ours", "stock" or None."""
-    if any(path.glob(_STOCK_FILES)):
+    if _is_stock(path):
         return "stock"
     try:
         return "ours" if is_ours_here(path) else None
@@ -304,7 +295,5 @@ def _found(path: Path) -> str | None:
         return None
 
 
-def _newest_stock(folder: Path) -> Path | None:
-    """The directory with the highest number that Accelerate itself has written."""
-    found = {path.parent for path in folder.glob(f"checkpoint_*/{_STOCK_FILES}")}
-    return max(filter(_number, found), key=_as_int, default=None)
+def _is_stock(path: Path) -> bool:
+    return any(path.glob(_STOCK_FILES))

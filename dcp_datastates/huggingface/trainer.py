@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from transformers import Trainer
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import is_peft_available
 
-from dcp_datastates.checkpoints.find import latest
 from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
@@ -44,6 +42,7 @@ from dcp_datastates.manager.library_state import (
     state_of,
     with_files,
 )
+from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.manager.trainable import Trainable
 
 __all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
@@ -52,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 tell_if_untested("transformers", transformers.__version__)
 
-_NAME: Final = re.compile(r"checkpoint-([0-9]+)")
+_PREFIX: Final = "checkpoint-"
 _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
 
@@ -65,8 +64,7 @@ class DataStatesTrainerMixin:
             Each save then waits for the one before it. By default, a failed save is logged.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of the trainer. A type checker cannot know both; the
-            call refuses a misspelled one.
+            those of the trainer. A type checker cannot know both; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed and pushing every save.
 
@@ -106,7 +104,7 @@ class DataStatesTrainerMixin:
         run = super()._get_output_dir(trial)  # type: ignore[misc]
         state = self.state  # type: ignore[attr-defined]
         if state.best_global_step and state.best_global_step == state.global_step:
-            state.best_model_checkpoint = os.path.join(run, f"checkpoint-{state.best_global_step}")
+            state.best_model_checkpoint = os.path.join(run, f"{_PREFIX}{state.best_global_step}")
         best = state.best_model_checkpoint
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
             self._written_to = folder
@@ -114,7 +112,7 @@ class DataStatesTrainerMixin:
                 super()._save_checkpoint(model, trial)  # type: ignore[misc]
             finally:
                 self._written_to = None
-            name = f"checkpoint-{state.global_step}"
+            name = f"{_PREFIX}{state.global_step}"
             if state.best_model_checkpoint != best:  # the Trainer has found the temporary directory
                 state.best_model_checkpoint = best
                 if self.args.should_save:  # type: ignore[attr-defined]
@@ -158,7 +156,7 @@ class DataStatesTrainerMixin:
             # The best one when it was asked for, and the best one now: the deletion comes later.
             now = self.state.best_model_checkpoint  # type: ignore[attr-defined]
             spared = {os.path.basename(each) for each in (best, now) if each is not None}
-            return path.name not in spared and _NAME.fullmatch(path.name) is not None
+            return path.name not in spared and number_of(path, _PREFIX) >= 0
 
         keep = max(1, limit if best is None else limit - 1)
         self._saves.when_committed(partial(retain_here, run, keep=keep, among=counts))
@@ -191,14 +189,10 @@ class DataStatesTrainerMixin:
 
     def _newest(self) -> str:
         folder = Path(self.args.output_dir)  # type: ignore[attr-defined]
-        ours = latest(folder)
-        theirs = from_first_rank(
-            partial(_newest_of_trainer, folder), "trainers", "the Trainer's checkpoints"
-        )
-        found = [path for path in (ours, theirs) if path is not None and _NAME.fullmatch(path.name)]
-        if not found:
+        newest = newest_numbered(folder, _PREFIX, _is_stock)
+        if newest is None:
             raise ValueError(f"no committed checkpoint in the output directory ({folder})")
-        return str(max(found, key=_step))
+        return str(newest)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._resumed_from is None:
@@ -275,15 +269,8 @@ def _save_adapter_config(model: Any, folder: str) -> None:
     config.save_pretrained(folder, auto_mapping_dict=mapping)
 
 
-def _step(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
-    return int(match[1]) if match else -1
-
-
-def _newest_of_trainer(folder: Path) -> Path | None:
-    """The directory with the highest step among those that the Trainer itself has written."""
-    found = [path.parent for path in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}")]
-    return max((path for path in found if _NAME.fullmatch(path.name)), key=_step, default=None)
+def _is_stock(path: Path) -> bool:
+    return path.joinpath(TRAINER_STATE_NAME).exists()
 
 
 def _is_lost(path: str | Path) -> bool:

@@ -38,10 +38,10 @@ from dcp_datastates.manager.library_state import (
     is_ours,
     load_models,
     load_optimizers,
-    state_of,
     state_of_optimizer,
     with_files,
 )
+from dcp_datastates.manager.parts import ModelPart
 from dcp_datastates.manager.per_rank import RngState, packed, unpack
 from dcp_datastates.staging.ownership import track
 
@@ -79,8 +79,7 @@ class DataStatesStrategyMixin:
             Each save then waits for the one before it. By default, a failed save is logged.
         keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
             ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of Lightning's strategy. A type checker cannot know both; the
-            call refuses a misspelled one.
+            those of Lightning's strategy. A type checker cannot know both; the call refuses a misspelled one.
 
     Raises :class:`ConfigurationError` for an option that cannot work.
 
@@ -108,7 +107,7 @@ class DataStatesStrategyMixin:
                 track(optimizer)  # so that also the first save reads later
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return state_of({_MODEL: self._module}, {})[_MODEL]  # type: ignore[no-any-return]
+        return ModelPart(self._module).state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -132,7 +131,7 @@ class DataStatesStrategyMixin:
         state.update({name: meta.pop(name) for name in meta[_TENSORS]})
         state.update({name: meta[name] for name in _FOR_TOOLS if name in meta})
         # Each rank's own, because the positions of data loaders may differ.
-        files = {_META: _packed(meta), self._rng_name: packed(RngState())}
+        files = {_META: packed(meta), self._rng_name: packed(RngState().state_dict())}
         self._saves.start(with_files(state, files), path)
         # Lightning's handler for SLURM saves, and then has the job queued again and ended.
         requeued = os.path.basename(path).startswith("hpc_ckpt_")
@@ -284,12 +283,6 @@ def _is_of_tensors(value: Any) -> bool:
 
 def _numbered(values: list[Any]) -> dict[str, Any]:
     return {f"optimizer_{number}": value for number, value in enumerate(values)}
-
-
-def _packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 def _remove(path: Path) -> None:

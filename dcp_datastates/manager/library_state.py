@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
-from dcp_datastates.dcp.loading import load
+from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.dcp.fitting import Fit, FittingPlanner
+from dcp_datastates.dcp.loading import load, load_with
 from dcp_datastates.dcp.reader import DataStatesReader
-from dcp_datastates.errors import (
-    CheckpointNotFoundError,
-    ForeignCheckpointError,
-    IncompatibleStateError,
-)
-from dcp_datastates.io.committed import open_committed
-from dcp_datastates.manager.optimizer_state import (
-    WHOLE,
-    give_whole_state,
-    is_by_parameter,
-    members_of,
-    optimizer_state,
-    set_optimizer_state,
-    state_to_fill,
-    whole_state,
-)
+from dcp_datastates.errors import IncompatibleStateError
+from dcp_datastates.manager.parts import ModelPart, OptimizerPart, names_below, owners_of
 from dcp_datastates.manager.trainable import Trainable
-from dcp_datastates.storage import attempts, local
 
 __all__ = [
     "files_from",
@@ -59,7 +41,7 @@ def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
 
     Shards stay shards, and no tensor is copied (FSDP1 makes new ones).
     """
-    state = {name: _state_of_model(model) for name, model in models.items()}
+    state = {name: ModelPart(model).state_dict() for name, model in models.items()}
     for name, optimizer in optimizers.items():
         state[name] = state_of_optimizer(models, optimizer)
     return state
@@ -67,10 +49,7 @@ def state_of(models: Models, optimizers: Optimizers) -> dict[str, Any]:
 
 def state_of_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The state of an optimizer of ``models``, to save it: by parameters' names, or else as it gives it."""
-    owner = _owner(models, optimizer)
-    if owner is None or not is_by_parameter(optimizer):
-        return whole_state(optimizer)
-    return optimizer_state(owner, optimizer)
+    return _part_of(models, optimizer).state_dict()
 
 
 def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = True) -> None:
@@ -79,74 +58,52 @@ def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = 
     With ``strict=False``, values that were not saved stay as they are. Raises as :func:`~dcp_datastates.load`.
     """
     stored = _stored_names(path)
-    state = {
-        name: _state_of_model(model, [each.removeprefix(f"{name}.") for each in stored])
-        for name, model in models.items()
+    parts = {
+        name: ModelPart(model, strict, names_below(stored, name)) for name, model in models.items()
     }
-    if not strict:
-        for name, values in state.items():
-            state[name] = {key: values[key] for key in values if f"{name}.{key}" in stored}
-    state = {name: values for name, values in state.items() if values}
-    load(path, state, only=state)
-    for name, model in models.items():
-        if isinstance(model, Trainable):
-            model.load_state_dict(state.get(name, {}))
-        else:
-            options = StateDictOptions(strict=strict)
-            set_model_state_dict(model, state.get(name, {}), options=options)
+    # With nothing to load and nothing stored, a name would be an error.
+    there = {n: each for n, each in parts.items() if each.stored or (strict and each.state_dict())}
+    _load(path, there, strict)
 
 
 def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Optimizers) -> None:
     """Load optimizers of ``models``, like :func:`load_models`."""
-    if optimizers:
-        stored = _stored_names(path)
-        state: dict[str, Any] = {}
-        owners: dict[str, torch.nn.Module] = {}
-        for name, each in optimizers.items():
-            if any(known.startswith(f"{name}.{WHOLE}.") for known in stored):
-                give_whole_state(each, load(path, only=f"{name}.{WHOLE}")[name])
-                continue
-            if (owner := _owner(models, each)) is None:
-                raise IncompatibleStateError(
-                    f"{path}: {name!r} was saved by names of parameters, and some of the optimizer's are in no model"
-                )
-            owners[name] = owner
-            state[name] = state_to_fill(owner, each, name, stored)
-        members = {name: members_of(each) for name, each in state.items()}
-        if state:
-            load(path, state, only=state)
-        for name, owner in owners.items():
-            set_optimizer_state(owner, optimizers[name], state[name], members[name])
+    if not optimizers:
+        return
+    stored = _stored_names(path)
+    parts = {name: _part_of(models, each) for name, each in optimizers.items()}
+    for name, part in parts.items():
+        part.stored = names_below(stored, name)
+        if part.model is None and not part.is_whole:
+            raise IncompatibleStateError(
+                f"{path}: {name!r} was saved by names of parameters, and some of the optimizer's are in no model"
+            )
+    _load(path, parts)
+
+
+def _load(
+    path: str | os.PathLike[str],
+    parts: Mapping[str, ModelPart | OptimizerPart],
+    strict: bool = True,
+) -> None:
+    whole = [n for n, each in parts.items() if isinstance(each, OptimizerPart) and each.is_whole]
+    fit = Fit.of({"missing": "error" if strict else "ignore"}, only=parts)
+    load_with(FittingPlanner(fit, path, replaced=whole), path, dict(parts))
 
 
 def holds(path: str | os.PathLike[str], name: str) -> bool:
     """Whether the checkpoint has values below ``name``."""
-    return any(each.startswith(f"{name}.") for each in _stored_names(path))
+    return bool(names_below(_stored_names(path), name))
 
 
-def _state_of_model(
-    model: torch.nn.Module | Trainable, stored: Collection[str] = ()
-) -> dict[str, Any]:
-    return (
-        model.to_fill(stored) if isinstance(model, Trainable) else dict(get_model_state_dict(model))
-    )
-
-
-def _owner(models: Models, optimizer: torch.optim.Optimizer) -> torch.nn.Module | None:
-    """The model with the optimizer's parameters, or a module of several such models; None if some are in none."""
-    whole = {
-        name: each.model if isinstance(each, Trainable) else each for name, each in models.items()
-    }
-    wanted = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    found = {name: wanted & set(map(id, each.parameters())) for name, each in whole.items()}
-    complete = [name for name, mine in found.items() if mine == wanted]
-    if complete:
-        return min(
-            (whole[name] for name in complete), key=lambda each: len(list(each.parameters()))
-        )
-    if wanted - set().union(*found.values()):
-        return None
-    return torch.nn.ModuleDict({name: whole[name] for name, mine in found.items() if mine})
+def _part_of(models: Models, optimizer: torch.optim.Optimizer) -> OptimizerPart:
+    """Of a model, or of a module of several models that have the optimizer's parameters."""
+    whole = {name: ModelPart(each).model for name, each in models.items()}
+    owners, complete = owners_of(whole, optimizer)
+    if not complete:
+        return OptimizerPart(optimizer, None)
+    owner = next(iter(owners.values())) if len(owners) == 1 else torch.nn.ModuleDict(owners)
+    return OptimizerPart(optimizer, owner)
 
 
 def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -178,20 +135,11 @@ def is_ours(path: str | os.PathLike[str]) -> bool:
 def is_ours_here(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint of this package is committed at ``path``.
 
-    False for what another program saved, and for a path without any checkpoint. Raises
-    :class:`CheckpointNotFoundError` for a save of this package that was not committed, and as
-    :class:`~dcp_datastates.DataStatesReader` for one that cannot be read.
+    False for what another program saved, and for a path without any checkpoint. Raises as
+    :func:`~dcp_datastates.checkpoints.formats.format_of`: :class:`CheckpointNotFoundError` for a save of this package
+    that was not committed.
     """
-    directory = local.local_path(path)
-    try:
-        open_committed(directory)
-    except ForeignCheckpointError:
-        return False
-    except CheckpointNotFoundError:
-        if attempts.present(directory):
-            raise
-        return False
-    return True
+    return format_of(path) is Format.DATASTATES
 
 
 def _stored_names(path: str | os.PathLike[str]) -> set[str]:

@@ -20,9 +20,8 @@ from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
 from dcp_datastates.config import WriterOptions, check_options
 from dcp_datastates.dcp.async_save import async_save
-from dcp_datastates.dcp.fitting import Fit, FittingPlanner, LoadOptions
+from dcp_datastates.dcp.fitting import Fit, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
-from dcp_datastates.dcp.loading import load_with
 from dcp_datastates.dcp.writer import DataStatesWriter
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -36,7 +35,7 @@ from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
-from dcp_datastates.manager.step_directories import StepDirectories
+from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.storage import local
@@ -48,9 +47,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _checked_options(options: LoadOptions) -> LoadOptions:
+def _fit_of(options: LoadOptions) -> Fit:
     check_options("restore", options, LoadOptions)
-    return options
+    return Fit.of(options, options.get("only"))
 
 
 def _has_failed(handle: SaveHandle | None) -> bool:
@@ -64,7 +63,7 @@ def _by_step(
         return None
     if not callable(hook):
         raise ConfigurationError(f"{name}={hook!r} must be a function, or None")
-    return lambda path, outcome: hook(StepDirectories.step(path), outcome)
+    return lambda path, outcome: hook(number_of(path, PREFIX), outcome)
 
 
 class CheckpointManager:
@@ -271,9 +270,9 @@ class CheckpointManager:
                 if self._keep is not None and self._rank_set.rank == 0 and not self._ending:
                     self._keep.check(metrics)
                 parts.warn()
-            path, saved = self.path(step), parts.to_save()
+            path = self.path(step)
             handle = self._saves.begin(
-                path, lambda: async_save(saved, path, writer=self._writer, metrics=metrics)
+                path, lambda: async_save(parts.parts, path, writer=self._writer, metrics=metrics)
             )
         except BaseException as error:
             self._schedule.not_saved()
@@ -326,7 +325,7 @@ class CheckpointManager:
             ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
             IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
         """
-        fit = Fit.of(_checked_options(options), options.get("only"))
+        fit = _fit_of(options)
         allow_objects = options.get("allow_objects", True)
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
         damaged: list[int] = []
@@ -348,8 +347,7 @@ class CheckpointManager:
         The loop may go back to an earlier step: its next save is then the newest checkpoint. Waits for saves in flight.
         Raises the errors of :func:`load`.
         """
-        fit = Fit.of(_checked_options(options), options.get("only"))
-        return self._restore(step, state, fit, options.get("allow_objects", True))
+        return self._restore(step, state, _fit_of(options), options.get("allow_objects", True))
 
     def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
         self._saves.drain()
@@ -360,16 +358,14 @@ class CheckpointManager:
         names = self._on_first_rank(
             lambda: open_committed(path).table.catalog.names, "names", f"the names in {path}"
         )
-        wanted = parts.to_load(frozenset(fit.names(names)))
-        load_with(
-            FittingPlanner(fit.without(wanted.left_out), path, wanted.filled, wanted.replaced),
+        parts.load(
             path,
-            wanted.state,
+            fit,
+            frozenset(fit.names(names)),
             process_group=self._group,
             no_dist=self._alone,
             allow_objects=allow_objects,
         )
-        parts.put_back(wanted.state)
         self._schedule.restored(step)
         logger.info("restored %s", path)
         return step

@@ -12,7 +12,7 @@ import torch
 import torch.utils.data
 from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["PerRank", "RngState", "differs", "packed", "packed_state", "unpack", "warn_of_order"]
+__all__ = ["PerRank", "RngState", "differs", "packed", "unpack", "warn_of_order"]
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +68,7 @@ def differs(value: Any) -> Stateful | None:
     """The object whose state each rank has for itself; None for any other value."""
     if isinstance(value, PerRank):
         return value.wrapped
-    if isinstance(value, RngState):
-        return value
-    if _is_loader(value):
-        return value  # type: ignore[no-any-return]
-    return None
+    return value if isinstance(value, RngState) or _is_loader(value) else None
 
 
 def _is_loader(value: Any) -> bool:
@@ -106,13 +102,8 @@ def warn_of_order(name: str, loader: Any) -> None:
     )
 
 
-def packed(value: Stateful) -> bytes:
-    """The state of ``value``, with its types."""
-    return packed_state(value.state_dict())
-
-
-def packed_state(state: Any) -> bytes:
-    """A state, for :func:`unpack`."""
+def packed(state: Any) -> bytes:
+    """A state, with its types, for :func:`unpack`."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     return buffer.getvalue()

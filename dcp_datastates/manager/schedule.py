@@ -60,7 +60,6 @@ class Schedule:
         self._consensus = consensus
         self._meter = CostMeter()
         self._chosen: Chosen | None = None
-        self._cost: Cost | None = None
         self._step: int | None = None
         self._saved_step: int | None = None
         self._saved_at = time.monotonic()
@@ -175,18 +174,12 @@ class Schedule:
             return False
         if heard.unmeasured:
             return -heard.not_quiet >= _WARM_UP_STEPS
-        self._choose(self._rule, heard)
-        assert self._chosen is not None
-        return self._saved_step is None or step - self._saved_step >= self._chosen.steps
-
-    def _choose(self, rule: AutoInterval, heard: _Said) -> None:
         cost = Cost(*(max(1, each) / _MICRO for each in (heard.step, heard.stall, heard.flush)))
-        if cost == self._cost:
-            return
-        self._cost, before = cost, self._chosen
-        self._chosen = choose(rule, cost)
-        if before is None or not 0.8 <= self._chosen.steps / before.steps <= 1.25:
+        before, chosen = self._chosen, choose(self._rule, cost)
+        self._chosen = chosen
+        if before is None or not 0.8 <= chosen.steps / before.steps <= 1.25:
             logger.info("saving %s", self)
+        return self._saved_step is None or step - self._saved_step >= chosen.steps
 
     def _say(self, signalled: bool, now: float) -> _Said:
         time_over = isinstance(self._rule, float) and now - self._saved_at >= self._rule

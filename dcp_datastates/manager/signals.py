@@ -22,7 +22,8 @@ class Signals:
     """
 
     def __init__(self, numbers: Iterable[int]) -> None:
-        self._came = False
+        self.came = False
+        """Whether a signal has come to this process."""
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
         try:
@@ -45,11 +46,6 @@ class Signals:
                 ) from None
 
     @property
-    def came(self) -> bool:
-        """Whether a signal has come to this process."""
-        return self._came
-
-    @property
     def watched(self) -> tuple[int, ...]:
         """The signals that it handles."""
         return tuple(self._before)
@@ -66,7 +62,7 @@ class Signals:
             os.kill(os.getpid(), number)
             return
         # No log and no lock here: the handler interrupts any code, also code that holds them.
-        again, self._came = self._came, True
+        again, self.came = self.came, True
         before = self._before.get(number)
         if callable(before) and (again or before is not signal.default_int_handler):
             before(number, frame)  # a second Ctrl-C interrupts

@@ -1,24 +1,55 @@
-"""The checkpoints of a run: directories ``root/step-N``."""
+"""The checkpoints of a run: directories with a number in their names, such as ``root/step-N``."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.checkpoints.find import Verification, flaw
+from dcp_datastates.checkpoints.find import Verification, flaw, latest_here
+from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.listing import checkpoints, newest_first, step_of
+from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first, step_of
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
 
-__all__ = ["StepDirectories"]
+__all__ = ["PREFIX", "StepDirectories", "newest_numbered", "number_of"]
 
 logger = logging.getLogger(__name__)
 
-_NAME: Final = re.compile(r"step-(0|[1-9][0-9]*)")
+PREFIX: Final = "step-"
+_NAME: Final = re.compile(PREFIX + "(0|[1-9][0-9]*)")
+
+
+def number_of(path: Path, prefix: str) -> int:
+    """The number of a directory whose name is ``prefix`` and a number; -1 for any other."""
+    match = re.fullmatch(re.escape(prefix) + "([0-9]+)", path.name)
+    return int(match[1]) if match else -1
+
+
+def newest_numbered(
+    folder: Path, prefix: str, is_stock: Callable[[Path], bool], verify: Verification = "structure"
+) -> Path | None:
+    """The newest checkpoint of this package that passes ``verify``; or that of a framework's own with the highest
+    number, if it is higher. None if there is none. The first rank looks; all ranks call this.
+
+    Args:
+        prefix: of the directories' names, before the number. Others do not count.
+        is_stock: whether a checkpoint of the framework's own is in a directory.
+    """
+
+    def look() -> Path | None:
+        newest = latest_here(folder, verify, lambda path: number_of(path, prefix) >= 0)
+        highest = -1 if newest is None else number_of(newest, prefix)
+        for path in directories(folder):
+            number = number_of(path, prefix)
+            if number > highest and is_stock(path):
+                newest, highest = path, number
+        return newest
+
+    return from_first_rank(look, "newest", "the newest checkpoint")
 
 
 class StepDirectories:
@@ -30,12 +61,7 @@ class StepDirectories:
 
     def path(self, step: int) -> Path:
         """The directory of the checkpoint of ``step``."""
-        return self._root / f"step-{step}"
-
-    @staticmethod
-    def step(path: Path) -> int:
-        """The step of a path that :meth:`path` has made."""
-        return int(path.name.rpartition("-")[2])
+        return self._root / f"{PREFIX}{step}"
 
     @staticmethod
     def is_one(path: Path) -> bool:
@@ -44,7 +70,7 @@ class StepDirectories:
 
     def committed(self) -> list[int]:
         """The steps with a checkpoint, in order."""
-        return sorted(map(self.step, self._paths()))
+        return sorted(number_of(path, PREFIX) for path in self._paths())
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint of this package; None if there is none."""

@@ -34,6 +34,7 @@ from typing_extensions import Unpack
 
 from dcp_datastates.config import BackgroundOptions, WriterConfig, check_options
 from dcp_datastates.dcp.async_save import async_save, save
+from dcp_datastates.manager.per_rank import packed
 
 __all__ = ["DataStatesSaveStrategy"]
 
@@ -108,9 +109,7 @@ def _state_and_planner(
         else:
             assert isinstance(each, ShardedObject)
             name = each.unique_key
-            buffer = io.BytesIO()
-            torch.save([each.data], buffer)  # the list of this rank's objects of that name
-            state[name] = buffer.getvalue()
+            state[name] = packed([each.data])  # the list of this rank's objects of that name
             items[name] = WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
     return state, _Planner(items)
 

@@ -38,12 +38,11 @@ from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.find import Verification, check_verification
-from dcp_datastates.checkpoints.first_rank import from_first_rank
-from dcp_datastates.checkpoints.formats import Format, format_of
 from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.background import BackgroundSaves
+from dcp_datastates.manager.library_state import is_ours
 from dcp_datastates.storage import local
 from dcp_datastates.torchtitan.hugging_face import (
     hugging_face_assets,
@@ -260,7 +259,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         Returns whether there was one. Raises FileNotFoundError if there is none of ``step``.
         """
         config = self.config
-        found = self._newest() if step == -1 else step
+        found = newest_step(Path(self.folder), config.verify) if step == -1 else step
         if found != -1:
             path = self._path(found)
             if not os.path.isdir(path):
@@ -279,13 +278,6 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             return False
         GarbageCollection.collect("after a checkpoint was loaded")
         return True
-
-    def _newest(self) -> int:
-        """The step of the newest intact checkpoint, the same on every rank; -1 if there is none."""
-        folder, verify = Path(self.folder), self.config.verify
-        return from_first_rank(
-            lambda: newest_step(folder, verify), "newest_step", "the step to resume from"
-        )
 
     def _load_initial(self, path: str) -> None:
         if self.config.initial_load_in_hf:
@@ -309,7 +301,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
             leave = [name for name in self.states if name != MODEL]
         state = self._all_states(leave)
         logger.info("loading the checkpoint from %s", path)
-        if self._is_mine(path):
+        if is_ours(path):
             reader = DataStatesReader(
                 path,
                 cast=True,
@@ -320,10 +312,6 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         else:
             dcp.load(state, checkpoint_id=path)  # type: ignore[attr-defined]
         self.states[MODEL].load_state_dict(state)
-
-    def _is_mine(self, path: str) -> bool:
-        found: Format = from_first_rank(lambda: format_of(path), "format", f"who wrote {path}")
-        return found is Format.DATASTATES
 
     # ---- ending --------------------------------------------------------------------------------
 
