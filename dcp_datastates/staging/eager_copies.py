@@ -29,8 +29,8 @@ class EagerCopies:
     tensors: Sequence[torch.Tensor]
     offsets: Sequence[int]
     sizes: Sequence[int]
-    devices: Sequence[int] | None
-    """Each tensor's device number; None if all are on the host."""
+    devices: Sequence[int]
+    """Each tensor's device number."""
     buffer: torch.Tensor
     nbytes: int
     """Of the buffer, all copies together."""
@@ -43,7 +43,7 @@ class EagerCopies:
         """
         self._gather(engine)
         try:
-            for device in set(self.devices or ()) - {HOST}:
+            for device in set(self.devices) - {HOST}:
                 self._enqueue(engine, device, copying)
         except BaseException:
             with contextlib.suppress(DeviceError):
@@ -63,8 +63,6 @@ class EagerCopies:
             copy_on_stream(engine, content, self.buffer, device, copying)
 
     def _places(self, device: int) -> list[int]:
-        if self.devices is None:
-            return [place for place, nbytes in enumerate(self.sizes) if nbytes]
         return [
             place
             for place, (number, nbytes) in enumerate(zip(self.devices, self.sizes, strict=True))
