@@ -94,7 +94,7 @@ class CommitGroup:
         self.detector: FailureDetector[DecisionFound] | None = None
         if rank_set.world > 1:
             self._decisions = DecisionLog(rank_set.connect("commit"))
-            alone = rank_set.connect_alone("commit")
+            alone = rank_set.connect("commit", shared=False)
             decisions = DecisionLog(alone)
             self.detector = FailureDetector(
                 rank_set, alone, self._status, lambda number: DecisionFound(decisions.find(number))
