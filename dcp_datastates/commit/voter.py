@@ -16,14 +16,7 @@ from dcp_datastates.commit import protocol
 from dcp_datastates.commit.decision_log import DecisionLog
 from dcp_datastates.commit.publish import find_older, publish, settle
 from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import (
-    Count,
-    Decision,
-    Outcome,
-    RankVote,
-    Reason,
-    count_votes,
-)
+from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.ranks.beats import Loss
@@ -81,7 +74,7 @@ class Voter:
         self._is_coordinator = rank_set.rank == 0
         self._detector = detector
         self._decisions = decisions
-        self._tree: GlooTree | None = None  # from the first round on
+        self._tree = GlooTree(rank_set, "vote")
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
         self._store_failed = False
@@ -109,9 +102,6 @@ class Voter:
         self.round = round_
         self._apart = None
         self._store_failed, self._older, self._failure, self._reports = False, [], None, ()
-        if self._tree is None:
-            # A store may outlive a default group, and keep the keys of its connections.
-            self._tree = GlooTree(self._rank_set, f"vote/{round_.first}")
         if self._detector is not None:
             self._detector.follow(round_.number)
         try:
@@ -126,8 +116,7 @@ class Voter:
                 self._detector.follow(None)
 
     def close(self) -> None:
-        if self._tree is not None:
-            self._tree.close()
+        self._tree.close()
 
     def _follow_protocol(self, round_: Round) -> Decision:
         steps = protocol.lead() if self._is_coordinator else protocol.follow()
@@ -168,7 +157,7 @@ class Voter:
             case protocol.Settle(why):
                 return protocol.Decided(self._settle(round_, why))
             case protocol.Leave():
-                self._leave()
+                self._tree.leave()
                 return protocol.Done()
         # These actions end the round: they must not fail, nor wait repeatedly for a store that is gone.
         nothing: protocol.Event = protocol.DecisionFound(None)
@@ -231,7 +220,6 @@ class Voter:
         if self._rank_set.world == 1:
             return protocol.Done()
         self._say("voting", round_)
-        assert self._tree is not None
         assert self._decisions is not None
         try:
             if self._is_coordinator:
@@ -241,7 +229,7 @@ class Voter:
             found = None if self._is_coordinator else self._decisions.find(round_.number)
             return protocol.Done() if found is None else protocol.DecisionFound(found)
         except _Interrupted as interrupted:
-            self._leave()
+            self._tree.leave()
             return interrupted.event
         except (GroupBroken, RuntimeError) as broken:
             return self._after_break(round_, broken)
@@ -372,7 +360,6 @@ class Voter:
         telling: bool = False,
     ) -> T | protocol.Event:
         """The result of a collective ``operation``, or the event that ended the wait."""
-        assert self._tree is not None
         try:
             return operation(self._tree, lambda: self._interrupt(round_, telling=telling))
         except _Interrupted as interrupted:
@@ -408,10 +395,6 @@ class Voter:
             waits_in_vain=joining or bool(losses),
             telling=telling,
         )
-
-    def _leave(self) -> None:
-        if self._tree is not None:
-            self._tree.leave()
 
     def _say(self, doing: str, round_: Round) -> None:
         self.doing = doing if doing == "idle" else f"{doing} (save {round_.number - round_.first})"
