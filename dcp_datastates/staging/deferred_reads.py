@@ -29,12 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
-from dcp_datastates.errors import (
-    DataStatesError,
-    DeviceError,
-    SaveAbandonedError,
-    SaveStalledError,
-)
+from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError, SaveStalledError
 from dcp_datastates.io.devices import follow, stream
 from dcp_datastates.io.engine import moved
 from dcp_datastates.io.running_calls import Places, places
