@@ -50,6 +50,7 @@ _SHAPE: Final = operator.attrgetter("shape")
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _JUST_STRIDED: Final = frozenset({torch.strided})
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass
@@ -82,7 +83,7 @@ class StagedState:
     offsets: list[int]
     forms: list[tuple[torch.Size, torch.dtype]]
     """Shapes and dtypes at the call: the tensors' own may have changed since."""
-    buffer: torch.Tensor | None
+    buffer: torch.Tensor
     eager_bytes: int
     is_cacheable: bool
     """Whether plans for this state may be cached: all tensors are plain, in memory that the engine can
@@ -172,8 +173,7 @@ class StagedState:
         is_deferred = np.array(self.is_deferred, bool)
         addresses[is_deferred] = self.deferred.addresses
         groups[is_deferred] = self.deferred.groups
-        if self.buffer is not None:
-            addresses[~is_deferred] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
+        addresses[~is_deferred] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
         if not self.fences:
             return addresses, groups, None
         devices = np.full(len(self.is_deferred), HOST, np.int64)
@@ -188,7 +188,6 @@ class StagedState:
         for container, key, tensor, offset, (shape, dtype) in zip(
             eager.containers, eager.keys, eager.tensors, self.offsets, self.forms, strict=True
         ):
-            assert self.buffer is not None
             copied = take_shards_of(tensor, tensor_over(self.buffer, offset, shape, dtype))
             if isinstance(tensor, DTensor):
                 copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -209,8 +208,7 @@ def stage_state(
     """Classify every leaf of ``state_dict``, and copy those that cannot be read later.
 
     Args:
-        allocate: returns a ``uint8`` host buffer of a given size, pinned if a device will write to it; called at most
-            once.
+        allocate: returns a ``uint8`` host buffer of a given size, pinned if a device will write to it; called once.
         seed: determines which words of the deferred tensors are noted, for comparison with what is read.
         audit: whether to note all of their bytes.
 
@@ -237,46 +235,33 @@ def stage_state(
     nbytes = ends[-1] if ends else 0
     offsets = [0, *ends[:-1]] if ends else []
     forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
-    made = StagedState(
-        root, deferred, eager, offsets, forms, None, nbytes, is_cacheable, is_deferred, traversal
-    )
-    made.ownership = ownership
-    made.unknown_fields = unknown_values(everything.locals)
     expectation = Expectation(
         deferred.columns.locals, deferred.addresses, deferred.sizes, deferred.devices, audit
     )
-    compared = expectation.nbytes
-    if offsets or compared:
-        devices_of_copies = {*compress(eager_devices, sizes), *deferred.devices}
-        made.buffer = allocate(max(nbytes + compared, 1), bool(devices_of_copies - {HOST}))
-    if offsets:
-        assert made.buffer is not None
-        copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, made.buffer, nbytes)
+    devices_of_copies = {*compress(eager_devices, sizes), *deferred.devices}
+    buffer = allocate(nbytes + expectation.nbytes, bool(devices_of_copies - {HOST}))
+    made = StagedState(
+        root, deferred, eager, offsets, forms, buffer, nbytes, is_cacheable, is_deferred, traversal
+    )
+    made.ownership = ownership
+    made.unknown_fields = unknown_values(everything.locals)
+    try:
+        copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, buffer, nbytes)
         copies.make(engine, made.copying)
         if ownership.distrusted:
             # Perhaps a stream of its own writes to them, which does not wait for the copies.
             made.copying.wait()
-    if deferred.sizes:
-        made.expected = _expect(expectation, engine, seed, made, nbytes)
-    made.fences = fences(engine, devices)
-    if made.fences:
-        report(engine)
-    made.call_events = mark(set(devices))
-    return made
-
-
-def _expect(
-    expectation: Expectation, engine: Engine, seed: int, made: StagedState, offset: int
-) -> ExpectedBytes:
-    buffer = made.buffer
-    if buffer is None:  # host memory only: nothing is written to it
-        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-    try:
-        return expectation.look(engine, seed, buffer, offset, made.looking)
+        if deferred.sizes:
+            made.expected = expectation.look(engine, seed, buffer, nbytes, made.looking)
+        made.fences = fences(engine, devices)
     except BaseException:
         with contextlib.suppress(DeviceError):
             made.await_copies()  # the buffer is about to be freed
         raise
+    if made.fences:
+        report(engine)
+    made.call_events = mark(set(devices))
+    return made
 
 
 def look(state_dict: Mapping[str, Any]) -> StagedState:
@@ -286,8 +271,9 @@ def look(state_dict: Mapping[str, Any]) -> StagedState:
     on_host = [HOST] * len(locals_)
     is_cacheable = _odd_memory(traversal.columns, on_host) is None and not any_hold_shards(locals_)
     is_deferred = [True] * len(locals_)
+    deferred, eager = DeferredTensors(), Columns()
     made = StagedState(
-        root, DeferredTensors(), Columns(), [], [], None, 0, is_cacheable, is_deferred, traversal
+        root, deferred, eager, [], [], _NOTHING, 0, is_cacheable, is_deferred, traversal
     )
     made.ownership = Ownership(known_optimizers())
     made.unknown_fields = unknown_values(locals_)
