@@ -22,40 +22,33 @@ _EXPLAINED: Final = 8
 
 
 class DecisionLog:
-    """Decisions by round. Only the commit thread uses it. Without a store (one rank alone) it is empty.
+    """Decisions by round. Only the commit thread uses it.
 
     All methods raise RuntimeError if the store cannot be reached.
     """
 
-    def __init__(self, store: Connection | None = None) -> None:
+    def __init__(self, store: Connection) -> None:
         self._store = store
         self._unsaid: dict[int, Decision] = {}
 
     def find(self, number: int) -> Decision | None:
         """The decision about the round; None if the store does not have it."""
-        if self._store is None:
-            return None
         key = _decision(number)
         return Decision.decode(self._store.get(key)) if self._store.check([key]) else None
 
     def note(self, number: int, decision: Decision) -> None:
         """Coordinator: write the decision to the store; if that fails, :meth:`flush` tries again."""
-        if self._store is not None:
-            self._unsaid[number] = decision
-            self.flush()
+        self._unsaid[number] = decision
+        self.flush()
 
     def flush(self) -> None:
         """Coordinator: write the decisions that could not be written before."""
-        assert self._store is not None or not self._unsaid
         for number, decision in list(self._unsaid.items()):
-            assert self._store is not None
             self._store.set(_decision(number), decision.encode())
             del self._unsaid[number]
 
     def explain(self, number: int, rank: int, reason: Reason) -> None:
         """Write the reason why ``rank`` fails the round; the store keeps the first few ranks' reasons."""
-        if self._store is None:
-            return
         # The client may send a request twice: then the count is one too high, and no reason is lost.
         place = self._store.add(_reasons(number), 1)
         if place <= _EXPLAINED:
@@ -64,8 +57,6 @@ class DecisionLog:
 
     def collect(self, number: int) -> Collected:
         """Coordinator: the reasons that ranks have written."""
-        if self._store is None:
-            return Collected({})
         count = self._store.add(_reasons(number), 0)
         keys = [f"{_reasons(number)}/{place + 1}" for place in range(min(count, _EXPLAINED))]
         reasons = {}
@@ -77,13 +68,12 @@ class DecisionLog:
 
     def forget_before(self, number: int) -> None:
         """Coordinator, once a round: delete the entries that no rank asks for any more."""
-        if self._store is not None:
-            old = number - _KEPT
-            if self._store.check([_reasons(old)]):
-                for place in range(_EXPLAINED):
-                    self._store.delete_key(f"{_reasons(old)}/{place + 1}")
-                self._store.delete_key(_reasons(old))
-            self._store.delete_key(_decision(old))
+        old = number - _KEPT
+        if self._store.check([_reasons(old)]):
+            for place in range(_EXPLAINED):
+                self._store.delete_key(f"{_reasons(old)}/{place + 1}")
+            self._store.delete_key(_reasons(old))
+        self._store.delete_key(_decision(old))
 
 
 def _decision(number: int) -> str:

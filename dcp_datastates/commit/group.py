@@ -21,11 +21,7 @@ from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
-from dcp_datastates.errors import (
-    CommitOutcomeUnknown,
-    SaveFailedError,
-    release_frames,
-)
+from dcp_datastates.errors import CommitOutcomeUnknown, SaveFailedError, release_frames
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.process.worker import Worker
@@ -82,18 +78,17 @@ class CommitGroup:
         self._drawn = self.first
         self._worker = Worker("dcp_datastates-commit")
         self._expected: int | None = None  # the next round; commit thread only; None at first
-        self._reading: list[
-            Progress
-        ] = []  # of the saves that this rank reads; replaced, never changed
+        # Of the saves that this rank reads; the list is replaced, never changed.
+        self._reading: list[Progress] = []
         self._order_lock = ProcessLock()  # guards the next three
         self._announced: set[int] = set()  # numbers of rounds that are to come
         self._waiting: list[Round] = []  # rounds that wait for earlier ones that were announced
         self._ready: deque[Round] = deque()  # in order; the commit thread has a post for each
-        self._decisions = DecisionLog()
+        self._decisions: DecisionLog | None = None  # as the detector, None for a rank alone
         self.detector: FailureDetector[DecisionFound] | None = None
         if rank_set.world > 1:
             self._decisions = DecisionLog(rank_set.connect("commit"))
-            alone = rank_set.connect_alone("commit")
+            alone = rank_set.connect("commit", shared=False)
             decisions = DecisionLog(alone)
             self.detector = FailureDetector(
                 rank_set, alone, self._status, lambda number: DecisionFound(decisions.find(number))
@@ -235,7 +230,7 @@ class CommitGroup:
     def _finish(self, round_: Round) -> None:
         self._expected = round_.number + 1
         agreed = self._voter.agree(round_)
-        if self.is_coordinator:
+        if self.is_coordinator and self._decisions is not None:
             with contextlib.suppress(RuntimeError):
                 self._decisions.forget_before(round_.number)
         try:

@@ -29,11 +29,7 @@ from typing import Final
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.commit.round import Document, Round
-from dcp_datastates.errors import (
-    CheckpointExistsError,
-    CheckpointSupersededError,
-    DataStatesError,
-)
+from dcp_datastates.errors import CheckpointExistsError, CheckpointSupersededError, DataStatesError
 from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import attempts, local, operations, readme

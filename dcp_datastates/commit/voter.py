@@ -12,45 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from dcp_datastates.commit import protocol
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.protocol import (
-    Action,
-    AwaitFiles,
-    Broke,
-    Collect,
-    Collected,
-    Counted,
-    Decided,
-    DecisionFound,
-    DecisionReceived,
-    Done,
-    Event,
-    Explain,
-    Hear,
-    Leave,
-    Look,
-    Lost,
-    Meet,
-    Note,
-    Publish,
-    Settle,
-    Tell,
-    Vote,
-    Written,
-    follow,
-    interruption,
-    lead,
-)
 from dcp_datastates.commit.publish import find_older, publish, settle
 from dcp_datastates.commit.round import Round
-from dcp_datastates.commit.vote import (
-    Count,
-    Decision,
-    Outcome,
-    RankVote,
-    Reason,
-    count_votes,
-)
+from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.ranks.beats import Loss
@@ -95,21 +61,21 @@ class Voter:
 
     Args:
         detector: finds the lost ranks; None for a rank alone.
-        decisions: the decision log.
+        decisions: the decision log; None for a rank alone.
     """
 
     def __init__(
         self,
         rank_set: RankSet,
-        detector: FailureDetector[DecisionFound] | None,
-        decisions: DecisionLog,
+        detector: FailureDetector[protocol.DecisionFound] | None,
+        decisions: DecisionLog | None,
     ) -> None:
         self._rank_set = rank_set
         self._is_coordinator = rank_set.rank == 0
         self._detector = detector
         self._decisions = decisions
         self._is_behind = False  # the coordinator had ended the latest round before this rank
-        self._tree: GlooTree | None = None  # from the first round on
+        self._tree = GlooTree(rank_set, "vote")
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
         self._store_failed = False
@@ -137,9 +103,6 @@ class Voter:
         self.round = round_
         self._apart = None
         self._store_failed, self._older, self._failure, self._reports = False, [], None, ()
-        if self._tree is None:
-            # A store may outlive a default group, and keep the keys of its connections.
-            self._tree = GlooTree(self._rank_set, f"vote/{round_.first}")
         if self._detector is not None:
             self._detector.follow(round_.number)
         try:
@@ -154,11 +117,10 @@ class Voter:
                 self._detector.follow(None)
 
     def close(self) -> None:
-        if self._tree is not None:
-            self._tree.close()
+        self._tree.close()
 
     def _follow_protocol(self, round_: Round) -> Decision:
-        steps = lead() if self._is_coordinator else follow()
+        steps = protocol.lead() if self._is_coordinator else protocol.follow()
         action = next(steps)
         try:
             while True:
@@ -179,56 +141,61 @@ class Voter:
             decision: Decision = ended.value
             return decision
 
-    def _do(self, action: Action, round_: Round) -> Event:
+    def _do(self, action: protocol.Action, round_: Round) -> protocol.Event:
         match action:
-            case AwaitFiles():
+            case protocol.AwaitFiles():
                 return self._await_files(round_)
-            case Meet():
+            case protocol.Meet():
                 return self._meet(round_)
-            case Vote(ok):
+            case protocol.Vote(ok):
                 return self._vote(round_, ok)
-            case Publish():
+            case protocol.Publish():
                 return self._publish(round_)
-            case Tell(decision):
+            case protocol.Tell(decision):
                 return self._tell(round_, decision)
-            case Hear():
+            case protocol.Hear():
                 return self._hear(round_)
-            case Settle(why):
-                return Decided(self._settle(round_, why))
-            case Leave():
-                self._leave()
-                return Done()
+            case protocol.Settle(why):
+                return protocol.Decided(self._settle(round_, why))
+            case protocol.Leave():
+                self._tree.leave()
+                return protocol.Done()
         # These actions end the round: they must not fail, nor wait repeatedly for a store that is gone.
+        nothing: protocol.Event = protocol.DecisionFound(None)
+        if isinstance(action, protocol.Collect):
+            nothing = protocol.Collected({})
+        if self._decisions is None:
+            return nothing
         try:
             gone = self._detector is not None and (
                 self._store_failed or self._detector.misses_store
             )
             # the decision log keeps a note, and writes it later
-            if gone and not isinstance(action, Note):
+            if gone and not isinstance(action, protocol.Note):
                 raise RuntimeError("the ranks' store does not answer")
-            return self._try(action, round_)
+            return self._try(action, round_, self._decisions)
         except Exception as error:
             self._store_failed = True
             logger.warning(
                 "save %d: %s: %s", round_.number - round_.first, type(action).__name__, error
             )
-            return Collected({}) if isinstance(action, Collect) else DecisionFound(None)
+            return nothing
 
-    def _try(self, action: Action, round_: Round) -> Event:
+    def _try(self, action: protocol.Action, round_: Round, log: DecisionLog) -> protocol.Event:
         match action:
-            case Explain(reason):
-                self._decisions.explain(round_.number, self._rank_set.rank, reason)
-            case Note(decision):
-                self._decisions.note(round_.number, decision)
-            case Collect():
-                return self._decisions.collect(round_.number)
-            case Look():
-                return DecisionFound(self._decisions.find(round_.number))
-        return Done()
+            case protocol.Explain(reason):
+                log.explain(round_.number, self._rank_set.rank, reason)
+            case protocol.Note(decision):
+                log.note(round_.number, decision)
+            case protocol.Collect():
+                return log.collect(round_.number)
+            case protocol.Look():
+                return protocol.DecisionFound(log.find(round_.number))
+        return protocol.Done()
 
     # ---- actions ---------------------------------------------------------------------------------
 
-    def _await_files(self, round_: Round) -> Event:
+    def _await_files(self, round_: Round) -> protocol.Event:
         self._say("flushing", round_)
         stall = Stall(logger, f"save {round_.number - round_.first}", round_.timeout)
         try:
@@ -248,29 +215,29 @@ class Voter:
                 )
         except (SaveStalledError, HungError) as hung:
             error = self._failure = hung
-        return Written(None if error is None else Reason.of(error))
+        return protocol.Written(None if error is None else Reason.of(error))
 
-    def _meet(self, round_: Round) -> Event:
+    def _meet(self, round_: Round) -> protocol.Event:
         if self._rank_set.world == 1:
-            return Done()
+            return protocol.Done()
         self._say("voting", round_)
+        assert self._decisions is not None
         try:
             if self._is_coordinator:
                 self._decisions.flush()  # else a rank that is behind would vote for another save
-            assert self._tree is not None
             joined = self._tree.join(lambda: self._interrupt(round_, joining=True))
             if self._is_coordinator or not (joined or self._is_behind):
-                return Done()
+                return protocol.Done()
             found = self._decisions.find(round_.number)
             self._is_behind = found is not None  # perhaps by several rounds
-            return Done() if found is None else DecisionFound(found)
+            return protocol.Done() if found is None else protocol.DecisionFound(found)
         except _Interrupted as interrupted:
-            self._leave()
+            self._tree.leave()
             return interrupted.event
         except (GroupBroken, RuntimeError) as broken:
             return self._after_break(round_, broken)
 
-    def _after_break(self, round_: Round, broken: Exception) -> Event:
+    def _after_break(self, round_: Round, broken: Exception) -> protocol.Event:
         """Find out whether a lost rank caused the break. If none did, give up after some time."""
         logger.info("save %d: a connection broke: %s", round_.number - round_.first, broken)
         now = time.monotonic()
@@ -283,10 +250,10 @@ class Voter:
             round_.timeout, SILENCE_SECONDS + _PATIENCE_SECONDS
         ):
             why = f"has not met the others for {now - self._apart:.0f} s ({broken})"
-            event = Lost(Reason.of(Loss.error_of([Loss(self._rank_set.rank, why)])))
-        return event or Broke()
+            event = protocol.Lost(Reason.of(Loss.error_of([Loss(self._rank_set.rank, why)])))
+        return event or protocol.Broke()
 
-    def _vote(self, round_: Round, ok: bool) -> Event:
+    def _vote(self, round_: Round, ok: bool) -> protocol.Event:
         vote = RankVote(
             ok,
             round_.number,
@@ -307,7 +274,7 @@ class Voter:
         self._apart = None
         hit("vote.after")
         different = Reason.of(round_.different()) if found is Count.DIFFERENT else None
-        return Counted(found is Count.UNANIMOUS, different)
+        return protocol.Counted(found is Count.UNANIMOUS, different)
 
     def _count(self, tree: GlooTree, vote: bytes, check: Callable[[], None]) -> Count:
         """Send this rank's vote up the tree; the coordinator's count comes down it."""
@@ -318,7 +285,7 @@ class Voter:
         tree.broadcast(count.value, check)
         return count
 
-    def _publish(self, round_: Round) -> Event:
+    def _publish(self, round_: Round) -> protocol.Event:
         """Coordinator: wait for the metadata, then publish. All ranks' files are durable."""
         if round_.compose is None:
             self._say("waiting for DCP to gather the results", round_)
@@ -338,23 +305,23 @@ class Voter:
             raise  # the protocol settles it
         except CommitOutcomeUnknown as error:
             self._failure = error
-            return Decided(Decision(Outcome.UNKNOWN, {0: Reason.of(error)}))
+            return protocol.Decided(Decision(Outcome.UNKNOWN, {0: Reason.of(error)}))
         except Exception as error:
             self._failure = error
-            return Decided(Decision.failed(0, error))
-        return Decided(Decision(Outcome.COMMITTED))
+            return protocol.Decided(Decision.failed(0, error))
+        return protocol.Decided(Decision(Outcome.COMMITTED))
 
-    def _tell(self, round_: Round, decision: Decision) -> Event:  # 11
+    def _tell(self, round_: Round, decision: Decision) -> protocol.Event:  # 11
         if self._rank_set.world == 1:
-            return Done()
+            return protocol.Done()
         hit("outcome.before")
         self._say("telling the outcome", round_)
         told = _TOLD.pack(round_.number) + decision.encode().encode()
         event = self._wait(round_, lambda tree, check: tree.broadcast(told, check), telling=True)
         hit("outcome.after")
-        return Done() if isinstance(event, bytes) else event
+        return protocol.Done() if isinstance(event, bytes) else event
 
-    def _hear(self, round_: Round) -> Event:
+    def _hear(self, round_: Round) -> protocol.Event:
         hit("outcome.before")
         self._say("waiting for the outcome", round_)
         found = self._wait(round_, lambda tree, check: tree.broadcast(None, check))
@@ -363,7 +330,7 @@ class Voter:
         hit("outcome.after")
         (number,) = _TOLD.unpack_from(found)
         mine = number == round_.number
-        return DecisionReceived(Decision.decode(found[_TOLD.size :]) if mine else None)
+        return protocol.DecisionReceived(Decision.decode(found[_TOLD.size :]) if mine else None)
 
     def _settle(self, round_: Round, why: Reason) -> Decision:  # 16
         directory, attempt = round_.directory, round_.attempt
@@ -394,9 +361,8 @@ class Voter:
         operation: Callable[[GlooTree, Callable[[], None]], T],
         *,
         telling: bool = False,
-    ) -> T | Event:
+    ) -> T | protocol.Event:
         """The result of a collective ``operation``, or the event that ended the wait."""
-        assert self._tree is not None
         try:
             return operation(self._tree, lambda: self._interrupt(round_, telling=telling))
         except _Interrupted as interrupted:
@@ -411,7 +377,7 @@ class Voter:
 
     def _notice(
         self, round_: Round, *, joining: bool = False, telling: bool = False
-    ) -> Event | None:
+    ) -> protocol.Event | None:
         """The event by which the failure detector ends this wait, if any.
 
         Args:
@@ -422,20 +388,16 @@ class Voter:
         if detector is None:
             return None
         if self._is_coordinator and not telling and (error := round_.abandoned) is not None:
-            return Lost(Reason.of(error))  # where DCP has failed, the rank may never vote
+            return protocol.Lost(Reason.of(error))  # where DCP has failed, the rank may never vote
         losses = detector.losses() or detector.stalled(round_.number, round_.timeout)
         mine = losses if self._is_coordinator else [loss for loss in losses if loss.rank == 0]
-        return interruption(
+        return protocol.interruption(
             detector.ended(round_.number) if self._is_coordinator else (),
             detector.decision,
-            Lost(Reason.of(Loss.error_of(mine))) if mine else None,
+            protocol.Lost(Reason.of(Loss.error_of(mine))) if mine else None,
             waits_in_vain=joining or bool(losses),
             telling=telling,
         )
-
-    def _leave(self) -> None:
-        if self._tree is not None:
-            self._tree.leave()
 
     def _say(self, doing: str, round_: Round) -> None:
         self.doing = doing if doing == "idle" else f"{doing} (save {round_.number - round_.first})"
@@ -447,6 +409,6 @@ class Voter:
 
 
 class _Interrupted(Exception):
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: protocol.Event) -> None:
         super().__init__(event)
         self.event = event

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
@@ -46,40 +46,11 @@ _DEVICE: Final = operator.attrgetter("device")
 _IS_CPU: Final = operator.attrgetter("is_cpu")
 
 
-class Accelerator(Protocol):
-    """Torch's view of a kind of device for which the engine has a driver table."""
-
-    def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """For each tensor: :data:`HOST`, the driver's number of its device, or :data:`THROUGH_TORCH`."""
-
-    def used(self) -> list[int]:
-        """The driver's numbers of the devices that this process uses already. Creates no context."""
-
-    def stream(self, device: int) -> int:
-        """Handle of the calling thread's current stream on ``device``."""
-
-    def dense(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor``, or a contiguous copy that the calling thread's current stream makes.
-
-        Torch reuses the copy's memory in the order of that stream.
-        """
-
-    def mark(self, devices: Iterable[int]) -> list[Any]:
-        """Record the present point on the calling thread's current streams of ``devices``, and of the current device if
-        the process uses it.
-        """
-
-    def follow(self, events: list[Any]) -> None:
-        """Make the calling thread's current streams wait for ``events``."""
-
-    def capturing(self) -> bool:
-        """Whether the calling thread's current stream is being captured into a graph."""
-
-
 class Cuda:
     """CUDA as torch sees it. Torch numbers devices as the driver does."""
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """For each tensor: :data:`HOST`, the driver's number of its device, or :data:`THROUGH_TORCH`."""
         if all(map(_IS_CPU, tensors)):  # fast path: this runs in the training thread at every save
             return [HOST] * len(tensors)
         devices = list(map(_DEVICE, tensors))
@@ -94,6 +65,7 @@ class Cuda:
         return THROUGH_TORCH
 
     def used(self) -> list[int]:
+        """The driver's numbers of the devices that this process uses already. Creates no context."""
         if torch.version.hip is not None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
         if not _KNOWS_CONTEXTS:
@@ -101,12 +73,19 @@ class Cuda:
         return list(filter(_has_context, range(torch.cuda.device_count())))
 
     def stream(self, device: int) -> int:
+        """Handle of the calling thread's current stream on ``device``."""
         return int(torch.cuda.current_stream(device).cuda_stream)
 
     def dense(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a contiguous copy that the calling thread's current stream makes. Torch reuses the copy's
+        memory in the order of that stream.
+        """
         return tensor.contiguous()
 
     def mark(self, devices: Iterable[int]) -> list[Any]:
+        """Record the present point on the calling thread's current streams of ``devices``, and of the current device if
+        the process uses it.
+        """
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return []
         used = {*filter(_has_context, (torch.cuda.current_device(),)), *devices}
@@ -114,12 +93,14 @@ class Cuda:
         return [(each, each.record_event()) for each in streams]
 
     def follow(self, events: list[Any]) -> None:
+        """Make the calling thread's current streams wait for ``events``."""
         for before, event in events:
             now = torch.cuda.current_stream(before.device)
             if now != before:
                 now.wait_event(event)
 
     def capturing(self) -> bool:
+        """Whether the calling thread's current stream is being captured into a graph."""
         return (
             torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
             and _has_context(torch.cuda.current_device())
@@ -134,20 +115,17 @@ def _has_context(device: int) -> bool:
     return not _KNOWS_CONTEXTS or bool(torch._C._cuda_hasPrimaryContext(device))  # type: ignore[attr-defined]
 
 
-accelerator: Accelerator = Cuda()
+accelerator = Cuda()
 """Tests replace it."""
 
 _refused: set[int] = set()
 _reported: set[str] = set()
 
 
-def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int] | None:
-    """Each (local) tensor's device number; None if all are on the host. Opens devices that are new to ``engine``."""
+def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Each (local) tensor's device number. Opens devices that are new to ``engine``."""
     found = accelerator.numbers(tensors)
-    known = set(found)
-    if known <= {HOST}:
-        return None
-    closed = {device for device in known if device >= 0 and not _opened(engine, device)}
+    closed = {device for device in set(found) if device >= 0 and not _opened(engine, device)}
     if closed:
         return [THROUGH_TORCH if device in closed else device for device in found]
     return found
@@ -155,8 +133,7 @@ def numbers(engine: Engine, tensors: Sequence[torch.Tensor]) -> list[int] | None
 
 def place(engine: Engine, tensor: torch.Tensor) -> int:
     """The device number of one (local) tensor."""
-    found = numbers(engine, (tensor,))
-    return HOST if found is None else found[0]
+    return numbers(engine, (tensor,))[0]
 
 
 def _opened(engine: Engine, device: int) -> bool:

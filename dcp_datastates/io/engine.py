@@ -8,18 +8,13 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import itertools
 import logging
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Final
 
-from dcp_datastates._native import (
-    MIN_HOST_CACHE_BYTES,
-    SEGMENT_BYTES,
-    CacheStats,
-    Engine,
-    SaveJob,
-)
+from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES, CacheStats, Engine, SaveJob
 from dcp_datastates.config import EngineConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end
@@ -164,16 +159,10 @@ def next_order() -> int:
     return next(_orders)
 
 
-def _limit_patience() -> None:
+def _tell(call: Callable[[Engine], None]) -> None:
     with _lock:
         if _engine is not None:
-            _engine.limit_patience()
-
-
-def _limit_file_patience() -> None:
-    with _lock:
-        if _engine is not None:
-            _engine.limit_file_patience()
+            call(_engine)
 
 
 def _shut_down() -> None:
@@ -188,9 +177,7 @@ def _shut_down() -> None:
 
 
 def _at_exit() -> None:
-    with _lock:
-        if _engine is not None:
-            _engine.keep_memory()
+    _tell(Engine.keep_memory)
     _shut_down()
 
 
@@ -202,5 +189,5 @@ def _forget_in_child() -> None:
 
 
 atexit.register(_at_exit)
-at_end(_limit_patience)
-at_end(_limit_file_patience, Phase.GIVE_UP)
+at_end(functools.partial(_tell, Engine.limit_patience))
+at_end(functools.partial(_tell, Engine.limit_file_patience), Phase.GIVE_UP)

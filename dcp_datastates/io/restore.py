@@ -332,11 +332,7 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
     planner.commit_tensor(request.item, request.target)
 
 
-def _error(
-    fault: Fault,
-    requests: list[_Request],
-    source: StoredCheckpoint,
-) -> DataStatesError:
+def _error(fault: Fault, requests: list[_Request], source: StoredCheckpoint) -> DataStatesError:
     if fault.kind == "corrupt":
         return CheckpointCorruptError(f"{fault.message} {_affected(fault, requests, source)}")
     if fault.kind == "io" and fault.errno == 2:

@@ -7,7 +7,7 @@ wrapper has such a dict for each shard, under the shard's place: ``w.[0:128,0:64
 
 from __future__ import annotations
 
-import functools
+import operator
 import re
 from collections.abc import Mapping
 from typing import Any, Final
@@ -37,10 +37,10 @@ def opened(value: Any) -> Any:
         if kinds <= _CANNOT_CONTAIN:  # most often
             return value
         found = {key: opened(each) for key, each in value.items()}
-        return value if all(map(_same, found.values(), value.values())) else found
+        return value if all(map(operator.is_, found.values(), value.values())) else found
     if type(value) is list:
         elements = list(map(opened, value))
-        return value if all(map(_same, elements, value)) else elements
+        return value if all(map(operator.is_, elements, value)) else elements
     if not is_wrapper(value):
         return value
     if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
@@ -51,17 +51,14 @@ def opened(value: Any) -> Any:
     return parts(value)
 
 
-def _same(one: Any, other: Any) -> bool:
-    return one is other
-
-
 def parts(wrapper: torch.Tensor) -> dict[str, Any]:
     """The tensors of a wrapper, or of a DTensor around one; wrappers among them as their parts."""
     if isinstance(wrapper, DTensor):
         return {shard_name(box(wrapper)): parts(local_tensor(wrapper))}
     names, _context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
     found = {name: opened(getattr(wrapper, name)) for name in names}
-    return {**found, WRAPPER: _text(kind(wrapper))}
+    text = bytearray(kind(wrapper).encode())
+    return {**found, WRAPPER: torch.frombuffer(text, dtype=torch.uint8)}
 
 
 def kind(wrapper: torch.Tensor) -> str:
@@ -115,8 +112,3 @@ def wrappers_in(value: Any) -> list[torch.Tensor]:
     if type(value) is list:
         return [wrapper for each in value for wrapper in wrappers_in(each)]
     return [value] if is_wrapper(value) else []
-
-
-@functools.lru_cache(maxsize=256)
-def _text(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)

@@ -27,6 +27,7 @@ from typing import Any, Final, TypeVar
 
 from dcp_datastates.config import MAX_IN_FLIGHT
 from dcp_datastates.errors import RankLostError
+from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.failure_detector import FailureDetector
 from dcp_datastates.ranks.gloo_tree import GlooTree, GroupBroken
 from dcp_datastates.ranks.rank_set import RankSet
@@ -179,13 +180,13 @@ class Collectives:
     def _check(self) -> None:
         """Called repeatedly while a step waits."""
         if losses := self._detector.losses():
-            raise RankLostError("; ".join(map(str, losses[:3])))
+            raise Loss.error_of(losses)
         self._look()
 
     def _check_meeting(self, entry: int) -> None:
         """Called repeatedly while this rank waits for the others."""
         if self._detector.losses() and (lost := self._lost_for_good()):
-            raise RankLostError(lost)
+            raise Loss.error_of(lost)
         now = time.monotonic()
         if now - self._looked > max(_NOTE_SECONDS, _NOTE_SECONDS_PER_RANK * self._rank_set.world):
             if self._looked:  # not at once: usually all ranks are about to come
@@ -193,21 +194,19 @@ class Collectives:
             self._looked = now
         self._look()
 
-    def _lost_for_good(self) -> str:
-        """The lost ranks, in words; empty if there is none. Waits a while: a silent rank's return may not be visible
-        yet.
-        """
+    def _lost_for_good(self) -> list[Loss]:
+        """The lost ranks. Waits a while: a silent rank's return may not be visible yet."""
         deadline = time.monotonic() + _RETURN_SECONDS
         while losses := self._detector.losses():
             if time.monotonic() > deadline or any(loss.certain for loss in losses):
-                return "; ".join(map(str, losses[:3]))
+                return losses
             time.sleep(_POLL_SECONDS)
-        return ""
+        return []
 
     # ---- notes in the store; without the store, the failure detector says so ----------------------------------
 
     def _note(self, entry: int, error: BaseException) -> None:
-        if not (self._numbered and self._has_met):
+        if not (self._numbered and self._rank_set.incarnation.is_known):
             return
         why = str(error) or type(error).__name__
         if isinstance(error, GroupBroken):
@@ -219,7 +218,11 @@ class Collectives:
     def _find_note(self, entry: int) -> None:
         """Raise the noted reason if another rank has given the entry up."""
         with contextlib.suppress(RuntimeError):
-            if self._numbered and self._has_met and self._store.check([_key(entry)]):
+            if (
+                self._numbered
+                and self._rank_set.incarnation.is_known
+                and self._store.check([_key(entry)])
+            ):
                 why = self._store.get(_key(entry)).decode()
                 if why.startswith(_UNKNOWN):
                     raise GroupBroken(why[len(_UNKNOWN) :])
@@ -230,11 +233,6 @@ class Collectives:
             while self._noted and self._noted[0] <= entry - _KEPT_ENTRIES:
                 self._store.delete_key(_key(self._noted[0]))
                 self._noted.pop(0)
-
-    @property
-    def _has_met(self) -> bool:
-        """Whether a request to the store need not wait for rank 0."""
-        return self._rank_set.incarnation.await_known(0.0)
 
 
 def _key(entry: int) -> str:

@@ -102,9 +102,8 @@ class FailureDetector(Generic[D]):
         self._store_error: str | None = None
         self._looked_at = time.monotonic()
         self._told: list[Loss] = []  # by the coordinator's latest beat
-        self._old_news = (
-            b""  # the coordinator's beat from before the save: its losses are out of date
-        )
+        # The coordinator's beat from before the save: its losses are out of date.
+        self._old_news = b""
         self._silent: list[Loss] = []
         self._gone: list[Loss] = []
         self._visited = 0.0
@@ -115,10 +114,7 @@ class FailureDetector(Generic[D]):
         self._stopping = False
         self._listeners: list[Callable[[list[Loss]], None]] = []
         name = "dcp_datastates-heartbeat"
-        self._thread = threading.Thread(
-            target=self._run, name=name, daemon=True
-        )  # joined by close()
-        self._started = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         # The thread's:
         self._has_keys = False  # the store has a key for each watched rank's beat
         self._processes: Mapping[int, str] = {}  # those that this rank has met, when it last looked
@@ -155,9 +151,8 @@ class FailureDetector(Generic[D]):
         or after ``seconds``.
         """
         with self._lock:
-            if not self._started:
+            if self._thread.ident is None and not self._stopping:
                 self._thread.start()
-                self._started = True
         self._rank_set.incarnation.await_known(seconds)
 
     def _expect_unheard(self) -> None:
@@ -297,11 +292,10 @@ class FailureDetector(Generic[D]):
 
     def close(self) -> None:
         """End the thread and wait for it. Idempotent."""
-        self._stopping = True
-        self._wake.set()
         with self._lock:
-            started, self._started = self._started, True
-        if started and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_CLOSE_SECONDS)  # the thread may be waiting for a store that is gone
 
     # ---- the failure detector's thread -------------------------------------------------------------------
@@ -320,7 +314,7 @@ class FailureDetector(Generic[D]):
             try:
                 if self._rank_set.rank == 0:  # look first: the beat contains the losses
                     self._look(pulse)
-                if self._has_met:
+                if self._rank_set.incarnation.is_known:
                     self._beat(pulse)
                 if self._rank_set.rank != 0:
                     self._look(pulse)
@@ -399,13 +393,10 @@ class FailureDetector(Generic[D]):
         values = zip(self._watched, self._store.multi_get(keys), strict=True)
         return {rank: value for rank, value in values if value}
 
-    @property
-    def _has_met(self) -> bool:
-        return self._rank_set.incarnation.await_known(0.0)
-
     def _read_beats(self, passed: float, pulses: Mapping[int, int]) -> None:
-        values = self._values() if self._has_met else {}
-        processes = self._rank_set.incarnation.processes
+        incarnation = self._rank_set.incarnation
+        values = self._values() if incarnation.is_known else {}
+        processes = incarnation.processes
         if processes is not self._processes:
             self._processes = processes
             for rank in filter(self._watched.__contains__, processes):

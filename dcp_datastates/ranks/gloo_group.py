@@ -66,8 +66,9 @@ def said_as_broken(what: str) -> Iterator[None]:
         raise GroupBroken(f"{what}: {error}") from error
 
 
-class Meeting:
-    """The rendezvous of one group: its gloo group is constructed with this as its store.
+class Meeting(dist.Store):  # type: ignore[name-defined,misc]
+    """The rendezvous of one group: its gloo group is constructed with this as its store. It has the methods that
+    ``ProcessGroupGloo`` of torch 2.11 to 2.15 calls.
 
     Args:
         name: the group's name, never used before.
@@ -78,6 +79,7 @@ class Meeting:
     def __init__(
         self, store: Connection, name: str, rank: int, world: int, pause: float, check: Check
     ) -> None:
+        super().__init__()
         self.rank: Final = rank
         self.world: Final = world
         self._store = store
@@ -88,16 +90,20 @@ class Meeting:
         self._found: dict[str, str] = {}
         self.error: BaseException | None = None  # gloo may raise it as another type
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         if self._mine is None:
             raise NotImplementedError("gloo publishes in two steps")
-        self._mine[key] = value.hex()
+        self._mine[key] = (value.encode() if isinstance(value, str) else bytes(value)).hex()
 
     def get(self, key: str) -> bytes:
         self.wait([key])
         return bytes.fromhex(self._found[key])
 
-    def wait(self, keys: Sequence[str]) -> None:
+    def check(self, keys: Sequence[str]) -> bool:
+        self.wait(keys)
+        return True
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return when ``keys`` are there. The first call returns when all ranks have written theirs."""
         try:
             self._check()
@@ -132,27 +138,6 @@ class Meeting:
         return f"{self._name}/{rank}"
 
 
-class _MeetingStore(dist.Store):  # type: ignore[name-defined,misc]
-    """A :class:`Meeting` as a c10d store, with the methods that ``ProcessGroupGloo`` of torch 2.11 to 2.15 calls."""
-
-    def __init__(self, meeting: Meeting) -> None:
-        super().__init__()
-        self._meeting = meeting
-
-    def set(self, key: str, value: Any) -> None:
-        self._meeting.set(key, value.encode() if isinstance(value, str) else bytes(value))
-
-    def get(self, key: str) -> bytes:
-        return self._meeting.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._meeting.wait(keys)
-
-    def check(self, keys: list[str]) -> bool:
-        self._meeting.wait(keys)
-        return True
-
-
 class GlooGroup:
     """A gloo group. Construction is collective: every rank of the group takes part. Only one thread uses it.
 
@@ -172,10 +157,9 @@ class GlooGroup:
         self._address = address
         self._pending: Any = None
         # Not dist.new_group, which is a collective of the job's default group. The constructor waits without the GIL.
-        # Held until the constructor returns: C++ does not keep the Python object alive.
-        store = _MeetingStore(meeting)
+        # The caller holds the meeting until it returns: C++ does not keep the Python object alive.
         try:
-            self._gloo = self._connected(store)
+            self._gloo = self._connected(meeting)
         except Exception as error:
             if meeting.error is not None:
                 raise meeting.error from None
@@ -305,7 +289,7 @@ def _cut(data: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def _is_unknown(error: BaseException) -> bool:
-    """Whether gloo called a method that :class:`_MeetingStore` does not have. If so, it did on every rank."""
+    """Whether gloo called a method that :class:`Meeting` does not have. If so, it did on every rank."""
     return "pure virtual" in str(error) or "NotImplementedError" in str(error)
 
 

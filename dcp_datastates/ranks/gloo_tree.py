@@ -24,13 +24,7 @@ from typing import Final
 import torch
 
 from dcp_datastates.ranks.connection import Connection
-from dcp_datastates.ranks.gloo_group import (
-    Check,
-    GlooGroup,
-    GroupBroken,
-    Meeting,
-    said_as_broken,
-)
+from dcp_datastates.ranks.gloo_group import Check, GlooGroup, GroupBroken, Meeting, said_as_broken
 from dcp_datastates.ranks.own_address import own_address
 from dcp_datastates.ranks.rank_set import RankSet
 
@@ -110,10 +104,8 @@ class GlooTree:
         self._met = False
         self._groups: list[tuple[Place, GlooGroup]] = []
         self._closed = False
-        self._address: str | None = None  # this machine's, for the other ranks
-        self._keys: list[
-            str
-        ] = []  # set by this rank; deleted once all ranks are connected, or this one has left
+        # Set by this rank; deleted once all ranks are connected, or this one has left.
+        self._keys: list[str] = []
         self._looked = 0.0
 
     @property
@@ -168,10 +160,8 @@ class GlooTree:
 
     def leave(self) -> None:
         """End this generation, for all ranks. Returns soon, whatever the other ranks do. Idempotent; never raises."""
-        was_met, self._met = (
-            self._met,
-            False,
-        )  # first: without its groups, a rank would be told what it says itself
+        # First: without its groups, a rank would be told what it says itself.
+        was_met, self._met = self._met, False
         groups, self._groups = self._groups, []
         for _, group in reversed(groups):
             try:
@@ -249,21 +239,21 @@ class GlooTree:
         looking = self._while_waiting(
             check, max(_MEETING_LOOK_SECONDS, _MEETING_LOOK_SECONDS_PER_RANK * world)
         )
+        address = self._own_address()
         for place in places(self._rank_set.rank, world):
             name = f"{self._generation}/{place.name}"
             meeting = Meeting(store, name, place.rank, place.size, pause, looking)
             self._keys.append(meeting.key(place.rank))
             plain_store = functools.partial(self._rank_set.raw_store, f"{self._name}/{name}/gloo")
-            self._groups.append((place, GlooGroup(meeting, plain_store, self._own_address())))
+            self._groups.append((place, GlooGroup(meeting, plain_store, address)))
 
     def _own_address(self) -> str:
-        if self._address is None:
-            try:
-                self._address = own_address(self._rank_set.host)
-            except OSError as error:
-                logger.info("gloo chooses its address: %s", error)
-                self._address = ""
-        return self._address
+        """This machine's address for the other ranks; empty if it is not known."""
+        try:
+            return own_address(self._rank_set.host)
+        except OSError as error:
+            logger.info("gloo chooses its address: %s", error)
+            return ""
 
     def _while_waiting(self, check: Check, seconds: float | None = None) -> Check:
         """A check that calls ``check``, and asks the store every ``seconds`` whether another rank has left."""

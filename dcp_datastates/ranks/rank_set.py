@@ -69,28 +69,21 @@ class RankSet:
         """The incarnation of the job that these ranks belong to. All their keys in the store contain it."""
         return self._base.incarnation(self)
 
-    def connect(self, purpose: str) -> Connection:
-        """The process's connection to the store, under a prefix for these ranks, their incarnation and ``purpose``.
+    def connect(self, purpose: str, *, shared: bool = True) -> Connection:
+        """The process's connection to the store, under a prefix for these ranks, their incarnation and ``purpose``; or
+        one that is not ``shared``, for a thread that must not wait for other threads' requests.
 
         A request waits up to ten seconds until this rank has met rank 0; then it raises RuntimeError.
         """
-        return self._connection(self._base.shared, purpose)
-
-    def connect_alone(self, purpose: str) -> Connection:
-        """Like :meth:`connect`, with an unshared connection, for a thread that must not wait for other threads'
-        requests.
-        """
-        return self._connection(Client(self._base.address.clone), purpose)
+        client = self._base.shared if shared else Client(self._base.address.clone)
+        incarnation = self.incarnation
+        return Connection(client, lambda: f"{incarnation.prefix()}/{purpose}")
 
     def raw_store(self, purpose: str) -> Any:
         """Like :meth:`connect`, as a c10d store with one more connection, which does not reconnect."""
         store = self._base.address.clone()
         store.set_timeout(_GLOO_SECONDS)
         return dist.PrefixStore(f"{self.incarnation.prefix()}/{purpose}", store)  # type: ignore[attr-defined]
-
-    def _connection(self, client: Client, purpose: str) -> Connection:
-        incarnation = self.incarnation
-        return Connection(client, lambda: f"{incarnation.prefix()}/{purpose}")
 
     @property
     def _base(self) -> _Base:

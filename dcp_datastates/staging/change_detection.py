@@ -23,6 +23,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Final
 
 import torch
@@ -49,22 +50,6 @@ _WAYS_OUT: Final = (
     "outside of optimizer.step() (p.data.clamp_(), weights of an average that are swapped in), an optimizer around "
     "another one (SAM), load_state_dict(). audit=True finds every such write"
 )
-
-
-class _Counters:
-    """The version counters of some tensors."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._then = _versions(tensors)
-
-    def moved(self) -> list[torch.Tensor]:
-        """The tensors that torch has written to since construction."""
-        now = _versions(self._tensors)
-        if now == self._then:
-            return []
-        triples = zip(self._tensors, now, self._then, strict=True)
-        return [tensor for tensor, version, before in triples if version != before]
 
 
 def _versions(tensors: list[torch.Tensor]) -> list[int]:
@@ -96,7 +81,8 @@ class Portion:
         """Whether the gate must hold streams, and not only the host."""
         self.storages = dict.fromkeys(self.deferred.storages)
         """The tensors' storages. They compare by identity: torch keeps one object per storage."""
-        self._counters = _Counters(self._writable())
+        self._watched = self._writable()
+        self._versions = _versions(self._watched)
         self._memory: list[tuple[int, int]] = []  # address and size of each storage, set by pin()
 
     def _writable(self) -> list[torch.Tensor]:
@@ -152,9 +138,10 @@ class Portion:
         """Raise :class:`SnapshotTornError` if torch has written to a tensor since construction and the portion is not
         ``settled``.
         """
-        moved = self._counters.moved()
-        if not moved or self.settled:
+        versions = _versions(self._watched)
+        if versions == self._versions or self.settled:
             return
+        moved = compress(self._watched, map(operator.ne, versions, self._versions))
         names = list(dict.fromkeys(map(self._name_over, moved)))
         raise self._torn(
             f"{len(names)} deferred tensor(s) changed before they were read, {names[0]!r} first: something other than "
@@ -200,14 +187,11 @@ def portions(staged: StagedState) -> list[Portion]:
     """One portion per group."""
     deferred, ownership, wrappers = staged.deferred, staged.ownership, staged.traversal.wrappers
     groups = set(deferred.groups)
-    if len(groups) <= 1:
+    if len(groups) == 1:  # most often: no copies of the columns
         return [Portion(group, deferred, ownership, wrappers) for group in groups]
     return [
         Portion(
-            group,
-            deferred.where([other == group for other in deferred.groups]),
-            ownership,
-            wrappers,
+            group, deferred.where([each == group for each in deferred.groups]), ownership, wrappers
         )
         for group in groups
     ]

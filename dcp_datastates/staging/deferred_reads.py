@@ -29,12 +29,7 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_datastates._native import DeviceEvent, SaveJob, Slab, Window
-from dcp_datastates.errors import (
-    DataStatesError,
-    DeviceError,
-    SaveAbandonedError,
-    SaveStalledError,
-)
+from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedError, SaveStalledError
 from dcp_datastates.io.devices import follow, stream
 from dcp_datastates.io.engine import moved
 from dcp_datastates.io.running_calls import Places, places
@@ -43,7 +38,7 @@ from dcp_datastates.process.futures import AskedFuture, without_traceback
 from dcp_datastates.process.waiting import Latch, Stall
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.change_detection import Portion, Regions, portions, raise_change
-from dcp_datastates.staging.ownership import STABLE, Ownership
+from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.stats import SaveStats
 
@@ -101,11 +96,9 @@ class DeferredReads:
         self.captured = AskedFuture(step_gate.open_windows)
         self._timeout = timeout
         self._stats = stats
-        self._ownership = Ownership(()) if staged is None else staged.ownership
         self._window = window
         self._staged = staged
         self._slab = slab
-        self._fences: list[DeviceEvent] = [] if staged is None else staged.fences
         self._readers: list[DeviceEvent] = []
         self._portions: list[Portion] = []
         self._regions: Regions | None = None
@@ -179,8 +172,6 @@ class DeferredReads:
         _not_submitted.discard(self.order)
         self._foreseen = None
         self._portions = []
-        self._ownership = Ownership(())
-        self._fences = []
         self._readers = []
         staged, self._staged = self._staged, None
         slab, self._slab = self._slab, None
@@ -203,7 +194,7 @@ class DeferredReads:
                 portion
                 for portion in self._portions
                 if (portion.on_device or not portion.settled)
-                and self._ownership.is_gated_by(portion.group, optimizer)
+                and portion.ownership.is_gated_by(portion.group, optimizer)
             ],
             lambda portion, stall: (
                 self._let_pass(portion, optimizer, on_host, stall)
@@ -268,7 +259,8 @@ class DeferredReads:
             raise_change(job, portion, self.staged)
             return  # the writer reports the fault
         portion.check_memory()
-        portion.check_when_quiet(self._idle, stall or self._stall())
+        stall = stall or Stall(logger, f"save {self.order}", self._timeout)
+        portion.check_when_quiet(self._idle, stall)
         portion.settled = portion.read = True
 
     def _let_pass(
@@ -287,15 +279,12 @@ class DeferredReads:
         if job.fault is not None:
             raise_change(job, portion, self.staged)
             return
-        portion.check_when_quiet(self._idle, stall or self._stall())
+        portion.check_when_quiet(self._idle, stall)
         if not on_host:
             self._hold(job, portion.group)
-        portion.settled = portion.settled or self._ownership.may_change(
+        portion.settled = portion.settled or portion.ownership.may_change(
             optimizer, portion.group, portion.deferred.columns.locals
         )
-
-    def _stall(self) -> Stall:
-        return Stall(logger, f"save {self.order}", self._timeout)
 
     def _await(
         self, wait: Callable[[int, float], bool], portion: Portion, stall: Stall | None
@@ -352,8 +341,7 @@ class DeferredReads:
         Raises the error of :meth:`fail`, or :class:`SnapshotTornError` if a deferred tensor's memory is not that of the
         call.
         """
-        self._pin()
-        self._await_copies()
+        self._make_ready()
         self._readers = list(readers)
         self.raise_failure()
         return self._take(start(self._window))
@@ -366,8 +354,7 @@ class DeferredReads:
         """
         if min(_not_submitted.copy(), default=self.order) < self.order:
             return None
-        self._pin()
-        self._await_copies()
+        self._make_ready()
         if self._end:
             return None
         job = self._foreseen = start(self._window)
@@ -381,9 +368,12 @@ class DeferredReads:
         for portion in self._portions:
             portion.check()
 
-    def _pin(self) -> None:
+    def _make_ready(self) -> None:
+        """Before the native job starts: the memory is that of the call, and the eager copies are there."""
         for portion in self._portions:
             portion.pin()
+        if (staged := self._staged) is not None:
+            staged.copying.wait()
 
     def _take(self, job: SaveJob) -> SaveJob:
         """Make ``job`` the job whose reads the gates wait for."""
@@ -399,14 +389,10 @@ class DeferredReads:
         if (failure := self.failure) is not None:
             raise failure
 
-    def _await_copies(self) -> None:
-        if (staged := self._staged) is not None:
-            staged.copying.wait()
-
     @property
     def fences(self) -> list[DeviceEvent]:
         """Events that device copies must wait for: all work that the streams had received at the call."""
-        return self._fences
+        return [] if (staged := self._staged) is None else staged.fences
 
     def adopt(self) -> SaveJob:
         """Keep the job of :meth:`foresee`: the ranks have agreed on its plan."""

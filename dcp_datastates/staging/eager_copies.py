@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -29,8 +28,8 @@ class EagerCopies:
     tensors: Sequence[torch.Tensor]
     offsets: Sequence[int]
     sizes: Sequence[int]
-    devices: Sequence[int] | None
-    """Each tensor's device number; None if all are on the host."""
+    devices: Sequence[int]
+    """Each tensor's device number."""
     buffer: torch.Tensor
     nbytes: int
     """Of the buffer, all copies together."""
@@ -39,32 +38,19 @@ class EagerCopies:
         """Copy the tensors on the host, and enqueue the copies of the others; what is under way is added to
         ``copying``.
 
-        Raises :class:`DeviceError` if the driver refuses. Then no copy is under way.
+        Raises :class:`DeviceError` if the driver refuses; some copies may be under way then, too.
         """
-        self._gather(engine)
-        try:
-            for device in set(self.devices or ()) - {HOST}:
-                self._enqueue(engine, device, copying)
-        except BaseException:
-            with contextlib.suppress(DeviceError):
-                copying.wait()  # the buffer is about to be freed
-            raise
-
-    def _gather(self, engine: Engine) -> None:
         places = self._places(HOST)
         content = self._content(places, [self.tensors[place] for place in places], HOST)
         engine.gather(content, self.buffer.data_ptr(), self.nbytes)
-
-    def _enqueue(self, engine: Engine, device: int, copying: DeviceCopies) -> None:
-        for places in self._batches(self._places(device)):
-            # Kept until their copies are enqueued: then torch may reuse what was made dense, in the stream's order.
-            tensors = [dense(self.tensors[place]) for place in places]
-            content = self._content(places, tensors, device)
-            copy_on_stream(engine, content, self.buffer, device, copying)
+        for device in set(self.devices) - {HOST}:
+            for batch in self._batches(self._places(device)):
+                # Kept until their copies are enqueued: then torch may reuse what was made dense, in the stream's order.
+                tensors = [dense(self.tensors[place]) for place in batch]
+                content = self._content(batch, tensors, device)
+                copy_on_stream(engine, content, self.buffer, device, copying)
 
     def _places(self, device: int) -> list[int]:
-        if self.devices is None:
-            return [place for place, nbytes in enumerate(self.sizes) if nbytes]
         return [
             place
             for place, (number, nbytes) in enumerate(zip(self.devices, self.sizes, strict=True))
@@ -72,20 +58,16 @@ class EagerCopies:
         ]
 
     def _batches(self, places: list[int]) -> Iterator[list[int]]:
-        """Those that are contiguous together; the others so that their dense copies take bounded memory."""
-        is_dense = [self.tensors[place].is_contiguous() for place in places]
-        even = [place for place, is_so in zip(places, is_dense, strict=True) if is_so]
-        odd = [place for place, is_so in zip(places, is_dense, strict=True) if not is_so]
-        if even:
-            yield even
+        """The places in batches whose dense copies take bounded memory."""
         batch: list[int] = []
-        nbytes = 0
-        for place in odd:
-            if batch and nbytes + self.sizes[place] > DENSE_BYTES:
+        copied = 0
+        for place in places:
+            more = 0 if self.tensors[place].is_contiguous() else self.sizes[place]
+            if more and copied + more > DENSE_BYTES and copied:
                 yield batch
-                batch, nbytes = [], 0
+                batch, copied = [], 0
             batch.append(place)
-            nbytes += self.sizes[place]
+            copied += more
         if batch:
             yield batch
 

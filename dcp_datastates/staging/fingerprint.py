@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_datastates.format.fields import pack_value
+from dcp_datastates.process.lazily import lazily
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -23,37 +25,25 @@ _SHAPE: Final = operator.attrgetter("shape")
 _SPEC: Final = operator.attrgetter("_spec")
 
 
+@dataclass(frozen=True)
 class Fingerprint:
-    """The fingerprint of a state. Hashable; holds no tensor.
+    """The fingerprint of a state. Hashable; holds no tensor."""
 
-    Args:
-        structure: the keys of every container and the types of its values, in the order of the traversal.
-        forms: shape, dtype, and so on, of the tensors, in the same order.
-        specs: mesh, placements and global shape of the DTensors. They are compared, not hashed: hashing takes longer,
-            while comparing is fast for identical objects, which they usually are from save to save.
+    structure: tuple[Any, ...]
+    """The keys of every container and the types of its values, in the order of the traversal."""
+    forms: tuple[Any, ...]
+    """Shape, dtype, and so on, of the tensors, in the same order."""
+    specs: tuple[Any, ...]
+    """Mesh, placements and global shape of the DTensors. They are compared, not hashed: hashing takes longer, while
+    comparing is fast for identical objects, which they usually are from save to save.
     """
-
-    __slots__ = ("_forms", "_hash", "_specs", "_structure")
-
-    def __init__(
-        self, structure: tuple[Any, ...], forms: tuple[Any, ...], specs: tuple[Any, ...]
-    ) -> None:
-        self._structure = structure
-        self._forms = forms
-        self._specs = specs
-        self._hash = hash((structure, forms, len(specs)))
 
     def __hash__(self) -> int:
         return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Fingerprint)
-            and self._hash == other._hash
-            and self._structure == other._structure
-            and self._forms == other._forms
-            and self._specs == other._specs
-        )
+    @lazily
+    def _hash(self) -> int:
+        return hash((self.structure, self.forms, len(self.specs)))
 
 
 def fingerprint(

@@ -27,21 +27,9 @@ from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.fields import unknown_values, with_unknown_values
 from dcp_datastates.format.stored_names import WRAPPER
 from dcp_datastates.io.device_copies import DeviceCopies
-from dcp_datastates.io.devices import (
-    HOST,
-    THROUGH_TORCH,
-    fences,
-    mark,
-    numbers,
-    report,
-)
+from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, mark, numbers, report
 from dcp_datastates.io.shards import any_hold_shards, take_shards_of
-from dcp_datastates.io.tensor_memory import (
-    PLAIN_DTYPES,
-    copy_unusual,
-    is_unusual,
-    tensor_over,
-)
+from dcp_datastates.io.tensor_memory import PLAIN_DTYPES, copy_unusual, is_unusual, tensor_over
 from dcp_datastates.staging.eager_copies import EagerCopies
 from dcp_datastates.staging.expected import Expectation
 from dcp_datastates.staging.fingerprint import Fingerprint, fingerprint
@@ -62,6 +50,7 @@ _SHAPE: Final = operator.attrgetter("shape")
 _JUST_TENSORS: Final = frozenset({torch.Tensor})
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, DTensor})
 _JUST_STRIDED: Final = frozenset({torch.strided})
+_NOTHING: Final = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 @dataclass
@@ -78,13 +67,9 @@ class DeferredTensors:
 
     def where(self, mask: list[bool]) -> DeferredTensors:
         """The entries for which ``mask`` is true."""
+        columns, *further = vars(self).values()
         return DeferredTensors(
-            self.columns.where(mask),
-            list(compress(self.groups, mask)),
-            list(compress(self.addresses, mask)),
-            list(compress(self.sizes, mask)),
-            list(compress(self.devices, mask)),
-            list(compress(self.storages, mask)),
+            columns.where(mask), *(list(compress(each, mask)) for each in further)
         )
 
 
@@ -98,7 +83,7 @@ class StagedState:
     offsets: list[int]
     forms: list[tuple[torch.Size, torch.dtype]]
     """Shapes and dtypes at the call: the tensors' own may have changed since."""
-    buffer: torch.Tensor | None
+    buffer: torch.Tensor
     eager_bytes: int
     is_cacheable: bool
     """Whether plans for this state may be cached: all tensors are plain, in memory that the engine can
@@ -188,8 +173,7 @@ class StagedState:
         is_deferred = np.array(self.is_deferred, bool)
         addresses[is_deferred] = self.deferred.addresses
         groups[is_deferred] = self.deferred.groups
-        if self.buffer is not None:
-            addresses[~is_deferred] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
+        addresses[~is_deferred] = np.array(self.offsets, np.int64) + self.buffer.data_ptr()
         if not self.fences:
             return addresses, groups, None
         devices = np.full(len(self.is_deferred), HOST, np.int64)
@@ -204,7 +188,6 @@ class StagedState:
         for container, key, tensor, offset, (shape, dtype) in zip(
             eager.containers, eager.keys, eager.tensors, self.offsets, self.forms, strict=True
         ):
-            assert self.buffer is not None
             copied = take_shards_of(tensor, tensor_over(self.buffer, offset, shape, dtype))
             if isinstance(tensor, DTensor):
                 copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -225,8 +208,7 @@ def stage_state(
     """Classify every leaf of ``state_dict``, and copy those that cannot be read later.
 
     Args:
-        allocate: returns a ``uint8`` host buffer of a given size, pinned if a device will write to it; called at most
-            once.
+        allocate: returns a ``uint8`` host buffer of a given size, pinned if a device will write to it; called once.
         seed: determines which words of the deferred tensors are noted, for comparison with what is read.
         audit: whether to note all of their bytes.
 
@@ -253,56 +235,45 @@ def stage_state(
     nbytes = ends[-1] if ends else 0
     offsets = [0, *ends[:-1]] if ends else []
     forms = list(zip(map(_SHAPE, eager.locals), map(_DTYPE, eager.locals), strict=True))
-    made = StagedState(
-        root, deferred, eager, offsets, forms, None, nbytes, is_cacheable, is_deferred, traversal
-    )
-    made.ownership = ownership
-    made.unknown_fields = unknown_values(everything.locals)
     expectation = Expectation(
         deferred.columns.locals, deferred.addresses, deferred.sizes, deferred.devices, audit
     )
-    compared = expectation.nbytes
-    if offsets or compared:
-        devices_of_copies = {*compress(eager_devices or (), sizes), *deferred.devices}
-        made.buffer = allocate(max(nbytes + compared, 1), bool(devices_of_copies - {HOST}))
-    if offsets:
-        assert made.buffer is not None
-        copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, made.buffer, nbytes)
+    devices_of_copies = {*compress(eager_devices, sizes), *deferred.devices}
+    buffer = allocate(nbytes + expectation.nbytes, bool(devices_of_copies - {HOST}))
+    made = StagedState(
+        root, deferred, eager, offsets, forms, buffer, nbytes, is_cacheable, is_deferred, traversal
+    )
+    made.ownership = ownership
+    made.unknown_fields = unknown_values(everything.locals)
+    try:
+        copies = EagerCopies(eager.locals, offsets, sizes, eager_devices, buffer, nbytes)
         copies.make(engine, made.copying)
         if ownership.distrusted:
             # Perhaps a stream of its own writes to them, which does not wait for the copies.
             made.copying.wait()
-    if deferred.sizes:
-        made.expected = _expect(expectation, engine, seed, made, nbytes)
-    if devices is not None:
+        if deferred.sizes:
+            made.expected = expectation.look(engine, seed, buffer, nbytes, made.looking)
         made.fences = fences(engine, devices)
-        report(engine)
-    made.call_events = mark(set(devices or ()))
-    return made
-
-
-def _expect(
-    expectation: Expectation, engine: Engine, seed: int, made: StagedState, offset: int
-) -> ExpectedBytes:
-    buffer = made.buffer
-    if buffer is None:  # host memory only: nothing is written to it
-        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
-    try:
-        return expectation.look(engine, seed, buffer, offset, made.looking)
     except BaseException:
         with contextlib.suppress(DeviceError):
             made.await_copies()  # the buffer is about to be freed
         raise
+    if made.fences:
+        report(engine)
+    made.call_events = mark(set(devices))
+    return made
 
 
 def look(state_dict: Mapping[str, Any]) -> StagedState:
     """A staged state for planning only: its tensors are the state's, and nothing is copied."""
     root, traversal = traverse(state_dict)
     locals_ = traversal.columns.locals
-    is_cacheable = _odd_memory(traversal.columns, None) is None and not any_hold_shards(locals_)
+    on_host = [HOST] * len(locals_)
+    is_cacheable = _odd_memory(traversal.columns, on_host) is None and not any_hold_shards(locals_)
     is_deferred = [True] * len(locals_)
+    deferred, eager = DeferredTensors(), Columns()
     made = StagedState(
-        root, DeferredTensors(), Columns(), [], [], None, 0, is_cacheable, is_deferred, traversal
+        root, deferred, eager, [], [], _NOTHING, 0, is_cacheable, is_deferred, traversal
     )
     made.ownership = Ownership(known_optimizers())
     made.unknown_fields = unknown_values(locals_)
@@ -341,13 +312,11 @@ def _are_plain(structure: list[tuple[Any, tuple[type, ...]]], columns: Columns) 
     return sum(map(_PLAIN.__contains__, kinds)) == len(columns.tensors)
 
 
-def _odd_memory(columns: Columns, devices: list[int] | None) -> list[bool] | None:
+def _odd_memory(columns: Columns, devices: list[int]) -> list[bool] | None:
     """Marks tensors whose memory cannot be read by address; None if there are none."""
     locals_ = columns.locals
-    if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in (devices or ()):
+    if set(map(type, locals_)) <= _JUST_TENSORS and THROUGH_TORCH not in devices:
         return None
-    if devices is None:
-        return list(map(is_unusual, locals_))
     return [
         device == THROUGH_TORCH or is_unusual(local)
         for device, local in zip(devices, locals_, strict=True)
@@ -368,8 +337,8 @@ def _odd_values(columns: Columns) -> list[bool] | None:
 
 
 def _set_apart(
-    columns: Columns, devices: list[int] | None, odd: list[bool] | None
-) -> tuple[Columns, list[int] | None]:
+    columns: Columns, devices: list[int], odd: list[bool] | None
+) -> tuple[Columns, list[int]]:
     """Copies the tensors marked ``odd`` one by one into their places; returns the others, with their devices."""
     if odd is None:
         return columns, devices
@@ -378,12 +347,12 @@ def _set_apart(
         tensor, local = strange.tensors[position], strange.locals[position]
         container[key] = copy_unusual(tensor, local, strange.name(position))
     usual = list(map(operator.not_, odd))
-    return columns.where(usual), None if devices is None else list(compress(devices, usual))
+    return columns.where(usual), list(compress(devices, usual))
 
 
 def _classify(
-    columns: Columns, devices: list[int] | None, ownership: Ownership, defer: Defer
-) -> tuple[DeferredTensors, Columns, list[int] | None, list[bool]]:
+    columns: Columns, devices: list[int], ownership: Ownership, defer: Defer
+) -> tuple[DeferredTensors, Columns, list[int], list[bool]]:
     """Returns the deferred tensors; the eager tensors, and their devices; and for each tensor whether it is
     deferred.
     """
@@ -408,7 +377,7 @@ def _classify(
         group is not None and nbytes >= EAGER_BELOW_BYTES and dense
         for group, nbytes, dense in zip(owners, sizes, contiguous, strict=True)
     ]
-    if devices is not None:
+    if not {HOST}.issuperset(devices):
         is_deferred = _deferred_on_devices(columns, owners, sizes, devices, contiguous, is_deferred)
     chosen = columns if all(is_deferred) else columns.where(is_deferred)
     deferred = DeferredTensors(
@@ -416,12 +385,12 @@ def _classify(
         cast("list[int]", list(compress(owners, is_deferred))),
         list(map(torch.Tensor.data_ptr, chosen.locals)),
         list(compress(sizes, is_deferred)),
-        [HOST] * len(chosen.locals) if devices is None else list(compress(devices, is_deferred)),
+        list(compress(devices, is_deferred)),
         list(compress(storages, is_deferred)),
     )
     early = list(map(operator.not_, is_deferred))
     eager = Columns() if chosen is columns else columns.where(early)
-    return deferred, eager, None if devices is None else list(compress(devices, early)), is_deferred
+    return deferred, eager, list(compress(devices, early)), is_deferred
 
 
 def _deferred_on_devices(

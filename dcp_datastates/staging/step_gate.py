@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,10 @@ from dcp_datastates.process.ending import at_end
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.staging.ownership import known_optimizers, never_defer, stepped
 
-__all__ = ["Gated", "arm_backward", "gate", "open_windows", "release_memory", "ungate"]
+if TYPE_CHECKING:
+    from dcp_datastates.staging.deferred_reads import DeferredReads
+
+__all__ = ["arm_backward", "gate", "open_windows", "release_memory", "ungate"]
 
 _WATCHED_PER_OPTIMIZER = 4
 
@@ -45,34 +48,17 @@ call two of them.
 """
 
 
-class Gated(Protocol):
-    """A save whose deferred reads are not all done."""
-
-    def open_window(self) -> None:
-        """Let the reads start. Never waits."""
-
-    def release_for(self, optimizer: Optimizer, on_host: bool) -> None:
-        """Return when ``optimizer`` may change its tensors: by work that the calling thread enqueues on its current
-        streams from now on, or, with ``on_host``, by any work. Never raises for a failed save.
-        """
-
-    def release_memory(self, storages: Iterable[torch.UntypedStorage], what: str) -> None:
-        """Return when the save no longer reads the memory of ``storages``. ``what`` needs them, for the log. Never
-        raises for a failed save.
-        """
-
-
 # No lock: a signal handler or a garbage collection may call this code at any point. Single dict operations, including
 # copy(), are atomic.
-_gated: dict[Gated, None] = {}
+_gated: dict[DeferredReads, None] = {}
 
 
-def gate(reads: Gated) -> None:
+def gate(reads: DeferredReads) -> None:
     """Make optimizers wait for ``reads`` from now on."""
     _gated[reads] = None
 
 
-def ungate(reads: Gated) -> None:
+def ungate(reads: DeferredReads) -> None:
     """Stop holding optimizers for ``reads``: they are done, or have failed. Idempotent."""
     _gated.pop(reads, None)
 

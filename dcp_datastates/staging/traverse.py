@@ -59,13 +59,7 @@ class Columns:
     def where(self, mask: Iterable[bool]) -> Columns:
         """The entries for which ``mask`` is true."""
         mask = list(mask)
-        return Columns(
-            list(compress(self.tensors, mask)),
-            list(compress(self.locals, mask)),
-            list(compress(self.containers, mask)),
-            list(compress(self.keys, mask)),
-            list(compress(self.prefixes, mask)),
-        )
+        return Columns(*(list(compress(column, mask)) for column in vars(self).values()))
 
 
 @dataclass

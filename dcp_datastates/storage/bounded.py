@@ -1,11 +1,11 @@
 """File operations that may never return: the server behind a hard mount is away, say.
 
-A thread that must not wait without a bound hands its file operations over to a storage thread
-(``dcp_datastates-storage``), as one piece of work, and waits. If there is no progress for too long, the work is
-abandoned: the caller gets a :class:`HungError`, and goes on. The storage thread stays in its operation. When that
-returns, the work's next operation (``operations.py``) unwinds in place of being made, and the thread ends. So
-abandoned work carries out, late, at most the one operation in which it hung. The commit protocol allows for that: a
-system call of a process that died may be carried out late, too.
+A thread that must not wait without a bound hands its file operations, as one piece of work, to a storage thread
+(``dcp_datastates-storage``), and waits. If there is no progress for too long, the work is abandoned: the caller gets a
+:class:`HungError`, and goes on. The storage thread stays in its operation. When that returns, the work's next operation
+(``operations.py``) unwinds in place of being made, and the thread ends. So abandoned work carries out, late, at most
+the one operation in which it hung. The commit protocol allows for that: a system call of a process that died may be
+carried out late, too.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
-from dcp_datastates.process.worker import Worker
 
 __all__ = ["HungError", "bounded", "check_not_hung", "finished_within", "is_hung", "step"]
 
@@ -39,15 +38,12 @@ class _Abandoned(BaseException):
 
 
 class _Work:
-    """One piece of work for a storage thread."""
+    """Work that is abandoned if it hangs."""
 
-    def __init__(self, what: str, path: Path) -> None:
+    def __init__(self, what: str) -> None:
         self.what = what
-        self.path = path
         self.moved_at = time.monotonic()
         self.ended = False
-        self.left = False
-        """Whether the caller has gone on; the storage thread then ends with this work."""
         self.abandoned = False
         """Whether this work must not go on when its present operation returns."""
 
@@ -67,8 +63,7 @@ class _Current(threading.local):
 
 
 _current = _Current()
-_lock = ProcessLock()  # guards what follows, and ended and left of each work
-_idle: list[Worker] = []
+_lock = ProcessLock()  # guards what follows, and ended and abandoned of each work
 _hung: dict[Path, _Work] = {}
 
 
@@ -77,15 +72,31 @@ def bounded(what: str, path: Path, seconds: float, function: Callable[[], T]) ->
 
     Raises :class:`HungError` if no operation of it ends for ``seconds``. Any thread; it waits without the GIL.
     """
-    work = _Work(what, path)
-    done, worker = _start(work, function)
+    work = _Work(what)
+
+    def run() -> T:
+        before, _current.work = _current.work, work
+        try:
+            return function()
+        finally:
+            _current.work = before
+            with _lock:
+                work.ended = True
+                if _hung.get(path) is work:
+                    del _hung[path]
+
+    done = _start(run)
     while not wait([done], min(_LOOK_SECONDS, seconds)).done:
-        if work.still >= seconds and _leave(work, worker, abandon=True):
-            raise HungError(
-                errno.ETIMEDOUT,
-                f"{what} has not returned for {work.still:.0f} s: does storage answer?",
-                str(path),
-            )
+        with _lock:
+            if work.ended or work.still < seconds:
+                continue
+            work.abandoned = True
+            _hung[path] = work
+        raise HungError(
+            errno.ETIMEDOUT,
+            f"{what} has not returned for {work.still:.0f} s: does storage answer?",
+            str(path),
+        )
     return done.result()
 
 
@@ -94,9 +105,8 @@ def finished_within(seconds: float, function: Callable[[], object]) -> bool:
 
     For work whose end the caller need not know, such as a cleanup.
     """
-    work = _Work("", Path())
-    done, worker = _start(work, function)
-    if not wait([done], seconds).done and _leave(work, worker, abandon=False):
+    done = _start(function)
+    if not wait([done], seconds).done:
         return False
     done.result()
     return True
@@ -127,54 +137,23 @@ def step() -> None:
         _current.work.step()
 
 
-def _start(work: _Work, function: Callable[[], T]) -> tuple[Future[T], Worker]:
+def _start(function: Callable[[], T]) -> Future[T]:
     done: Future[T] = Future()
-    with _lock:
-        worker = _idle.pop() if _idle else Worker("dcp_datastates-storage")
-    if not worker.post(lambda: _run(work, function, done, worker)):
-        _run(work, function, done, worker)  # no thread can start: better without a bound than not
-    return done, worker
 
+    def run() -> None:
+        try:
+            done.set_result(function())
+        except BaseException as error:
+            done.set_exception(error)
 
-def _run(work: _Work, function: Callable[[], Any], done: Future[Any], worker: Worker) -> None:
-    before, _current.work = _current.work, work
     try:
-        result = function()
-    except BaseException as error:
-        _end(work, worker, before)
-        done.set_exception(error)
-    else:
-        _end(work, worker, before)
-        done.set_result(result)
-
-
-def _end(work: _Work, worker: Worker, before: _Work | None) -> None:
-    _current.work = before
-    with _lock:
-        work.ended = True
-        if work.left:
-            if _hung.get(work.path) is work:
-                del _hung[work.path]
-        elif not _idle:  # one thread is kept; more are rarely at work at once
-            _idle.append(worker)
-        else:
-            worker.finish()
-
-
-def _leave(work: _Work, worker: Worker, *, abandon: bool) -> bool:
-    """Let the caller go on without ``work``; False if it has just ended."""
-    with _lock:
-        if work.ended:
-            return False
-        work.left, work.abandoned = True, abandon
-        if abandon:
-            _hung[work.path] = work
-    worker.finish()
-    return True
+        threading.Thread(target=run, name="dcp_datastates-storage", daemon=True).start()
+    except RuntimeError:  # no thread can start: better without a bound than not
+        run()
+    return done
 
 
 @after_fork
 def _forget_in_child() -> None:
-    _idle.clear()
     _hung.clear()
     _current.work = None

@@ -29,7 +29,6 @@ _POLL_SECONDS: Final = 0.02
 _ASKING_SECONDS: Final = 5.0
 """How long processes that only ask may keep a :class:`Hold` waiting."""
 
-_ASKING_PAUSE: Final = 0.001
 _FREE_SECONDS: Final = 2.0
 """How long a publication waits for a process that deletes or pins there."""
 _UNSUPPORTED: Final = (
@@ -80,9 +79,7 @@ class Hold:
         self._descriptor = _open(directory)
         # An exclusive lock; processes that ask take shared locks, so that ranks asking at once do not mistake each
         # other for a holder.
-        deadline = time.monotonic() + _ASKING_SECONDS
-        while _try(self._descriptor, fcntl.LOCK_EX) is False and time.monotonic() < deadline:
-            time.sleep(_ASKING_PAUSE)
+        _wait_for(self._descriptor, _ASKING_SECONDS)
 
     @staticmethod
     def on(directory: Path) -> Hold | None:
@@ -146,7 +143,7 @@ def exclusive(directory: Path, seconds: float) -> Iterator[None]:
     """
     descriptor = _open(directory)
     try:
-        if not _wait_for(descriptor, seconds, lambda: None):
+        if not _wait_for(descriptor, seconds):
             raise StorageError(
                 errno.EWOULDBLOCK,
                 f"another process has held the lock of the directory for {seconds:g} s; is a job stopped while it "
@@ -182,7 +179,7 @@ def if_free(directory: Path, waiting: Callable[[], None]) -> Iterator[None]:
         _close(descriptor)
 
 
-def _wait_for(descriptor: int, seconds: float, waiting: Callable[[], None]) -> bool:
+def _wait_for(descriptor: int, seconds: float, waiting: Callable[[], None] = lambda: None) -> bool:
     """Take the lock; returns False if it is not free within ``seconds``."""
     deadline = time.monotonic() + seconds
     while _try(descriptor, fcntl.LOCK_EX) is False:

@@ -9,11 +9,13 @@ makes two records, ``sync_begin`` and ``sync``; it covers the operations recorde
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -65,13 +67,20 @@ def tell(path: Path, attempt: str) -> None:
     _trace("told", path, attempt=attempt)
 
 
+@contextlib.contextmanager
+def _operation(phase: str, name: str, path: Path, **more: Any) -> Iterator[None]:
+    """Around one system call: its failpoints, and its record once it has returned."""
+    step()
+    hit(f"{phase}.{name}.before")
+    yield
+    _trace(name, path, **more)
+    hit(f"{phase}.{name}.after")
+
+
 def make_directory(path: Path, phase: str) -> None:
     """Create a directory (mkdir(2)); raises FileExistsError."""
-    step()
-    hit(f"{phase}.mkdir.before")
-    os.mkdir(path)
-    _trace("mkdir", path)
-    hit(f"{phase}.mkdir.after")
+    with _operation(phase, "mkdir", path):
+        os.mkdir(path)
 
 
 def write_new_file(path: Path, data: bytes, phase: str) -> None:
@@ -97,45 +106,34 @@ def write_new_file(path: Path, data: bytes, phase: str) -> None:
 
 def rename(path: Path, target: Path, phase: str) -> None:
     """Replace ``target`` by ``path``, atomically (rename(2))."""
-    step()
-    hit(f"{phase}.rename.before")
-    os.rename(path, target)
-    _trace("rename", path, to=str(target))
-    hit(f"{phase}.rename.after")
+    with _operation(phase, "rename", path, to=str(target)):
+        os.rename(path, target)
 
 
 def exchange(path: Path, target: Path, phase: str) -> None:
     """Exchange two entries, atomically (renameat2(2)). Raises OSError with an errno of :data:`NO_EXCHANGE` where the
     file system or the C library cannot do that.
     """
-    hit(f"{phase}.exchange.before")
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
-    ends = _AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(target)
-    if renameat2(*ends, _RENAME_EXCHANGE) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(path), None, str(target))
-    _trace("exchange", path, to=str(target))
-    hit(f"{phase}.exchange.after")
+    with _operation(phase, "exchange", path, to=str(target)):
+        renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+        if renameat2 is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(path))
+        ends = _AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(target)
+        if renameat2(*ends, _RENAME_EXCHANGE) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path), None, str(target))
 
 
 def unlink(path: Path, phase: str) -> None:
     """Remove a file (unlink(2))."""
-    step()
-    hit(f"{phase}.unlink.before")
-    os.unlink(path)
-    _trace("unlink", path)
-    hit(f"{phase}.unlink.after")
+    with _operation(phase, "unlink", path):
+        os.unlink(path)
 
 
 def remove_directory(path: Path, phase: str) -> None:
     """Remove a directory if it is empty (rmdir(2))."""
-    step()
-    hit(f"{phase}.rmdir.before")
-    os.rmdir(path)
-    _trace("rmdir", path)
-    hit(f"{phase}.rmdir.after")
+    with _operation(phase, "rmdir", path):
+        os.rmdir(path)
 
 
 def sync_directory(path: Path, phase: str) -> None:

@@ -259,7 +259,7 @@ def test_a_release_of_torch_that_asks_for_more_meets_by_its_own_rendezvous(monke
     def lacking(self, keys, timeout=None):
         raise RuntimeError('Tried to call pure virtual function "Store::wait"')
 
-    monkeypatch.setattr(gloo_group._MeetingStore, "wait", lacking)
+    monkeypatch.setattr(gloo_group.Meeting, "wait", lacking)
     trees = _joined(3, _PlainStore())
     assert together(trees, lambda tree, rank: tree.max([rank], _nothing)) == [[2]] * 3
     _close(trees)

@@ -96,7 +96,9 @@ def _tasks() -> Counter[str]:
 
 def hears_all(detector: FailureDetector[Any]) -> bool:
     """Whether a pulse has come from each rank that it watches; it watches none before it has started."""
-    return not detector._started or all(each.pulses for each in list(detector._watched.values()))
+    return detector._thread.ident is None or all(
+        each.pulses for each in list(detector._watched.values())
+    )
 
 
 def _of_gloo(groups: int) -> Counter[str]:

@@ -81,8 +81,8 @@ def build() -> Path:
     return LIBRARY
 
 
-class FakeCuda:
-    """The driver's controls, and the ``Accelerator`` of the tensors that are its memory."""
+class FakeCuda(devices.Cuda):
+    """The driver's controls, and torch's view of the tensors that are its memory."""
 
     def __init__(self, library: Path) -> None:
         self.lib = ctypes.CDLL(str(library))
@@ -95,7 +95,7 @@ class FakeCuda:
         self.pool = DevicePool()
         self.in_capture = False
 
-    # ---- devices.Accelerator -----------------------------------------------------------------
+    # ---- devices.Cuda ------------------------------------------------------------------------
 
     def numbers(self, tensors: Sequence[torch.Tensor]) -> list[int]:
         found = map(self.device_of, tensors)

@@ -68,13 +68,3 @@ def test_old_keys_are_dropped_and_only_those():
     assert not store.check(["reasons/0"])
     assert not store.check(["reasons/0/1"])
     assert store.check([f"reasons/{found[0]}/1"])
-
-
-def test_a_rank_alone_needs_no_store():
-    alone = DecisionLog()
-    alone.note(7, FAILED)
-    alone.explain(7, 0, Reason("OSError", ""))
-    alone.flush()
-    alone.forget_before(7)
-    assert alone.find(7) is None
-    assert alone.collect(7) == Collected({})

@@ -74,10 +74,3 @@ def test_work_whose_end_need_not_be_known_goes_on(tmp_path, hang):
     assert not is_hung(tmp_path)
     hang.set()
     await_that((tmp_path / "later").exists)
-
-
-def test_threads_are_used_again(tmp_path):
-    bounded("looking", tmp_path, 60, tmp_path.stat)
-    first = bounded("looking", tmp_path, 60, threading.current_thread)
-    for _ in range(20):
-        assert bounded("looking", tmp_path, 60, threading.current_thread) is first
