@@ -75,7 +75,7 @@ def _hang_one_call(root, first, only, overwrite):
     assert _at(other) == [4.0]
     await_that(lambda: _outcome(path, 5, commit_timeout=LIMIT) is None)
     assert _at(path) == [5.0]
-    return storage.hung
+    return storage.hung or (told and "none: storage was slow by itself")
 
 
 @pytest.mark.parametrize(
