@@ -22,8 +22,8 @@ from dcp_datastates.commit import group
 from dcp_datastates.storage.bounded import is_hung
 
 BOUND = 0.25
-"""The ``commit_timeout`` of these saves, in seconds. Each of hundreds of saves waits for it: it is shorter than users may
-ask for."""
+"""The ``commit_timeout`` of these saves, in seconds: shorter than users may ask for, because hundreds of saves wait for
+it."""
 
 STRIDE = 17
 """Each test lets every so many-th call hang."""
