@@ -55,6 +55,8 @@ PYTHON_SOURCES := dcp_datastates dcp_datastates_cli tests integration benchmarks
 
 # One rank per core is what the tests and the demo run; more threads only fight over the cores.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes import the package: without its bytecode on disk, each would compile it anew.
+export PYTHONDONTWRITEBYTECODE :=
 # The venv's cmake and ninja, not those that the machine may have.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 

@@ -230,6 +230,7 @@ def _run_agent() -> None:
     long to stop its workers, goes on with its own store. Here each round tells and asks again.
     """
     import torch.distributed.run
+    import torch.multiprocessing as mp
     from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
@@ -245,6 +246,7 @@ def _run_agent() -> None:
         return RendezvousInfo(met.store, met.rank, met.world_size, told)
 
     DynamicRendezvousHandler.next_rendezvous = meet_and_tell  # type: ignore[method-assign]
+    mp.set_forkserver_preload(["torch.distributed.checkpoint"])  # it takes each worker seconds
     torch.distributed.run.main(sys.argv[2:])
 
 

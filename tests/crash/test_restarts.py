@@ -49,7 +49,8 @@ def test_a_rank_that_is_killed_in_any_phase_leaves_nothing_that_the_restarted_jo
     (tmp_path / "root").mkdir()
     with Job(Plan(str(tmp_path / "root"), 6, kills), tmp_path) as job:
         agent = job.start(
-            *("--standalone", "--nproc-per-node", "2", "--max-restarts", str(len(kills)))
+            *("--standalone", "--nproc-per-node", "2", "--max-restarts", str(len(kills))),
+            *("--run-path", "--start-method", "forkserver"),
         )
         code = agent.wait(SECONDS)
         lines = job.lines()
