@@ -108,7 +108,7 @@ class Array:
         first = sum(at * step for at, step in zip(offsets, self.strides, strict=True))
         span = 1 + sum((size - 1) * step for size, step in zip(sizes, self.strides, strict=True))
         place = self.offset + first * itemsize
-        box = torch.empty_strided(tuple(sizes), self.strides, device="meta")
+        box = torch.empty_strided(tuple(sizes), self.strides, dtype=self.dtype, device="meta")
         if span == into.numel() and into.is_contiguous() and box.is_contiguous():
             files.read(self.path, place, as_bytes(into))
             return
