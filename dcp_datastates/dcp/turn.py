@@ -41,7 +41,7 @@ _LEAVE_SECONDS: Final = 60.0
 _GATE_SECONDS: Final = 10.0
 """How long the step gate holds training for a save that cannot be planned."""
 
-_lock = ProcessLock()  # guards _turns
+_lock = ProcessLock()  # guards _turns and _watch
 _turns: list[Turn] = []  # in order
 
 
@@ -181,40 +181,46 @@ class _Synchronous:
         return not self.thread.is_alive()
 
 
-_watching_lock = ProcessLock()  # guards _arriving
-_arriving: queue.SimpleQueue[Turn | _Synchronous] | None = None
+class _Watch:
+    """Ends saves that DCP has left. Its own thread is a daemon."""
+
+    def __init__(self) -> None:
+        self._arriving: queue.SimpleQueue[Turn | _Synchronous] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="dcp_datastates-watch", daemon=True).start()
+
+    def add(self, watched: Turn | _Synchronous) -> None:
+        """Watch until the save has ended."""
+        self._arriving.put(watched)
+
+    def _run(self) -> None:
+        watched: list[Turn | _Synchronous] = []
+        while True:
+            if not watched:
+                watched.append(self._arriving.get())
+            while not self._arriving.empty():
+                watched.append(self._arriving.get())
+            watched[0].save.await_end(_POLL_SECONDS)
+            try:
+                for each in watched:
+                    if each.is_left:
+                        each.save.end()
+                _release_gates()
+            except Exception:  # from a callback of a future, say
+                logger.exception("a save could not be ended")
+            watched = [each for each in watched if not each.save.has_ended]
+            with _lock:
+                _turns[:] = [turn for turn in _turns if not turn.save.has_ended]
+
+
+_watch: _Watch | None = None
 
 
 def _watch_until_ended(watched: Turn | _Synchronous) -> None:
-    """End the save when DCP has left it. A daemon thread watches, from the first call on."""
-    global _arriving
-    with _watching_lock:
-        if _arriving is None:
-            _arriving = queue.SimpleQueue()
-            threading.Thread(
-                target=_watch, args=(_arriving,), name="dcp_datastates-watch", daemon=True
-            ).start()
-    _arriving.put(watched)
-
-
-def _watch(arriving: queue.SimpleQueue[Turn | _Synchronous]) -> None:
-    watched: list[Turn | _Synchronous] = []
-    while True:
-        if not watched:
-            watched.append(arriving.get())
-        while not arriving.empty():
-            watched.append(arriving.get())
-        watched[0].save.await_end(_POLL_SECONDS)
-        try:
-            for each in watched:
-                if each.is_left:
-                    each.save.end()
-            _release_gates()
-        except Exception:  # from a callback of a future, say
-            logger.exception("a save could not be ended")
-        watched = [each for each in watched if not each.save.has_ended]
-        with _lock:
-            _turns[:] = [turn for turn in _turns if not turn.save.has_ended]
+    global _watch
+    with _lock:
+        if _watch is None:
+            _watch = _Watch()
+    _watch.add(watched)
 
 
 def end_here(*, asynchronous: bool = True) -> None:
@@ -230,8 +236,8 @@ def end_here(*, asynchronous: bool = True) -> None:
 
 @after_fork
 def _forget_in_child() -> None:
-    global _arriving
-    _arriving = None
+    global _watch
+    _watch = None
     _turns.clear()
     _here.save = None
 

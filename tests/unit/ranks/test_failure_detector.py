@@ -360,6 +360,7 @@ def test_beats_travel():
         7,
         "reading | x",
         4,
+        6,
         2,
         [list(dataclasses.astuple(loss)) for loss in losses],
         ["::1", 5, 7],
