@@ -75,7 +75,7 @@ class Turn:
         """Block, without the GIL, until the turn begins. Calls ``look`` now and then."""
         while not self._has_begun.wait(_POLL_SECONDS):
             # A save that has failed still meets the other ranks in DCP's collectives, to tell them.
-            if self.save.has_ended or (self.save.committed.done() and not _before(self)):
+            if self.save.has_ended or (self.save.committed.done() and _before(self) is None):
                 return
             look()
 
@@ -90,6 +90,15 @@ class Turn:
         if self.thread is None:
             return now - self._made > _BEGIN_SECONDS
         return now > self._until or not self.thread.is_alive()
+
+    def await_end(self, seconds: float) -> None:
+        """Wait up to ``seconds`` until DCP is done with the save, and end it then."""
+        if self.thread is None:
+            self.save.await_end(seconds)
+        else:
+            self.thread.join(seconds)
+        if self.is_left:
+            _end(self.save)
 
     def give_up(self, why: str) -> None:
         """Fail the save, and let training go on."""
@@ -109,27 +118,38 @@ class Turn:
         """Hold the planning thread until the save is planned, or has failed."""
         save = self.save
         while not (save.committed.done() or save.has_ended):
-            if not _before(self):  # of other ranks, too: they may have the same planner
-                self._has_begun.set()
+            if (
+                first := _before(self)
+            ) is not None:  # of other ranks, too: they may share its planner
+                first.await_end(_POLL_SECONDS)
+                continue
+            self._has_begun.set()
             if self._is_planned.wait(_POLL_SECONDS):
                 return
 
 
-def _before(turn: Turn | None) -> bool:
-    """Whether there are earlier turns (None: any) that are not over."""
+def _end(save: SaveOperation) -> None:
+    try:
+        save.end()
+    except Exception:  # from a callback of a future, say
+        logger.exception("a save could not be ended")
+
+
+def _before(turn: Turn | None) -> Turn | None:
+    """The first turn that is not over, unless it is ``turn``."""
     with _lock:
         first = next((each for each in _turns if not each.save.has_ended), None)
-    return first is not None and first is not turn
+    return None if first is turn else first
 
 
 def await_turns(look: Callable[[], None]) -> None:
     """Return when all turns are over, or in the thread of one of them. Calls ``look`` now and then."""
-    while _before(None):
+    while (first := _before(None)) is not None:
         with _lock:
             running = [turn.thread for turn in _turns if not turn.save.has_ended]
         if threading.current_thread() in running:
             return
-        time.sleep(_POLL_SECONDS)
+        first.await_end(_POLL_SECONDS)
         look()
 
 
@@ -200,13 +220,10 @@ class _Watch:
             while not self._arriving.empty():
                 watched.append(self._arriving.get())
             watched[0].save.await_end(_POLL_SECONDS)
-            try:
-                for each in watched:
-                    if each.is_left:
-                        each.save.end()
-                _release_gates()
-            except Exception:  # from a callback of a future, say
-                logger.exception("a save could not be ended")
+            for each in watched:
+                if each.is_left:
+                    _end(each.save)
+            _release_gates()
             watched = [each for each in watched if not each.save.has_ended]
             with _lock:
                 _turns[:] = [turn for turn in _turns if not turn.save.has_ended]
