@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.crashes.failing import armed
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks
 from support.logs import lines
@@ -199,10 +200,10 @@ def test_a_synchronous_save_that_fails_in_dcps_planning_holds_up_nothing(planner
     dcp_datastates.save(_state(0), shared_dir / "0", process_group=group, host_cache_size=CACHE)
 
     def fail():
-        refusing = {"bad": (lambda: 0)} if dist.get_rank() else {}
-        with pytest.raises(dcp.api.CheckpointException):
+        fault = armed("plan.before=error:EIO") if dist.get_rank() else contextlib.nullcontext()
+        with fault, pytest.raises(dcp.api.CheckpointException, match="Input/output error"):
             dcp.save(
-                {"w": torch.ones(3), **refusing},
+                {"w": torch.ones(3)},
                 storage_writer=writer(shared_dir / "bad", process_group=group),
                 planner=planner(),
                 process_group=group,
