@@ -6,23 +6,22 @@ The commit thread waits for the files to be durable, through :class:`WrittenPart
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
 
-from dcp_datastates._native import DeviceEvent, Engine, Fault, SaveFile, SaveJob, Window
+from dcp_datastates._native import Engine, Fault, SaveJob, Window
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import DataStatesError, DeviceError, SnapshotTornError, StorageError
-from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
+from dcp_datastates.format.layout import lay_out
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.planning.column_planning import ColumnPlanning
-from dcp_datastates.planning.exchange import Report
 from dcp_datastates.planning.rank_plan_cache import Foreseen
 from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.paths import directories_to_sync
@@ -33,7 +32,6 @@ from dcp_datastates.storage.attempt import Attempt
 
 __all__ = [
     "Ahead",
-    "WriteJob",
     "Writing",
     "WrittenPart",
     "begin_write",
@@ -79,27 +77,6 @@ class WrittenPart:
 
     def cancel(self) -> None:
         self._job.cancel()
-
-
-@dataclass(frozen=True, eq=False)
-class WriteJob:
-    """What the engine is given to write: the files of this rank's part, with their layouts."""
-
-    files: list[SaveFile]
-    sealed: Sequence[SealedFile]
-    layouts: Sequence[FileLayout]
-    fences: list[DeviceEvent]
-    """Events that device copies must wait for."""
-    keep: list[Any]
-    """Objects that must stay alive until they have been read."""
-    report: Report | None = None
-    """Known if the files were prepared."""
-    readers: list[DeviceEvent] = field(default_factory=list)
-    """Events of the kernels that this thread has launched to resolve tensors."""
-
-    @property
-    def nbytes(self) -> int:
-        return sum(file.nbytes for file in self.sealed)
 
 
 @dataclass(frozen=True, eq=False)
