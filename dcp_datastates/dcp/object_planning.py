@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.format.layout import FileLayout, SealedFile
-from dcp_datastates.planning.exchange import Report
 from dcp_datastates.planning.save_planning import Compose
+from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.saving.document import document, write_results
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
@@ -62,15 +61,8 @@ class GivenPlan:
     def release(self) -> None:
         self.planner = None  # it has the state
 
-    def report(
-        self,
-        attempt: Attempt,
-        layouts: Sequence[FileLayout],
-        sealed: Sequence[SealedFile],
-        known: Report | None,
-        samples: bytes,
-    ) -> bytes:
-        self.results = write_results(self.items, layouts, sealed, attempt)
+    def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
+        self.results = write_results(self.items, job.layouts, job.sealed, attempt)
         return b""
 
     def ended(self, committed: bool) -> None:
@@ -131,15 +123,9 @@ class ObjectPlanning(GivenPlan):
         assert self.planner is not None, "released"
         return self.planner
 
-    def report(
-        self,
-        attempt: Attempt,
-        layouts: Sequence[FileLayout],
-        sealed: Sequence[SealedFile],
-        known: Report | None,
-        samples: bytes,
-    ) -> bytes:
-        return pickle.dumps(write_results(self.items, layouts, sealed, attempt))
+    def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
+        super().report(attempt, job, samples)
+        return pickle.dumps(self.results)
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         metadata = self._metadata

@@ -118,9 +118,8 @@ class Turn:
         """Hold the planning thread until the save is planned, or has failed."""
         save = self.save
         while not (save.committed.done() or save.has_ended):
-            if (
-                first := _before(self)
-            ) is not None:  # of other ranks, too: they may share its planner
+            first = _before(self)  # of other ranks, too: they may share the planner
+            if first is not None:
                 first.await_end(_POLL_SECONDS)
                 continue
             self._has_begun.set()

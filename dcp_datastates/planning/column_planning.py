@@ -15,12 +15,11 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.format.chunk_table import Catalog
-from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.format.validate import validate
 from dcp_datastates.io.tensor_memory import local_tensor
 from dcp_datastates.planning.balance import assign
 from dcp_datastates.planning.declared import declared
-from dcp_datastates.planning.exchange import Answer, Offer, RankReport, Report
+from dcp_datastates.planning.exchange import Answer, Offer, RankReport
 from dcp_datastates.planning.flat_state import FlatState
 from dcp_datastates.planning.global_plan import GlobalPlan
 from dcp_datastates.planning.local_plan import LocalPlan
@@ -38,6 +37,7 @@ from dcp_datastates.planning.rank_plan_cache import (
 from dcp_datastates.planning.replicas import Held, sample
 from dcp_datastates.planning.save_planning import Compose
 from dcp_datastates.planning.serializer import Serializer
+from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
@@ -190,17 +190,10 @@ class ColumnPlanning:
         self._state = self._flat = None
         self._root = {}
 
-    def report(
-        self,
-        attempt: Attempt,
-        layouts: Sequence[FileLayout],
-        sealed: Sequence[SealedFile],
-        known: Report | None,
-        samples: bytes,
-    ) -> bytes:
+    def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
         share = self._share
         assert share is not None
-        report = known or report_of(layouts, sealed, len(self.items))
+        report = job.report or report_of(job.layouts, job.sealed, len(self.items))
         is_known = share.reported.get(self._plan_name) == report.digest
         self._reported = share.sent = report.digest
         if not is_known:

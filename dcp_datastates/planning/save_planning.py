@@ -10,9 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
 
-from dcp_datastates.format.layout import FileLayout, SealedFile
-from dcp_datastates.planning.exchange import Report
 from dcp_datastates.planning.prepared_write import Prepared
+from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
@@ -54,15 +53,8 @@ class SavePlanning(Protocol):
     def release(self) -> None:
         """Let go of the state, whose reads have begun. Idempotent."""
 
-    def report(
-        self,
-        attempt: Attempt,
-        layouts: Sequence[FileLayout],
-        sealed: Sequence[SealedFile],
-        known: Report | None,
-        samples: bytes,
-    ) -> bytes:
-        """What the coordinator must know of this rank's files. ``known``: the report of prepared files."""
+    def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
+        """What the coordinator must know of this rank's files."""
 
     def ended(self, committed: bool) -> None:
         """Note the outcome of the save. Any thread."""

@@ -150,9 +150,7 @@ class Writing:
             _cancel(job)
             raise
         content.keep.clear()  # all is read: release the copies and the tensors
-        report = planning.report(
-            self._attempt, content.layouts, content.sealed, content.report, self._samples
-        )
+        report = planning.report(self._attempt, content, self._samples)
         save.committed.add_done_callback(lambda _: planning.ended(save.committed.peek() is None))
         part = WrittenPart(job, save.stats, content.nbytes)
         save.submit(part, report, planning.compose(save.call.metrics))
