@@ -42,7 +42,11 @@ from dcp_datastates import (
     StorageError,
     UnsupportedTensorError,
 )
+from dcp_datastates.commit import voter
+from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.round import Round
 from dcp_datastates.dcp import compat
+from dcp_datastates.ranks.rank_set import rank_set_of
 
 
 def _state(number):
@@ -127,6 +131,44 @@ def test_a_failure_in_the_background_is_told_by_committed_wait_and_the_log(share
     with raises(StorageError, "Input/output error"):
         ours.wait()
     assert _number(shared_dir / "c") == 4
+
+
+class _Durable:
+    """A part that is on stable storage."""
+
+    error = None
+    progress = 0
+
+    def wait(self, seconds):
+        return True
+
+    def cancel(self):
+        pass
+
+
+@ranks(2)
+def test_a_rank_that_is_several_rounds_behind_votes_in_none_that_is_decided(shared_dir):
+    _begin(0, shared_dir / "c").result(60)
+    group = commit_group(rank_set_of(None))
+    drawn = [group.first, group.draw(), group.draw()] if dist.get_rank() == 0 else [0, 0, 0]
+    dist.broadcast_object_list(drawn, src=0)
+    first, *numbers = drawn
+    rounds = [Round(number, None, None, _Durable(), timeout=60, first=first) for number in numbers]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(voter, "_CONNECTING_SECONDS", 0.0)
+        if dist.get_rank() == 0:  # DCP has failed in both
+            for each in rounds:
+                each.abandon(SaveFailedError("DCP has failed"))
+                group.submit(each)
+            wait([each.committed for each in rounds], 60)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            for each in rounds:
+                group.submit(each)
+        _begin(1, shared_dir / "c").result(60)
+    for each in rounds:
+        assert "DCP has failed" in str(each.committed.exception(60))
+    assert _number(shared_dir / "c") == 1
 
 
 @ranks(2)
