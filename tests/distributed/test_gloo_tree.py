@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -315,3 +317,26 @@ def test_a_tree_that_another_thread_closes_tells_no_rank_what_it_says_itself():
     group.leave()
     trees[1].leave()
     _close(trees)
+
+
+def test_who_gives_up_while_it_connects_leaves_no_address_to_connect_to(monkeypatch):
+    """Else the other rank would try to for 20 s, in gloo's code, where nobody can tell it."""
+    first, second = _trees(2)
+    inside, left = threading.Event(), threading.Event()
+
+    def slow(host):
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            left.wait(30)
+        return "127.0.0.1"
+
+    monkeypatch.setattr(gloo_tree, "own_address", slow)
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(second.join, _nothing)
+        assert inside.wait(30)
+        with pytest.raises(InterruptedError):
+            first.join(_Impatient(5))
+        left.set()
+        with pytest.raises(GroupBroken, match="another rank has given these connections up"):
+            joining.result(60)
+    _close([first, second])

@@ -1,0 +1,133 @@
+"""Places in object stores, as paths; and places of either kind."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.storage import local, stores
+from dcp_datastates.storage.object_store import ObjectStore
+
+__all__ = ["Location", "ObjectPath", "is_url", "locate"]
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
+
+
+class ObjectPath:
+    """A key, or a prefix of keys, in an object store: what :class:`~pathlib.Path` is in a file system.
+
+    Two are equal if their URLs are. The text has no credentials: these come from the environment, or from ``options``,
+    which are never shown.
+    """
+
+    __slots__ = ("_options", "_url", "key", "root")
+
+    def __init__(self, root: str, key: str, options: Mapping[str, Any] | None = None) -> None:
+        self.root: Final = root
+        """``s3://bucket``."""
+        self.key: Final = key
+        """Without slashes at its ends; ``""`` is the bucket itself."""
+        self._options: Final = options
+        self._url: Final = f"{root}/{key}" if key else root
+
+    @property
+    def store(self) -> ObjectStore:
+        """The store, opened on first use. Raises :class:`ConfigurationError` if its library is missing."""
+        return stores.store_of(self.root, self._options)
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        return Path(self.name).suffix
+
+    @property
+    def parent(self) -> ObjectPath:
+        return ObjectPath(self.root, self.key.rpartition("/")[0], self._options)
+
+    def __truediv__(self, below: str | os.PathLike[str]) -> ObjectPath:
+        text = os.fspath(below)
+        return ObjectPath(self.root, f"{self.key}/{text}" if self.key else text, self._options)
+
+    def relative_to(self, other: ObjectPath) -> Path:
+        """The rest of the key below that of ``other``. Raises ValueError if it is not below."""
+        return (
+            Path(self.key).relative_to(other.key)
+            if self.root == other.root
+            else Path(self._url).relative_to(other._url)
+        )
+
+    def is_symlink(self) -> bool:
+        """False: a store has none."""
+        return False
+
+    def __str__(self) -> str:
+        return self._url
+
+    def __repr__(self) -> str:
+        return f"ObjectPath({self._url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectPath) and self._url == other._url
+
+    def __lt__(self, other: ObjectPath) -> bool:
+        return self._url < other._url
+
+    def __hash__(self) -> int:
+        return hash(self._url)
+
+
+Location = Path | ObjectPath
+"""Where a checkpoint lies, or a directory of checkpoints."""
+
+
+def is_url(path: object) -> bool:
+    """Whether ``path`` has a scheme other than ``file``."""
+    return isinstance(path, str) and "://" in path and not path.startswith("file://")
+
+
+def locate(
+    path: str | os.PathLike[str] | ObjectPath,
+    below: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Location:
+    """The place that ``path`` names: a URL's in its store, anything else in the file system (:func:`local.local_path`).
+
+    ``options`` are fsspec's ``storage_options``. Opens nothing.
+
+    Raises :class:`ConfigurationError`: the URL has no bucket, has credentials, or a segment that no key can have; or
+    there are ``options`` for a path that is no URL.
+    """
+    if isinstance(path, ObjectPath):
+        return path
+    if not isinstance(path, str) or "://" not in path:
+        if options:
+            raise ConfigurationError(f"path={path!r} is a local path: storage_options are for URLs")
+        return local.local_path(path, below)
+    match = _URL.fullmatch(path)
+    if match is None:
+        raise ConfigurationError(f"path={path!r} is no URL; write one as s3://bucket/run/step-100")
+    scheme, bucket, key = match[1].lower(), match[2], match[3].rstrip("/")
+    if scheme == "file":
+        return local.local_path("/" + key, below)
+    if not bucket and scheme != "memory":
+        raise ConfigurationError(f"path={path!r} names no bucket; write s3://bucket/run/step-100")
+    if scheme == "memory" and bucket:
+        bucket, key = "", f"{bucket}/{key}".rstrip("/")
+    if "@" in bucket and scheme not in ("abfs", "abfss"):
+        raise ConfigurationError(
+            f"path has credentials in it ({scheme}://…@…): names of checkpoints appear in logs and files; give "
+            f"credentials by the environment, or by storage_options"
+        )
+    for segment in key.split("/") if key else ():
+        if segment in ("", ".", "..") or any(ord(letter) < 32 for letter in segment):
+            raise ConfigurationError(
+                f"path={path!r} has the segment {segment!r}, which names no place in a store"
+            )
+    return ObjectPath(f"{scheme}://{bucket}", key, options)

@@ -1,0 +1,125 @@
+"""Object stores: one small protocol, which :mod:`obstore_adapter` and :mod:`fsspec_adapter` implement.
+
+A store has keys and objects. An object appears whole or not at all, and cannot be renamed. Every call is atomic, and
+consistent with all calls that returned before it began, as S3, GCS and Azure promise. Retries are the library's.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from typing_extensions import Buffer
+
+from dcp_datastates.errors import StorageError
+
+__all__ = [
+    "Listing",
+    "ObjectMissingError",
+    "ObjectStore",
+    "StoredObject",
+    "Version",
+    "without_secrets",
+]
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object, as a listing shows it."""
+
+    key: str
+    nbytes: int
+    modified_at: float
+    """By the store's clock, in seconds since the epoch."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What lies directly below a prefix."""
+
+    folders: tuple[str, ...]
+    """The names below which there are more objects, without slashes, in order."""
+    objects: tuple[StoredObject, ...]
+
+
+@dataclass(frozen=True)
+class Version:
+    """Tells one state of an object from another, if the store does (``e_tag``, ``version``)."""
+
+    e_tag: str | None
+    number: str | None
+
+
+class ObjectMissingError(StorageError, FileNotFoundError):
+    """There is no such object."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(errno.ENOENT, "there is no such object", url)
+
+
+class ObjectStore(Protocol):
+    """One bucket, or what corresponds to it. Any thread; calls wait without the GIL.
+
+    Keys have no slash at their beginning or end. When the library has given up, every method raises
+    :class:`StorageError` with the object's URL and the cause, without credentials; :class:`ObjectMissingError` if there
+    is no such object.
+    """
+
+    @property
+    def url(self) -> str:
+        """``s3://bucket``, for messages."""
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Store an object, in place of any that is there."""
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        """Store an object unless there is one; returns whether this call did. False after a retry may be wrong: the
+        first try may have stored it. The caller reads it back (:mod:`decisions`).
+        """
+
+    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
+        """Store an object in place of ``version`` (None: of none); returns whether this call did."""
+
+    def put_stream(
+        self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
+    ) -> None:
+        """Store an object of ``pieces``, which are sent as parts of ``part_bytes`` (the last may be smaller).
+
+        Holds each piece until its part is sent, ``parts_in_flight`` parts at most and the one that fills. The object
+        appears when all are sent. If ``pieces`` or a part raises, no object appears, and the parts are removed.
+        """
+
+    def get(self, key: str) -> tuple[bytes, Version, float]:
+        """The object's bytes, its version and the time of its last change, in seconds since the epoch."""
+
+    def get_range(self, key: str, begin: int, end: int) -> Buffer:
+        """The bytes ``[begin, end)``; fewer if the object ends before. Never more, whatever the server sends."""
+
+    def size(self, key: str) -> int:
+        """The object's size in bytes."""
+
+    def list(self, prefix: str) -> Listing:
+        """What lies directly below ``prefix`` (``""``: the bucket); one request for each 1,000 entries."""
+
+    def walk(self, prefix: str) -> Iterator[StoredObject]:
+        """All objects below ``prefix``, at any depth, in order where the store lists in order."""
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; ones that are missing are no error."""
+
+
+_QUERY: Final = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
+_USER: Final = re.compile(r"(\w+://)[^/\s@]+@")
+_SECRET: Final = re.compile(
+    r"(?i)\b((?:\w*secret\w*|\w*token\w*|\w*password\w*|\w*key(?:_id)?|sig|authorization|credential)\s*[=:]\s*)"
+    r"(?:Some\()?[\"']?[^\s\"',;)&]+"
+)
+
+
+def without_secrets(message: str) -> str:
+    """A library's message without what may be a secret: queries of URLs, users in URLs, values of keys and tokens."""
+    message = message.partition("\n\nDebug source")[0]
+    return _SECRET.sub(r"\1…", _USER.sub(r"\1…@", _QUERY.sub(r"\1?…", message)))

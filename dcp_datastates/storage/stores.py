@@ -1,0 +1,65 @@
+"""The stores that this process has opened: one for each bucket and options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.storage.object_store import ObjectStore
+
+__all__ = ["store_of"]
+
+_OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
+
+_lock = ProcessLock()  # guards what follows
+_opened: dict[tuple[str, str], ObjectStore] = {}
+_process: int | None = None
+"""That opened the first store."""
+
+
+def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
+    """The store at ``root``, such as ``s3://bucket``: through obstore, or through fsspec for other schemes and if there
+    are ``options`` (fsspec's ``storage_options``). Any thread.
+
+    Raises :class:`ConfigurationError` if the library is not installed or refuses the options; :class:`StorageError` in
+    a process that was forked from one that had opened a store, as the libraries' threads do not live on in it.
+    """
+    global _process
+    by_options = repr(sorted(options.items())) if options else ""
+    with _lock:
+        if (store := _opened.get((root, by_options))) is not None and _process == os.getpid():
+            return store
+        if _process is not None and _process != os.getpid():
+            raise StorageError(
+                None,
+                "this process was forked from one that had used an object store: use start method 'spawn' or "
+                "'forkserver' for processes that read or write checkpoints there",
+                root,
+            )
+        _process = os.getpid()
+        store = _opened[root, by_options] = _open(root, options)
+        return store
+
+
+def _open(root: str, options: Mapping[str, Any] | None) -> ObjectStore:
+    scheme = root.partition("://")[0]
+    if scheme in _OBSTORE_SCHEMES and not options:
+        try:
+            from dcp_datastates.storage.obstore_adapter import ObstoreStore
+        except ImportError as error:
+            raise _missing(root, "obstore", error) from error
+        return ObstoreStore(root)
+    try:
+        from dcp_datastates.storage.fsspec_adapter import FsspecStore
+    except ImportError as error:
+        raise _missing(root, "fsspec", error) from error
+    return FsspecStore(root, options)
+
+
+def _missing(root: str, library: str, error: ImportError) -> ConfigurationError:
+    return ConfigurationError(
+        f"{root} needs the package {library} ({error}): pip install 'dcp_datastates[cloud]'"
+    )
