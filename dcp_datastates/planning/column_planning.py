@@ -128,7 +128,6 @@ class ColumnPlanning:
             answers, self._global_plan = planner.of_coordinator.plan(
                 self._group,
                 offers,
-                self._own,
                 lambda plans: assign_shares(plans, options),
                 (options.split, options.to_lowest_rank),
             )
@@ -214,10 +213,6 @@ class ColumnPlanning:
         leaves = Leaves.of(known, state.staged, self._root, mappings or {})
         if leaves is not None:
             self._planner.of_rank.learn(looks, leaves)
-
-    def _own(self, digest: bytes) -> LocalPlan | None:
-        known = self._known
-        return known.plan if known is not None and known.plan.digest == digest else None
 
     def _flatten(self) -> FlatState:
         """The state as DCP flattens it."""
