@@ -250,23 +250,15 @@ class SaveJob:
     """The write of one rank's files. Native threads do the work; this is the handle.
 
     The sources must stay alive and unchanged until ``wait_read(-1)`` has returned True. Dropping
-    the handle before that, or before an unplaced job is placed, cancels the job and waits (without the
-    GIL) for copies under way, so the sources are never read after the handle (which holds
-    ``keepalive``) is gone; nor after the garbage collector has taken both in one cycle.
+    the handle before that cancels the job and waits (without the GIL) for copies under way, so the
+    sources are never read after the handle (which holds ``keepalive``) is gone; nor after the garbage
+    collector has taken both in one cycle.
     """
 
-    def place(self, paths: Sequence[str], sync_directories: Sequence[str]) -> None:
-        """Say where the files of ``save_unplaced`` go, in their order; ``sync_directories`` as in ``Engine.save``.
-
-        What has been read is written from now on. Returns at once; once per job. Does nothing if the job has
-        failed. Raises ValueError, and changes nothing, for a wrong number of paths, one that is empty, has a
-        NUL character or is there twice, and for a job that is placed (every job of ``Engine.save`` is).
-        """
     def wait_read(self, group: int, timeout: float) -> bool:
         """Wait until all regions of ``group`` (-1: of every group) are read or the job has failed.
 
-        Returns False when ``timeout`` seconds passed first. Never waits on storage except for back-pressure;
-        nor for ``place``, except for cache memory that is held until then.
+        Returns False when ``timeout`` seconds passed first. Never waits on storage except for back-pressure.
         """
     def wait_queued(self, group: int, timeout: float) -> bool:
         """Wait until the regions of ``group`` are read or, on devices, will be before :meth:`events`; or the job
@@ -429,23 +421,6 @@ class Engine:
         what is copied from memory of a group other than 0 is not as ``expected``.
 
         Raises ValueError for a region on a device that was not opened.
-        """
-    def save_unplaced(
-        self,
-        files: Sequence[SaveFile],
-        order: int,
-        window: Window,
-        keepalive: Any,
-        fences: Sequence[DeviceEvent] = (),
-        expected: ExpectedBytes | None = None,
-    ) -> SaveJob:
-        """``save`` before it is known where the files go: ``SaveJob.place`` says it later.
-
-        Until then their paths are only names for messages, and what is read stays in the cache. It is
-        read as by ``save``, but not before all of the older saves is: a closed window of an older save
-        holds it up, too. Submit it after all older saves, and place it without waiting for its own
-        reads, or for a newer save or its slab: they may need the memory that it holds. Waiting for
-        older saves is allowed.
         """
     def restore(
         self, plan: RestorePlan, keepalive: Any, fences: Sequence[DeviceEvent] = ()

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_datastates.planning.save_planning import Compose
+from dcp_datastates.planning.save_planning import Compose, SavePlanning
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.saving.document import document, write_results
 from dcp_datastates.staging.stage import StagedState
@@ -28,7 +28,7 @@ from dcp_datastates.storage.attempt import Attempt
 __all__ = ["GivenPlan", "ObjectPlanning"]
 
 
-class GivenPlan:
+class GivenPlan(SavePlanning):
     """A final plan that DCP has made with ``planner``. DCP gathers the results, too."""
 
     kind = "by DCP"
@@ -38,25 +38,10 @@ class GivenPlan:
         self.planner: SavePlanner | None = planner
         self.results: list[WriteResult] = []
 
-    def propose(self, group: str, rank: int) -> bytes:
-        return b""
-
-    def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
-        return [b""] * len(proposals)
-
-    def take(self, answer: bytes) -> None:
-        pass
-
-    def prepared(self) -> None:
-        return None
-
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         assert self.planner is not None, "released"
         found: torch.Tensor | io.BytesIO = self.planner.resolve_data(write_item)
         return found
-
-    def sample(self, attempt: Attempt) -> bytes:
-        return b""
 
     def release(self) -> None:
         self.planner = None  # it has the state
@@ -64,12 +49,6 @@ class GivenPlan:
     def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
         self.results = write_results(self.items, job.layouts, job.sealed, attempt)
         return b""
-
-    def ended(self, committed: bool) -> None:
-        pass
-
-    def compose(self, metrics: Mapping[str, float]) -> Compose | None:
-        return None
 
 
 class ObjectPlanning(GivenPlan):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -45,13 +45,19 @@ NOTHING: Final = SavePlan([], planner_data={"dcp_datastates plans this save": ()
 
 
 class WriterMeta(StorageMeta):
-    """What ``storage_meta()`` of this package's writer returns: the planner's way to the save."""
+    """What ``storage_meta()`` of this package's writer returns: the planner's way to the save. It stays within the
+    process. For DCP and the metadata it is an ordinary ``StorageMeta``.
 
-    def plan_in_columns(
-        self, planner: DataStatesSavePlanner, state_dict: Mapping[str, Any]
+    ``plan_in_columns(planner, state_dict)``: plan the state with the planner's caches, once DCP calls ``write_data``.
+    """
+
+    def __init__(
+        self,
+        checkpoint_id: str,
+        plan_in_columns: Callable[[DataStatesSavePlanner, Mapping[str, Any]], None],
     ) -> None:
-        """Plan ``state_dict`` with the caches of ``planner``, once DCP calls ``write_data``."""
-        raise NotImplementedError
+        super().__init__(checkpoint_id=checkpoint_id)
+        self.plan_in_columns = plan_in_columns
 
 
 class DataStatesSavePlanner(DefaultSavePlanner):

@@ -35,7 +35,7 @@ from dcp_datastates.dcp.compat import (
     begin_synchronous,
     warn_if_shared,
 )
-from dcp_datastates.dcp.planner import DataStatesSavePlanner, WriterMeta
+from dcp_datastates.dcp.planner import WriterMeta
 from dcp_datastates.dcp.turn import Turn, end_here
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.process.futures import resolved
@@ -260,7 +260,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         """Begin the save: DCP's first call, in the thread that runs the save."""
         running = self._begin()
-        return _Meta(running)
+        return WriterMeta(str(running.save.directory()), running.plan_in_columns)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Note this process's rank. Refuses ``use_collectives=False``: the ranks could not commit together."""
@@ -380,16 +380,3 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             "a DataStatesWriter cannot be sent to another process: AsyncCheckpointerType.PROCESS is not "
             "supported, use AsyncCheckpointerType.THREAD (the default)"
         )
-
-
-class _Meta(WriterMeta):
-    """For the planner; it stays within the process. For DCP and the metadata it is an ordinary ``StorageMeta``."""
-
-    def __init__(self, running: DcpSave) -> None:
-        super().__init__(checkpoint_id=str(running.save.directory()))
-        self._running = running
-
-    def plan_in_columns(
-        self, planner: DataStatesSavePlanner, state_dict: Mapping[str, Any]
-    ) -> None:
-        self._running.plan_in_columns(planner, state_dict)

@@ -27,7 +27,6 @@ from dcp_datastates.planning.plan_cache import PlanCache
 from dcp_datastates.planning.prepared_write import Prepared, report_of
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.rank_plan_cache import (
-    Foreseen,
     KnownPlan,
     Leaves,
     Looks,
@@ -102,28 +101,15 @@ class ColumnPlanning:
         self._reported = b""  # digest
         self.items: Sequence[WriteItem] = ()
 
-    def foresee(self, group: str, rank: int) -> Foreseen | None:
-        """The share that this rank will write if no rank's state has changed in structure since the previous save; None
-        if that is unknown.
-        """
-        self._begin(group, rank)
-        found = self._found
-        share = None if found is None else found.known.shares.get(found.known.latest)
-        if found is None or share is None:
-            return None
-        prepared = found.prepared.get((rank, share.final.digest))
-        if prepared is None:
-            return None
-        staged, items, serialize = self._staged, share.items, self._planner.serializer.serialize
-        return Foreseen(
-            share,
-            prepared,
-            lambda item: memoryview(serialize(found.object(staged, items[item].index.fqn))),
-        )
-
     def propose(self, group: str, rank: int) -> bytes:
-        self._begin(group, rank)
-        planner = self._planner
+        planner, options, state = self._planner, self._options, self._state
+        assert state is not None, "the state was released"
+        self._group, self._rank = group, rank
+        if options.cache and options.flatten and state.fingerprint is not None:
+            owned = state.staged.owned() if options.split else ()
+            self._looks = (group, state.fingerprint, owned)
+            with planner.lock:
+                self._found = planner.of_rank.find(self._looks)
         local = self._found.known.plan if self._found is not None else self._planned()
         with planner.lock:
             planner.of_rank.begin(group)
@@ -142,7 +128,6 @@ class ColumnPlanning:
             answers, self._global_plan = planner.of_coordinator.plan(
                 self._group,
                 offers,
-                self._own,
                 lambda plans: assign_shares(plans, options),
                 (options.split, options.to_lowest_rank),
             )
@@ -158,10 +143,6 @@ class ColumnPlanning:
                 self._learn(self._looks, self._known)
             planner.of_rank.finish(self._group, self._known if options.cache else None)
         self.items = self._share.items
-
-    def takes(self, foreseen: Foreseen) -> bool:
-        """Whether the ranks have agreed on the share that was foreseen."""
-        return self._share is foreseen.share
 
     def prepared(self) -> Prepared | None:
         if self._found is None or self._flat is not None or not self._staged.is_plain():
@@ -217,18 +198,6 @@ class ColumnPlanning:
         assert self._state is not None, "the state was released"
         return self._state.staged
 
-    def _begin(self, group: str, rank: int) -> None:
-        if group == self._group:
-            return
-        options, state = self._options, self._state
-        assert state is not None
-        self._group, self._rank = group, rank
-        if options.cache and options.flatten and state.fingerprint is not None:
-            owned = state.staged.owned() if options.split else ()
-            self._looks = (group, state.fingerprint, owned)
-            with self._planner.lock:
-                self._found = self._planner.of_rank.find(self._looks)
-
     def _planned(self) -> LocalPlan:
         options, flat = self._options, self._flatten()
         items = self._staged.as_captured(flat.items())
@@ -244,10 +213,6 @@ class ColumnPlanning:
         leaves = Leaves.of(known, state.staged, self._root, mappings or {})
         if leaves is not None:
             self._planner.of_rank.learn(looks, leaves)
-
-    def _own(self, digest: bytes) -> LocalPlan | None:
-        known = self._known
-        return known.plan if known is not None and known.plan.digest == digest else None
 
     def _flatten(self) -> FlatState:
         """The state as DCP flattens it."""

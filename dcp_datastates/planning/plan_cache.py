@@ -35,18 +35,17 @@ class PlanCache:
         self,
         group: str,
         offers: Sequence[Offer],
-        own: Callable[[bytes], LocalPlan | None],
         assign: Assign,
         options: Hashable = None,
     ) -> tuple[list[Answer], GlobalPlan]:
         """The global plan for the ranks' offers, and the answers to the ranks.
 
-        ``own`` finds plans of this process itself; ``options`` determine how ``assign`` assigns shares. Raises
-        ValueError for plans that do not fit together, and :class:`DataStatesError` for an unknown digest.
+        ``options`` determine how ``assign`` assigns shares. Raises ValueError for plans that do not fit together, and
+        :class:`DataStatesError` for an unknown digest.
         """
         key = (options, *(offer.digest for offer in offers))
         heads: dict[bytes, Head] = {}
-        locals_ = [self._plan(group, rank, offer, heads, own) for rank, offer in enumerate(offers)]
+        locals_ = [self._plan(group, rank, offer, heads) for rank, offer in enumerate(offers)]
         global_plan = self._global_plans.get(key)
         if global_plan is None:
             global_plan = GlobalPlan(locals_, *assign(locals_))
@@ -64,21 +63,14 @@ class PlanCache:
         ]
         return answers, global_plan
 
-    def _plan(
-        self,
-        group: str,
-        rank: int,
-        offer: Offer,
-        heads: dict[bytes, Head],
-        own: Callable[[bytes], LocalPlan | None],
-    ) -> LocalPlan:
+    def _plan(self, group: str, rank: int, offer: Offer, heads: dict[bytes, Head]) -> LocalPlan:
         known = self._plans.setdefault((group, rank), {})
         if offer.data is not None:
             kept = {digest: known[digest] for digest in offer.keep if digest in known}
             kept[offer.digest] = LocalPlan.decode(offer.data, heads)
             self._plans[group, rank] = kept
             return kept[offer.digest]
-        plan = known.get(offer.digest) or own(offer.digest)
+        plan = known.get(offer.digest)
         if plan is None:
             raise DataStatesError(
                 f"rank {rank} offers a plan that the coordinator has not seen: did the ranks use different "

@@ -12,7 +12,7 @@ It has two parts:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any, Final
@@ -31,7 +31,7 @@ from dcp_datastates.planning.replicas import Held
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 
-__all__ = ["Foreseen", "KnownPlan", "Leaves", "Looks", "RankPlanCache", "Share"]
+__all__ = ["KnownPlan", "Leaves", "Looks", "RankPlanCache", "Share"]
 
 _KEPT_PLANS: Final = 8
 """How many local plans are kept: a job may save several state dicts in turn."""
@@ -144,16 +144,6 @@ class Leaves:
         if devices is not None:
             sizes[devices[leaves] != HOST] = 0
         return Held(addresses[leaves], sizes)
-
-
-@dataclass(frozen=True, eq=False)
-class Foreseen:
-    """A share that this rank will most likely write again."""
-
-    share: Share
-    prepared: Prepared
-    resolve: Callable[[int], memoryview]
-    """Serializes an item's object."""
 
 
 Looks = tuple[str, Fingerprint, tuple[bool, ...]]

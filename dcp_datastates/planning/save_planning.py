@@ -22,7 +22,8 @@ Compose = Callable[[Sequence[bytes]], Callable[[StorageMeta, Claim], bytes]]
 
 
 class SavePlanning(Protocol):
-    """One rank's side of planning one save. The methods are called in this order, in one thread at a time.
+    """One rank's side of planning one save. The methods are called in this order, in one thread at a time. A class that
+    derives from this exchanges nothing, unless it says what.
 
     Attributes:
         kind: how the save is planned; all ranks must plan it alike.
@@ -34,21 +35,26 @@ class SavePlanning(Protocol):
 
     def propose(self, group: str, rank: int) -> bytes:
         """This rank's message to the coordinator of the ranks with the name ``group``."""
+        return b""
 
     def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
         """Coordinator: the answers to all ranks' messages."""
+        return [b""] * len(proposals)
 
     def take(self, answer: bytes) -> None:
         """Take the coordinator's answer."""
+        return
 
     def prepared(self) -> Prepared | None:
         """The files of the part, prepared to be written from the staged state; None if that is impossible."""
+        return None
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """The data of an item."""
 
     def sample(self, attempt: Attempt) -> bytes:
         """Samples of what this rank shares with others, for :meth:`report`. The state must still be as at the call."""
+        return b""
 
     def release(self) -> None:
         """Let go of the state, whose reads have begun. Idempotent."""
@@ -58,8 +64,10 @@ class SavePlanning(Protocol):
 
     def ended(self, committed: bool) -> None:
         """Note the outcome of the save. Any thread."""
+        return
 
     def compose(self, metrics: Mapping[str, float]) -> Compose | None:
         """What makes the metadata of all ranks' reports; None on other ranks than the coordinator, and if the metadata
         come from elsewhere.
         """
+        return None

@@ -6,14 +6,13 @@ A rank's *proposal* names the save and has the rank's plan, or says why the rank
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Final
 
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.errors import SaveFailedError
-from dcp_datastates.planning.packing import pack, unpack
+from dcp_datastates.planning.packing import Message
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.storage.attempt import Ticket
 
@@ -23,9 +22,6 @@ OTHER_PLANNERS: Final = (
     "some ranks plan with a DataStatesSavePlanner for a DataStatesWriter, and some do not: pass planners and writers "
     "of one class on all ranks, with the same hooks set on them"
 )
-
-_PROPOSAL: Final = b"dspr\x01"
-_ASSIGNMENT: Final = b"dsas\x01"
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class SaveName:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Proposal(Message):
     """One rank's message."""
 
     save: SaveName
@@ -47,20 +43,9 @@ class Proposal:
     reason: Reason | None = None
     """Why the rank cannot save."""
 
-    def encode(self) -> bytes:
-        reason = None if self.reason is None else astuple(self.reason)
-        return pack(_PROPOSAL, [_json([*astuple(self.save), reason]), self.plan])
-
-    @staticmethod
-    def decode(data: bytes) -> Proposal:
-        """ValueError: the bytes are not from :meth:`encode`."""
-        head, plan = unpack(_PROPOSAL, 2, data)
-        *save, reason = json.loads(bytes(head))
-        return Proposal(SaveName(*save), bytes(plan), None if reason is None else Reason(*reason))
-
 
 @dataclass(frozen=True)
-class Assignment:
+class Assignment(Message):
     """The coordinator's message to a rank."""
 
     ticket: Ticket | None
@@ -69,23 +54,6 @@ class Assignment:
     """By rank, why there is no such save."""
     paths: Sequence[str] = ()
     """The paths of all ranks' proposals, if they differ."""
-
-    def encode(self) -> bytes:
-        ticket = None if self.ticket is None else self.ticket.encode()
-        reasons = {str(rank): astuple(reason) for rank, reason in self.reasons.items()}
-        return pack(_ASSIGNMENT, [_json([ticket, reasons, list(self.paths)]), self.plan])
-
-    @staticmethod
-    def decode(data: bytes) -> Assignment:
-        """ValueError: the bytes are not from :meth:`encode`."""
-        head, plan = unpack(_ASSIGNMENT, 2, data)
-        ticket, reasons, paths = json.loads(bytes(head))
-        return Assignment(
-            None if ticket is None else Ticket.decode(tuple(ticket)),
-            bytes(plan),
-            {int(rank): Reason(*reason) for rank, reason in reasons.items()},
-            tuple(paths),
-        )
 
 
 class NotAgreed(Exception):
@@ -179,7 +147,3 @@ def _difference(saves: Sequence[SaveName]) -> Reason | None:
     else:
         text = OTHER_PLANNERS
     return Reason.of(SaveFailedError(text))
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value).encode()

@@ -49,7 +49,7 @@ from dcp_datastates.saving.paths import check_path
 from dcp_datastates.saving.peer_watch import PeerWatch
 from dcp_datastates.saving.phase import Phase
 from dcp_datastates.saving.start import begin_planning
-from dcp_datastates.saving.write import Ahead, Writing, begin_write, fail_write
+from dcp_datastates.saving.write import Writing, begin_write, fail_write
 
 __all__ = ["RankContext", "context_of"]
 
@@ -193,12 +193,7 @@ class RankContext:
 
     # ---- the planning thread, or the thread of a save that DCP runs -------------------------------
 
-    def plan(
-        self,
-        save: SaveOperation,
-        planning: SavePlanning | None,
-        ahead: Ahead | None = None,
-    ) -> Writing:
+    def plan(self, save: SaveOperation, planning: SavePlanning | None) -> Writing:
         """Agree on ``save`` with the other ranks, then begin to read and write this rank's part.
 
         ``planning`` is None if the save has failed on this rank. If this raises, the save has failed on all ranks, or
@@ -219,7 +214,7 @@ class RankContext:
         self._stray.clear()
         try:
             agreed.take(assignment.plan)
-            return begin_write(save, agreed, ahead)
+            return begin_write(save, agreed)
         except BaseException as error:
             fail_write(save, error)
             raise
@@ -250,15 +245,14 @@ class RankContext:
                 f"path: they are in step again from here on"
             )
         planning: SavePlanning | None = None
-        ahead: Ahead | None = None
         try:
-            planning, ahead = begin_planning(save, make)
+            planning = begin_planning(save, make)
         except Exception as error:
             failure = save.record_error(error)
             if save.reads is not None:
                 save.reads.fail(failure)  # frees its memory at once
         save.begin()
-        return self.plan(save, planning, ahead)
+        return self.plan(save, planning)
 
     def _meet(self, watch: PeerWatch, left_out: int = 0) -> AbstractContextManager[Exchange]:
         if self._collectives is None:

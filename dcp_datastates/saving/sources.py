@@ -29,17 +29,6 @@ from dcp_datastates.staging.ownership import STABLE
 __all__ = ["Sources", "files_to_write", "resolve_object"]
 
 
-@dataclass
-class _Columns:
-    """Contiguous regions of one file, for one call into the engine."""
-
-    offsets: list[int] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    addresses: list[int] = field(default_factory=list)
-    groups: list[int] = field(default_factory=list)
-    devices: list[int] = field(default_factory=list)
-
-
 @dataclass(eq=False)
 class Sources:
     """The data that a plan's items resolve to."""
@@ -98,31 +87,17 @@ def _add_tensors(
     sources: Sources,
     entries: Sequence[TensorEntry],
 ) -> None:
-    columns = _Columns()
     reads = sources.reads
     for entry in entries:
         sources.progress.step()
         tensor, device = _resolve_tensor(sources, items[entry.item], entry)
-        address = tensor.data_ptr()
-        group = STABLE if reads is None else reads.group_of(address, entry.nbytes)
+        group = STABLE if reads is None else reads.group_of(tensor.data_ptr(), entry.nbytes)
         if device != HOST and group == STABLE:
             sources.devices.add(device)
             tensor = dense(tensor)
-            address = tensor.data_ptr()
         sources.keep.append(tensor)
-        if not entry.nbytes:
-            continue
-        if tensor.is_contiguous():
-            columns.offsets.append(entry.offset)
-            columns.sizes.append(entry.nbytes)
-            columns.addresses.append(address)
-            columns.groups.append(group)
-            columns.devices.append(device)
-        else:
+        if entry.nbytes:
             add_region(content, entry.offset, tensor, entry.nbytes, group, device)
-    content.add_many(
-        columns.offsets, columns.sizes, columns.addresses, columns.groups, columns.devices
-    )
 
 
 def _resolve_tensor(

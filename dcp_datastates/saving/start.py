@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,16 +12,15 @@ from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
 from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.config import Defer, ReadWindow, WriterConfig
-from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, DataStatesError
+from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import capturing, open_used
 from dcp_datastates.io.engine import engine, next_order
-from dcp_datastates.planning.column_planning import ColumnPlanning, StateToPlan
+from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.write import Ahead, read_ahead
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.buffers import EagerBuffers
 from dcp_datastates.staging.deferred_reads import DeferredReads
@@ -34,8 +32,6 @@ from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 
 __all__ = ["begin_planning", "new_call", "prepare", "stage_in_place", "stage_save", "state_to_plan"]
-
-logger = logging.getLogger(__name__)
 
 
 def prepare(rank_set: RankSet, config: WriterConfig) -> CommitGroup:
@@ -185,23 +181,10 @@ def state_to_plan(save: SaveOperation, built: dict[Any, Any] | None = None) -> S
 
 def begin_planning(
     save: SaveOperation, make: Callable[[SaveOperation], SavePlanning]
-) -> tuple[SavePlanning, Ahead | None]:
-    """Begin to plan ``save`` in the calling thread; begin to read its data, if the plan is most likely known.
-
-    Raises what ``make`` raises.
-    """
+) -> SavePlanning:
+    """Begin to plan ``save`` in the calling thread. Raises what ``make`` raises."""
     assert save.reads is not None
     if save.error is not None:
         raise save.error
     save.reads.begin()
-    planning = make(save)
-    ahead: Ahead | None = None
-    if isinstance(planning, ColumnPlanning) and save.call.config.when_behind == "wait":
-        try:
-            ahead = read_ahead(save, planning)
-        except DataStatesError:
-            raise
-        except Exception:  # then the state is read after planning
-            logger.exception("could not read ahead")
-            save.reads.discard()
-    return planning, ahead
+    return make(save)

@@ -18,8 +18,6 @@ from dcp_datastates.errors import DataStatesError, DeviceError, SnapshotTornErro
 from dcp_datastates.format.layout import lay_out
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
-from dcp_datastates.planning.column_planning import ColumnPlanning
-from dcp_datastates.planning.rank_plan_cache import Foreseen
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
@@ -30,14 +28,7 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = [
-    "Ahead",
-    "Writing",
-    "WrittenPart",
-    "begin_write",
-    "fail_write",
-    "read_ahead",
-]
+__all__ = ["Writing", "WrittenPart", "begin_write", "fail_write"]
 
 logger = logging.getLogger(__name__)
 
@@ -80,45 +71,6 @@ class WrittenPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Ahead:
-    """The reads of a save that began before it was planned."""
-
-    foreseen: Foreseen
-    job: WriteJob
-
-
-def read_ahead(save: SaveOperation, planning: ColumnPlanning) -> Ahead | None:
-    """Begin to read the data that this rank writes if the plan is unchanged. None if the plan is unknown, or reads must
-    wait.
-    """
-    reads, group = save.reads, save.group
-    if reads is None or not reads.staged.is_plain():
-        return None
-    foreseen = planning.foresee(group.name, group.rank_set.rank)
-    if foreseen is None:
-        return None
-    keep: list[Any] = []
-    names = [Path(layout.name) for layout in foreseen.prepared.layouts]
-    after = reads.fences
-    files, sealed, report = foreseen.prepared.files(
-        names, *reads.staged.bases(), foreseen.resolve, keep
-    )
-    native = engine(save.call.config.host_cache_bytes)
-
-    def start(window: Window) -> SaveJob:
-        job = native.save_unplaced(
-            files, save.call.order, window, keep, after, reads.staged.expected
-        )
-        save.progress.follow(job)
-        return job
-
-    if reads.foresee(start) is None:
-        return None
-    layouts = foreseen.prepared.layouts
-    return Ahead(foreseen, WriteJob(files, sealed, layouts, after, keep, report))
-
-
-@dataclass(frozen=True, eq=False)
 class Writing:
     """A rank's part of a save whose reads have begun."""
 
@@ -156,28 +108,22 @@ class Writing:
         save.submit(part, report, planning.compose(save.call.metrics))
 
 
-def begin_write(save: SaveOperation, planning: SavePlanning, ahead: Ahead | None = None) -> Writing:
+def begin_write(save: SaveOperation, planning: SavePlanning) -> Writing:
     """Begin to read and write this rank's part of ``save``. The planning lets go of the state.
 
     When an error is raised, no read or write is in progress.
     """
     try:
-        return _begin(save, planning, save.ticket().attempt, ahead)
+        return _begin(save, planning, save.ticket().attempt)
     finally:
         planning.release()
 
 
-def _begin(
-    save: SaveOperation, planning: SavePlanning, attempt: Attempt, ahead: Ahead | None
-) -> Writing:
+def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Writing:
     reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
     folder = save.resolved_path() / attempt.name
     native = engine(save.call.config.host_cache_bytes)
     synced = save.on_storage("looking for the attempt", lambda: directories_to_sync(folder, rank))
-    if reads is not None and ahead is not None:
-        if isinstance(planning, ColumnPlanning) and planning.takes(ahead.foreseen):
-            return _place(save, planning, attempt, ahead, folder, synced)
-        reads.discard()
     try:
         content = _content(save, planning, folder, native)
     except RuntimeError:  # the planner met a tensor that is not as planned
@@ -206,28 +152,6 @@ def _begin(
 
     job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
     return Writing(save, planning, attempt, content, job, samples)
-
-
-def _place(
-    save: SaveOperation,
-    planning: ColumnPlanning,
-    attempt: Attempt,
-    ahead: Ahead,
-    folder: Path,
-    synced: list[str],
-) -> Writing:
-    """Keep the reads that have begun: the ranks have agreed on their plan."""
-    assert save.reads is not None
-    save.stats.steady = True
-    samples = planning.sample(attempt)  # while the gate still holds
-    job = save.reads.adopt()
-    try:
-        paths = [str(folder / layout.name) for layout in ahead.job.layouts]
-        job.place(paths, synced if paths else [])
-    except BaseException:
-        _cancel(job)
-        raise
-    return Writing(save, planning, attempt, ahead.job, job, samples)
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:

@@ -33,7 +33,6 @@ from dcp_datastates.errors import DataStatesError, DeviceError, SaveAbandonedErr
 from dcp_datastates.io.devices import follow, stream
 from dcp_datastates.io.engine import moved
 from dcp_datastates.io.running_calls import Places, places
-from dcp_datastates.process.forks import after_fork
 from dcp_datastates.process.futures import AskedFuture, without_traceback
 from dcp_datastates.process.waiting import Latch, Stall
 from dcp_datastates.staging import step_gate
@@ -57,15 +56,6 @@ def _stop(job: SaveJob) -> None:
     job.cancel()
     while not job.wait_read(-1, _POLL_SECONDS):
         pass
-
-
-_not_submitted: set[int] = set()
-"""Sequence numbers of saves without a native job yet. Only atomic operations change and copy the set."""
-
-
-@after_fork
-def _forget_in_child() -> None:
-    _not_submitted.clear()
 
 
 class DeferredReads:
@@ -104,7 +94,6 @@ class DeferredReads:
         self._regions: Regions | None = None
         self._thread: threading.Thread | None = None
         self._job: SaveJob | None = None
-        self._foreseen: SaveJob | None = None
         self._idle: Places = {}  # where other threads were at the call
         self._end: dict[None, BaseException | None] = {}
         """How the reads ended: settled (None) or failed. ``setdefault`` is atomic: the first entry counts."""
@@ -116,7 +105,6 @@ class DeferredReads:
         try:
             self._portions = portions(staged)
             self._idle = places()
-            _not_submitted.add(order)
             if self._portions:
                 step_gate.gate(self)
             else:
@@ -152,9 +140,8 @@ class DeferredReads:
         if failure is None:
             return
         # A thread that starts a job checks for a failure afterwards, so either this thread or that one stops the job.
-        for job in (self._foreseen, self._job):
-            if job is not None:
-                _stop(job)
+        if self._job is not None:
+            _stop(self._job)
         self._handed_over.set()
         if (staged := self._staged) is not None:
             with contextlib.suppress(DeviceError):  # one failure is enough
@@ -169,8 +156,6 @@ class DeferredReads:
     def _let_go(self) -> None:
         """Drop the references to source tensors, and free the eager copies' cache segments."""
         step_gate.ungate(self)
-        _not_submitted.discard(self.order)
-        self._foreseen = None
         self._portions = []
         self._readers = []
         staged, self._staged = self._staged, None
@@ -245,7 +230,7 @@ class DeferredReads:
             thread = self._thread
             if thread is threading.current_thread() or (thread and not thread.is_alive()):
                 raise SaveAbandonedError("DCP ended this save before its data were written")
-            stall.look(moved(self._foreseen), "its plan, which all ranks take part in")
+            stall.look(moved(None), "its plan, which all ranks take part in")
         self._gate_since = None
 
     def _settle(self, portion: Portion, stall: Stall | None = None) -> None:
@@ -341,49 +326,23 @@ class DeferredReads:
         Raises the error of :meth:`fail`, or :class:`SnapshotTornError` if a deferred tensor's memory is not that of the
         call.
         """
-        self._make_ready()
+        for portion in self._portions:
+            portion.pin()
+        if (staged := self._staged) is not None:
+            staged.copying.wait()
         self._readers = list(readers)
         self.raise_failure()
-        return self._take(start(self._window))
-
-    def foresee(self, start: Callable[[Window], SaveJob]) -> SaveJob | None:
-        """Begin to read by a plan that the ranks have not agreed on yet. The gate still waits for :meth:`adopt`.
-
-        Starts nothing and returns None while an older save has no job by an agreed plan: this save's reads would fill
-        the cache that the older save needs to make progress.
-        """
-        if min(_not_submitted.copy(), default=self.order) < self.order:
-            return None
-        self._make_ready()
-        if self._end:
-            return None
-        job = self._foreseen = start(self._window)
+        self._job = job = start(self._window)
         if self._end:
             _stop(job)
-            return None
+        self._handed_over.set()
+        self.raise_failure()
         return job
 
     def check_unchanged(self) -> None:
         """Raise :class:`SnapshotTornError` if torch has written to a deferred tensor."""
         for portion in self._portions:
             portion.check()
-
-    def _make_ready(self) -> None:
-        """Before the native job starts: the memory is that of the call, and the eager copies are there."""
-        for portion in self._portions:
-            portion.pin()
-        if (staged := self._staged) is not None:
-            staged.copying.wait()
-
-    def _take(self, job: SaveJob) -> SaveJob:
-        """Make ``job`` the job whose reads the gates wait for."""
-        self._job = job
-        if self._end:
-            _stop(job)
-        self._handed_over.set()
-        self.raise_failure()
-        _not_submitted.discard(self.order)
-        return job
 
     def raise_failure(self) -> None:
         if (failure := self.failure) is not None:
@@ -393,21 +352,6 @@ class DeferredReads:
     def fences(self) -> list[DeviceEvent]:
         """Events that device copies must wait for: all work that the streams had received at the call."""
         return [] if (staged := self._staged) is None else staged.fences
-
-    def adopt(self) -> SaveJob:
-        """Keep the job of :meth:`foresee`: the ranks have agreed on its plan."""
-        job = self._foreseen
-        self.raise_failure()
-        assert job is not None, "foresee() comes first"
-        self._take(job)
-        self._foreseen = None
-        return job
-
-    def discard(self) -> None:
-        """Stop the job of :meth:`foresee`: the plan has changed. Returns when its reads have stopped."""
-        job, self._foreseen = self._foreseen, None
-        if job is not None:
-            _stop(job)
 
     def settle(self) -> None:
         """Wait until all data are read, and check that they are unchanged; then the state may change freely.

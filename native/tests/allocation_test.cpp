@@ -120,39 +120,33 @@ void host_memory(long allocation) {
     const std::vector<RestoreFile> reads{
         RestoreFile(directory.file("stored"), file_bytes(stored.size()), stored.size(), into)};
     const std::vector<std::string> directories{directory.path()};
-    Placement placement{.paths = {directory.file("1")}, .sync_directories = directories};
     Engine engine(kCache);
     const auto window = open_window();
-    std::shared_ptr<SaveHandle> placed;
-    std::shared_ptr<SaveHandle> unplaced;
+    std::shared_ptr<SaveHandle> first;
+    std::shared_ptr<SaveHandle> second;
     std::shared_ptr<SaveHandle> cancelled;
     std::shared_ptr<SaveHandle> late;
     std::shared_ptr<RestoreHandle> restore;
 
     countdown = allocation;
-    attempt([&] { placed = engine.save(files[0], directories, 0, window); });
-    attempt([&] { unplaced = engine.save_unplaced(files[1], 1, window); });
+    attempt([&] { first = engine.save(files[0], directories, 0, window); });
+    attempt([&] { second = engine.save(files[1], directories, 1, window); });
     attempt([&] { restore = engine.restore(reads); });
     if (!restore) {
         const Bytes before(out.begin(), out.end());
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         check(out == before, "a restore that was refused does not write");
     }
-    attempt([&] {
-        if (unplaced) unplaced->place(std::move(placement));
-    });
     attempt([&] { cancelled = engine.save(files[2], {}, 2, window); });
     attempt([&] {
         if (cancelled) cancelled->cancel();
     });
-    attempt([&] { engine.save_unplaced(files[3], 3, window).reset(); });
+    attempt([&] { engine.save(files[3], {}, 3, window).reset(); });
     if (succeeded(restore)) check(out == stored, "what succeeds is whole");
-    if (succeeded(placed)) check_file(0);
-    if (unplaced && (*unplaced)->placed()) {
-        if (succeeded(unplaced)) check_file(1);
-    }
+    if (succeeded(first)) check_file(0);
+    if (succeeded(second)) check_file(1);
     if (succeeded(cancelled)) check_file(2);
-    for (auto* const handle : {&placed, &unplaced, &cancelled}) handle->reset();
+    for (auto* const handle : {&first, &second, &cancelled}) handle->reset();
     restore.reset();
     check_all_free(engine.cache());
     late = engine.save(files[3], {}, 4, window);  // it goes on

@@ -67,15 +67,15 @@ Watchdog::Watchdog(std::string what, std::chrono::seconds limit)
 
 void Tally::print() const {
     std::printf(
-        "      %llu saves: %llu placed late, %llu durable, %llu failed, %llu cancelled, %llu shut "
+        "      %llu saves: %llu durable, %llu failed, %llu cancelled, %llu shut "
         "down, %llu "
         "dropped; "
         "%llu restored, %llu slabs, %llu errors injected\n",
-        static_cast<unsigned long long>(submitted), static_cast<unsigned long long>(placed),
-        static_cast<unsigned long long>(durable), static_cast<unsigned long long>(failed),
-        static_cast<unsigned long long>(cancelled), static_cast<unsigned long long>(shut_down),
-        static_cast<unsigned long long>(dropped), static_cast<unsigned long long>(restored),
-        static_cast<unsigned long long>(slabs), static_cast<unsigned long long>(injected));
+        static_cast<unsigned long long>(submitted), static_cast<unsigned long long>(durable),
+        static_cast<unsigned long long>(failed), static_cast<unsigned long long>(cancelled),
+        static_cast<unsigned long long>(shut_down), static_cast<unsigned long long>(dropped),
+        static_cast<unsigned long long>(restored), static_cast<unsigned long long>(slabs),
+        static_cast<unsigned long long>(injected));
 }
 
 std::shared_ptr<HookedFileOps> storage_at_random(Storage storage, std::uint64_t seed,
@@ -102,32 +102,7 @@ void Scene::add(const std::shared_ptr<Window>& window, const std::shared_ptr<Sav
     if (jobs_.size() > kRemembered) jobs_.pop_front();
 }
 
-void Scene::add(std::shared_ptr<Unplaced> unplaced) {
-    const std::scoped_lock lock(mutex_);
-    unplaced_.push_back(std::move(unplaced));
-}
-
-void Scene::place(SaveHandle& job, Unplaced& unplaced) {
-    if (unplaced.taken.exchange(true)) return;
-    job.place(std::move(unplaced.placement));
-    ++tally.placed;
-}
-
-bool Scene::place_any(Random& random) {
-    std::shared_ptr<Unplaced> unplaced;
-    {
-        const std::scoped_lock lock(mutex_);
-        std::erase_if(unplaced_, [](const auto& u) { return u->taken || u->job.expired(); });
-        if (unplaced_.empty()) return false;
-        unplaced = unplaced_[random_below(random, unplaced_.size())];
-    }
-    const auto job = unplaced->job.lock();
-    if (job) place(*job, *unplaced);
-    return job != nullptr;
-}
-
 void Scene::meddle(Random& random) {
-    if (random_below(random, 2) == 0 && place_any(random)) return;
     std::shared_ptr<Window> window;
     std::shared_ptr<SaveHandle> job;
     {
@@ -190,11 +165,7 @@ void Caller::one_save() {
         return;
     }
     const std::uint64_t order = scene_.order++;
-    Saved saved{.job = nullptr,
-                .window = random_window(),
-                .files = {},
-                .slab = random_slab(order),
-                .unplaced = nullptr};
+    Saved saved{.job = nullptr, .window = random_window(), .files = {}, .slab = random_slab(order)};
     for (std::uint64_t n = random_below(random_, 4); n > 0; --n) {
         const Sample& sample = *scene_.samples[random_below(random_, scene_.samples.size())];
         const std::string path = scene_.directory + "/" + name_ + "-" + std::to_string(files_++);
@@ -226,24 +197,11 @@ void Caller::one_save() {
 }
 
 void Caller::submit(Saved& saved, std::uint64_t order) {
-    const bool placed = one_in(2);
     std::vector<SaveFile> files;
     for (const auto& [path, sample] : saved.files) {
-        files.emplace_back(placed ? path : "unplaced", sample->source.stream.size(),
-                           sample->source.transfer);
+        files.emplace_back(path, sample->source.stream.size(), sample->source.transfer);
     }
-    if (placed) {
-        saved.job = scene_.engine.save(files, {scene_.directory}, order, saved.window);
-    } else {
-        saved.job = scene_.engine.save_unplaced(files, order, saved.window);
-        saved.unplaced = std::make_shared<Unplaced>();
-        saved.unplaced->job = saved.job;
-        saved.unplaced->placement.sync_directories = {scene_.directory};
-        for (const Target& file : saved.files) {
-            saved.unplaced->placement.paths.push_back(file.path);
-        }
-        scene_.add(saved.unplaced);
-    }
+    saved.job = scene_.engine.save(files, {scene_.directory}, order, saved.window);
     ++scene_.tally.submitted;
     scene_.add(saved.window, saved.job);
 }
@@ -255,11 +213,8 @@ void Caller::save_what_is_gone_soon() {
     const std::string path = scene_.directory + "/" + name_ + "-" + std::to_string(files_++);
     const auto window = random_window();
     const std::vector<SaveFile> files{SaveFile(path, size, source->transfer)};
-    const bool unplaced = one_in(2);
-    auto job = unplaced ? scene_.engine.save_unplaced(files, scene_.order++, window)
-                        : scene_.engine.save(files, {}, scene_.order++, window);
+    auto job = scene_.engine.save(files, {}, scene_.order++, window);
     ++scene_.tally.submitted;
-    if (unplaced && one_in(2)) job->place({.paths = {path}, .sync_directories = {}});
     std::this_thread::sleep_for(std::chrono::microseconds(random_below(random_, 5000)));
     if (one_in(2)) {
         window->open();
@@ -275,10 +230,8 @@ void Caller::save_what_is_gone_soon() {
 void Caller::settle(Saved saved) {
     SaveJob& job = *saved.job->operator->();
     saved.window->open();  // if it is not open
-    if (saved.unplaced && one_in(2)) scene_.place(*saved.job, *saved.unplaced);  // or others do
     check(job.wait_read(kEveryGroup, in(kPatience)), "all is read, or the job has failed");
     saved.slab.release();
-    if (saved.unplaced) scene_.place(*saved.job, *saved.unplaced);
     check(job.wait(in(kPatience)), "the job ends");
     if (const auto fault = job.fault()) {
         switch (fault->kind) {

@@ -33,7 +33,6 @@ class Watchdog : public Immovable {
 /// What happened, so that a run in which nothing did is seen to be none.
 struct Tally {
     std::atomic<std::uint64_t> submitted = 0;
-    std::atomic<std::uint64_t> placed = 0;
     std::atomic<std::uint64_t> durable = 0;
     std::atomic<std::uint64_t> failed = 0;
     std::atomic<std::uint64_t> cancelled = 0;
@@ -60,13 +59,6 @@ struct Sample {
     Bytes file;
 };
 
-/// An unplaced save, which its caller or another thread places.
-struct Unplaced {
-    std::weak_ptr<SaveHandle> job;
-    Placement placement;
-    std::atomic<bool> taken = false;  // by the thread that places it
-};
-
 /// One engine, and what its callers share.
 class Scene {
   public:
@@ -83,19 +75,13 @@ class Scene {
     std::atomic<bool> over = false;      // callers begin nothing new
     std::atomic<bool> stopping = false;  // `shutdown` may have been called
 
-    /// Opens a window, places a save, or cancels one of those last submitted. Sooner or later opens
-    /// all windows and places all saves: a caller may wait for what others have not opened or
-    /// placed.
+    /// Opens a window, or cancels one of the saves last submitted. Sooner or later opens all
+    /// windows: a caller may wait for what others have not opened.
     void meddle(Random& random);
-    void add(std::shared_ptr<Unplaced> unplaced);
-    void place(SaveHandle& job, Unplaced& unplaced);
     void add(const std::shared_ptr<Window>& window, const std::shared_ptr<SaveHandle>& job);
 
   private:
-    bool place_any(Random& random);
-
     std::mutex mutex_;  // guards what follows
-    std::vector<std::shared_ptr<Unplaced>> unplaced_;
     std::vector<std::weak_ptr<Window>> windows_;
     std::deque<std::weak_ptr<SaveHandle>> jobs_;  // that read `samples`: anybody may drop them last
 };
@@ -119,7 +105,6 @@ class Caller {
         std::shared_ptr<Window> window;
         std::vector<Target> files;
         Lease slab;
-        std::shared_ptr<Unplaced> unplaced;  // or null
     };
 
     void one_save();

@@ -26,14 +26,15 @@ constexpr std::chrono::milliseconds kPatience(300);
 /// An engine with two devices, tensors there, and files of them.
 struct Scene {
     explicit Scene(bool batches = true, const HookedDeviceApi::Hook& hook = nullptr,
-                   Layout what = {kSegmentBytes + kMiB, 2, kMiB, 1})
+                   Layout what = {kSegmentBytes + kMiB, 2, kMiB, 1},
+                   std::shared_ptr<FileOps> ops = posix_file_ops())
         : layout(std::move(what)) {
         fake_cuda_configure(0, 0, 50, kMiB / 2);
         if (!batches) {
             fake_cuda_hide("cuMemcpyBatchAsync");
             driver.api = value_of(open_cuda(FAKE_CUDA_LIBRARY));
         }
-        engine = std::make_unique<Engine>(kCache, ThreadCounts{}, posix_file_ops(),
+        engine = std::make_unique<Engine>(kCache, ThreadCounts{}, std::move(ops),
                                           std::make_shared<HookedDeviceApi>(driver.api, hook),
                                           kPatience);
         open_devices(*engine, 2);
@@ -405,10 +406,14 @@ void saves_and_slabs_end_whose_segments_a_hanging_device_has() {
 void memory_that_a_cache_gains_is_pinned_before_it_is_copied_to() {
     const OneCore one_core;
     for (int round = 0; round < 5; ++round) {
-        Scene scene(true, nullptr, {8 * kSegmentBytes, 1, kMiB, 1});
+        const auto may_write = std::make_shared<std::atomic<bool>>(false);
+        const auto ops = std::make_shared<HookedFileOps>([may_write](const auto& event) {
+            if (event.call == HookedFileOps::Call::kWrite) may_write->wait(false);
+            return HookedFileOps::Instead{};
+        });
+        Scene scene(true, nullptr, {8 * kSegmentBytes, 1, kMiB, 1}, ops);
         wait_until_prepared(*scene.engine);
-        const auto save =
-            scene.engine->save_unplaced({scene.tensors.save_file("unplaced")}, 0, open_window());
+        const auto save = scene.save();
         wait_until("it wants more", [&] {
             const auto stats = scene.engine->cache().stats();
             return stats.free_segments == 1 && stats.waiting > 0;
@@ -419,6 +424,9 @@ void memory_that_a_cache_gains_is_pinned_before_it_is_copied_to() {
         }).join();
         check((*save)->wait_read(kEveryGroup, in(60)));
         check_equal(fake_cuda_count("pageable_copies"), 0U);
+        *may_write = true;
+        may_write->notify_all();
+        check_durable(*save);
     }
 }
 

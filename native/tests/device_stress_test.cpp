@@ -110,20 +110,15 @@ class Caller {
         training_.write(tensors_, before);
         Fences after_kernels;
         if (!fences(after_kernels)) return;
-        const bool unplaced = random_below(random_, 3) == 0;
         const std::vector<SaveFile> files{tensors_.save_file(path)};
         std::shared_ptr<SaveHandle> save;
         try {
-            const std::scoped_lock lock(unplaced_mutex());  // submitted in the order of the saves
-            const auto order = next_order()++;
-            save = unplaced ? engine_.save_unplaced(files, order, open_window(), after_kernels)
-                            : engine_.save(files, {}, order, open_window(), after_kernels);
+            save = engine_.save(files, {}, next_order()++, open_window(), after_kernels);
         } catch (const std::runtime_error&) {
             return;  // shut down
         }
         ++tally_.begun;
         if (random_below(random_, 6) == 0) save->cancel();
-        if (unplaced) save->place({.paths = {path}, .sync_directories = {}});
         for (Group group = 0; group < kGroups; ++group) {
             check((*save)->wait_queued(group, in(120)), "the copies are enqueued");
             if ((*save)->fault()) continue;
@@ -167,12 +162,8 @@ class Caller {
         durable_.erase(path);
     }
 
-    static std::mutex& unplaced_mutex() {
-        static std::mutex mutex;
-        return mutex;
-    }
-    static std::uint64_t& next_order() {
-        static std::uint64_t order = 0;
+    static std::atomic<std::uint64_t>& next_order() {
+        static std::atomic<std::uint64_t> order = 0;
         return order;
     }
 

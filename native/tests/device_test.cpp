@@ -23,7 +23,6 @@ struct Meeting {
     bool fenced = true;
     bool gated = true;
     bool right_stream = true;
-    bool unplaced = false;
     bool lying = false;
 };
 
@@ -60,16 +59,13 @@ bool saves_what_was_at_the_fence(std::uint64_t seed, const Meeting& how) {
     auto fences = training.fences(engine);
     if (!how.fenced) fences.clear();
     const std::vector<SaveFile> files{tensors.save_file(directory.file("f"))};
-    const auto save = how.unplaced
-                          ? engine.save_unplaced(files, 0, open_window(), std::move(fences))
-                          : engine.save(files, {}, 0, open_window(), std::move(fences));
+    const auto save = engine.save(files, {}, 0, open_window(), std::move(fences));
     for (Group group = 0; group < kGroups; ++group) {
         check((*save)->wait_queued(group, in(60)), "the copies are enqueued");
         if (how.gated) (how.right_stream ? training : elsewhere).hold(*save, group);
     }
     training.write(tensors, after);
     tensors.write_host(after);
-    if (how.unplaced) save->place({.paths = {directory.file("f")}, .sync_directories = {}});
     check_durable(*save);
     check((*save)->wait_read(kEveryGroup, in(0)));
     check_equal(fake_cuda_synchronize_all(60), 0);
@@ -90,10 +86,6 @@ void a_save_has_the_bytes_at_its_fence() {
 
 void a_save_of_two_devices_has_the_bytes_at_its_fences() {
     check_saves(15, {.devices = 2});
-}
-
-void an_unplaced_save_has_the_bytes_at_its_fence() {
-    check_saves(8, {.devices = 2, .unplaced = true});
 }
 
 void a_save_larger_than_the_cache_has_the_bytes_at_its_fence() {
@@ -433,8 +425,6 @@ int main() {
         {"a_save_has_the_bytes_at_its_fence", a_save_has_the_bytes_at_its_fence},
         {"a_save_of_two_devices_has_the_bytes_at_its_fences",
          a_save_of_two_devices_has_the_bytes_at_its_fences},
-        {"an_unplaced_save_has_the_bytes_at_its_fence",
-         an_unplaced_save_has_the_bytes_at_its_fence},
         {"a_save_larger_than_the_cache_has_the_bytes_at_its_fence",
          a_save_larger_than_the_cache_has_the_bytes_at_its_fence},
         {"without_the_fence_bytes_are_wrong", without_the_fence_bytes_are_wrong},

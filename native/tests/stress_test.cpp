@@ -129,8 +129,7 @@ void stress(Storage storage) {
     }
     tally.print();
     check_equal(open_descriptors(), before);
-    check(tally.durable > 0 && tally.cancelled > 0 && tally.dropped > 0 && tally.placed > 0,
-          "much has happened");
+    check(tally.durable > 0 && tally.cancelled > 0 && tally.dropped > 0, "much has happened");
     check((tally.injected > 0) == (storage == Storage::kFailing));
 }
 

@@ -295,8 +295,6 @@ void what_waits_behind_a_stuck_save_ends_with_it() {
     scene.ops->wait_stuck(2);
     std::vector<std::shared_ptr<SaveHandle>> behind;
     for (std::uint64_t i = 1; i < 6; ++i) behind.push_back(scene.save(std::to_string(i), i));
-    behind.push_back(scene.engine->save_unplaced({SaveFile("name", kSize, scene.source->transfer)},
-                                                 9, open_window()));
     scene.engine->limit_file_patience();
     for (const auto& job : behind) {
         check((*job)->wait(in(60)));

@@ -97,7 +97,7 @@ def _refused_as_torn(
 
 def _is_queued(reads: DeferredReads) -> Callable[[], bool]:
     def holds() -> bool:
-        job = reads._job or reads._foreseen
+        job = reads._job
         return job is not None and all(
             job.wait_queued(portion.group, 0.0) for portion in reads._portions
         )

@@ -132,7 +132,7 @@ def test_a_hook_that_is_set_later_is_not_passed_over_because_plans_are_remembere
 ):
     torch.manual_seed(0)
     planner, state = DataStatesSavePlanner(), {"w": torch.rand(300, 300)}
-    owned = torch.nn.Parameter(state["w"])  # deferred: it could be read ahead
+    owned = torch.nn.Parameter(state["w"])
     optimizer = torch.optim.SGD([owned], lr=0.0)
     dcp_datastates.track(optimizer)
     stored = []

@@ -28,7 +28,6 @@ class OutputFile : public Immovable {
     ~OutputFile() { abandon(); }
 
     /// Another path than the one given at first. No thread has opened the file, or does so now.
-    void set_path(std::string path) { path_ = std::move(path); }
 
     /// Creates the file (it must not exist) and allocates its space. Only the first call does;
     /// others wait for it, or for `cancel`.

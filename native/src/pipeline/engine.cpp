@@ -35,12 +35,8 @@ SaveHandle::SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<S
     : pipeline_(std::move(pipeline)), job_(std::move(job)) {}
 
 SaveHandle::~SaveHandle() {
-    if (!job_->all_read() || !job_->placed()) pipeline_->fail(job_, cancelled());
+    if (!job_->all_read()) pipeline_->fail(job_, cancelled());
     job_->wait_not_reading();
-}
-
-void SaveHandle::place(Placement placement) {
-    pipeline_->place(job_, std::move(placement));
 }
 
 void SaveHandle::cancel() {
@@ -108,21 +104,8 @@ std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
         require_open(*file.content);
     }
     check_distinct(paths);
-    return submit(std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_,
-                                            std::move(fences), std::move(expected)));
-}
-
-std::shared_ptr<SaveHandle> Engine::save_unplaced(const std::vector<SaveFile>& files,
-                                                  std::uint64_t order,
-                                                  const std::shared_ptr<Window>& window,
-                                                  Fences fences,
-                                                  std::shared_ptr<ExpectedBytes> expected) {
-    for (const SaveFile& file : files) require_open(*file.content);
-    return submit(std::make_shared<SaveJob>(files, std::nullopt, order, window, ops_,
-                                            std::move(fences), std::move(expected)));
-}
-
-std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) {
+    const auto job = std::make_shared<SaveJob>(files, std::move(sync_directories), order, window,
+                                               ops_, std::move(fences), std::move(expected));
     auto handle = std::make_shared<SaveHandle>(saves_, job);
     if (!saves_->submit(job)) throw std::runtime_error("the engine is shut down");
     return handle;

@@ -25,15 +25,13 @@
 
 namespace datastates {
 
-/// A save in flight, for its caller. Dropped before all is read, or while it is unplaced, it
-/// cancels the save and waits for copies under way; later, the save goes on by itself.
+/// A save in flight, for its caller. Dropped before all is read, it cancels the save and waits for
+/// copies under way; later, the save goes on by itself.
 class SaveHandle : public Immovable {
   public:
     SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<SaveJob> job);
     ~SaveHandle();
 
-    /// Says where the files of an unplaced save go. Throws std::invalid_argument.
-    void place(Placement placement);
     void cancel();
     SaveJob* operator->() const { return job_.get(); }
 
@@ -91,14 +89,6 @@ class Engine : public Immovable {
                                      const std::shared_ptr<Window>& window, Fences fences = {},
                                      std::shared_ptr<ExpectedBytes> expected = nullptr);
 
-    /// The same, before it is known where the files go: their paths are only names, and nothing is
-    /// written until SaveHandle::place. What callers must heed is in save_pipeline.h.
-    std::shared_ptr<SaveHandle> save_unplaced(const std::vector<SaveFile>& files,
-                                              std::uint64_t order,
-                                              const std::shared_ptr<Window>& window,
-                                              Fences fences = {},
-                                              std::shared_ptr<ExpectedBytes> expected = nullptr);
-
     /// Throws std::invalid_argument for a device that is not open, std::runtime_error after
     /// `shutdown`.
     std::shared_ptr<RestoreHandle> restore(const std::vector<RestoreFile>& files,
@@ -126,7 +116,6 @@ class Engine : public Immovable {
 
   private:
     void require_open(const StreamContent& content) const;
-    std::shared_ptr<SaveHandle> submit(const std::shared_ptr<SaveJob>& job);
 
     const std::shared_ptr<AbandonableFileOps> ops_;
     const std::shared_ptr<HostCache> cache_;

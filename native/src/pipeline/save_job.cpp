@@ -81,19 +81,17 @@ SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
       unsummed(segments - 1),
       unwritten(segments) {}
 
-SaveJob::SaveJob(const std::vector<SaveFile>& files,
-                 std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
-                 std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences,
-                 std::shared_ptr<ExpectedBytes> expected)
+SaveJob::SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sync_directories,
+                 std::uint64_t order, std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops,
+                 Fences fences, std::shared_ptr<ExpectedBytes> expected)
     : order_(order),
       window_(std::move(window)),
       ops_(std::move(ops)),
       expected_(indexed(std::move(expected))),
       fences_(std::move(fences)),
+      directories_(std::move(sync_directories)),
       submitted_(Clock::now()),
-      placed_(sync_directories.has_value()),
       unfinished_files_(files.size()) {
-    if (sync_directories) directories_ = std::move(*sync_directories);
     for (const SaveFile& file : files) {
         files_.push_back(std::make_unique<File>(file, ops_));
         for (const Region& region : file.content->regions()) {
@@ -181,27 +179,6 @@ double SaveJob::total_seconds() const {
 
 bool SaveJob::is_last(const Unit& unit) const {
     return unit.segment + 1 == files_[unit.file]->segments;
-}
-
-std::optional<std::vector<ReadUnit>> SaveJob::place(Placement placement) {
-    auto& [paths, directories] = placement;
-    if (paths.size() != files_.size()) {
-        throw std::invalid_argument("paths has " + std::to_string(paths.size()) +
-                                    " entries, and the save " + std::to_string(files_.size()) +
-                                    " files");
-    }
-    std::ranges::for_each(paths, check_path);
-    check_distinct(paths);
-    const std::scoped_lock lock(mutex_);
-    if (placed_) throw std::invalid_argument("the save was placed before");
-    placed_ = true;
-    if (fault_) return std::nullopt;
-    for (std::size_t i = 0; i < files_.size(); ++i) {
-        files_[i]->output.set_path(paths[i]);
-        files_[i]->spec.path = std::move(paths[i]);
-    }
-    directories_ = std::move(directories);
-    return std::exchange(parked_, {});
 }
 
 std::optional<SaveJob::Taken> SaveJob::take_unit() {
@@ -300,10 +277,6 @@ std::optional<ReadUnit> SaveJob::hand_out(ReadUnit read) {
     File& file = *files_[read.unit.file];
     if (is_last(read.unit) && file.unsummed > 0) {
         file.last = std::move(read.memory);
-        return std::nullopt;
-    }
-    if (!placed_) {
-        parked_.push_back(std::move(read));
         return std::nullopt;
     }
     return read;
@@ -417,12 +390,10 @@ void SaveJob::succeed() {
 }
 
 bool SaveJob::fail(Fault fault) {
-    std::vector<ReadUnit> parked;  // given back after the lock
     const std::scoped_lock lock(mutex_);
     if (fault_ || done_) return false;
     fault_ = std::move(fault);
     failed_ = true;
-    parked.swap(parked_);
     for (const auto& file : files_) {
         file->last.release();
         file->output.cancel();

@@ -46,12 +46,6 @@ void check_distinct(const std::vector<std::string>& paths);
 /// Size of a file, its checksum table included.
 std::uint64_t file_bytes(std::uint64_t table_offset);
 
-/// Where a job's files go.
-struct Placement {
-    std::vector<std::string> paths;             ///< one per file, in the files' order
-    std::vector<std::string> sync_directories;  ///< synced in this order, when all files are
-};
-
 /// One segment of one file of a job.
 struct Unit {
     std::size_t file = 0;
@@ -72,12 +66,11 @@ struct DeviceRead {
 
 class SaveJob {
   public:
-    /// Without `sync_directories`, the job is unplaced: it is read, but its files' paths are only
-    /// names for faults, and what is read waits for `place`. What is read must be as `expected`.
-    SaveJob(const std::vector<SaveFile>& files,
-            std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
-            std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences = {},
-            std::shared_ptr<ExpectedBytes> expected = nullptr);
+    /// The directories are synced in this order, when all files are. What is read must be as
+    /// `expected`.
+    SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sync_directories,
+            std::uint64_t order, std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops,
+            Fences fences = {}, std::shared_ptr<ExpectedBytes> expected = nullptr);
 
     // --- for the handle -------------------------------------------------------------------
 
@@ -112,12 +105,6 @@ class SaveJob {
     [[nodiscard]] const std::shared_ptr<Window>& window() const { return window_; }
     [[nodiscard]] std::size_t file_count() const { return files_.size(); }
     [[nodiscard]] bool failed() const { return failed_; }
-    [[nodiscard]] bool placed() const { return placed_; }
-
-    /// Says where the files go; the caller opens them, and writes what was read until now: it is
-    /// returned in the order in which it was read, and nothing if the job has failed. Throws
-    /// std::invalid_argument if `placement` is not one of this job's files, or not the first.
-    std::optional<std::vector<ReadUnit>> place(Placement placement);
 
     struct Taken {
         Unit unit;
@@ -132,8 +119,7 @@ class SaveJob {
         Status status;                     ///< the job has not failed yet: the caller makes it
     };
     /// Gathers a taken unit into `memory`, and reports it. Returns what may be written now, if any:
-    /// the file's last segment waits here for the checksums of those before it, and all others for
-    /// `place`.
+    /// the file's last segment waits here for the checksums of those before it.
     Gathered read(const Unit& unit, Lease memory);
 
     /// What copies by devices come after. The caller has a unit that is not queued yet.
@@ -223,19 +209,17 @@ class SaveJob {
     const std::shared_ptr<FileOps> ops_;
     const std::shared_ptr<const ExpectedBytes> expected_;  // null: nothing
     JobFences fences_;
-    std::vector<std::string> directories_;  // like all paths: once placed, never changed
+    const std::vector<std::string> directories_;
     std::vector<std::unique_ptr<File>> files_;
     const Clock::time_point submitted_;
 
     std::atomic<bool> failed_ = false;
-    std::atomic<bool> placed_;  // set with mutex_ held
     std::atomic<std::uint64_t> bytes_read_ = 0;
     std::atomic<std::uint64_t> bytes_written_ = 0;
 
     mutable std::mutex mutex_;         // guards what follows, and the counts and `last` of File
     std::condition_variable changed_;  // any of it; waiters are the handle's methods only
     Unit next_;                        // not yet taken
-    std::vector<ReadUnit> parked_;     // read, while the job is unplaced
     std::unordered_map<Group, std::uint64_t> unread_;    // bytes per group
     std::unordered_map<Group, std::uint64_t> unqueued_;  // bytes per group, neither read nor queued
     Events events_;

@@ -24,7 +24,7 @@ bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
         start_threads();
         jobs_.add(job);
         // Opened ahead of the first read, so that a full disk is found before anything is copied.
-        if (job->placed()) queue_opening(job);
+        queue_opening(job);
         if (job->file_count() > 0) {
             const auto place = std::ranges::upper_bound(unread_jobs_, job->order(), {},
                                                         [](const auto& j) { return j->order(); });
@@ -43,25 +43,6 @@ void SavePipeline::queue_opening(const std::shared_ptr<SaveJob>& job) {
     if (job->file_count() == 0) {
         tasks_.push_back({.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::nullopt});
     }
-}
-
-void SavePipeline::place(const std::shared_ptr<SaveJob>& job, Placement placement) {
-    try {
-        // Held until all is queued: what is read from now on comes behind what is parked.
-        const std::scoped_lock lock(mutex_);
-        auto parked = job->place(std::move(placement));
-        if (!parked) return;
-        queue_opening(job);
-        for (ReadUnit& read : *parked) {
-            tasks_.push_back(
-                {.job = SaveJob::Pin(job), .open = std::nullopt, .write = std::move(read)});
-        }
-    } catch (const std::bad_alloc&) {
-        fail(job, out_of_memory("place"));  // if it is placed already, in part
-        return;
-    }
-    tasks_changed_.notify_all();
-    wake_copy_threads();
 }
 
 void SavePipeline::start_threads() {
@@ -173,7 +154,6 @@ void SavePipeline::copy_loop(Thread& self) {
         if (!reading) continue;
         const auto& [job, taken] = *reading;
         self.works_on(job.job());
-        if (taken.last) wake_copy_threads();  // a newer job may be read now
         try {
             proceed(job, job->read(taken.unit, std::move(memory)));
         } catch (const std::exception&) {
@@ -260,24 +240,17 @@ void SavePipeline::let_go(NodeQueue<Task>::Node last) {
     tasks_changed_.notify_one();
 }
 
-bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
-    return job->placed() || job == unread_jobs_.front();
-}
-
 std::shared_ptr<SaveJob> SavePipeline::wait_for_open_job() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-        const auto open = std::ranges::find_if(unread_jobs_, [this](const auto& job) {
-            return may_read(job) && job->window()->is_open();
-        });
+        const auto open = std::ranges::find_if(
+            unread_jobs_, [](const auto& job) { return job->window()->is_open(); });
         if (open != unread_jobs_.end()) return *open;
         if (unread_jobs_.empty()) {
             jobs_changed_.wait(lock);
         } else {
             auto next = Clock::time_point::max();
-            for (const auto& job : unread_jobs_) {
-                if (may_read(job)) next = std::min(next, job->window()->opened_at());
-            }
+            for (const auto& job : unread_jobs_) next = std::min(next, job->window()->opened_at());
             jobs_changed_.wait_until(lock, next);
         }
     }
@@ -287,7 +260,7 @@ std::shared_ptr<SaveJob> SavePipeline::wait_for_open_job() {
 std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
     const std::scoped_lock lock(mutex_);
     for (auto next = unread_jobs_.begin(); next != unread_jobs_.end(); ++next) {
-        if (!may_read(*next) || !(*next)->window()->is_open()) continue;
+        if (!(*next)->window()->is_open()) continue;
         SaveJob::Pin pin(*next);
         const auto taken = pin->take_unit();
         if (!taken) continue;  // it has failed, and is about to leave the list

@@ -9,17 +9,6 @@
 // The queue is bounded by the cache, as every entry that waits in it for long holds a segment. Copy
 // threads wait for jobs with an open window, and for segments; flush threads wait for entries, and
 // never for segments: so what is read is always written, whatever else waits.
-//
-// A job may be unplaced: it is not known yet where its files go. It is read all the same, but what
-// is read is parked with the job, and holds its segments, until `place` moves it to the queue. The
-// oldest job goes on nevertheless:
-//   - An unplaced job is read only when no unit of an older job is left to take, open windows or
-//     not: what is parked never keeps segments from an older job.
-//   - Callers submit an unplaced job only after all older ones, and place it without waiting for
-//     its own reads (it may be larger than the cache) or for anything of a newer save: a job, or a
-//     slab. They may wait for older saves.
-// Newer jobs, placed or not, and newer slabs may have to wait for segments until `place`, or until
-// the job has failed: which it does at the latest when its handle is dropped.
 
 #pragma once
 
@@ -52,11 +41,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<SaveJob>& job);
 
-    /// Begins to write an unplaced job; nothing if it has failed. Returns at once. Throws what
-    /// SaveJob::place throws.
-    void place(const std::shared_ptr<SaveJob>& job, Placement placement);
-
-    /// Fails `job` and drops what is queued or parked of it. Returns at once.
+    /// Fails `job` and drops what is queued of it. Returns at once.
     void fail(const std::shared_ptr<SaveJob>& job, Fault fault) noexcept;
 
     /// Gives up threads in file operations that patience is over for; if there are some, takes no
@@ -95,7 +80,6 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     using Thread = Crew<SaveJob>::Member;
 
     void copy_loop(Thread& self);
-    [[nodiscard]] bool may_read(const std::shared_ptr<SaveJob>& job) const;
     std::shared_ptr<SaveJob> wait_for_open_job();
     Lease acquire_segment(const std::shared_ptr<SaveJob>& job, std::uint64_t epoch);
     std::optional<Reading> take_unit();
@@ -118,10 +102,9 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
 
     JobsInFlight<SaveJob> jobs_;
 
-    std::mutex mutex_;  // guards what follows; taken before a job's
-    std::condition_variable
-        jobs_changed_;  // copy threads: unread_jobs_, windows, places, stopping_
-    std::condition_variable tasks_changed_;              // flush threads: tasks_, all_failed_
+    std::mutex mutex_;                       // guards what follows; taken before a job's
+    std::condition_variable jobs_changed_;   // copy threads: unread_jobs_, windows, stopping_
+    std::condition_variable tasks_changed_;  // flush threads: tasks_, all_failed_
     std::vector<std::shared_ptr<SaveJob>> unread_jobs_;  // units left to take; by order, arrival
     NodeQueue<Task> tasks_;
     bool stopping_ = false;    // copy threads end

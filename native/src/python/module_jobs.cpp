@@ -161,17 +161,6 @@ void bind_save(const py::module_& module) {
                 return events;
             },
             py::arg("group"))
-        .def(
-            "place",
-            [](const PySaveJob& self, const py::sequence& paths,
-               const py::sequence& sync_directories) {
-                const auto job = handle_of(self);
-                Placement placement{.paths = to_paths(paths),
-                                    .sync_directories = to_paths(sync_directories)};
-                const GilRelease release;
-                job->place(std::move(placement));
-            },
-            py::arg("paths"), py::arg("sync_directories"))
         .def("cancel",
              [](const PySaveJob& self) {
                  const auto job = handle_of(self);

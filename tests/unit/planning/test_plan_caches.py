@@ -55,7 +55,7 @@ class Job:
             seen.extend(plans)
             return assign_shares(plans, PlanOptions())
 
-        answers, whole = self.coordinator.plan("g", offers, lambda digest: None, assign)
+        answers, whole = self.coordinator.plan("g", offers, assign)
         assert not seen or [each.digest for each in seen] == [each.digest for each in locals_]
         expected, _ = assign_shares(locals_, PlanOptions())
         assert [each.digest for each in whole.shares] == [each.digest for each in expected]
