@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -148,32 +147,29 @@ def diff(
     path_a, path_b = local.local_path(a), local.local_path(b)
     selection = Selection.checked(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
-    with (
-        closing(open_source(path_a, allow_objects)) as opened,
-        closing(open_source(path_b, allow_objects)) as other,
-    ):
-        one = select(opened, selection)
-        pair = _Pair(one, other)
-        names = list(dict.fromkeys(chain(one.names(), other.names())))
-        if wanted is not None:
-            names = wanted.choose(names)
-        by_kind = {name: pair.by_kind(name) for name in names}
-        found = [each for each in by_kind.values() if each is not None]
-        alike = [name for name, each in by_kind.items() if each is None]
-        counts = {name: _Counts() for name in alike if name in one.tensors}
-        objects = [name for name in alike if name not in one.tensors]
-        total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in counts)
-        work(pair.units(counts), total, threads, progress)
-        found += [
-            each
-            for name, counted in counts.items()
-            if (each := pair.by_values(name, counted)) is not None
-        ]
-        found += [
-            Difference(name, "object", "object", "object")
-            for name in objects
-            if not _same_object(one, other, name, allow_objects)
-        ]
+    opened, other = open_source(path_a, allow_objects), open_source(path_b, allow_objects)
+    one = select(opened, selection)
+    pair = _Pair(one, other)
+    names = list(dict.fromkeys(chain(one.names(), other.names())))
+    if wanted is not None:
+        names = wanted.choose(names)
+    by_kind = {name: pair.by_kind(name) for name in names}
+    found = [each for each in by_kind.values() if each is not None]
+    alike = [name for name, each in by_kind.items() if each is None]
+    counts = {name: _Counts() for name in alike if name in one.tensors}
+    objects = [name for name in alike if name not in one.tensors]
+    total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in counts)
+    work(pair.units(counts), total, threads, progress)
+    found += [
+        each
+        for name, counted in counts.items()
+        if (each := pair.by_values(name, counted)) is not None
+    ]
+    found += [
+        Difference(name, "object", "object", "object")
+        for name in objects
+        if not _same_object(one, other, name, allow_objects)
+    ]
     return Comparison(
         a=path_a,
         b=path_b,

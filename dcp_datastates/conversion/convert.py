@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
@@ -170,7 +169,7 @@ def convert(
             - ``rename``: a dict from old prefixes to new ones, the first that fits is replaced; or a function from a
               name to a name. It sees names without ``part``.
             - ``dtype``: the dtype of all floating-point tensors, such as "bfloat16" or "bf16". Others stay as they are.
-            - ``shard_size``: the most bytes of tensors in one file of "hf" and "datastates"; default: "5GB".
+            - ``shard_size``: the most bytes of tensors in one file of "hf", "datastates" and "dcp"; default: "5GB".
             - ``config_from``: for "hf", a folder whose configuration and tokenizer files are copied; default: the
               source, if it is a Hugging Face folder. For "peft", one with ``adapter_config.json``; default: the one
               that the Trainer has saved.
@@ -199,42 +198,42 @@ def convert(
         raise ConfigurationError(
             f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
         )
-    with closing(open_source(given, checked.allow_objects)) as opened:
-        chosen_format = _target_format(opened, to, checked)
-        check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
-        selected = select(opened, checked.selection)
-        config = b""
-        if chosen_format == "peft":
-            config = adapter_config(opened, checked.config_from)
-            selected = adapter_of(selected, frozenset(optimizers_in(opened)))
-        elif chosen_format in _FLAT and not checked.selection.chooses:
-            _refuse_optimizers(selected, chosen_format)
-        skipped = _without_objects(selected, chosen_format, checked.strict)
-        if chosen_format not in _FLAT:
-            _check_nesting(selected)
-        total = sum(info.nbytes for info in selected.tensors.values())
-        limits = _limits(opened, selected, checked)
-        with atomic_output(there, checked.overwrite) as path:
-            if chosen_format not in _FILES:
-                with local.explained("creating directory", path):
-                    operations.make_directory(path, "convert")
-            job = _job(selected, path, there, chosen_format, limits, checked, config)
-            try:
-                work(job.units, total, limits.threads, progress)
-                job.finish()
-            finally:
-                job.close()
-        return Conversion(
-            path=there,
-            source_format=opened.format,
-            target_format=chosen_format,
-            files=len(job.files),
-            tensors=len(selected.tensors),
-            objects=len(selected.objects),
-            nbytes=total,
-            skipped=skipped,
-            seconds=time.monotonic() - began,
-        )
+    opened = open_source(given, checked.allow_objects)
+    chosen_format = _target_format(opened, to, checked)
+    check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
+    selected = select(opened, checked.selection)
+    config = b""
+    if chosen_format == "peft":
+        config = adapter_config(opened, checked.config_from)
+        selected = adapter_of(selected, frozenset(optimizers_in(opened)))
+    elif chosen_format in _FLAT and not checked.selection.chooses:
+        _refuse_optimizers(selected, chosen_format)
+    skipped = _without_objects(selected, chosen_format, checked.strict)
+    if chosen_format not in _FLAT:
+        _check_nesting(selected)
+    total = sum(info.nbytes for info in selected.tensors.values())
+    limits = _limits(opened, selected, checked)
+    with atomic_output(there, checked.overwrite) as path:
+        if chosen_format not in _FILES:
+            with local.explained("creating directory", path):
+                operations.make_directory(path, "convert")
+        job = _job(selected, path, there, chosen_format, limits, checked, config)
+        try:
+            work(job.units, total, limits.threads, progress)
+            job.finish()
+        finally:
+            job.close()
+    return Conversion(
+        path=there,
+        source_format=opened.format,
+        target_format=chosen_format,
+        files=len(job.files),
+        tensors=len(selected.tensors),
+        objects=len(selected.objects),
+        nbytes=total,
+        skipped=skipped,
+        seconds=time.monotonic() - began,
+    )
 
 
 def _job(

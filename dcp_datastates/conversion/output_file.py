@@ -32,10 +32,14 @@ __all__ = ["OutputFile", "Placed", "file_job", "write_small_file"]
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of the source, at ``offset`` in the file, in bytes: a multiple of its element size."""
+    """Elements ``[begin, end)`` of a tensor of the source, at ``offset`` in the file, in bytes: a multiple of the
+    element size.
+    """
 
     name: str
     offset: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -87,16 +91,16 @@ class _Writing:
         self._lock = threading.Lock()  # guards the rest
         self._left = 0
         self._descriptor: int | None = None
-        spans = [
-            (placed.offset, placed.offset + source.tensors[placed.name].nbytes, placed)
-            for placed in output.tensors
-        ]
-        self._tensors = sorted(spans, key=lambda span: span[:2])
-        for begin, _, placed in spans:
-            if begin % source.tensors[placed.name].dtype.itemsize:
+        self._tensors: list[tuple[int, int, Placed]] = []
+        for placed in output.tensors:
+            begin, itemsize = placed.offset, source.tensors[placed.name].dtype.itemsize
+            if begin % itemsize:
                 raise DataStatesError(
                     f"{output.path}: {placed.name!r} would lie at byte {begin}, between elements"
                 )
+            span = begin, begin + (placed.end - placed.begin) * itemsize, placed
+            self._tensors.append(span)
+        self._tensors.sort(key=lambda span: span[:2])
 
     def units(self, piece_bytes: int) -> Iterator[Unit]:
         begins = range(0, max(self._end, 1), piece_bytes)
@@ -128,8 +132,8 @@ class _Writing:
                 wants.append(
                     Want(
                         placed.name,
-                        (low - start) // dtype.itemsize,
-                        (high - start) // dtype.itemsize,
+                        placed.begin + (low - start) // dtype.itemsize,
+                        placed.begin + (high - start) // dtype.itemsize,
                         buffer[low - begin : high - begin].view(dtype),
                     )
                 )

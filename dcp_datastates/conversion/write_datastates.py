@@ -6,10 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
@@ -58,9 +56,8 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
                     files[result.storage_data.relative_path] = result.storage_data
                 else:
                     places[result.index] = result.storage_data
-    metadata = metadata_of_source(
-        source, lambda name: [_whole(source.tensors[name])], places, save_id=attempt.name
-    )
+    chunks = {name: [info.whole] for name, info in source.tensors.items()}
+    metadata = metadata_of_source(source, chunks, places, save_id=attempt.name)
     note = Note(attempt, files, after, published_at=time.time())
     document = encode(table_of(metadata, note))  # before the data: can the names be stored?
 
@@ -72,7 +69,7 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
 
 
 def _tensor_item(name: str, info: TensorInfo) -> WriteItem:
-    chunk = _whole(info)
+    chunk = info.whole
     return WriteItem(
         MetadataIndex(name, chunk.offsets, 0),
         WriteItemType.TENSOR,
@@ -89,11 +86,11 @@ def _output_file(
         folder / layout.name,
         sealed.nbytes,
         [(0, sealed.header), *zip(sealed.object_offsets, objects, strict=True)],
-        [Placed(items[entry.item].index.fqn, entry.offset) for entry in layout.tensors],
+        [
+            Placed(name, entry.offset, 0, source.tensors[name].numel)
+            for entry in layout.tensors
+            if (name := items[entry.item].index.fqn)
+        ],
         sealed.table_offset,
     )
     return output, sealed
-
-
-def _whole(info: TensorInfo) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([0] * len(info.shape)), torch.Size(info.shape))

@@ -106,7 +106,7 @@ def _output_file(path: Path, source: Source, names: Sequence[str]) -> OutputFile
         path,
         len(first) + end,
         [(0, first)],
-        [Placed(name, len(first) + offset) for name, offset in places],
+        [Placed(name, len(first) + at, 0, source.tensors[name].numel) for name, at in places],
     )
 
 
