@@ -58,7 +58,7 @@ class StockSource(DCPSource):
         self._arrays: dict[MetadataIndex, Array] = {}
         try:
             self._describe(metadata)
-            wrong = validate(catalog_of(metadata), filled=False, thorough=False)
+            wrong = validate(catalog_of(metadata), filled=False)
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
