@@ -72,7 +72,7 @@ class TorchSource(Source):
         self.tensors = {
             name: TensorInfo(array.dtype, array.shape) for name, array in self._arrays.items()
         }
-        self.objects = tuple(self._values)
+        self.objects = self._values
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""

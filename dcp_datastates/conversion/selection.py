@@ -112,7 +112,7 @@ class Selected(Source):
             for name, old in old_of.items()
             if old in source.tensors
         }
-        self.objects = tuple(name for name in old_of if name not in self.tensors)
+        self.objects = dict.fromkeys(name for name in old_of if name not in self.tensors)
         self.paths = {
             name: renamed_path(source.paths.get(old, (old,)), old, name)
             for name, old in old_of.items()

@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,8 +95,8 @@ class Source(abc.ABC):
     """The format, for people."""
     tensors: Mapping[str, TensorInfo]
     """The tensors by name, in the order of the source."""
-    objects: Sequence[str] = ()
-    """The names of objects."""
+    objects: Collection[str] = ()
+    """The names of objects, in the order of the source."""
     paths: Mapping[str, KeyPath] = {}
     """Where values lie in the nested state, as far as the source knows. No other names."""
 
@@ -134,7 +134,7 @@ class DCPSource(Source):
             for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self.objects = tuple(name for name in entries if name not in self.tensors)
+        self.objects = dict.fromkeys(name for name in entries if name not in self.tensors)
         known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         self.paths = {
             name: path

@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job, write_small_file
+from dcp_datastates.conversion.output_file import Output, OutputFile, Placed, write_small_file
 from dcp_datastates.conversion.source import Source, TensorInfo, metadata_of_source, shards
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
@@ -25,10 +24,10 @@ from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import next_attempt
 from dcp_datastates.storage.claims import Neighbours
 
-__all__ = ["datastates_job"]
+__all__ = ["datastates_output"]
 
 
-def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -> Job:
+def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: int) -> Output:
     """A checkpoint at ``folder``, newer than those in the directory ``beside``. Objects are copied, not unpickled.
 
     Raises :class:`ConfigurationError` for names that the format cannot store.
@@ -40,7 +39,7 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
     outputs: list[OutputFile] = []
     files: dict[str, FileRecord] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for number, names in enumerate(shards(source, limits.shard_bytes)):
+    for number, names in enumerate(shards(source, shard_bytes)):
         objects = [] if number else source.objects
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
         items += [_tensor_item(name, source.tensors[name]) for name in names]
@@ -65,7 +64,7 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
         write_small_file(folder / local.METADATA_NAME, document)
         readme.write(folder)
 
-    return file_job(outputs, source, limits.piece_bytes, finish)
+    return Output(outputs, finish)
 
 
 def _tensor_item(name: str, info: TensorInfo) -> WriteItem:

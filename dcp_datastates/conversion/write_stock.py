@@ -19,20 +19,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job, write_small_file
+from dcp_datastates.conversion.output_file import (
+    Limits,
+    Output,
+    OutputFile,
+    Placed,
+    write_small_file,
+)
 from dcp_datastates.conversion.read_torch import records_in
 from dcp_datastates.conversion.source import Source, TensorInfo, metadata_of_source, shards
 from dcp_datastates.conversion.write_torch import save_without_data
 from dcp_datastates.storage import local
 
-__all__ = ["stock_job"]
+__all__ = ["stock_output"]
 
 _ALIGNMENT: Final = 64
 """Archives begin at a multiple of this, so that their tensors do."""
 
 
-def stock_job(source: Source, folder: Path, limits: Limits) -> Job:
+def stock_output(source: Source, folder: Path, limits: Limits) -> Output:
     """A checkpoint of stock DCP."""
     fake = FakeTensorMode()
     chunks = {name: list(_cut(info, limits.piece_bytes)) for name, info in source.tensors.items()}
@@ -63,7 +68,7 @@ def stock_job(source: Source, folder: Path, limits: Limits) -> Job:
         outputs.append(OutputFile(path, path.stat().st_size, (), tensors))
     metadata = pickle.dumps(metadata_of_source(source, chunks, places))
     finish = partial(write_small_file, folder / local.METADATA_NAME, metadata)
-    return file_job(outputs, source, limits.piece_bytes, finish)
+    return Output(outputs, finish)
 
 
 def _place(stream: IO[bytes], begin: int) -> _StorageInfo:

@@ -16,18 +16,17 @@ from typing import IO, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job
+from dcp_datastates.conversion.output_file import Output, OutputFile, Placed
 from dcp_datastates.conversion.read_torch import array_of, leaves, load_fake
 from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage.local import explained
 
-__all__ = ["save_without_data", "torch_job"]
+__all__ = ["save_without_data", "torch_output"]
 
 
-def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool) -> Job:
+def torch_output(source: Source, target: Path, allow_objects: bool) -> Output:
     """One file with all tensors and objects, nested as the state was.
 
     Raises :class:`UnsafeObjectError` for an object that only an unpickler of anything can read, unless
@@ -54,7 +53,7 @@ def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool)
         for name, fake in zip(names, _tensors(loaded), strict=True)
     ]
     output = OutputFile(target, os.stat(target).st_size, (), placed)
-    return file_job([output], source, limits.piece_bytes)
+    return Output([output])
 
 
 def save_without_data(value: Any, stream: IO[bytes]) -> None:
