@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import IO, Final
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -39,7 +38,6 @@ _ALIGNMENT: Final = 64
 
 def stock_output(source: Source, folder: Path, limits: Limits) -> Output:
     """A checkpoint of stock DCP."""
-    fake = FakeTensorMode()
     chunks = {name: list(_cut(info, limits.piece_bytes)) for name, info in source.tensors.items()}
     places: dict[MetadataIndex, _StorageInfo] = {}
     outputs = []
@@ -55,10 +53,9 @@ def stock_output(source: Source, folder: Path, limits: Limits) -> Output:
                 first = 0
                 for chunk in chunks[name]:
                     begin = stream.seek(-stream.tell() % _ALIGNMENT, os.SEEK_CUR)
-                    with fake:
-                        tensor = torch.empty(
-                            chunk.sizes, dtype=source.tensors[name].dtype, device="cpu"
-                        )
+                    tensor = torch.empty(
+                        chunk.sizes, dtype=source.tensors[name].dtype, device="cpu"
+                    )
                     save_without_data(tensor, stream)
                     (data,) = records_in(stream, str(path))  # of the last archive in it
                     stream.seek(0, os.SEEK_END)

@@ -57,7 +57,10 @@ def torch_output(source: Source, target: Path, allow_objects: bool) -> Output:
 
 
 def save_without_data(value: Any, stream: IO[bytes]) -> None:
-    """``torch.save`` of a value with fake tensors, whose bytes become holes. Raises OSError if a write fails."""
+    """``torch.save`` of a value whose tensors may be fake: their bytes become holes, and are not looked at.
+
+    Raises OSError if a write fails.
+    """
     try:
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(value, stream)

@@ -76,7 +76,8 @@ def catalog_metadata(catalog: Catalog) -> Metadata:
 class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
     """A dict whose values are made when they are looked up. A change makes all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._all: dict[Key, Value] | None = None
 
     def _made(self, key: Key) -> Value:
@@ -84,9 +85,6 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         raise NotImplementedError
 
     def _keys(self) -> Iterator[Key]:
-        raise NotImplementedError
-
-    def _count(self) -> int:
         raise NotImplementedError
 
     def _plain(self) -> dict[Key, Value]:
@@ -107,7 +105,7 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         return self._keys() if self._all is None else iter(self._all)
 
     def __len__(self) -> int:
-        return self._count() if self._all is None else len(self._all)
+        return self._count if self._all is None else len(self._all)
 
     def __repr__(self) -> str:
         return repr(self._plain())
@@ -142,15 +140,12 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
     """
 
     def __init__(self, columns: _Columns) -> None:
-        super().__init__()
+        super().__init__(len(columns.catalog.names))
         self._columns = columns
         self._kept: dict[str, STORAGE_TYPES] = {}
 
     def _keys(self) -> Iterator[str]:
         return iter(self._columns.catalog.names)
-
-    def _count(self) -> int:
-        return len(self._columns.catalog.names)
 
     def _made(self, key: str) -> STORAGE_TYPES:
         entry = self._kept.get(key)
@@ -217,10 +212,10 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``: first all chunks, then all objects. Each lookup makes a new object."""
 
     def __init__(self, columns: _Columns, placement: Placement) -> None:
-        super().__init__()
+        self._rows = placement.rows()
+        super().__init__(len(self._rows[0]))
         self._columns = columns
         self._paths = placement.paths
-        self._rows = placement.rows()
         objects = np.flatnonzero(columns.catalog.properties < 0).tolist()
         self._chunks = len(placement.chunk_files)
         self._objects = {number: row for row, number in enumerate(objects, self._chunks)}
@@ -233,9 +228,6 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
                 yield _carry(MetadataIndex(name, begin, place), columns.further, row)
         for number, row in self._objects.items():
             yield _carry(MetadataIndex(names[number]), columns.further, row)
-
-    def _count(self) -> int:
-        return len(self._rows[0])
 
     def _made(self, key: MetadataIndex) -> _StorageInfo:
         row = self._row(key)
