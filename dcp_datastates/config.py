@@ -26,6 +26,7 @@ __all__ = [
     "check_names",
     "check_options",
     "parse_duration",
+    "parse_flag",
     "parse_host_cache_size",
     "parse_size",
 ]
@@ -156,7 +157,8 @@ def _seconds(name: str, value: Any, least: float, most: float, why: str) -> floa
     return float(value)
 
 
-def _flag(name: str, value: Any) -> bool:
+def parse_flag(name: str, value: Any) -> bool:
+    """``value``; raises :class:`ConfigurationError` unless it is True or False."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r} must be True or False")
     return value
@@ -251,7 +253,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
         why="reads that wait for longer hold up the commit",
     ),
     "defer": partial(_one_of, kind=Defer),
-    "overwrite": _flag,
+    "overwrite": parse_flag,
     "commit": partial(_one_of, kind=Commit),
     "commit_timeout": partial(
         _seconds,
@@ -267,5 +269,5 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     ),
     "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
-    "audit": _flag,
+    "audit": parse_flag,
 }

@@ -18,7 +18,7 @@ REPLACED = {
     "Coordinator": "PlanCache",
     "FinalPlan": "RankPlan",
     "Image": "OutputFile",
-    "ImageWriter": "file_job",
+    "ImageWriter": "write_outputs",
     "Outcomes": "SaveTracker",
     "RankMemory": "RankPlanCache",
     "Said": "DecisionFound",

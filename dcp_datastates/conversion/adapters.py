@@ -26,8 +26,7 @@ _MAGNITUDE: Final = "lora_magnitude_vector"
 
 
 def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
-    """The tensors of the adapter in ``source``, without the states of ``optimizers``. Closing the result closes
-    ``source``.
+    """The tensors of the adapter in ``source``, without the states of ``optimizers``.
 
     Raises :class:`ConfigurationError` if there is none, or if there are several.
     """

@@ -7,8 +7,8 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -148,32 +148,28 @@ def diff(
     path_a, path_b = local.local_path(a), local.local_path(b)
     selection = Selection.checked(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
-    with (
-        closing(open_source(path_a, allow_objects)) as opened,
-        closing(open_source(path_b, allow_objects)) as other,
-    ):
-        one = select(opened, selection)
-        pair = _Pair(one, other)
-        names = list(dict.fromkeys(chain(one.names(), other.names())))
-        if wanted is not None:
-            names = wanted.choose(names)
-        by_kind = {name: pair.by_kind(name) for name in names}
-        found = [each for each in by_kind.values() if each is not None]
-        alike = [name for name, each in by_kind.items() if each is None]
-        counts = {name: _Counts() for name in alike if name in one.tensors}
-        objects = [name for name in alike if name not in one.tensors]
-        total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in counts)
-        work(pair.units(counts), total, threads, progress)
-        found += [
-            each
-            for name, counted in counts.items()
-            if (each := pair.by_values(name, counted)) is not None
-        ]
-        found += [
-            Difference(name, "object", "object", "object")
-            for name in objects
-            if not _same_object(one, other, name, allow_objects)
-        ]
+    opened, other = open_source(path_a, allow_objects), open_source(path_b, allow_objects)
+    one = select(opened, selection)
+    names = list(dict.fromkeys(chain(one.names(), other.names())))
+    if wanted is not None:
+        names = wanted.choose(names)
+    by_kind = {name: _by_kind(one, other, name) for name in names}
+    found = [each for each in by_kind.values() if each is not None]
+    alike = [name for name, each in by_kind.items() if each is None]
+    counts = {name: _Counts() for name in alike if name in one.tensors}
+    objects = [name for name in alike if name not in one.tensors]
+    total = sum(one.tensors[name].nbytes + other.tensors[name].nbytes for name in counts)
+    work(_units(one, other, counts), total, threads, progress)
+    found += [
+        each
+        for name, counted in counts.items()
+        if (each := _by_values(one, other, name, counted)) is not None
+    ]
+    found += [
+        Difference(name, "object", "object", "object")
+        for name in objects
+        if not _same_object(one, other, name, allow_objects)
+    ]
     return Comparison(
         a=path_a,
         b=path_b,
@@ -202,97 +198,90 @@ def _badness(difference: Difference) -> tuple[Any, ...]:
 class _Counts:
     """What is known of one tensor so far."""
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Guards the rest."""
     differing: int = 0
     largest: float | None = 0.0
     relative: float = 0.0
     nans: int = 0
 
     def add(self, found: _Counts) -> None:
-        with self.lock:
-            self.differing += found.differing
-            self.nans += found.nans
-            self.relative = max(self.relative, found.relative)
-            if self.largest is not None:
-                self.largest = None if found.largest is None else max(self.largest, found.largest)
+        self.differing += found.differing
+        self.nans += found.nans
+        self.relative = max(self.relative, found.relative)
+        if self.largest is not None:
+            self.largest = None if found.largest is None else max(self.largest, found.largest)
 
 
-class _Pair:
-    """Two sources."""
+def _said(source: Source, name: str) -> str | None:
+    """What is under the name, in words; None: nothing."""
+    info = source.tensors.get(name)
+    if info is not None:
+        return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
+    return "object" if name in source.objects else None
 
-    def __init__(self, one: Source, other: Source) -> None:
-        self._one, self._other = one, other
-        self._objects = frozenset(one.objects), frozenset(other.objects)
 
-    def _said(self, number: int, name: str) -> str | None:
-        info = (self._one, self._other)[number].tensors.get(name)
-        if info is not None:
-            return f"{str(info.dtype).removeprefix('torch.')} {list(info.shape)}"
-        return "object" if name in self._objects[number] else None
+def _by_kind(one: Source, other: Source, name: str) -> Difference | None:
+    """The difference that is seen without reading values."""
+    a, b = _said(one, name), _said(other, name)
+    if a is None or b is None:
+        return Difference(name, "only in b" if a is None else "only in a", a, b)
+    x, y = one.tensors.get(name), other.tensors.get(name)
+    if x is None or y is None:
+        return None if x is y else Difference(name, "kind", a, b)
+    return Difference(name, "shape", a, b) if x.shape != y.shape else None
 
-    def by_kind(self, name: str) -> Difference | None:
-        """The difference that is seen without reading values."""
-        a, b = self._said(0, name), self._said(1, name)
-        if a is None or b is None:
-            return Difference(name, "only in b" if a is None else "only in a", a, b)
-        one, other = self._one.tensors.get(name), self._other.tensors.get(name)
-        if (one is None) != (other is None):
-            return Difference(name, "kind", a, b)
-        if one is not None and other is not None and one.shape != other.shape:
-            return Difference(name, "shape", a, b)
+
+def _by_values(one: Source, other: Source, name: str, counts: _Counts) -> Difference | None:
+    """The difference that reading the values has shown."""
+    info, same_dtype = one.tensors[name], one.tensors[name].dtype == other.tensors[name].dtype
+    if same_dtype and not counts.differing:
         return None
+    return Difference(
+        name,
+        "values" if same_dtype else "dtype",
+        _said(one, name),
+        _said(other, name),
+        info.numel,
+        counts.differing,
+        counts.largest,
+        None if counts.largest is None else counts.relative,
+        counts.nans,
+    )
 
-    def by_values(self, name: str, counts: _Counts) -> Difference | None:
-        """The difference that reading the values has shown."""
-        one, other = self._one.tensors[name], self._other.tensors[name]
-        if one.dtype == other.dtype and not counts.differing:
-            return None
-        return Difference(
-            name,
-            "values" if one.dtype == other.dtype else "dtype",
-            self._said(0, name),
-            self._said(1, name),
-            one.numel,
-            counts.differing,
-            counts.largest,
-            None if counts.largest is None else counts.relative,
-            counts.nans,
-        )
 
-    def units(self, counts: dict[str, _Counts]) -> Iterator[Unit]:
-        """Ranges of tensors, several small ones together."""
-        batch: list[tuple[str, int, int]] = []
-        room = _PIECE_ELEMENTS
-        for name in counts:
-            numel = self._one.tensors[name].numel
-            begin = 0
-            while begin < numel:
-                end = min(numel, begin + room)
-                batch.append((name, begin, end))
-                room -= end - begin
-                begin = end
-                if not room:
-                    yield self._unit(batch, counts)
-                    batch, room = [], _PIECE_ELEMENTS
-        if batch:
-            yield self._unit(batch, counts)
+def _units(one: Source, other: Source, counts: dict[str, _Counts]) -> Iterator[Unit]:
+    """Ranges of tensors, several small ones together."""
+    lock = threading.Lock()  # guards counts
 
-    def _unit(self, ranges: list[tuple[str, int, int]], counts: dict[str, _Counts]) -> Unit:
-        def compare(done: Done) -> None:
-            read = []
-            for source in (self._one, self._other):
-                wants = [
-                    Want(name, begin, end, scratch_tensor(end - begin, source.tensors[name].dtype))
-                    for name, begin, end in ranges
-                ]
-                source.fill(wants)
-                read.append([want.into for want in wants])
-            for (name, _, _), x, y in zip(ranges, *read, strict=True):
-                counts[name].add(_compare(x, y))
-                done(x.nbytes + y.nbytes)
+    def compare(ranges: list[tuple[str, int, int]], done: Done) -> None:
+        read = []
+        for source in (one, other):
+            wants = [
+                Want(name, begin, end, scratch_tensor(end - begin, source.tensors[name].dtype))
+                for name, begin, end in ranges
+            ]
+            source.fill(wants)
+            read.append([want.into for want in wants])
+        for (name, _, _), x, y in zip(ranges, *read, strict=True):
+            found = _compare(x, y)
+            with lock:
+                counts[name].add(found)
+            done(x.nbytes + y.nbytes)
 
-        return compare
+    batch: list[tuple[str, int, int]] = []
+    room = _PIECE_ELEMENTS
+    for name in counts:
+        numel = one.tensors[name].numel
+        begin = 0
+        while begin < numel:
+            end = min(numel, begin + room)
+            batch.append((name, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield partial(compare, batch)
+                batch, room = [], _PIECE_ELEMENTS
+    if batch:
+        yield partial(compare, batch)
 
 
 def _compare(a: torch.Tensor, b: torch.Tensor) -> _Counts:

@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Iterable
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
@@ -15,17 +14,17 @@ import torch
 from typing_extensions import Unpack
 
 from dcp_datastates._native import BLOCK_BYTES
-from dcp_datastates.config import check_options, parse_host_cache_size, parse_size
+from dcp_datastates.config import check_options, parse_flag, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.adapters import adapter_config, adapter_of
 from dcp_datastates.conversion.destination import atomic_output, check_destination
-from dcp_datastates.conversion.job import Job, Limits
 from dcp_datastates.conversion.open import open_source
+from dcp_datastates.conversion.output_file import Limits, Output, write_outputs
 from dcp_datastates.conversion.selection import Selection, optimizers_in, select
 from dcp_datastates.conversion.source import Source
-from dcp_datastates.conversion.write_datastates import datastates_job
-from dcp_datastates.conversion.write_safetensors import hf_job, peft_job, safetensors_job
-from dcp_datastates.conversion.write_stock import stock_job
-from dcp_datastates.conversion.write_torch import torch_job
+from dcp_datastates.conversion.write_datastates import datastates_output
+from dcp_datastates.conversion.write_safetensors import hf_output, peft_output, safetensors_output
+from dcp_datastates.conversion.write_stock import stock_output
+from dcp_datastates.conversion.write_torch import torch_output
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     ConfigurationError,
@@ -34,7 +33,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.format.nesting import nested
-from dcp_datastates.process.work import Progress, thread_count, work
+from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import local, operations
 from dcp_datastates.text import count, size
 
@@ -170,7 +169,7 @@ def convert(
             - ``rename``: a dict from old prefixes to new ones, the first that fits is replaced; or a function from a
               name to a name. It sees names without ``part``.
             - ``dtype``: the dtype of all floating-point tensors, such as "bfloat16" or "bf16". Others stay as they are.
-            - ``shard_size``: the most bytes of tensors in one file of "hf" and "datastates"; default: "5GB".
+            - ``shard_size``: the most bytes of tensors in one file of "hf", "datastates" and "dcp"; default: "5GB".
             - ``config_from``: for "hf", a folder whose configuration and tokenizer files are copied; default: the
               source, if it is a Hugging Face folder. For "peft", one with ``adapter_config.json``; default: the one
               that the Trainer has saved.
@@ -199,45 +198,41 @@ def convert(
         raise ConfigurationError(
             f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
         )
-    with closing(open_source(given, checked.allow_objects)) as opened:
-        chosen_format = _target_format(opened, to, checked)
-        check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
-        selected = select(opened, checked.selection)
-        config = b""
-        if chosen_format == "peft":
-            config = adapter_config(opened, checked.config_from)
-            selected = adapter_of(selected, frozenset(optimizers_in(opened)))
-        elif chosen_format in _FLAT and not checked.selection.chooses:
-            _refuse_optimizers(selected, chosen_format)
-        skipped = _without_objects(selected, chosen_format, checked.strict)
-        if chosen_format not in _FLAT:
-            _check_nesting(selected)
-        total = sum(info.nbytes for info in selected.tensors.values())
-        limits = _limits(opened, selected, checked)
-        with atomic_output(there, checked.overwrite) as path:
-            if chosen_format not in _FILES:
-                with local.explained("creating directory", path):
-                    operations.make_directory(path, "convert")
-            job = _job(selected, path, there, chosen_format, limits, checked, config)
-            try:
-                work(job.units, total, limits.threads, progress)
-                job.finish()
-            finally:
-                job.close()
-        return Conversion(
-            path=there,
-            source_format=opened.format,
-            target_format=chosen_format,
-            files=len(job.files),
-            tensors=len(selected.tensors),
-            objects=len(selected.objects),
-            nbytes=total,
-            skipped=skipped,
-            seconds=time.monotonic() - began,
-        )
+    opened = open_source(given, checked.allow_objects)
+    chosen_format = _target_format(opened, to, checked)
+    check_destination(given, there, chosen_format not in _FILES, checked.overwrite)
+    selected = select(opened, checked.selection)
+    config = b""
+    if chosen_format == "peft":
+        config = adapter_config(opened, checked.config_from)
+        selected = adapter_of(selected, frozenset(optimizers_in(opened)))
+    elif chosen_format in _FLAT and not checked.selection.chooses:
+        _refuse_optimizers(selected, chosen_format)
+    skipped = _without_objects(selected, chosen_format, checked.strict)
+    if chosen_format not in _FLAT:
+        _check_nesting(selected)
+    limits = _limits(opened, selected, checked)
+    with atomic_output(there, checked.overwrite) as path:
+        if chosen_format not in _FILES:
+            with local.explained("creating directory", path):
+                operations.make_directory(path, "convert")
+        output = _output(selected, path, there, chosen_format, limits, checked, config)
+        write_outputs(output.files, selected, limits, progress)
+        output.finish()
+    return Conversion(
+        path=there,
+        source_format=opened.format,
+        target_format=chosen_format,
+        files=len(output.files),
+        tensors=len(selected.tensors),
+        objects=len(selected.objects),
+        nbytes=sum(info.nbytes for info in selected.tensors.values()),
+        skipped=skipped,
+        seconds=time.monotonic() - began,
+    )
 
 
-def _job(
+def _output(
     source: Source,
     path: Path,
     target: Path,
@@ -245,32 +240,29 @@ def _job(
     limits: Limits,
     options: _Options,
     config: bytes,
-) -> Job:
+) -> Output:
     """``path`` is where ``target`` is written before it appears; a directory is there. ``config``: of an adapter."""
     if to == "peft":
-        return peft_job(source, path, limits, config)
+        return peft_output(source, path, config)
     if to == "hf":
         companions = options.config_from
         if companions is None and source.format == "Hugging Face":
             companions = source.path
-        return hf_job(source, path, limits, companions)
+        return hf_output(source, path, limits.shard_bytes, companions)
     if to == "safetensors":
-        return safetensors_job(source, path, limits)
+        return safetensors_output(source, path)
     if to == "torch":
-        return torch_job(source, path, limits, options.allow_objects)
+        return torch_output(source, path, options.allow_objects)
     if to == "dcp":
-        return stock_job(source, path, limits)
-    return datastates_job(source, path, target.parent, limits)
+        return stock_output(source, path, limits)
+    return datastates_output(source, path, target.parent, limits.shard_bytes)
 
 
 def _checked(options: ConvertOptions) -> _Options:
     check_options("convert", options, ConvertOptions)
     given: dict[str, Any] = {**options}
     selection = Selection.checked(**{name: given[name] for name in _CHOICES if name in given})
-    flags = {name: given.get(name, False) for name in _FLAGS}
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r} must be True or False")
+    flags = {name: parse_flag(name, given.get(name, False)) for name in _FLAGS}
     shard_bytes = parse_size(given.get("shard_size", "5GB"), name="shard_size")
     if not shard_bytes:
         raise ConfigurationError("shard_size=0 leaves no room for a tensor; give more")

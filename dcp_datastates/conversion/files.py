@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from dcp_datastates.conversion.memory import scratch_tensor
-from dcp_datastates.conversion.source import Want, boxes
+from dcp_datastates.conversion.source import Part
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -22,65 +22,22 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.storage.local import explained, open_regular, read_at
 
-__all__ = ["Array", "Files", "as_bytes", "fill_from"]
-
-_MOST_OPEN: Final = 200
-"""Files that stay open: a process may have 1,024."""
+__all__ = ["Array", "as_bytes", "opened", "read_parts"]
 
 
-class Files:
-    """Files that are opened at first use. The first ones stay open. Any thread may read."""
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[io.BufferedReader]:
+    """The open file at ``path``. A read that fails in the block raises :class:`StorageError`.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _open
-        self._open: dict[Path, int] = {}
-
-    def nbytes(self, path: Path) -> int:
-        """The size of the file in bytes."""
-        with self._opened(path) as descriptor:
-            return os.fstat(descriptor).st_size
-
-    def read(self, path: Path, offset: int, into: memoryview) -> None:
-        """Fill ``into`` with the bytes of the file from ``offset``.
-
-        Raises :class:`CheckpointCorruptError` if the file ends before, :class:`CheckpointNotFoundError` or
-        :class:`StorageError`.
-        """
-        with self._opened(path) as descriptor, explained("reading", path):
-            if read_at(descriptor, offset, into) < len(into):
-                raise CheckpointCorruptError(
-                    f"{path} is cut short: it ends before byte {offset + len(into)}"
-                )
-
-    @contextlib.contextmanager
-    def _opened(self, path: Path) -> Iterator[int]:
-        with self._lock:
-            descriptor = self._open.get(path)
-            if descriptor is None and len(self._open) < _MOST_OPEN:
-                descriptor = self._open[path] = _open(path)
-        if descriptor is not None:
-            yield descriptor
-            return
-        descriptor = _open(path)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-
-    def close(self) -> None:
-        """Close all files."""
-        with self._lock:
-            for descriptor in self._open.values():
-                os.close(descriptor)
-            self._open.clear()
-
-
-def _open(path: Path) -> int:
+    Raises :class:`CheckpointNotFoundError` or :class:`StorageError`.
+    """
     try:
-        return open_regular(path)
+        descriptor = open_regular(path)
     except OSError as error:
         kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
         raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error
+    with os.fdopen(descriptor, "rb") as file, explained("reading", path):
+        yield file
 
 
 @dataclass(frozen=True)
@@ -94,27 +51,27 @@ class Array:
     strides: tuple[int, ...]
     """In elements."""
 
-    def read(
-        self, files: Files, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor
-    ) -> None:
-        """Copy the box at ``offsets`` into a tensor of shape ``sizes``.
+    def read(self, file: io.BufferedReader, part: Part) -> None:
+        """Copy a part of the array from its open file.
 
-        The bytes between the box's first and last element are read. If the array is row-major and the box is contiguous
-        in it, these are the bytes of the box; if not, they may be nearly all of the array's.
+        The bytes between the part's first and last element are read. If the array is row-major and the part is
+        contiguous in it, these are the bytes of the part; if not, they may be nearly all of the array's.
         """
+        sizes, into = part.sizes, part.into
         if 0 in sizes:
             return
-        itemsize = self.dtype.itemsize
-        first = sum(at * step for at, step in zip(offsets, self.strides, strict=True))
+        first = sum(at * step for at, step in zip(part.offsets, self.strides, strict=True))
         span = 1 + sum((size - 1) * step for size, step in zip(sizes, self.strides, strict=True))
-        place = self.offset + first * itemsize
-        box = torch.empty_strided(tuple(sizes), self.strides, dtype=self.dtype, device="meta")
-        if span == into.numel() and into.is_contiguous() and box.is_contiguous():
-            files.read(self.path, place, as_bytes(into))
-            return
-        data = scratch_tensor(span, self.dtype)
-        files.read(self.path, place, as_bytes(data))
-        into.copy_(data.as_strided(tuple(sizes), self.strides))
+        box = torch.empty_strided(sizes, self.strides, dtype=self.dtype, device="meta")
+        dense = span == into.numel() and into.is_contiguous() and box.is_contiguous()
+        data = into if dense else scratch_tensor(span, self.dtype)
+        place, view = self.offset + first * self.dtype.itemsize, as_bytes(data)
+        if read_at(file.fileno(), place, view) < len(view):
+            raise CheckpointCorruptError(
+                f"{self.path} is cut short: it ends before byte {place + len(view)}"
+            )
+        if not dense:
+            into.copy_(data.as_strided(sizes, self.strides))
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
@@ -125,12 +82,15 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(data)
 
 
-def fill_from(arrays: Mapping[str, Array], files: Files, wants: Sequence[Want]) -> None:
-    """Read what ``wants`` asks for from ``arrays``, by name."""
-    for want in wants:
-        array = arrays[want.name]
-        done = 0
-        for offsets, sizes in boxes(array.shape, want.begin, want.end):
-            count = torch.Size(sizes).numel()
-            array.read(files, offsets, sizes, want.into[done : done + count].view(sizes))
-            done += count
+def read_parts(wanted: Iterable[tuple[Array, Part]]) -> None:
+    """Read parts of arrays. Each file is opened once.
+
+    Raises :class:`CheckpointCorruptError` if a file ends before, and the errors of :func:`opened`.
+    """
+    by_file: dict[Path, list[tuple[Array, Part]]] = {}
+    for array, part in wanted:
+        by_file.setdefault(array.path, []).append((array, part))
+    for path, here in by_file.items():
+        with opened(path) as file:
+            for array, part in here:
+                array.read(file, part)

@@ -6,10 +6,12 @@ large one: memory does not depend on the tensors. Threads write pieces of one fi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,24 +20,27 @@ import torch
 
 from dcp_datastates._native import BLOCK_BYTES, crc32c
 from dcp_datastates.conversion.files import as_bytes
-from dcp_datastates.conversion.job import Job
 from dcp_datastates.conversion.memory import scratch_tensor
 from dcp_datastates.conversion.source import Source, Want
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.checksums import blocks, table_words
-from dcp_datastates.process.work import Done, Unit
+from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.local import explained
 
-__all__ = ["OutputFile", "Placed", "file_job", "write_small_file"]
+__all__ = ["Limits", "Output", "OutputFile", "Placed", "write_outputs", "write_small_file"]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor of the source, at ``offset`` in the file, in bytes: a multiple of its element size."""
+    """Elements ``[begin, end)`` of a tensor of the source, at ``offset`` in the file, in bytes: a multiple of the
+    element size.
+    """
 
     name: str
     offset: int
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -51,23 +56,35 @@ class OutputFile:
     """Where the table of checksums begins; None: there is none. It covers all bytes before it."""
 
 
-def file_job(
-    outputs: Sequence[OutputFile],
-    source: Source,
-    piece_bytes: int,
-    finish: Callable[[], None] = lambda: None,
-) -> Job:
-    """Write ``outputs`` with tensors of ``source``, in units of at most ``piece_bytes``, a multiple of 1 MiB; then
-    ``finish``. After the last unit of a file, the file is complete and synced.
-    """
-    files = [_Writing(output, source) for output in outputs]
+@dataclass(frozen=True)
+class Output:
+    """What a target consists of."""
 
-    def close() -> None:
-        for file in files:
-            file.close()
+    files: Sequence[OutputFile]
+    finish: Callable[[], None] = lambda: None
+    """Completes the target when the files are written."""
 
-    units = chain.from_iterable(file.units(piece_bytes) for file in files)
-    return Job(units, tuple(output.path for output in outputs), finish, close)
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done at a time."""
+
+    threads: int
+    piece_bytes: int
+    """The memory for what a thread writes at a time, in bytes: a multiple of 1 MiB."""
+    shard_bytes: int
+    """The most bytes of tensors in one file, where a format has several. A larger tensor has a file of its own."""
+
+
+def write_outputs(
+    outputs: Iterable[OutputFile], source: Source, limits: Limits, progress: Progress | None
+) -> None:
+    """Write ``outputs`` with tensors of ``source``; all are synced. ``progress`` is called as by :func:`work`."""
+    total = sum(info.nbytes for info in source.tensors.values())
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(closing(_Writing(output, source))) for output in outputs]
+        units = chain.from_iterable(file.units(limits.piece_bytes) for file in files)
+        work(units, total, limits.threads, progress)
 
 
 def write_small_file(path: Path, data: bytes) -> None:
@@ -87,16 +104,16 @@ class _Writing:
         self._lock = threading.Lock()  # guards the rest
         self._left = 0
         self._descriptor: int | None = None
-        spans = [
-            (placed.offset, placed.offset + source.tensors[placed.name].nbytes, placed)
-            for placed in output.tensors
-        ]
-        self._tensors = sorted(spans, key=lambda span: span[:2])
-        for begin, _, placed in spans:
-            if begin % source.tensors[placed.name].dtype.itemsize:
+        self._tensors: list[tuple[int, int, Placed]] = []
+        for placed in output.tensors:
+            begin, itemsize = placed.offset, source.tensors[placed.name].dtype.itemsize
+            if begin % itemsize:
                 raise DataStatesError(
                     f"{output.path}: {placed.name!r} would lie at byte {begin}, between elements"
                 )
+            span = begin, begin + (placed.end - placed.begin) * itemsize, placed
+            self._tensors.append(span)
+        self._tensors.sort(key=lambda span: span[:2])
 
     def units(self, piece_bytes: int) -> Iterator[Unit]:
         begins = range(0, max(self._end, 1), piece_bytes)
@@ -128,14 +145,14 @@ class _Writing:
                 wants.append(
                     Want(
                         placed.name,
-                        (low - start) // dtype.itemsize,
-                        (high - start) // dtype.itemsize,
+                        placed.begin + (low - start) // dtype.itemsize,
+                        placed.begin + (high - start) // dtype.itemsize,
                         buffer[low - begin : high - begin].view(dtype),
                     )
                 )
                 nbytes += high - low
             self._source.fill(wants)
-            self._put(begin, as_bytes(buffer), _merged(spans))
+            self._put(begin, as_bytes(buffer), spans)
             done(nbytes)
 
         return write
@@ -181,14 +198,3 @@ def _write(descriptor: int, offset: int, data: memoryview) -> None:
         wrote = os.pwrite(descriptor, data, offset)
         offset += wrote
         data = data[wrote:]
-
-
-def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbouring spans as one."""
-    merged: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
-        if merged and merged[-1][1] == low:
-            merged[-1] = (merged[-1][0], high)
-        else:
-            merged.append((low, high))
-    return merged

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_datastates.conversion.source import DCPSource, Want, parts
+from dcp_datastates.conversion.source import DCPSource, Want
 from dcp_datastates.dcp.reader import explain_missing
 from dcp_datastates.errors import CheckpointNotFoundError
 from dcp_datastates.format.metadata_objects import metadata_of
@@ -39,8 +39,8 @@ class DataStatesSource(DCPSource):
         planner = _Planner()
         items = []
         for want in wants:
-            chunks = self._chunks(want.name)
-            for part in parts(self.tensors[want.name].shape, chunks, want):
+            chunks = self.chunks(want.name)
+            for part in self.parts(want):
                 items.append(
                     ReadItem(
                         type=LoadItemType.TENSOR,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.files import Array, Files, fill_from
+from dcp_datastates.conversion.files import Array, opened, read_parts
 from dcp_datastates.conversion.source import Source, TensorInfo, Want
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -46,33 +46,24 @@ class SafetensorsSource(Source):
         """``only``: the names that count, and the file of each; None: all names."""
         self.path = path
         self.format = "safetensors" if only is None and path.is_file() else "Hugging Face"
-        self._files = Files()
         self._arrays: dict[str, Array] = {}
-        try:
-            for file in files:
-                self._add(file, only)
-            names = self._arrays if only is None else only
-            if missing := [name for name in names if name not in self._arrays]:
-                raise CheckpointCorruptError(
-                    f"{path}: the index has {some_of(missing)}, and the file that it names has not"
-                )
-        except BaseException:
-            self.close()
-            raise
+        for file in files:
+            self._add(file, only)
+        names = self._arrays if only is None else only
+        if missing := [name for name in names if name not in self._arrays]:
+            raise CheckpointCorruptError(
+                f"{path}: the index has {some_of(missing)}, and the file that it names has not"
+            )
         self.tensors = {
             name: TensorInfo(self._arrays[name].dtype, self._arrays[name].shape) for name in names
         }
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
-        fill_from(self._arrays, self._files, wants)
-
-    def close(self) -> None:
-        """See :class:`Source`."""
-        self._files.close()
+        read_parts((self._arrays[want.name], part) for want in wants for part in self.parts(want))
 
     def _add(self, file: Path, only: Mapping[str, Path] | None) -> None:
-        header = self._header(file)
+        header = _header(file)
         _check_is_whole(file, header)
         for entry in header.entries:
             if only is not None and only.get(entry.name) != file:
@@ -89,17 +80,16 @@ class SafetensorsSource(Source):
                 file, header.data_start + entry.data_offsets[0], dtype, entry.shape, strides
             )
 
-    def _header(self, file: Path) -> Header:
-        nbytes = self._files.nbytes(file)
-        first = bytearray(min(8, nbytes))
-        self._files.read(file, 0, memoryview(first))
-        length = min(8 + int.from_bytes(first, "little"), nbytes, 8 + MAX_HEADER_BYTES)
-        data = bytearray(length)
-        self._files.read(file, 0, memoryview(data))
-        try:
-            return read_header(bytes(data), nbytes)
-        except CheckpointCorruptError as error:
-            raise CheckpointCorruptError(f"{file}: {error}") from None
+
+def _header(file: Path) -> Header:
+    with opened(file) as stream:
+        first = stream.read(8)
+        data = first + stream.read(min(int.from_bytes(first, "little"), MAX_HEADER_BYTES))
+        nbytes = os.fstat(stream.fileno()).st_size
+    try:
+        return read_header(data, nbytes)
+    except CheckpointCorruptError as error:
+        raise CheckpointCorruptError(f"{file}: {error}") from None
 
 
 def is_safetensors(first: bytes) -> bool:

@@ -6,13 +6,13 @@ needs others is refused, unless the user trusts it.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
-import threading
 import types
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -21,9 +21,9 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from dcp_datastates.conversion.files import Array, Files
+from dcp_datastates.conversion.files import Array, opened, read_parts
 from dcp_datastates.conversion.read_torch import array_of, load_fake
-from dcp_datastates.conversion.source import DCPSource, Want, parts, unsafe
+from dcp_datastates.conversion.source import DCPSource, Want, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     IncompatibleStateError,
@@ -55,12 +55,10 @@ class StockSource(DCPSource):
     def __init__(self, path: Path, allow_objects: bool) -> None:
         self.path = path
         metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
-        self._files = Files()
-        self._lock = threading.Lock()  # guards _arrays
         self._arrays: dict[MetadataIndex, Array] = {}
         try:
             self._describe(metadata)
-            wrong = validate(catalog_of(metadata), filled=False, thorough=False)
+            wrong = validate(catalog_of(metadata), filled=False)
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointCorruptError(f"{path}: the metadata are malformed: {error}") from error
         if wrong:
@@ -68,55 +66,43 @@ class StockSource(DCPSource):
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
-        for want in wants:
-            chunks = self._chunks(want.name)
-            for part in parts(self.tensors[want.name].shape, chunks, want):
-                array = self._array(want.name, chunks[part.chunk])
-                array.read(self._files, part.offsets, part.sizes, part.into)
+        read_parts(
+            (self._array(want.name, self.chunks(want.name)[part.chunk]), part)
+            for want in wants
+            for part in self.parts(want)
+        )
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
-        info = self._info(MetadataIndex(name))
-        data = bytearray(info.length)
-        self._files.read(self._file(info), info.offset, memoryview(data))
-        return bytes(data)
-
-    def close(self) -> None:
-        """See :class:`Source`."""
-        self._files.close()
+        with self._stored(MetadataIndex(name)) as stored:
+            return stored.read()
 
     def _array(self, name: str, chunk: ChunkStorageMetadata) -> Array:
         """Where a chunk's elements lie: its archive says so."""
         index, sizes = MetadataIndex(name, chunk.offsets), tuple(chunk.sizes)
-        with self._lock:
-            if index not in self._arrays:
-                info = self._info(index)
-                file = self._file(info)
-                with _Slice(self._files, file, info) as archive:
-                    found, records = load_fake(archive, f"{file} at byte {info.offset}", False)  # type: ignore[arg-type]
-                if not isinstance(found, torch.Tensor):
-                    raise CheckpointCorruptError(f"{file}: the chunk of {name!r} is no tensor")
-                array = array_of(found, records, file, info.offset, name)
-                if array.shape != sizes or array.dtype != self.tensors[name].dtype:
-                    raise CheckpointCorruptError(
-                        f"{file}: a chunk of {name!r} is {array.dtype} {array.shape}, and the metadata say "
-                        f"{self.tensors[name].dtype} {sizes}"
-                    )
-                self._arrays[index] = array
-            return self._arrays[index]
+        if (known := self._arrays.get(index)) is not None:
+            return known
+        with self._stored(index) as stored:
+            file, begin = stored.path, stored.begin
+            found, records = load_fake(stored, f"{file} at byte {begin}", False)  # type: ignore[arg-type]
+        if not isinstance(found, torch.Tensor):
+            raise CheckpointCorruptError(f"{file}: the chunk of {name!r} is no tensor")
+        array = array_of(found, records, file, begin, name)
+        if array.shape != sizes or array.dtype != self.tensors[name].dtype:
+            raise CheckpointCorruptError(
+                f"{file}: a chunk of {name!r} is {array.dtype} {array.shape}, and the metadata say "
+                f"{self.tensors[name].dtype} {sizes}"
+            )
+        self._arrays[index] = array
+        return array
 
-    def _info(self, index: MetadataIndex) -> _StorageInfo:
+    @contextlib.contextmanager
+    def _stored(self, index: MetadataIndex) -> Iterator[_Slice]:
+        """What is stored under ``index``."""
         info = (self._metadata.storage_data or {}).get(index)
         if not isinstance(info, _StorageInfo):
             raise CheckpointCorruptError(
                 f"{self.path}: the metadata do not say where {index.fqn!r} is stored"
-            )
-        if not (
-            type(info.offset) is type(info.length) is int and info.offset >= 0 and info.length >= 0
-        ) or (info.offset + info.length > self._files.nbytes(self._file(info))):
-            raise CheckpointCorruptError(
-                f"{self.path}: {index.fqn!r} is said to lie at {info.offset!r} with {info.length!r} bytes in "
-                f"{info.relative_path}, which is cut short, or the metadata are damaged"
             )
         extensions = getattr(info, "transform_descriptors", None)
         if extensions:
@@ -124,24 +110,31 @@ class StockSource(DCPSource):
                 f"{self.path}: {index.fqn!r} was written with the extensions {list(extensions)}; load it with DCP, and "
                 f"save it without them"
             )
-        return info
-
-    def _file(self, info: _StorageInfo) -> Path:
         relative = Path(str(info.relative_path))
         if relative.is_absolute() or ".." in relative.parts:
             raise CheckpointCorruptError(
                 f"{self.path}: the metadata name the file {str(relative)!r}, which is outside of the checkpoint"
             )
-        return self.path / relative
+        path, begin, length = self.path / relative, info.offset, info.length
+        with opened(path) as file:
+            if (
+                not (type(begin) is type(length) is int and begin >= 0 and length >= 0)
+                or begin + length > os.fstat(file.fileno()).st_size
+            ):
+                raise CheckpointCorruptError(
+                    f"{self.path}: {index.fqn!r} is said to lie at {begin!r} with {length!r} bytes in "
+                    f"{info.relative_path}, which is cut short, or the metadata are damaged"
+                )
+            yield _Slice(path, file, begin, length)
 
 
 class _Slice(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of an open file, as a file."""
 
-    def __init__(self, files: Files, path: Path, info: _StorageInfo) -> None:
+    def __init__(self, path: Path, file: io.BufferedReader, begin: int, length: int) -> None:
         super().__init__()
-        self._files, self._path = files, path
-        self._offset, self._length, self._at = info.offset, info.length, 0
+        self.path, self.begin = path, begin
+        self._file, self._length, self._at = file, length, 0
 
     def readable(self) -> bool:
         return True
@@ -149,18 +142,14 @@ class _Slice(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         self._at = max(0, origin + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._length - self._at))
-        self._files.read(self._path, self._offset + self._at, view[:count])
+        self._file.seek(self.begin + self._at)
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
         self._at += count
         return count
 

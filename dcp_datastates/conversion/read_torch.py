@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from dcp_datastates.conversion.files import Array, Files, fill_from
+from dcp_datastates.conversion.files import Array, read_parts
 from dcp_datastates.conversion.source import Source, TensorInfo, Want, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -29,7 +29,15 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.name_patterns import KeyPath
 
-__all__ = ["TorchSource", "array_of", "is_legacy_pickle", "is_torch_file", "leaves", "load_fake"]
+__all__ = [
+    "TorchSource",
+    "array_of",
+    "is_legacy_pickle",
+    "is_torch_file",
+    "leaves",
+    "load_fake",
+    "records_in",
+]
 
 
 class TorchSource(Source):
@@ -46,7 +54,6 @@ class TorchSource(Source):
             raise IncompatibleStateError(
                 f"{path} holds a {kind}; only a dict with strings as keys can be converted"
             )
-        self._files = Files()
         self._arrays: dict[str, Array] = {}
         self._values: dict[str, Any] = {}
         paths: dict[str, KeyPath] = {}
@@ -65,11 +72,11 @@ class TorchSource(Source):
         self.tensors = {
             name: TensorInfo(array.dtype, array.shape) for name, array in self._arrays.items()
         }
-        self.objects = tuple(self._values)
+        self.objects = self._values
 
     def fill(self, wants: Sequence[Want]) -> None:
         """See :class:`Source`."""
-        fill_from(self._arrays, self._files, wants)
+        read_parts((self._arrays[want.name], part) for want in wants for part in self.parts(want))
 
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
@@ -81,10 +88,6 @@ class TorchSource(Source):
                 f"{self.path}: object {name!r} cannot be stored: {type(error).__name__}: {error}"
             ) from error
         return buffer.getvalue()
-
-    def close(self) -> None:
-        """See :class:`Source`."""
-        self._files.close()
 
 
 def is_torch_file(first: bytes) -> bool:
@@ -108,7 +111,7 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
     :class:`StorageError`.
     """
     try:
-        records = _records(file, said)
+        records = records_in(file, said)
         with FakeTensorMode():
             return torch.load(file, map_location="cpu", weights_only=not allow_objects), records
     except pickle.UnpicklingError as error:
@@ -125,7 +128,7 @@ def load_fake(file: BinaryIO, said: str, allow_objects: bool) -> tuple[Any, Reco
         ) from error
 
 
-def _records(file: BinaryIO, said: str) -> Records:
+def records_in(file: BinaryIO, said: str) -> Records:
     """The storages that are not compressed. Raises :class:`IncompatibleStateError` for another byte order: torch swaps
     the bytes of tensors in memory; of fake tensors it has none, and crashes.
     """

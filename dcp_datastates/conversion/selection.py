@@ -71,7 +71,7 @@ class Selection:
 
 
 def select(source: Source, selection: Selection) -> Source:
-    """The values that ``selection`` takes from ``source``. Closing the result closes ``source``.
+    """The values that ``selection`` takes from ``source``.
 
     Raises :class:`ConfigurationError` for names that collide, or if nothing is left;
     :class:`IncompatibleStateError`, listing similar names, for a key or an excluded name that fits nothing.
@@ -99,7 +99,7 @@ def optimizers_in(source: Source) -> list[str]:
 
 
 class Selected(Source):
-    """Values of another source, under other names. Closing it closes that."""
+    """Values of another source, under other names."""
 
     def __init__(
         self, source: Source, old_of: Mapping[str, str], dtype: torch.dtype | None = None
@@ -112,7 +112,7 @@ class Selected(Source):
             for name, old in old_of.items()
             if old in source.tensors
         }
-        self.objects = tuple(name for name in old_of if name not in self.tensors)
+        self.objects = dict.fromkeys(name for name in old_of if name not in self.tensors)
         self.paths = {
             name: renamed_path(source.paths.get(old, (old,)), old, name)
             for name, old in old_of.items()
@@ -142,10 +142,6 @@ class Selected(Source):
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
         return self._source.object_bytes(self._old_of[name])
-
-    def close(self) -> None:
-        """See :class:`Source`."""
-        self._source.close()
 
 
 def _cast(info: TensorInfo, dtype: torch.dtype | None) -> TensorInfo:

@@ -11,7 +11,7 @@ import io
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from dcp_datastates.format.validate import check_covered
 
 __all__ = [
     "DCPSource",
+    "Part",
     "Source",
     "TensorInfo",
     "Want",
@@ -68,6 +69,11 @@ class TensorInfo:
         """The dense size in bytes."""
         return self.numel * self.dtype.itemsize
 
+    @property
+    def whole(self) -> ChunkStorageMetadata:
+        """All of it, as one chunk."""
+        return ChunkStorageMetadata(torch.Size([0] * len(self.shape)), torch.Size(self.shape))
+
 
 @dataclass(frozen=True)
 class Want:
@@ -82,21 +88,29 @@ class Want:
 
 
 class Source(abc.ABC):
-    """An open checkpoint of any format. Any thread may call :meth:`fill`; :meth:`close` ends it."""
+    """A checkpoint of any format, whose names, shapes and dtypes are known. Any thread may call its methods."""
 
     path: Path
     format: str
     """The format, for people."""
     tensors: Mapping[str, TensorInfo]
     """The tensors by name, in the order of the source."""
-    objects: Sequence[str] = ()
-    """The names of objects."""
+    objects: Collection[str] = ()
+    """The names of objects, in the order of the source."""
     paths: Mapping[str, KeyPath] = {}
     """Where values lie in the nested state, as far as the source knows. No other names."""
 
     def names(self) -> list[str]:
         """The names of all values."""
         return [*self.tensors, *self.objects]
+
+    def chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
+        """The chunks in which a tensor is stored."""
+        return [self.tensors[name].whole]
+
+    def parts(self, want: Want) -> Iterator[Part]:
+        """The parts of :meth:`chunks` that make up what is wanted: see :func:`parts`."""
+        return parts(self.tensors[want.name].shape, self.chunks(want.name), want)
 
     @abc.abstractmethod
     def fill(self, wants: Sequence[Want]) -> None:
@@ -107,9 +121,6 @@ class Source(abc.ABC):
     def object_bytes(self, name: str) -> bytes:
         """An object, as ``torch.save`` has written it."""
         raise KeyError(name)
-
-    def close(self) -> None:  # noqa: B027 - not every source has files of its own
-        """Close the files."""
 
 
 class DCPSource(Source):
@@ -123,7 +134,7 @@ class DCPSource(Source):
             for name, entry in entries.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        self.objects = tuple(name for name in entries if name not in self.tensors)
+        self.objects = dict.fromkeys(name for name in entries if name not in self.tensors)
         known = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
         self.paths = {
             name: path
@@ -132,7 +143,8 @@ class DCPSource(Source):
             if set(map(type, path)) <= {str, int}
         }
 
-    def _chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
+    def chunks(self, name: str) -> Sequence[ChunkStorageMetadata]:
+        """See :class:`Source`."""
         entry = self._metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
         return entry.chunks
@@ -183,14 +195,14 @@ def unsafe(said: str, error: BaseException) -> UnsafeObjectError:
 
 def metadata_of_source(
     source: Source,
-    chunks_of: Callable[[str], list[ChunkStorageMetadata]],
+    chunks: Mapping[str, list[ChunkStorageMetadata]],
     places: dict[MetadataIndex, _StorageInfo],
     save_id: str | None = None,
 ) -> Metadata:
-    """DCP's metadata of a checkpoint with the values of ``source``; ``chunks_of``: the chunks of a tensor, by name."""
+    """DCP's metadata of a checkpoint with the values of ``source``, whose tensors have these ``chunks``."""
     entries: dict[str, STORAGE_TYPES] = {
         name: TensorStorageMetadata(
-            TensorProperties(dtype=info.dtype), torch.Size(info.shape), chunks_of(name)
+            TensorProperties(dtype=info.dtype), torch.Size(info.shape), chunks[name]
         )
         for name, info in source.tensors.items()
     }

@@ -6,17 +6,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job, write_small_file
+from dcp_datastates.conversion.output_file import Output, OutputFile, Placed, write_small_file
 from dcp_datastates.conversion.source import Source, TensorInfo, metadata_of_source, shards
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
@@ -27,10 +24,10 @@ from dcp_datastates.storage import local, operations, readme
 from dcp_datastates.storage.attempt import next_attempt
 from dcp_datastates.storage.claims import Neighbours
 
-__all__ = ["datastates_job"]
+__all__ = ["datastates_output"]
 
 
-def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -> Job:
+def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: int) -> Output:
     """A checkpoint at ``folder``, newer than those in the directory ``beside``. Objects are copied, not unpickled.
 
     Raises :class:`ConfigurationError` for names that the format cannot store.
@@ -42,7 +39,7 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
     outputs: list[OutputFile] = []
     files: dict[str, FileRecord] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
-    for number, names in enumerate(shards(source, limits.shard_bytes)):
+    for number, names in enumerate(shards(source, shard_bytes)):
         objects = [] if number else source.objects
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]
         items += [_tensor_item(name, source.tensors[name]) for name in names]
@@ -58,9 +55,8 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
                     files[result.storage_data.relative_path] = result.storage_data
                 else:
                     places[result.index] = result.storage_data
-    metadata = metadata_of_source(
-        source, lambda name: [_whole(source.tensors[name])], places, save_id=attempt.name
-    )
+    chunks = {name: [info.whole] for name, info in source.tensors.items()}
+    metadata = metadata_of_source(source, chunks, places, save_id=attempt.name)
     note = Note(attempt, files, after, published_at=time.time())
     document = encode(table_of(metadata, note))  # before the data: can the names be stored?
 
@@ -68,11 +64,11 @@ def datastates_job(source: Source, folder: Path, beside: Path, limits: Limits) -
         write_small_file(folder / local.METADATA_NAME, document)
         readme.write(folder)
 
-    return file_job(outputs, source, limits.piece_bytes, finish)
+    return Output(outputs, finish)
 
 
 def _tensor_item(name: str, info: TensorInfo) -> WriteItem:
-    chunk = _whole(info)
+    chunk = info.whole
     return WriteItem(
         MetadataIndex(name, chunk.offsets, 0),
         WriteItemType.TENSOR,
@@ -89,11 +85,11 @@ def _output_file(
         folder / layout.name,
         sealed.nbytes,
         [(0, sealed.header), *zip(sealed.object_offsets, objects, strict=True)],
-        [Placed(items[entry.item].index.fqn, entry.offset) for entry in layout.tensors],
+        [
+            Placed(name, entry.offset, 0, source.tensors[name].numel)
+            for entry in layout.tensors
+            if (name := items[entry.item].index.fqn)
+        ],
         sealed.table_offset,
     )
     return output, sealed
-
-
-def _whole(info: TensorInfo) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size([0] * len(info.shape)), torch.Size(info.shape))

@@ -12,8 +12,7 @@ from typing import Final
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG
-from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job, write_small_file
+from dcp_datastates.conversion.output_file import Output, OutputFile, Placed, write_small_file
 from dcp_datastates.conversion.read_safetensors import NAME_OF
 from dcp_datastates.conversion.source import Source, shards
 from dcp_datastates.errors import ConfigurationError
@@ -21,7 +20,7 @@ from dcp_datastates.format.layout import MAX_HEADER_BYTES
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.local import explained
 
-__all__ = ["hf_job", "peft_job", "safetensors_job"]
+__all__ = ["hf_output", "peft_output", "safetensors_output"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,18 +33,18 @@ _COMPANIONS: Final = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py", "
 """The endings of files that are copied: configuration, tokenizer, code, model card."""
 
 
-def safetensors_job(source: Source, target: Path, limits: Limits) -> Job:
+def safetensors_output(source: Source, target: Path) -> Output:
     """One file with all tensors. Raises :class:`ConfigurationError` for a tensor that it cannot hold."""
     output = _output_file(target, source, list(source.tensors))
-    return file_job([output], source, limits.piece_bytes)
+    return Output([output])
 
 
-def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None) -> Job:
+def hf_output(source: Source, folder: Path, shard_bytes: int, companions: Path | None) -> Output:
     """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
 
     ``companions``: a folder whose configuration and tokenizer files are copied.
     """
-    parts = shards(source, limits.shard_bytes)
+    parts = shards(source, shard_bytes)
     files = {"model.safetensors": parts[0]}
     if len(parts) > 1:
         files = {
@@ -66,14 +65,14 @@ def hf_job(source: Source, folder: Path, limits: Limits, companions: Path | None
         if len(files) > 1:
             _write_index(source, folder, files)
 
-    return file_job(outputs, source, limits.piece_bytes, finish)
+    return Output(outputs, finish)
 
 
-def peft_job(source: Source, folder: Path, limits: Limits, config: bytes) -> Job:
+def peft_output(source: Source, folder: Path, config: bytes) -> Output:
     """A folder as PEFT's ``save_pretrained`` writes one. ``config``: the contents of ``adapter_config.json``."""
     output = _output_file(folder / "adapter_model.safetensors", source, list(source.tensors))
     finish = partial(write_small_file, folder / ADAPTER_CONFIG, config)
-    return file_job([output], source, limits.piece_bytes, finish)
+    return Output([output], finish)
 
 
 def _output_file(path: Path, source: Source, names: Sequence[str]) -> OutputFile:
@@ -106,7 +105,7 @@ def _output_file(path: Path, source: Source, names: Sequence[str]) -> OutputFile
         path,
         len(first) + end,
         [(0, first)],
-        [Placed(name, len(first) + offset) for name, offset in places],
+        [Placed(name, len(first) + at, 0, source.tensors[name].numel) for name, at in places],
     )
 
 

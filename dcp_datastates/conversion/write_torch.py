@@ -6,29 +6,27 @@ for them. The archive's CRC-32 of the tensors are not those of their bytes then,
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dcp_datastates.conversion.job import Job, Limits
-from dcp_datastates.conversion.output_file import OutputFile, Placed, file_job
+from dcp_datastates.conversion.output_file import Output, OutputFile, Placed
 from dcp_datastates.conversion.read_torch import array_of, leaves, load_fake
 from dcp_datastates.conversion.source import Source, value_of
 from dcp_datastates.errors import UnsupportedStateError
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.storage.local import explained
 
-__all__ = ["torch_job"]
+__all__ = ["save_without_data", "torch_output"]
 
 
-def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool) -> Job:
+def torch_output(source: Source, target: Path, allow_objects: bool) -> Output:
     """One file with all tensors and objects, nested as the state was.
 
     Raises :class:`UnsafeObjectError` for an object that only an unpickler of anything can read, unless
@@ -44,23 +42,32 @@ def torch_job(source: Source, target: Path, limits: Limits, allow_objects: bool)
         _check_without_tensors(source, name)
         values[name] = value_of(source, name, allow_objects)
     state = nested(values, source.paths)
-    with explained("writing", target), torch.serialization.skip_data(materialize_fake_tensors=True):
-        try:
-            torch.save(state, target)
-        except RuntimeError as error:  # torch's words for a write that failed
-            raise OSError(
-                errno.EIO, f"torch.save failed: {str(error)[:200]}", str(target)
-            ) from error
+    with explained("writing", target), target.open("xb") as stream:
+        save_without_data(state, stream)
     name_of = {id(fake): name for name, fake in fakes.items()}
     names = [name_of[id(fake)] for fake in _tensors(state)]
     with target.open("rb") as file:
         loaded, records = load_fake(file, str(target), allow_objects)
     placed = [
-        Placed(name, array_of(fake, records, target, 0, name).offset)
+        Placed(name, array_of(fake, records, target, 0, name).offset, 0, fake.numel())
         for name, fake in zip(names, _tensors(loaded), strict=True)
     ]
     output = OutputFile(target, os.stat(target).st_size, (), placed)
-    return file_job([output], source, limits.piece_bytes)
+    return Output([output])
+
+
+def save_without_data(value: Any, stream: IO[bytes]) -> None:
+    """``torch.save`` of a value whose tensors may be fake: their bytes become holes, and are not looked at.
+
+    Raises OSError if a write fails.
+    """
+    try:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(value, stream)
+    except RuntimeError as error:  # torch's own words for a full disk do not name it
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _tensors(state: Any) -> Iterator[torch.Tensor]:

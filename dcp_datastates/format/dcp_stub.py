@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_datastates.format.chunk_table import Catalog
-from dcp_datastates.format.fields import known_fields, portable
-from dcp_datastates.format.metadata_table import CARRIED
+from dcp_datastates.format.fields import IN_COLUMNS, known_fields, portable
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.storage.local import METADATA_NAME
 
@@ -98,6 +97,6 @@ _REDUCERS: Final[dict[type, Any]] = {
         for each in vars(dcp_metadata).values()
         if isinstance(each, type) and issubclass(each, Enum) and each is not Enum
     },
-    **dict.fromkeys(CARRIED.values(), _known),
+    **dict.fromkeys(IN_COLUMNS.values(), _known),
     TensorProperties: portable,
 }

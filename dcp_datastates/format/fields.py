@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem
 
 __all__ = [
+    "IN_COLUMNS",
     "is_field_name",
     "known_fields",
     "pack_value",
@@ -45,21 +46,29 @@ __all__ = [
     "with_unknown_values",
 ]
 
-_KNOWN: Final[Mapping[type, tuple[str, ...]]] = {
+_WHOLE: Final[Mapping[type, tuple[str, ...]]] = {
     TensorProperties: ("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),
+    StorageMeta: ("checkpoint_id", "save_id", "load_id", "modules"),
+}
+"""Of classes whose instances this package stores and sends whole, with any further fields."""
+
+_IN_COLUMNS: Final[Mapping[type, tuple[str, ...]]] = {
     TensorStorageMetadata: ("properties", "size", "chunks"),
     BytesStorageMetadata: (),
     ChunkStorageMetadata: ("offsets", "sizes"),
     MetadataIndex: ("fqn", "offset", "index"),
-    StorageMeta: ("checkpoint_id", "save_id", "load_id", "modules"),
     Metadata: ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
     _StorageInfo: ("relative_path", "offset", "length", "transform_descriptors"),
+}
+_OF_PLANS: Final[Mapping[type, tuple[str, ...]]] = {
     TensorWriteData: ("chunk", "properties", "size"),
     WriteItem: ("index", "type", "bytes_io_data", "tensor_data"),
     SavePlan: ("items", "storage_data", "planner_data", "usable"),
 }
-_CARRIED: Final = frozenset({TensorProperties, StorageMeta})
-"""Classes whose further fields this package carries itself, as objects with any values."""
+_KNOWN: Final = {**_WHOLE, **_IN_COLUMNS, **_OF_PLANS}
+
+IN_COLUMNS: Final[Mapping[str, type]] = {kind.__name__: kind for kind in _IN_COLUMNS}
+"""The classes whose instances are in columns, by their names."""
 
 
 @cache
@@ -77,8 +86,7 @@ def plans_in_objects() -> tuple[str, ...]:
     """The classes, with their new fields, that the columns cannot represent. If there are any, DCP must plan."""
     return tuple(
         f"{kind.__name__}.{name}"
-        for kind in _KNOWN
-        if kind not in _CARRIED
+        for kind in (*_IN_COLUMNS, *_OF_PLANS)
         for name in unknown_fields(kind)
     )
 

@@ -94,7 +94,7 @@ def _check_catalog(catalog: Catalog) -> _Sound:
     itemsize = itemsizes[catalog.properties]
     largest, name = _largest(catalog, itemsize)
     try:
-        wrong = validate(catalog, filled=False, thorough=False)
+        wrong = validate(catalog, filled=False)
     except Undecided as error:
         raise MetadataError(str(error)) from None
     if wrong:

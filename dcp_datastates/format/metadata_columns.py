@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.format import values
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
-from dcp_datastates.format.fields import unknown_fields
+from dcp_datastates.format.fields import IN_COLUMNS, unknown_fields
 from dcp_datastates.format.metadata import refused
 from dcp_datastates.format.metadata_check import MetadataError, described
-from dcp_datastates.format.metadata_document import fields_to_json, warn_of_loss
-from dcp_datastates.format.metadata_table import CARRIED, Further, MetadataTable, Note
+from dcp_datastates.format.metadata_document import fields_to_json
+from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
 from dcp_datastates.format.trailer import CATALOG
 
 __all__ = ["catalog_of", "table_of"]
@@ -59,9 +59,7 @@ def _table_of(metadata: Metadata, note: Note) -> MetadataTable:
         tuple(paths), *_located(chunk_places, paths), *_located(object_places, paths)
     )
     further = _further(metadata, [chunk for _, chunk in chunks], [*chunk_places, *object_places])
-    return MetadataTable(
-        catalog, placement, note, metadata.storage_meta, metadata.version, tuple(further)
-    )
+    return MetadataTable(catalog, placement, note, metadata.storage_meta, metadata.version, further)
 
 
 def catalog_of(metadata: Metadata) -> Catalog:
@@ -70,7 +68,10 @@ def catalog_of(metadata: Metadata) -> Catalog:
     Raises :class:`MetadataError`, TypeError, ValueError or OverflowError for objects that DCP's readers could not use.
     """
     names: list[str] = []
-    table = _Distinct()
+    numbers: dict[
+        str, int
+    ] = {}  # of different properties: stock planners make an object per tensor
+    table: list[TensorProperties] = []
     columns: dict[str, list[int]] = {name: [] for name in CATALOG}
     for name, entry in metadata.state_dict_metadata.items():
         if type(name) is not str:
@@ -80,7 +81,10 @@ def catalog_of(metadata: Metadata) -> Catalog:
         if isinstance(entry, TensorStorageMetadata):
             if not isinstance(entry.properties, TensorProperties):
                 raise MetadataError(f"the properties of a tensor are {described(entry.properties)}")
-            properties = table.number(entry.properties, fields_to_json(entry.properties))
+            content = json.dumps(fields_to_json(entry.properties))
+            properties = numbers.setdefault(content, len(table))
+            if properties == len(table):
+                table.append(entry.properties)
             size, chunks = torch.Size(entry.size), entry.chunks
         elif not isinstance(entry, BytesStorageMetadata):
             raise MetadataError(
@@ -99,7 +103,7 @@ def catalog_of(metadata: Metadata) -> Catalog:
             columns["sizes"] += torch.Size(chunk.sizes)
     return Catalog(
         names=tuple(names),
-        table=tuple(table.values),
+        table=tuple(table),
         mappings=metadata.planner_data,
         **{name: np.array(column, np.int64) for name, column in columns.items()},
     )
@@ -132,50 +136,26 @@ def _located(
     return files, offsets, lengths
 
 
-class _Distinct:
-    """Different values. Equal ones have the same number: stock planners make an object per tensor."""
-
-    def __init__(self) -> None:
-        self.values: list[Any] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, value: Any, content: Any) -> int:
-        """``content``: the value as JSON."""
-        number = self._numbers.setdefault(json.dumps(content), len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
-        return number
-
-
 def _further(
     metadata: Metadata,
     chunks: list[ChunkStorageMetadata],
     places: list[tuple[MetadataIndex, _StorageInfo]],
-) -> Iterator[Further]:
-    """The fields of this torch that the columns cannot represent."""
+) -> dict[tuple[str, str], list[Any]]:
+    """The fields of this torch that the columns cannot represent: see :attr:`MetadataTable.further`."""
     entries = list(metadata.state_dict_metadata.values())
-    instances: dict[str, Callable[[], list[Any]]] = {
-        "Metadata": lambda: [metadata],
-        "TensorStorageMetadata": lambda: entries,
-        "BytesStorageMetadata": lambda: entries,
-        "ChunkStorageMetadata": lambda: chunks,
-        "MetadataIndex": lambda: [index for index, _ in places],
-        "_StorageInfo": lambda: [info for _, info in places],
+    instances: dict[str, list[Any]] = {
+        "Metadata": [metadata],
+        "TensorStorageMetadata": entries,
+        "BytesStorageMetadata": entries,
+        "ChunkStorageMetadata": chunks,
+        "MetadataIndex": [index for index, _ in places],
+        "_StorageInfo": [info for _, info in places],
     }
-    for kind in CARRIED.values():
-        for field in unknown_fields(kind):
-            yield _column(kind, field, instances[kind.__name__]())
-
-
-def _column(kind: type, field: str, instances: list[Any]) -> Further:
-    different = _Distinct()
-    rows = np.full(len(instances), -1, np.int64)
-    for row, instance in enumerate(instances):
-        if not isinstance(instance, kind) or not hasattr(instance, field):
-            continue
-        value = getattr(instance, field)
-        try:
-            rows[row] = different.number(value, values.to_json(value))
-        except values.ValueRefused as error:
-            warn_of_loss(kind.__name__, field, str(error))
-    return Further(kind.__name__, field, tuple(different.values), rows)
+    return {
+        (name, field): [
+            getattr(each, field, MISSING) if isinstance(each, kind) else MISSING
+            for each in instances[name]
+        ]
+        for name, kind in IN_COLUMNS.items()
+        for field in unknown_fields(kind)
+    }

@@ -10,27 +10,27 @@ It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 - ``properties``: ``Catalog.table``; for each entry, its fields by name, as values
 - ``planner_data``: a value
 - ``version``, ``storage_meta``: of DCP's ``Metadata``; the latter's fields by name, as values, or null
-- ``further``: ``[class, field, values, rows]`` for each field that a torch has added to another of DCP's classes: its
-  distinct values, and for each instance (:func:`rows_of`) the index of its value, or -1
+- ``further``: ``[class, field, values, rows]`` for each field of ``MetadataTable.further``: its distinct values, and
+  for each instance the index of its value, or -1
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_datastates.format import trailer, values
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
-from dcp_datastates.format.fields import is_field_name, known_fields, set_unknown_values
+from dcp_datastates.format.fields import IN_COLUMNS, is_field_name, known_fields, set_unknown_values
 from dcp_datastates.format.metadata_check import MetadataError, described
-from dcp_datastates.format.metadata_table import CARRIED, Further, MetadataTable, Note, rows_of
+from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
 from dcp_datastates.storage.attempt import Attempt
 
 __all__ = ["fields_to_json", "read_document", "warn_of_loss", "write_document"]
@@ -64,15 +64,7 @@ def write_document(table: MetadataTable) -> bytes:
             "planner_data": planner_data,
             "version": table.version,
             "storage_meta": None if meta is None else fields_to_json(meta),
-            "further": [
-                [
-                    each.kind,
-                    each.field,
-                    [values.to_json(value) for value in each.values],
-                    each.rows.tolist(),
-                ]
-                for each in table.further
-            ],
+            "further": [_column_to_json(*key, column) for key, column in table.further.items()],
         }
     )
 
@@ -124,7 +116,16 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
     version, meta = found.get("version"), found.get("storage_meta")
     if version is not None and type(version) is not str:
         raise MetadataError(f"version is {described(version)}")
-    table = MetadataTable(
+    chunks, objects = len(columns["chunk_files"]), len(columns["object_files"])
+    lengths = {
+        "Metadata": 1,
+        "TensorStorageMetadata": len(names),
+        "BytesStorageMetadata": len(names),
+        "ChunkStorageMetadata": chunks,
+        "MetadataIndex": chunks + objects,
+        "_StorageInfo": chunks + objects,
+    }
+    return MetadataTable(
         Catalog(
             names=tuple(names),
             table=properties,
@@ -135,12 +136,8 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         note,
         None if meta is None else _storage_meta(meta),
         version,
-        tuple([_further(each) for each in _list(found, "further")]),
+        dict([_further(each, lengths) for each in _list(found, "further")]),
     )
-    for each in table.further:
-        if len(each.rows) != rows_of(each.kind, table):
-            raise MetadataError(f"there are {len(each.rows)} of {each.kind}.{each.field}")
-    return table
 
 
 def _list(found: dict[str, Any], key: str) -> list[Any]:
@@ -219,26 +216,39 @@ def _storage_meta(found: Any) -> StorageMeta:
     return meta
 
 
-def _further(found: Any) -> Further:
+def _column_to_json(kind: str, field: str, column: Sequence[Any]) -> list[Any]:
+    numbers: dict[str, int] = {}
+    rows = []
+    for value in column:
+        try:
+            content = None if value is MISSING else json.dumps(values.to_json(value))
+        except values.ValueRefused as error:
+            warn_of_loss(kind, field, str(error))
+            content = None
+        rows.append(-1 if content is None else numbers.setdefault(content, len(numbers)))
+    return [kind, field, list(map(json.loads, numbers)), rows]
+
+
+def _further(found: Any, lengths: Mapping[str, int]) -> tuple[tuple[str, str], list[Any]]:
+    """``lengths``: the number of instances of each class."""
     if type(found) is not list or list(map(type, found)) != [str, str, list, list]:
         raise MetadataError("a field of another torch is malformed")
     kind, name, packed, rows = found
-    if (
-        kind not in CARRIED
-        or not is_field_name(CARRIED[kind], name)
-        or name in known_fields(CARRIED[kind])
-    ):
+    known = IN_COLUMNS.get(kind)
+    if known is None or not is_field_name(known, name) or name in known_fields(known):
         raise MetadataError(f"{described(kind)} has {described(name)}, no field of DCP's")
-    if not set(map(type, rows)) <= {int} or any(not -1 <= row < len(packed) for row in rows):
+    if (
+        len(rows) != lengths[kind]
+        or not set(map(type, rows)) <= {int}
+        or any(not -1 <= row < len(packed) for row in rows)
+    ):
         raise MetadataError(f"the values of {described(name)} are not there")
     opened: list[Any] = []
-    kept = []
     for value in packed:
-        kept.append(len(opened))
         try:
             opened.append(values.from_json(value))
         except values.ValueRefused as error:
-            kept[-1] = -1
+            opened.append(MISSING)
             logger.info("a value of %s.%s is left out: %s", kind, name, error)
-    places = np.array([*kept, -1], np.int64)
-    return Further(kind, name, tuple(opened), places[np.array(rows, np.int64)])
+    opened.append(MISSING)  # for -1
+    return (kind, name), [opened[row] for row in rows]

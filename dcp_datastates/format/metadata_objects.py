@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-from collections.abc import Container, Iterable, Iterator, MutableMapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
-from dcp_datastates.format.metadata_table import Further, MetadataTable, Note
+from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
 from dcp_datastates.format.ragged import starts_of
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.format.stored_names import wrappers
@@ -36,16 +36,15 @@ __all__ = ["catalog_metadata", "metadata_of", "note_of"]
 _NOTE: Final = "dcp_datastates"
 """The attribute with the :class:`Note` of a ``Metadata`` from a file of this package."""
 
+_Further = Mapping[tuple[str, str], Sequence[Any]]
+
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 def metadata_of(table: MetadataTable) -> Metadata:
     """The ``Metadata`` for DCP's planners, whose entries are made when they are looked up."""
-    further: dict[str, list[Further]] = {}
-    for each in table.further:
-        further.setdefault(each.kind, []).append(each)
-    columns = _Columns(table.catalog, further)
+    columns = _Columns(table.catalog, table.further)
     metadata = Metadata(
         state_dict_metadata=_Entries(columns),  # type: ignore[arg-type]  # it does all that a dict is asked for
         planner_data=table.catalog.mappings,
@@ -53,7 +52,7 @@ def metadata_of(table: MetadataTable) -> Metadata:
         storage_meta=table.storage_meta,
         version=table.version,
     )
-    _carry(metadata, further, 0)
+    _carry(metadata, table.further, 0)
     vars(metadata)[_NOTE] = table.note
     return metadata
 
@@ -77,7 +76,8 @@ def catalog_metadata(catalog: Catalog) -> Metadata:
 class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
     """A dict whose values are made when they are looked up. A change makes all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._all: dict[Key, Value] | None = None
 
     def _made(self, key: Key) -> Value:
@@ -85,9 +85,6 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         raise NotImplementedError
 
     def _keys(self) -> Iterator[Key]:
-        raise NotImplementedError
-
-    def _count(self) -> int:
         raise NotImplementedError
 
     def _plain(self) -> dict[Key, Value]:
@@ -108,7 +105,7 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         return self._keys() if self._all is None else iter(self._all)
 
     def __len__(self) -> int:
-        return self._count() if self._all is None else len(self._all)
+        return self._count if self._all is None else len(self._all)
 
     def __repr__(self) -> str:
         return repr(self._plain())
@@ -120,7 +117,7 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
 class _Columns:
     """A catalog, with the start of each name's part in the columns."""
 
-    def __init__(self, catalog: Catalog, further: dict[str, list[Further]]) -> None:
+    def __init__(self, catalog: Catalog, further: _Further) -> None:
         self.catalog = catalog
         self.further = further
         self.number = {name: number for number, name in enumerate(catalog.names)}
@@ -143,15 +140,12 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
     """
 
     def __init__(self, columns: _Columns) -> None:
-        super().__init__()
+        super().__init__(len(columns.catalog.names))
         self._columns = columns
         self._kept: dict[str, STORAGE_TYPES] = {}
 
     def _keys(self) -> Iterator[str]:
         return iter(self._columns.catalog.names)
-
-    def _count(self) -> int:
-        return len(self._columns.catalog.names)
 
     def _made(self, key: str) -> STORAGE_TYPES:
         entry = self._kept.get(key)
@@ -218,10 +212,10 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
     """``Metadata.storage_data``: first all chunks, then all objects. Each lookup makes a new object."""
 
     def __init__(self, columns: _Columns, placement: Placement) -> None:
-        super().__init__()
+        self._rows = placement.rows()
+        super().__init__(len(self._rows[0]))
         self._columns = columns
         self._paths = placement.paths
-        self._rows = placement.rows()
         objects = np.flatnonzero(columns.catalog.properties < 0).tolist()
         self._chunks = len(placement.chunk_files)
         self._objects = {number: row for row, number in enumerate(objects, self._chunks)}
@@ -234,9 +228,6 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
                 yield _carry(MetadataIndex(name, begin, place), columns.further, row)
         for number, row in self._objects.items():
             yield _carry(MetadataIndex(names[number]), columns.further, row)
-
-    def _count(self) -> int:
-        return len(self._rows[0])
 
     def _made(self, key: MetadataIndex) -> _StorageInfo:
         row = self._row(key)
@@ -265,9 +256,9 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
 _Instance = TypeVar("_Instance")
 
 
-def _carry(instance: _Instance, further: dict[str, list[Further]], row: int) -> _Instance:
+def _carry(instance: _Instance, further: _Further, row: int) -> _Instance:
     """The instance, with the fields that another torch has added."""
-    for each in further.get(type(instance).__name__, ()):
-        if each.rows[row] >= 0:
-            vars(instance)[each.field] = each.values[each.rows[row]]
+    for (kind, field), column in further.items():
+        if kind == type(instance).__name__ and column[row] is not MISSING:
+            vars(instance)[field] = column[row]
     return instance

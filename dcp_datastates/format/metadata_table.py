@@ -6,20 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import StorageMeta
 
-from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
+from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["CARRIED", "Further", "MetadataTable", "Note", "rows_of"]
+__all__ = ["MISSING", "MetadataTable", "Note"]
 
 
 @dataclass(frozen=True)
@@ -38,15 +30,8 @@ class Note:
     published_at: float | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Further:
-    """A field that not every torch has, of one of DCP's classes whose instances are in columns."""
-
-    kind: str
-    field: str
-    values: tuple[Any, ...]
-    rows: Ints
-    """For each instance (:func:`rows_of`) the index of its value; -1 if it has none."""
+MISSING: Final = object()
+"""In a column of :attr:`MetadataTable.further`: the instance has no value."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,28 +43,8 @@ class MetadataTable:
     note: Note
     storage_meta: StorageMeta | None = None
     version: str | None = None
-    further: Sequence[Further] = ()
-
-
-CARRIED: Final[Mapping[str, type]] = {
-    kind.__name__: kind
-    for kind in (
-        Metadata,
-        TensorStorageMetadata,
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        MetadataIndex,
-        _StorageInfo,
-    )
-}
-"""The classes whose instances are in columns. The document stores the new fields of all other classes directly."""
-
-
-def rows_of(kind: str, table: MetadataTable) -> int:
-    """The number of instances in the column of a new field of class ``kind``."""
-    if kind == "Metadata":
-        return 1
-    if kind in ("TensorStorageMetadata", "BytesStorageMetadata"):
-        return len(table.catalog.names)  # tensors and objects: each class uses only its rows
-    chunks = len(table.placement.chunk_files)
-    return chunks if kind == "ChunkStorageMetadata" else chunks + len(table.placement.object_files)
+    further: Mapping[tuple[str, str], Sequence[Any]] = field(default_factory=dict)
+    """The fields that not every torch has, of DCP's classes whose instances are in columns: by class and field,
+    the value of each instance. ``TensorStorageMetadata`` and ``BytesStorageMetadata`` are numbered as ``names``,
+    ``MetadataIndex`` and ``_StorageInfo`` as :meth:`Placement.rows`.
+    """

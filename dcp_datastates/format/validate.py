@@ -30,15 +30,16 @@ class Undecided(ValueError):
     """The check for overlaps would take longer than for any real job's chunks."""
 
 
-def validate(catalog: Catalog, *, filled: bool, thorough: bool = True) -> list[str]:
+def validate(catalog: Catalog, *, filled: bool) -> list[str]:
     """The faults found, in the order of names: per tensor, one message for each kind of fault, for the first chunk.
 
     ``filled``: the chunks must cover each tensor (stock DCP requires this with more than one rank). As in stock DCP,
-    tensors without dimensions are not checked. ``thorough=False`` is for catalogs from untrusted files: chunks that
-    would take too long to check raise :class:`Undecided`.
+    tensors without dimensions are not checked.
+
+    Raises :class:`Undecided` for chunks that would take too long to check: the catalog may come from an untrusted file.
     """
     chunks = _Chunks(catalog)
-    found = [*_out_of_bounds(catalog, chunks), *_overlaps(catalog, chunks, thorough)]
+    found = [*_out_of_bounds(catalog, chunks), *_overlaps(catalog, chunks)]
     if filled:
         found += _unfilled(catalog)
     return [message for _, message in sorted(found, key=lambda entry: entry[0])]
@@ -103,7 +104,7 @@ def _unfilled(catalog: Catalog) -> Iterator[tuple[int, str]]:
         yield tensor, f"key:{name} invalid fill {figures}{cause}"
 
 
-def _overlaps(catalog: Catalog, chunks: _Chunks, thorough: bool) -> Iterator[tuple[int, str]]:
+def _overlaps(catalog: Catalog, chunks: _Chunks) -> Iterator[tuple[int, str]]:
     several = catalog.counts[chunks.tensor] > 1
     for dimensions in np.unique(chunks.ndims[several & (chunks.ndims > 0)]).tolist():
         members = np.flatnonzero(several & (chunks.ndims == dimensions))
@@ -111,18 +112,18 @@ def _overlaps(catalog: Catalog, chunks: _Chunks, thorough: bool) -> Iterator[tup
         begins = catalog.offsets[where]
         ends = begins + catalog.sizes[where]
         told = -1
-        for cluster in _inseparable(chunks.tensor[members], begins, ends, thorough):
+        for cluster in _inseparable(chunks.tensor[members], begins, ends):
             tensor = int(chunks.tensor[members[cluster[0]]])
             if tensor == told:
                 continue
-            pair = _overlapping_pair(begins[cluster], ends[cluster], thorough)
+            pair = _overlapping_pair(begins[cluster], ends[cluster])
             if pair is not None:
                 told = tensor
                 one, other = (_box(catalog, chunks, members[cluster[at]]) for at in pair)
                 yield tensor, f"key:{catalog.names[tensor]} has overlapping chunks: {one} {other}"
 
 
-def _inseparable(tensor: Ints, begins: Ints, ends: Ints, thorough: bool) -> list[Ints]:
+def _inseparable(tensor: Ints, begins: Ints, ends: Ints) -> list[Ints]:
     """Boxes that no dimension separates, in lists of two or more, by tensor.
 
     ``tensor``: (M,), ascending; the corners are (M, D).
@@ -132,7 +133,7 @@ def _inseparable(tensor: Ints, begins: Ints, ends: Ints, thorough: bool) -> list
     dimension = in_vain = steps = 0
     while len(boxes) and in_vain < dimensions:
         steps += len(boxes)
-        _check_steps(steps, len(tensor) * dimensions, thorough)
+        _check_steps(steps, len(tensor) * dimensions)
         before = (len(boxes), np.count_nonzero(np.diff(group)))
         along = (begins[boxes, dimension], ends[boxes, dimension])
         kept, group = _separated(group, *along)
@@ -173,18 +174,18 @@ def _reach(group: Ints, ends: Ints) -> Ints:
     return values[raised - group * len(values)]
 
 
-def _check_steps(steps: int, boxes: int, thorough: bool) -> None:
-    if not thorough and steps > _STEPS_PER_BOX * boxes + _SPARE_STEPS:
+def _check_steps(steps: int, boxes: int) -> None:
+    if steps > _STEPS_PER_BOX * boxes + _SPARE_STEPS:
         raise Undecided("the chunks of a tensor are too entangled to see whether they overlap")
 
 
-def _overlapping_pair(begins: Ints, ends: Ints, thorough: bool) -> tuple[int, int] | None:
+def _overlapping_pair(begins: Ints, ends: Ints) -> tuple[int, int] | None:
     """Two of these boxes that overlap; the corners are (n, D)."""
     along = int(np.argmax([len(np.unique(column)) for column in begins.T]))
     order = np.lexsort((ends[:, along], begins[:, along]))
     begins, ends = begins[order], ends[order]
     reach = np.searchsorted(begins[:, along], ends[:, along])
-    _check_steps(int((reach - np.arange(len(order))).sum()), len(order), thorough)
+    _check_steps(int((reach - np.arange(len(order))).sum()), len(order))
     for at in np.flatnonzero(reach > np.arange(len(order)) + 1).tolist():
         later = slice(at + 1, reach[at])
         hit = ((begins[later] < ends[at]) & (begins[at] < ends[later])).all(axis=1)

@@ -119,10 +119,13 @@ def dump(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def load(data: bytes) -> Any:
-    """The content that :func:`dump` encoded. :class:`ValueRefused`: not JSON, nested too deeply, or huge numbers."""
+def load(data: bytes, **hooks: Any) -> Any:
+    """The content of JSON. :class:`ValueRefused`: not JSON, nested too deeply, or huge numbers.
+
+    ``hooks``: further arguments of ``json.loads``, which may raise :class:`ValueRefused`, too.
+    """
     try:
-        return json.loads(data.decode(), parse_int=_integer)
+        return json.loads(data.decode(), parse_int=_integer, **hooks)
     except RecursionError:
         raise ValueRefused("JSON that nests too deeply") from None
     except ValueRefused:

@@ -31,7 +31,7 @@ from dcp_datastates.errors import (
     IncompatibleStateError,
 )
 from dcp_datastates.huggingface.files import read_files, write_files
-from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
+from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.library_state import (
     files_from,
     is_ours,
@@ -54,34 +54,24 @@ _STOCK_FILES: Final = "random_states_*.pkl"
 _CUSTOM: Final = re.compile(r"custom_checkpoint_[0-9]+\.pkl")
 
 
-class DataStatesAccelerator(Accelerator):  # type: ignore[misc]
+class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[misc]
     """An ``Accelerator`` with saves that do not stop training, for FSDP2, FSDP1, DDP and one process.
 
-    Args:
-        strict: whether a failed save ends the training: the next save, or :meth:`wait_for_saves`, then raises its
-            error. Each save then waits for the one before it. By default, a failed save is logged.
-        keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
-            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of ``Accelerator``. A type checker cannot know both; the call refuses a misspelled one.
+    Takes ``strict`` and the options of :class:`~dcp_datastates.DataStatesWriter`, as :class:`SavesInBackground`, beside
+    those of ``Accelerator``.
 
     Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed, Megatron-LM and XLA.
-
-    Threads: one thread calls the methods. The first rank deletes checkpoints in a thread.
     """
 
-    def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
-        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
-        self._checked_names = False
+    _checked_names = False
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         if self.distributed_type in _REFUSED:
             raise ConfigurationError(
                 f"distributed_type={self.distributed_type.value}: it saves by its own means; use Accelerate's "
                 f"Accelerator (for DeepSpeed, see dcp_datastates.deepspeed)"
             )
-
-    def wait_for_saves(self) -> None:
-        """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""
-        self._saves.wait()
 
     def end_training(self) -> None:
         """Wait for the saves in flight, then end the training as Accelerate does."""

@@ -36,14 +36,13 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
 def _inside(folder: Path, name: str) -> Path:
     path = PurePosixPath(name)
     is_plain = path.parts and path.as_posix() == name and "\0" not in name
-    if not is_plain or path.is_absolute() or ".." in path.parts:
+    if (
+        not is_plain
+        or path.is_absolute()
+        or (folder / path).resolve() != folder.resolve() / path  # by .., or by a symbolic link
+    ):
         raise CheckpointCorruptError(
-            f"the checkpoint names a file {name!r}, which is no relative path in a folder; it is not written"
-        )
-    found = folder / path
-    if not found.resolve().is_relative_to(folder.resolve()) or found.is_symlink():
-        raise CheckpointCorruptError(
-            f"the checkpoint names a file {name!r}, and a symbolic link in {str(folder)!r} leads elsewhere; it is "
+            f"the checkpoint names a file {name!r}, which is no relative path, or leads out of {str(folder)!r}; it is "
             f"not written"
         )
-    return found
+    return folder / path

@@ -30,7 +30,7 @@ from dcp_datastates.checkpoints.first_rank import from_first_rank
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.huggingface.files import read_files, write_files
-from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
+from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.frameworks import tell_if_untested
 from dcp_datastates.manager.library_state import (
     files_from,
@@ -56,19 +56,13 @@ _MODEL: Final = "model"
 _OPTIMIZER: Final = "optimizer"
 
 
-class DataStatesTrainerMixin:
+class DataStatesTrainerMixin(SavesInBackground):
     """For a ``Trainer`` or a class derived from it: ``class T(DataStatesTrainerMixin, SFTTrainer)``.
 
-    Args:
-        strict: whether a failed save ends the training: the next save, or the end of ``train``, then raises its error.
-            Each save then waits for the one before it. By default, a failed save is logged.
-        keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
-            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of the trainer. A type checker cannot know both; the call refuses a misspelled one.
+    Takes ``strict`` and the options of :class:`~dcp_datastates.DataStatesWriter`, as :class:`SavesInBackground`, beside
+    those of the trainer; with ``strict``, the end of ``train`` raises the error of a failed save, too.
 
     Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed and pushing every save.
-
-    Threads: the training thread calls the methods. The first rank deletes checkpoints in a thread.
     """
 
     _resumed_from: str | None = None
@@ -80,8 +74,7 @@ class DataStatesTrainerMixin:
     _written_to: str | None = None
     """During a save: the temporary directory to which the Trainer writes its small files."""
 
-    def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
-        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             raise ConfigurationError(
@@ -93,10 +86,6 @@ class DataStatesTrainerMixin:
                 f"hub_strategy={str(args.hub_strategy)!r} pushes the files of every save, which is in flight then; "
                 f"use hub_strategy='end'"
             )
-
-    def wait_for_saves(self) -> None:
-        """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""
-        self._saves.wait()
 
     # ---- saving --------------------------------------------------------------------------------
 

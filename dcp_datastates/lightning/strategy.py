@@ -32,7 +32,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
-from dcp_datastates.manager.background import BackgroundSaves, pop_writer_options
+from dcp_datastates.manager.background import SavesInBackground
 from dcp_datastates.manager.library_state import (
     files_from,
     is_ours,
@@ -71,32 +71,18 @@ _FOR_TOOLS: Final = (
 """What is stored as values, too: a file that ``convert`` makes then has what ``load_from_checkpoint`` reads."""
 
 
-class DataStatesStrategyMixin:
+class DataStatesStrategyMixin(SavesInBackground):
     """For a strategy of Lightning: ``class S(DataStatesStrategyMixin, ModelParallelStrategy)``.
 
-    Args:
-        strict: whether a failed save ends the training: the next save, or the end of ``fit``, then raises its error.
-            Each save then waits for the one before it. By default, a failed save is logged.
-        keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
-            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
-            those of Lightning's strategy. A type checker cannot know both; the call refuses a misspelled one.
-
-    Raises :class:`ConfigurationError` for an option that cannot work.
-
-    Threads: Lightning's training thread calls the methods. The first rank deletes checkpoints in a thread.
+    Takes ``strict`` and the options of :class:`~dcp_datastates.DataStatesWriter`, as :class:`SavesInBackground`, beside
+    those of Lightning's strategy; with ``strict``, the end of ``fit`` raises the error of a failed save, too.
     """
 
     _fills_model = True
     """Whether a load fills the model's shards in place; else Lightning puts whole tensors into it."""
 
-    def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
-        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
-        self._rng: bytes | None = None
-        super().__init__(*arguments, **keywords)
-
-    def wait_for_saves(self) -> None:
-        """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""
-        self._saves.wait()
+    _rng: bytes | None = None
+    """The random numbers of a loaded checkpoint, until the next batch."""
 
     # ---- saving --------------------------------------------------------------------------------
 

@@ -14,13 +14,13 @@ from typing import Any, Final, cast
 import torch.distributed as dist
 from typing_extensions import Unpack
 
-from dcp_datastates.config import BackgroundOptions, WriterConfig
+from dcp_datastates.config import BackgroundOptions, WriterConfig, parse_flag
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.save_tracker import SaveTracker
 
-__all__ = ["BackgroundSaves", "pop_writer_options"]
+__all__ = ["BackgroundSaves", "SavesInBackground", "pop_writer_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,30 @@ def pop_writer_options(keywords: dict[str, Any]) -> BackgroundOptions:
     return cast(BackgroundOptions, chosen)
 
 
+class SavesInBackground:
+    """For a class of a framework, which saves through this package: the base before the framework's own class.
+
+    Args:
+        strict: whether a failed save ends the training: the next save, or :meth:`wait_for_saves`, then raises its
+            error. Each save then waits for the one before it. By default, a failed save is logged.
+        keywords: the options of :class:`~dcp_datastates.DataStatesWriter` (``host_cache_size``, ``read_window``,
+            ``read_deadline``, ``defer``, ``commit_timeout``, ``exit_timeout``, ``max_in_flight``, ``when_behind``), and
+            those of the framework's class. A type checker cannot know both; the call refuses a misspelled one.
+
+    Raises :class:`ConfigurationError` for an option that cannot work.
+
+    Threads: one thread calls the methods. The first rank deletes checkpoints in a thread.
+    """
+
+    def __init__(self, *arguments: Any, strict: bool = False, **keywords: Any) -> None:
+        self._saves = BackgroundSaves(pop_writer_options(keywords), strict=strict)
+        super().__init__(*arguments, **keywords)
+
+    def wait_for_saves(self) -> None:
+        """Return when the outcome of every save is known. With ``strict``, raises the error of a failed one."""
+        self._saves.wait()
+
+
 class BackgroundSaves(SaveTracker):
     """The saves of one training job, one after the other, to paths that the framework chooses.
 
@@ -60,11 +84,9 @@ class BackgroundSaves(SaveTracker):
     """
 
     def __init__(self, options: BackgroundOptions, *, strict: bool = False) -> None:
-        if not isinstance(strict, bool):
-            raise ConfigurationError(f"strict={strict!r} must be True or False")
+        self._strict = parse_flag("strict", strict)
         super().__init__(1 if strict else None)
         self._options = options
-        self._strict = strict
 
     def start(
         self,

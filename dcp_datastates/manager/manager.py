@@ -18,7 +18,7 @@ from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.config import WriterOptions, check_options
+from dcp_datastates.config import WriterOptions, check_options, parse_flag
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.fitting import Fit, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
@@ -130,10 +130,8 @@ class CheckpointManager:
         self.root: Final = local.local_path(root)
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
-        for name, flag in (("strict", strict), ("save_last", save_last)):
-            if not isinstance(flag, bool):
-                raise ConfigurationError(f"{name}={flag!r} must be True or False")
-        self._strict = strict
+        self._strict = parse_flag("strict", strict)
+        self._save_last = parse_flag("save_last", save_last)
         self._verify: Verification = verify
         self._steps = StepDirectories(self.root, verify)
         rule = parse_every(every)
@@ -152,7 +150,6 @@ class CheckpointManager:
             _by_step("on_failure", on_failure),
         )
         self._newest_save: tuple[int, SaveHandle | None] | None = None
-        self._save_last = save_last
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""
         self._ending = self._closed = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -61,8 +60,7 @@ def test_memory_is_a_part_of_the_tensor(to, source, tmp_path):
     before = _now()
     convert(source, tmp_path / "out", to, host_cache_size="32MiB", threads=4)
     assert _peak() - before < 40 * MIB, "of 192 MiB"
-    with closing(open_source(tmp_path / "out")) as opened:
-        assert opened.tensors["a"].shape == (ROWS, COLUMNS)
+    assert open_source(tmp_path / "out").tensors["a"].shape == (ROWS, COLUMNS)
     before = _now()
     assert diff(source, tmp_path / "out", threads=2).same
     assert _peak() - before < 96 * MIB

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import pickle
+import resource
 import shutil
 import zipfile
 from pathlib import PosixPath
@@ -418,15 +420,19 @@ def test_stock_metadata_with_an_impossible_length(length, tmp_path):
     _refused(source, CheckpointCorruptError, "cut short", tmp_path)
 
 
-def test_more_files_than_may_be_open(tmp_path, monkeypatch):
-    monkeypatch.setattr("dcp_datastates.conversion.files._MOST_OPEN", 1)
+def test_more_files_than_may_be_open(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
-    state = {f"t{number}": torch.full((4,), float(number)) for number in range(5)}
-    for number in range(5):
+    state = {f"t{number}": torch.full((4,), float(number)) for number in range(100)}
+    for number in range(100):
         save_file({f"t{number}": state[f"t{number}"]}, folder / f"model-{number}.safetensors")
-    index = {"weight_map": {f"t{number}": f"model-{number}.safetensors" for number in range(5)}}
+    index = {"weight_map": {f"t{number}": f"model-{number}.safetensors" for number in range(100)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    dcp_datastates.convert(folder, tmp_path / "out", "torch")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, limits[1]))
+    try:
+        dcp_datastates.convert(folder, tmp_path / "out", "torch", **SMALL)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     found = torch.load(tmp_path / "out")
     assert all(torch.equal(found[name], state[name]) for name in state)
