@@ -3,9 +3,8 @@
 A thread that must not wait without a bound hands its file operations, as one piece of work, to a storage thread
 (``dcp_datastates-storage``), and waits. If there is no progress for too long, the work is abandoned: the caller gets a
 :class:`HungError`, and goes on. The storage thread stays in its operation. When that returns, the work's next operation
-(``operations.py``) unwinds in place of being made, and the thread ends. So abandoned work carries out, late, at most
-the one operation in which it hung. The commit protocol allows for that: a system call of a process that died may be
-carried out late, too.
+(``operations.py``) unwinds in place of being made. So abandoned work carries out, late, at most the one operation in
+which it hung. The commit protocol allows for that: a system call of a process that died may be carried out late, too.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.worker import Worker
 
 __all__ = ["HungError", "bounded", "check_not_hung", "finished_within", "is_hung", "step"]
 
@@ -65,6 +65,10 @@ class _Current(threading.local):
 _current = _Current()
 _lock = ProcessLock()  # guards what follows, and ended and abandoned of each work
 _hung: dict[Path, _Work] = {}
+_idle: list[Worker] = []
+"""The storage thread that waits for work. A call that starts one yields the processor and the GIL two more times than
+one that finds it, which on a busy machine takes milliseconds.
+"""
 
 
 def bounded(what: str, path: Path, seconds: float, function: Callable[[], T]) -> T:
@@ -139,21 +143,36 @@ def step() -> None:
 
 def _start(function: Callable[[], T]) -> Future[T]:
     done: Future[T] = Future()
+    try:
+        worker = _idle.pop()  # without a lock: signal handlers come here, too
+    except IndexError:
+        worker = Worker("dcp_datastates-storage")
 
     def run() -> None:
         try:
-            done.set_result(function())
+            result = function()
         except BaseException as error:
+            _rest(worker)
             done.set_exception(error)
+        else:
+            _rest(worker)
+            done.set_result(result)
 
-    try:
-        threading.Thread(target=run, name="dcp_datastates-storage", daemon=True).start()
-    except RuntimeError:  # no thread can start: better without a bound than not
+    if not worker.post(run):  # no thread can start: better without a bound than not
         run()
     return done
+
+
+def _rest(worker: Worker) -> None:
+    """Keep the storage thread for the next work, unless there is one already."""
+    if _idle:
+        worker.finish()
+    else:
+        _idle.append(worker)
 
 
 @after_fork
 def _forget_in_child() -> None:
     _hung.clear()
+    _idle.clear()
     _current.work = None

@@ -74,3 +74,12 @@ def test_work_whose_end_need_not_be_known_goes_on(tmp_path, hang):
     assert not is_hung(tmp_path)
     hang.set()
     await_that((tmp_path / "later").exists)
+
+
+def test_one_thread_serves_work_after_work(tmp_path):
+    bounded("looking", tmp_path, 60, tmp_path.stat)
+    first = bounded("looking", tmp_path, 60, threading.current_thread)
+    with pytest.raises(FileNotFoundError):
+        bounded("looking", tmp_path, 60, (tmp_path / "missing").stat)
+    for _ in range(20):
+        assert bounded("looking", tmp_path, 60, threading.current_thread) is first
