@@ -37,7 +37,7 @@ bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
 }
 
 void SavePipeline::queue_opening(const std::shared_ptr<SaveJob>& job) {
-    for (std::size_t file = 0; file < job->file_count(); ++file) {
+    for (std::size_t file = 0; !job->streamed() && file < job->file_count(); ++file) {
         tasks_.push_back({.job = SaveJob::Pin(job), .open = file, .write = std::nullopt});
     }
     if (job->file_count() == 0) {
@@ -154,6 +154,7 @@ void SavePipeline::copy_loop(Thread& self) {
         if (!reading) continue;
         const auto& [job, taken] = *reading;
         self.works_on(job.job());
+        if (taken.last) wake_copy_threads();  // a newer, streamed job may be read now
         try {
             proceed(job, job->read(taken.unit, std::move(memory)));
         } catch (const std::exception&) {
@@ -240,17 +241,24 @@ void SavePipeline::let_go(NodeQueue<Task>::Node last) {
     tasks_changed_.notify_one();
 }
 
+bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
+    return !job->streamed() || job == unread_jobs_.front();
+}
+
 std::shared_ptr<SaveJob> SavePipeline::wait_for_open_job() {
     std::unique_lock lock(mutex_);
     while (!stopping_) {
-        const auto open = std::ranges::find_if(
-            unread_jobs_, [](const auto& job) { return job->window()->is_open(); });
+        const auto open = std::ranges::find_if(unread_jobs_, [this](const auto& job) {
+            return may_read(job) && job->window()->is_open();
+        });
         if (open != unread_jobs_.end()) return *open;
         if (unread_jobs_.empty()) {
             jobs_changed_.wait(lock);
         } else {
             auto next = Clock::time_point::max();
-            for (const auto& job : unread_jobs_) next = std::min(next, job->window()->opened_at());
+            for (const auto& job : unread_jobs_) {
+                if (may_read(job)) next = std::min(next, job->window()->opened_at());
+            }
             jobs_changed_.wait_until(lock, next);
         }
     }
@@ -260,7 +268,7 @@ std::shared_ptr<SaveJob> SavePipeline::wait_for_open_job() {
 std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
     const std::scoped_lock lock(mutex_);
     for (auto next = unread_jobs_.begin(); next != unread_jobs_.end(); ++next) {
-        if (!(*next)->window()->is_open()) continue;
+        if (!may_read(*next) || !(*next)->window()->is_open()) continue;
         SaveJob::Pin pin(*next);
         const auto taken = pin->take_unit();
         if (!taken) continue;  // it has failed, and is about to leave the list
@@ -317,6 +325,10 @@ void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
     const std::size_t file = read.unit.file;
     if (auto last = job->sum(read)) {
         enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
+    }
+    if (job->streamed()) {
+        job->offer(std::move(read));
+        return;
     }
     auto written = job->open_file(file);
     if (written.ok()) written = job->write(read);
