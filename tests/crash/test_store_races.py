@@ -27,6 +27,16 @@ from dcp_datastates.storage.object_path import ObjectPath
 obstore_adapter = pytest.importorskip("dcp_datastates.storage.obstore_adapter")
 
 SETTLERS = 2
+
+SERVER = """
+import sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+run_simple("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
+"""
+"""One request at a time: moto looks whether an object is there, and stores it later, so that two creations at once may
+both succeed (about once in a thousand races, with its server of many threads)."""
+
 METADATA = b"\x80" + b"metadata" * 20
 
 
@@ -51,7 +61,7 @@ def server():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        [sys.executable, "-c", SERVER, str(port)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
