@@ -183,7 +183,7 @@ class DcpSave:
         save = self.save
         try:
             if isinstance(metadata, PublishedMetadata):
-                metadata.directory = str(save.resolved_path())
+                metadata.directory = save.resolved_path()
                 metadata.attempt = save.ticket().attempt.name
                 mine: Metadata = metadata
             else:
