@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from dcp_datastates._native import SEGMENT_BYTES, Engine, SaveJob, Segment
-from dcp_datastates.errors import ConfigurationError, release_frames
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.upload import MOST_FILES_AT_ONCE, Upload
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.ending import Phase, at_end
@@ -29,7 +29,7 @@ MOST_PARTS: Final = 10_000
 PARTS_IN_FLIGHT: Final = 16
 """Of all files that are sent at once."""
 
-_ABORT_SECONDS: Final = 5.0
+_ABORT_SECONDS: Final = 3.0
 """How long a failed save waits until its parts are removed, before it reports the failure."""
 
 _LAST_SECONDS: Final = 10.0
@@ -111,7 +111,6 @@ class StoreUpload:
                 self._store.put_stream(key, pieces, part_bytes=part, parts_in_flight=in_flight)
             hit("upload.after")
         except BaseException as error:
-            release_frames(error)  # they have segments
             self._failure = self._failure or error
             raise
 
