@@ -36,7 +36,9 @@ def saved(engine: _native.Engine, *sizes: int) -> tuple[Objects, list[str], list
 
 def check_nothing_left(engine: _native.Engine) -> None:
     await_that(lambda: engine.stats().free_segments == engine.stats().total_segments)
-    assert [each for each in threading.enumerate() if each.name.startswith("dcp_datastates-work")] == []
+    assert [
+        each for each in threading.enumerate() if each.name.startswith("dcp_datastates-work")
+    ] == []
 
 
 def check_restores(
