@@ -75,7 +75,8 @@ def test_all_ways_to_save_make_the_same_checkpoint(background, path):
     assert_same(load_everything(path), OTHER)
     stats = dcp_datastates.save(STATE, path, host_cache_size=CACHE)
     assert_same(dcp_datastates.load(path), STATE)
-    assert stats.bytes_written is not None and stats.bytes_written > 2_800_000
+    assert stats.bytes_written is not None
+    assert stats.bytes_written > 2_800_000
     assert stats.direct is None, "the engine has written no file"
 
 
@@ -116,7 +117,8 @@ def test_writers_and_readers_take_a_url_as_checkpoint_id(path, monkeypatch, stor
     reader = DataStatesReader()
     reader.reset("mem://bucket/run/step-7")
     assert_same(load_everything(path.parent / "step-7", reader), STATE)
-    assert by.checkpoint_id == "" and reader.checkpoint_id == "mem://bucket/run/step-7"
+    assert by.checkpoint_id == ""
+    assert reader.checkpoint_id == "mem://bucket/run/step-7"
 
 
 # ---- what is there -----------------------------------------------------------------------------
