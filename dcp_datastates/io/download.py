@@ -13,6 +13,7 @@ from typing_extensions import Buffer
 
 from dcp_datastates._native import ReadRequest, RestoreJob
 from dcp_datastates.errors import StorageError, release_frames
+from dcp_datastates.io.engine import fail
 from dcp_datastates.process.work import Done, Unit, work
 
 __all__ = ["ReadRange", "fetch"]
@@ -46,7 +47,7 @@ def _unit(job: RestoreJob, request: ReadRequest, read_range: ReadRange) -> Unit:
         try:
             _fetch(request, read_range)
         except BaseException as error:
-            job.fail(str(error) or repr(error), getattr(error, "errno", None) or 0, request.path)
+            fail(job, error, request.path)
             raise
 
     return run

@@ -14,7 +14,14 @@ import logging
 from collections.abc import Callable, Hashable
 from typing import Final
 
-from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES, CacheStats, Engine, SaveJob
+from dcp_datastates._native import (
+    MIN_HOST_CACHE_BYTES,
+    SEGMENT_BYTES,
+    CacheStats,
+    Engine,
+    RestoreJob,
+    SaveJob,
+)
 from dcp_datastates.config import EngineConfig
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end
@@ -22,7 +29,7 @@ from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.memory_limit import memory_limit
 from dcp_datastates.storage import failpoints, operations
 
-__all__ = ["configure_engine", "engine", "fit_cache", "moved", "next_order", "stats"]
+__all__ = ["configure_engine", "engine", "fail", "fit_cache", "moved", "next_order", "stats"]
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +159,12 @@ def moved(job: SaveJob | None) -> Hashable:
         None if job is None else (job.bytes_read, job.bytes_written),
         None if cache is None else cache.returned_segments,
     )
+
+
+def fail(job: SaveJob | RestoreJob, error: BaseException, path: str) -> None:
+    """Fail a streamed ``job``: the file at ``path`` could not be sent, or fetched."""
+    number = getattr(error, "errno", None)
+    job.fail(str(error) or repr(error), number if isinstance(number, int) else 0, path)
 
 
 def next_order() -> int:

@@ -13,6 +13,7 @@ from typing import Final
 
 from dcp_datastates._native import SaveJob, Segment
 from dcp_datastates.errors import release_frames
+from dcp_datastates.io.engine import fail
 from dcp_datastates.process.worker import Worker
 
 __all__ = ["PutStream", "Upload"]
@@ -73,5 +74,5 @@ def _send_files(
             put_stream(name, job.stream(file))
             job.stored(file)
         except BaseException as error:
-            job.fail(str(error) or repr(error), getattr(error, "errno", None) or 0, name)
+            fail(job, error, name)
             release_frames(error)  # they hold segments

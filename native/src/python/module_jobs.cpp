@@ -59,14 +59,19 @@ auto handle_of(const Job& job) {
     return handle;
 }
 
+/// Whatever the text is, nothing of it may keep a job from failing.
+std::string to_words(const py::str& text) {
+    return py::bytes(text.attr("encode")("utf-8", "backslashreplace"));
+}
+
 /// Binds `fail` and `cancel`.
 template <typename Job>
 void bind_ends(py::class_<Job>& job) {
     job.def(
            "fail",
-           [](const Job& self, const py::object& message, int error, const py::object& path) {
+           [](const Job& self, const py::str& message, int error, const py::str& path) {
                const auto handle = handle_of(self);
-               auto fault = not_transferred(to_path(message), error, to_path(path));
+               auto fault = not_transferred(to_words(message), error, to_words(path));
                const GilRelease release;
                handle->fail(std::move(fault));
            },

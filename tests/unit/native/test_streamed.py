@@ -149,6 +149,16 @@ def test_a_failed_save_wakes_its_streams_and_names_the_cause(engine):
     wait_until_cache_is_free(engine)
 
 
+@pytest.mark.parametrize(
+    ("message", "shown"), [("a\0b", "a\0b"), ("\udc80 \ud800", "\\udc80 \\ud800"), ("", "")]
+)
+def test_any_message_fails_a_job(engine, message, shown):
+    job, names = save(engine, sources(4))
+    job.fail(message, 0, names[0])
+    assert job.wait(60)
+    assert job.fault.message == f"transfer of 's3://bucket/0' failed: {shown}"
+
+
 def test_streams_are_refused_for_files_that_are_not_there(engine, tmp_path):
     job, _ = save(engine, sources(4))
     with pytest.raises(ValueError, match="file=1 is not one of the save's 1"):
