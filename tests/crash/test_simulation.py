@@ -1,6 +1,7 @@
 """The commit protocol under thousands of simulated schedules; and defects that it had, put back, are found.
 
-``make simulate SEEDS=100000`` tries more than ``make test-thorough``; ``SIMULATION=<seed>`` repeats one that failed.
+In every fourth schedule, storage is an object store. ``make simulate SEEDS=100000`` tries more than ``make
+test-thorough``; ``SIMULATION=<seed>`` repeats one that failed.
 """
 
 from __future__ import annotations
@@ -66,11 +67,36 @@ DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS)
-def test_each_defect_is_found_when_it_is_put_back(defect):
-    changes, first = DEFECTS[defect]
+IN_A_STORE = {
+    "a store lets two creations succeed": ({"creates_once": False}, 0),
+    "the reply to a commit is believed": ({"withdraws_on_error": False}, 0),
+    "settling only reads": ({"withdraws_when_settling": False}, 0),
+    "a withdrawal that came after a deletion counts": (
+        {"looks_for_data": False, "deletes": 0.02, "false_losses": 0.01},
+        0,
+    ),
+    "the cleanup removes withdrawals": ({"keeps_marks": False}, 140),
+    "a reader trusts .metadata": ({"trusts_the_pointer": True}, 0),
+    "older attempts can be committed late": ({"withdraws_older": False}, 920),
+    "a claim does not look into the index": ({"looks_beside": False}, 0),
+    "survivors take a coordinator that they miss for dead": ({"guesses": True}, 0),
+    "a publication that hangs counts as failed": ({"settles_what_hangs": False}, 0),
+}
+
+
+@pytest.mark.parametrize(
+    ("defects", "defect"),
+    [
+        *((DEFECTS, each) for each in DEFECTS),
+        *(pytest.param(IN_A_STORE, each, id=f"in a store, {each}") for each in IN_A_STORE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_defect_is_found_when_it_is_put_back(defects, defect):
+    changes, first = defects[defect]
 
     def put_back(world: World) -> None:
+        world.in_store = defects is IN_A_STORE
         for name, value in changes.items():
             assert hasattr(world, name)
             setattr(world, name, value)

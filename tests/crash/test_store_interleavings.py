@@ -14,10 +14,17 @@ import pytest
 from support.simulated.store_world import play
 from support.tiers import tries
 
+from dcp_datastates import StorageError
+from dcp_datastates.commit import store_place
+from dcp_datastates.commit.store_place import StorePlace
+from dcp_datastates.storage import decisions, store_attempts, store_index
+from dcp_datastates.storage.claims import Neighbours
+from dcp_datastates.storage.decisions import State
+
 ONE = os.environ.get("STORE_INTERLEAVING")
 
 
-@pytest.mark.parametrize("schedules", tries(40, 1_500, "STORE_INTERLEAVINGS"))
+@pytest.mark.parametrize("schedules", tries(12, 400, "STORE_INTERLEAVINGS"))
 def test_whatever_comes_late_there_is_one_outcome_and_what_is_committed_is_whole(
     schedules, monkeypatch
 ):
@@ -31,3 +38,127 @@ def test_whatever_comes_late_there_is_one_outcome_and_what_is_committed_is_whole
         assert counts["failed"] > schedules / 10
         assert counts["settled"] > schedules / 10
         assert counts["deleted"] > schedules / 4
+
+
+# Each rule of the commit, left out.
+
+
+def _plain_put(patch):
+    """Two creations of one object both succeed."""
+    patch.setattr(store_place, "creates_once", lambda root: True)
+    return {"create_only": False}
+
+
+def _no_read_back(patch):
+    """The store's reply is believed: an object that is there is another's, and an error means that there is none."""
+
+    def decide(directory, attempt, data):
+        path = decisions.decision_path(directory, attempt)
+        try:
+            created = path.store.put_if_absent(path.key, data)
+        except StorageError:
+            created = False
+        return State.COMMITTED if created else State.WITHDRAWN
+
+    patch.setattr(decisions, "decide", decide)
+
+
+def _settles_by_reading(patch):
+    """A rank that misses the coordinator reads the decision, and does not withdraw the attempt."""
+    patch.setattr(
+        StorePlace,
+        "settle",
+        lambda self, attempt: decisions.state_of(self._directory, attempt) is State.COMMITTED,
+    )
+
+
+def _settles_by_the_mark_alone(patch):
+    """A rank that finds a withdrawal takes the save for failed, although a deletion may have removed the commit."""
+    patch.setattr(
+        StorePlace,
+        "settle",
+        lambda self, attempt: decisions.withdraw(self._directory, attempt) is State.COMMITTED,
+    )
+
+
+def _cleans_marks_up(patch):
+    """The cleanup removes withdrawals, too."""
+    real = StorePlace._remove
+
+    def remove(self, superseded):
+        real(self, superseded)
+        keys = [decisions.decision_path(self._directory, each).key for each in superseded]
+        self._directory.store.delete(keys)
+
+    patch.setattr(StorePlace, "_remove", remove)
+
+
+def _latest_decision_wins(patch):
+    """The attempt that was committed last counts, not the newest."""
+
+    def newest_committed(directory):
+        found = [
+            (decision.decided_at, attempt, decision)
+            for attempt in store_attempts.present(directory)
+            if (decision := decisions.read(directory, attempt)) is not None
+            and decision.state is State.COMMITTED
+        ]
+        return max(found, key=lambda each: each[0])[1:] if found else None
+
+    patch.setattr(store_attempts, "newest_committed", newest_committed)
+
+
+def _looks_once(patch):
+    """A reader that finds no committed attempt does not look again."""
+
+    def newest_committed(directory):
+        for attempt in reversed(store_attempts.present(directory)):
+            decision = decisions.read(directory, attempt)
+            if decision is not None and decision.state is State.COMMITTED:
+                return attempt, decision
+        return None
+
+    patch.setattr(store_attempts, "newest_committed", newest_committed)
+
+
+def _leaves_older_ones_undecided(patch):
+    """A save removes older attempts without withdrawing them first."""
+    patch.setattr(StorePlace, "_withdraw_older", lambda self, attempt, overwrite: None)
+
+
+def _orders_by_clocks(patch):
+    """A claim does not look at the checkpoints beside it."""
+    patch.setattr(Neighbours, "newest_of", lambda self, root, seen: None)
+
+
+def _does_not_register(patch):
+    """An attempt is committed without an entry in the index."""
+    patch.setattr(store_index, "register", lambda directory, attempt: None)
+
+
+# By the first seed to look from.
+DEFECTS = {
+    _plain_put: 0,
+    _no_read_back: 6,
+    _settles_by_reading: 0,
+    _settles_by_the_mark_alone: 263,
+    _cleans_marks_up: 6,
+    _latest_decision_wins: 2,
+    _looks_once: 9,
+    _leaves_older_ones_undecided: 4,
+    _orders_by_clocks: 0,
+    _does_not_register: 0,
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__.strip("_"))
+def test_each_defect_is_found_when_it_is_put_back(defect, monkeypatch):
+    first = DEFECTS[defect]
+
+    def look():
+        for seed in range(first, first + 300):
+            with monkeypatch.context() as patch:
+                play(patch, seed, **(defect(patch) or {}))
+
+    with pytest.raises(AssertionError):
+        look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,7 @@ class Broken(AssertionError):
 
 @dataclass(eq=False)
 class Path:
-    """One checkpoint's directory."""
+    """One checkpoint's directory, or its prefix in an object store."""
 
     slots: set[Attempt] = field(default_factory=set)
     files: dict[Attempt, set[int]] = field(default_factory=dict)  # of the attempts that are there
@@ -28,6 +29,10 @@ class Path:
     named: Attempt | None = None
     after: Attempt = 0  # the newest attempt that the named one's claim had seen
     signature: int = 0
+    # In an object store:
+    decisions: dict[Attempt, str] = field(default_factory=dict)
+    pointer: Attempt | None = None  # what .metadata is a copy of
+    held_up: Counter[Attempt] = field(default_factory=Counter)  # requests about their decisions
 
     def present(self) -> list[Attempt]:
         return sorted(self.files)
@@ -42,6 +47,9 @@ class Save:
     seen: int = 0
     path: Path = field(default_factory=Path)
     after: Attempt = 0
+    # In an object store, what the claim has seen at the path:
+    older: tuple[Attempt, ...] = ()
+    alone: bool = True
 
 
 class Tree:

@@ -11,7 +11,6 @@ from dcp_datastates.commit import protocol
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.ranks.gloo_tree import Place, places
 from support.simulated.simulated_parts import Attempt, Save, Thread, Tree, neighbours
-from support.simulated.simulated_storage import claim, publish, retain, settle, tidy
 
 if TYPE_CHECKING:
     from support.simulated.simulation import Job
@@ -128,7 +127,7 @@ class Rank:
             while number not in self.job.tickets:
                 with contextlib.suppress(Hung):  # the next call saves again
                     self.job.tickets[number] = yield from self._slowly(
-                        claim(self.world, self.job, number, path)
+                        self.world.storage.claim(self.world, self.job, number, path)
                     )
 
     # ---- the commit thread ----------------------------------------------------------------------
@@ -177,10 +176,13 @@ class Rank:
         yield
         self.world.told(self, save, decision.outcome)
         self.ended = save.number
-        cleanup = tidy(self.world, self.rank, save, self._older, decision.outcome)
+        cleanup = self.world.storage.tidy(
+            self.world, self.rank, save, self._older, decision.outcome
+        )
         yield from self._slowly(cleanup, abandons=False)
         if self.rank == 0 and decision.outcome is Outcome.COMMITTED and self.world.retains:
-            yield from self._slowly(retain(self.world, save), abandons=False)
+            retained = self.world.storage.retain(self.world, save)
+            yield from self._slowly(retained, abandons=False)
 
     def _do(
         self, action: protocol.Action, save: Save, failed: Reason | None
@@ -212,7 +214,7 @@ class Rank:
                 return (yield from self._publish(save))
             case protocol.Settle():
                 try:
-                    return (yield from self._slowly(settle(self.world, save)))
+                    return (yield from self._slowly(self.world.storage.settle(self.world, save)))
                 except Hung:
                     self.world.storage_failed.add(save.attempt)
                     return protocol.Decided(Decision(Outcome.UNKNOWN))
@@ -411,12 +413,11 @@ class Rank:
                 yield
                 if (event := self._interruption(save)) is not None:
                     return event
-            if self._chance(0.04 * self.world.faults) or save.attempt not in path.files:
+            full = self._chance(0.04 * self.world.faults)
+            if full or not self.world.storage.write(path, save.attempt, self.rank):
                 failed = Reason("StorageError", "disk full")
-            else:
-                path.files[save.attempt].add(self.rank)
         yield
-        self._older = [attempt for attempt in path.present() if attempt < save.attempt]
+        self._older = self.world.storage.find_older(save, self.rank)
         return protocol.Written(failed)
 
     def _publish(self, save: Save) -> Generator[None, None, protocol.Event]:
@@ -428,7 +429,8 @@ class Rank:
         if self._chance(0.02 * self.world.faults):
             return failed
         try:
-            found: protocol.Event = yield from self._slowly(publish(self.world, self.job, save))
+            steps = self.world.storage.publish(self.world, self.job, save)
+            found: protocol.Event = yield from self._slowly(steps)
         except Hung:
             if self.world.settles_what_hangs:
                 raise

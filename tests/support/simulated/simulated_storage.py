@@ -14,7 +14,7 @@ from support.simulated.simulated_parts import Attempt, Path, Save, Thread
 if TYPE_CHECKING:
     from support.simulated.simulation import Job, World
 
-__all__ = ["claim", "delete", "publish", "retain", "settle", "tidy"]
+__all__ = ["claim", "delete", "find_older", "publish", "retain", "settle", "tidy", "write"]
 
 Steps = Generator[None, None, protocol.Event]
 
@@ -42,6 +42,19 @@ def claim(world: World, job: Job, number: int, path: Path) -> Generator[None, No
         if not world.looks_again or path.present()[-1:] == [attempt]:
             return Save(number, attempt, seen, path, after)
         world.remove(path, attempt)
+
+
+def write(path: Path, attempt: Attempt, rank: int) -> bool:
+    """A rank writes its files; False if the attempt's directory is gone."""
+    if attempt not in path.files:
+        return False
+    path.files[attempt].add(rank)
+    return True
+
+
+def find_older(save: Save, rank: int) -> list[Attempt]:
+    """``publish.find_older``."""
+    return [attempt for attempt in save.path.present() if attempt < save.attempt]
 
 
 def publish(world: World, job: Job, save: Save) -> Steps:

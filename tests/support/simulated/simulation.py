@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import ModuleType
 
 from dcp_datastates.commit.vote import Outcome
+from support.simulated import simulated_prefix, simulated_storage
 from support.simulated.simulated_parts import Attempt, Broken, Path, Save, Thread, Tree
 from support.simulated.simulated_rank import Rank
-from support.simulated.simulated_storage import delete
 
 __all__ = ["Broken", "Job", "World"]
+
+_STORES = 4
+"""Every so many seeds, the world's storage is an object store."""
 
 _JOBS = 10
 """At most, in one world. The last digit of an attempt's number is its job's; deletions have the last one."""
@@ -68,6 +72,8 @@ class World:
         self.restarts = self.random.choice([0.0, 0.5, 1.0])
         self.retains = self.random.choice([False, True])
         self.faults = 1.0
+        # Not drawn: the schedules of the other seeds stay as they are.
+        self.in_store = seed % _STORES == _STORES - 1
 
         self.looks_again = True
         self.looks_beside = True
@@ -83,8 +89,14 @@ class World:
         self.retains_in_doubt = False
         self.guesses = False
         self.believes_former_jobs = False
+        self.creates_once = True
+        self.looks_for_data = True
+        self.keeps_marks = True
+        self.trusts_the_pointer = False
 
         self.paths = [Path() for _ in range(self.random.choice([1, 1, 2, 3]))]
+        self.index: set[tuple[Path, Attempt]] = set()
+        """Of an object store: the attempts that were about to be committed."""
         self.jobs: list[Job] = []
         self.outcomes: dict[Attempt, set[Outcome]] = {}
         self.published: set[Attempt] = set()
@@ -98,7 +110,13 @@ class World:
         self.trace: list[str] = []
         self.counts = dict.fromkeys(Outcome, 0)
         self._owner: dict[Attempt, Job] = {}
+        self._afters: dict[Attempt, Attempt] = {}
         self._signatures: dict[tuple[Path, int], Attempt] = {}
+
+    @property
+    def storage(self) -> ModuleType:
+        """What processes do at a path."""
+        return simulated_prefix if self.in_store else simulated_storage
 
     def start_job(self) -> Job:
         ranks, saves = self.random.choice([2, 2, 3, 4, 6]), self.random.randrange(1, 4)
@@ -156,13 +174,40 @@ class World:
         self.published.add(attempt)
         return True
 
+    def commit(self, save: Save) -> None:
+        """In an object store, the attempt is committed, perhaps once more."""
+        path, attempt = save.path, save.attempt
+        self.log(None, f"{attempt} is committed")
+        if attempt < self.could_see[attempt]:
+            raise Broken(f"{attempt} is committed, and could see {self.could_see[attempt]} before")
+        files = path.files.get(attempt, set())
+        if attempt not in self.published and files != set(range(self._owner[attempt].size)):
+            raise Broken(f"{attempt} is committed, and only {files} of its files are there")
+        path.signature += 1
+        self._signatures[path, path.signature] = attempt
+        self._afters[attempt] = save.after
+        self.published.add(attempt)
+
+    def look_at(self, path: Path) -> None:
+        """Find out what is committed at a prefix in an object store."""
+        there = [each for each, what in path.decisions.items() if what == "committed"]
+        path.named = max(there, default=None)
+        if self.trusts_the_pointer and path.named is not None and path.pointer is not None:
+            path.named = path.pointer
+        if path.named is not None:
+            path.after = self._afters[path.named]
+
+    def check_kept(self, victim: Attempt, kept: Path | None) -> None:
+        """A checkpoint is deleted as older than that at ``kept``."""
+        if kept is not None and kept.named is not None and kept.named < victim:
+            raise Broken(f"LOST: {victim} is deleted as older than {kept.named}")
+
     def unname(self, path: Path, victim: Attempt, kept: Path | None) -> None:
         """A deletion removes ``.metadata``: what is published goes only on purpose, and never as the newest."""
         self.log(None, f"{victim} is deleted")
         if path.named not in (None, victim):
             raise Broken(f"LOST: {path.named} is deleted, and {victim} was to be")
-        if kept is not None and kept.named is not None and kept.named < victim:
-            raise Broken(f"LOST: {victim} is deleted as older than {kept.named}")
+        self.check_kept(victim, kept)
         if path.named is not None:
             path.named = None
             path.signature += 1
@@ -300,7 +345,7 @@ class World:
         elif self.happens(self.deletes):
             path = self.random.choice(self.paths)
             if path.named is not None:
-                self.deleting = delete(self, path, path.named)
+                self.deleting = self.storage.delete(self, path, path.named)
         if self.late and self.happens(0.02):
             self._come_late()
         if rank.frozen:

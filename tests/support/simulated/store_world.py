@@ -204,9 +204,10 @@ class Job:
 
     def _save_to(self, path: ObjectPath, neighbours: Neighbours) -> None:
         world, place = self.world, place_of(path)
-        could_see = max(world.there().values(), default=None)
+        could_see = set(world.there().items())
         claim = place.claim(neighbours, overwrite=True)
-        assert could_see is None or claim.attempt > could_see, "it does not count as newer"
+        for key in could_see - world.deleted:
+            assert claim.attempt > key[1], "it does not count as newer"
         round_ = round_of(claim.attempt, path, claim)
         self._work_on(0, key_of(round_))
         for name in FILES:
