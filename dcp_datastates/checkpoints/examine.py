@@ -60,8 +60,8 @@ class _File:
 class Examination:
     """One examination of a checkpoint's data files."""
 
-    def __init__(self, committed: Committed) -> None:
-        self._directory = committed.directory
+    def __init__(self, directory: Path, committed: Committed) -> None:
+        self._directory = directory
         self._contents = Contents.of_table(committed.table)
         self._consistency_check = ConsistencyCheck(committed.table, self._contents)
         self._files = list(committed.note.files.values())

@@ -115,7 +115,7 @@ def _flaw(found: Found, verify: Verification) -> str | None:
     if verify == "metadata":
         return None
     if verify == "structure":
-        return _missing(found.committed)
+        return _missing(found.path, found.committed)
     try:
         damages = verify_bytes(found.path).damages
     except DataStatesError as error:
@@ -126,14 +126,12 @@ def _flaw(found: Found, verify: Verification) -> str | None:
     return f"{damages[0].file}: {damages[0].problem}{more}"
 
 
-def _missing(committed: Committed) -> str | None:
+def _missing(directory: Path, committed: Committed) -> str | None:
     """The problem of the first data file that is missing or has another size; None if there is none."""
 
     def look(record: FileRecord) -> str | None:
         try:
-            problem = wrong_size(
-                record, os.stat(committed.directory / record.relative_path).st_size
-            )
+            problem = wrong_size(record, os.stat(directory / record.relative_path).st_size)
         except (FileNotFoundError, NotADirectoryError):
             problem = "missing"
         except OSError as error:

@@ -86,7 +86,7 @@ def verify(
         committed = open_committed(directory)
     except CheckpointCorruptError as error:
         return _unopened(directory, error, time.monotonic() - began)
-    damages = Examination(committed).run(threads, progress)
+    damages = Examination(directory, committed).run(threads, progress)
     if damages and (replaced := replacement(directory, committed.note.attempt, "verify")):
         raise replaced  # the damage seen is not real
     tensors = int((committed.table.catalog.properties >= 0).sum())

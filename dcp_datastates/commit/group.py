@@ -244,7 +244,7 @@ class CommitGroup:
         error = agreed.decision.error(where, self.rank_set.world)
         if error is None:
             return None
-        cause = round_.part.error or agreed.failure
+        cause = agreed.failure or round_.part.error  # a save that stalls is cancelled
         if cause is not None:
             release_frames(cause)
         failed = not isinstance(error, CommitOutcomeUnknown)

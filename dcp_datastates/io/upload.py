@@ -54,12 +54,11 @@ class Upload:
                 job.fail("no thread could be started to send it", 0, names[0])
             worker.finish()
 
-    def join(self, seconds: float | None = None) -> None:
-        """Return when all threads have ended, or after ``seconds`` for each. A thread is a daemon: one that
-        ``put_stream`` never returns to does not keep the process from its end.
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait until all threads have ended, or for ``seconds`` for each; return whether they have. A thread is a
+        daemon: one that ``put_stream`` never returns to does not keep the process from its end.
         """
-        for worker in self._workers:
-            worker.close(seconds)
+        return all(worker.close(seconds) for worker in self._workers)
 
 
 def _send_files(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.config import Defer, ReadWindow, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.io.devices import capturing, open_used
@@ -21,6 +19,7 @@ from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.paths import check_at_call
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.buffers import EagerBuffers
 from dcp_datastates.staging.deferred_reads import DeferredReads
@@ -28,8 +27,8 @@ from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["begin_planning", "new_call", "prepare", "stage_in_place", "stage_save", "state_to_plan"]
 
@@ -48,7 +47,7 @@ def stage_save(
     group: CommitGroup,
     config: WriterConfig,
     origin: SaveOrigin,
-    path: Path | None,
+    path: Location | None,
     state_dict: Mapping[str, Any],
     in_columns: bool,
     metrics: Mapping[str, float],
@@ -117,7 +116,7 @@ def new_call(
     group: CommitGroup,
     config: WriterConfig,
     origin: SaveOrigin,
-    path: Path | None,
+    path: Location | None,
     metrics: Mapping[str, float],
 ) -> SaveCall:
     """Describe a call that is made now."""
@@ -134,9 +133,7 @@ def _stage(
     read_window: ReadWindow,
 ) -> DeferredReads:
     config = call.config
-    if (path := call.path) is not None and not config.overwrite:
-        timeout = config.commit_timeout
-        bounded("looking at", path, timeout, lambda: check_overwrite(path, False))
+    check_at_call(call.path, config)
     native = engine(config.host_cache_bytes)
     buffers = EagerBuffers(native, call.order)
     ownership = Ownership(known_optimizers())  # with defer="none", the planner asks

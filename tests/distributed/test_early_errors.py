@@ -9,20 +9,20 @@ from support.jobs.scripts import TWO_RANKS, run_script
 from support.tiers import sampled
 
 CALLS = {
-    "async_save: a URL": "ds.async_save(state, 's3://bucket/x')",
+    "async_save: a URL": "ds.async_save(state, 's3:///x')",
     "async_save: no path": "ds.async_save(state)",
     "async_save: an option": "ds.async_save(state, path, host_cache_size='1MiB')",
     "async_save: metrics": "ds.async_save(state, path, metrics={'loss': 'low'})",
     "async_save: no state": "ds.async_save([1], path)",
     "async_save: a part raises": "ds.async_save({'part': Raises()}, path)",
-    "save: a URL": "ds.save(state, 's3://bucket/x')",
+    "save: a URL": "ds.save(state, 's3:///x')",
     "save: an option": "ds.save(state, path, commit_timeout=-1)",
-    "dcp.save: a URL": "dcp.save(state, storage_writer=ds.DataStatesWriter('s3://bucket/x'))",
-    "dcp.async_save: a URL": "dcp.async_save(state, storage_writer=ds.DataStatesWriter('s3://bucket/x'))",
-    "load: a URL": "ds.load(state, 's3://bucket/x')",
+    "dcp.save: a URL": "dcp.save(state, storage_writer=ds.DataStatesWriter('s3:///x'))",
+    "dcp.async_save: a URL": "dcp.async_save(state, storage_writer=ds.DataStatesWriter('s3:///x'))",
+    "load: a URL": "ds.load(state, 's3:///x')",
     "load: nothing is there": "ds.load(state, path)",
     "manager: every": "ds.CheckpointManager(path, every=0)",
-    "manager: a URL": "ds.CheckpointManager('s3://bucket/x', every=1)",
+    "manager: a URL": "ds.CheckpointManager('s3:///x', every=1)",
     "manager: a step": "ds.CheckpointManager(path, every='10min').save(-1, state)",
     "manager: a second step": "manager = ds.CheckpointManager(path, every='10min')\n"
     "    manager.save(1, state); manager.save(0, state)",

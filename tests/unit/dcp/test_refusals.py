@@ -155,10 +155,10 @@ def test_a_path_that_is_no_path_is_refused(path):
         DataStatesReader(path)
 
 
-def test_a_url_is_refused_rather_than_made_a_directory(tmp_path, monkeypatch):
+def test_a_url_without_a_bucket_is_refused_rather_than_made_a_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with raises(ConfigurationError, "s3://bucket/key"):
-        save({"w": torch.ones(1)}, "s3://bucket/key")
+    with raises(ConfigurationError, "s3:///key", "names no bucket"):
+        save({"w": torch.ones(1)}, "s3:///key")
     assert os.listdir(tmp_path) == []
 
 

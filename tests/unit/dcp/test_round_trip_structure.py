@@ -33,7 +33,7 @@ def _put(how, state, path):
 
 
 @both_ways
-def test_nested_dicts_and_lists_come_back(how, tmp_path):
+def test_nested_dicts_and_lists_come_back(how, place):
     state = {
         "model": {"a": {"b": {"c": filled((5,), torch.float32)}}, "n": 3},
         "list": [filled((2,), torch.int64), [filled((3,), torch.int8), "x"], {"deep": 1.5}],
@@ -41,7 +41,7 @@ def test_nested_dicts_and_lists_come_back(how, tmp_path):
         "empty": {"dict": {}, "list": []},
         "one": filled((70_000,), torch.float32, 9),
     }
-    _put(how, state, tmp_path)
+    _put(how, state, place)
     target = {
         "model": {"a": {"b": {"c": torch.zeros(5)}}, "n": 0},
         "list": [
@@ -53,7 +53,7 @@ def test_nested_dicts_and_lists_come_back(how, tmp_path):
         "empty": {"dict": {}, "list": []},
         "one": torch.zeros(70_000),
     }
-    assert_same(load(target, tmp_path), state)
+    assert_same(load(target, place), state)
 
 
 @both_ways
@@ -64,7 +64,7 @@ def test_tuples_and_sets_come_back_as_objects(how, tmp_path):
 
 
 @both_ways
-def test_training_objects_come_back(how, tmp_path):
+def test_training_objects_come_back(how, place):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
@@ -85,8 +85,8 @@ def test_training_objects_come_back(how, tmp_path):
         "dtype": torch.bfloat16,
         "size": torch.Size([1, 2]),
     }
-    _put(how, state, tmp_path)
-    loaded = load_everything(tmp_path)
+    _put(how, state, place)
+    loaded = load_everything(place)
     for name in (
         "torch rng",
         "opinion",
@@ -115,16 +115,16 @@ def test_an_empty_state_dict_is_a_checkpoint(how, tmp_path):
 
 
 @both_ways
-def test_a_state_of_objects_alone_comes_back(how, tmp_path):
+def test_a_state_of_objects_alone_comes_back(how, place):
     state = {"step": 3, "name": "a" * 100_000}
-    _put(how, state, tmp_path)
-    assert load({"step": 0, "name": ""}, tmp_path) == state
+    _put(how, state, place)
+    assert load({"step": 0, "name": ""}, place) == state
 
 
-def test_a_state_of_empty_tensors_alone_comes_back(tmp_path):
+def test_a_state_of_empty_tensors_alone_comes_back(place):
     state = {"a": torch.empty(0), "b": torch.empty(3, 0, dtype=torch.int8)}
-    save(state, tmp_path)
-    assert_same(load(zeros(state), tmp_path), state)
+    save(state, place)
+    assert_same(load(zeros(state), place), state)
 
 
 NAMES = [
@@ -147,10 +147,10 @@ NAMES = [
 
 
 @both_ways
-def test_unusual_names_come_back(how, tmp_path):
+def test_unusual_names_come_back(how, place):
     state = {name: filled((11,), torch.float32, seed) for seed, name in enumerate(NAMES)}
-    _put(how, state, tmp_path)
-    assert_same(load(zeros(state), tmp_path), state)
+    _put(how, state, place)
+    assert_same(load(zeros(state), place), state)
 
 
 @both_ways

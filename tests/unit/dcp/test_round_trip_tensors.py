@@ -41,14 +41,14 @@ def test_every_dtype_and_shape_comes_back(how, dtype, tmp_path):
 
 
 @by_dtype
-def test_every_dtype_comes_back_without_a_template(dtype, tmp_path):
+def test_every_dtype_comes_back_without_a_template(dtype, place):
     state = {
         "a": filled((33, 3), dtype),
         "scalar": filled((), dtype, 1),
         "none": filled((0, 4), dtype),
     }
-    save(state, tmp_path)
-    assert_same(load_everything(tmp_path), state)
+    save(state, place)
+    assert_same(load_everything(place), state)
 
 
 def _views():
@@ -69,12 +69,12 @@ def _views():
 
 
 @both_ways
-def test_non_contiguous_tensors_come_back(how, tmp_path):
+def test_non_contiguous_tensors_come_back(how, place):
     state = _views()
     assert not state["transposed"].is_contiguous()
     expected = clone(state)
-    _put(how, state, tmp_path)
-    assert_same(load(zeros(state), tmp_path), expected)
+    _put(how, state, place)
+    assert_same(load(zeros(state), place), expected)
 
 
 def test_loading_fills_the_target_in_place_whatever_its_strides(tmp_path):
@@ -93,14 +93,14 @@ def test_loading_fills_the_target_in_place_whatever_its_strides(tmp_path):
 
 
 @both_ways
-def test_lazily_conjugated_and_negated_tensors_hold_their_values(how, tmp_path):
+def test_lazily_conjugated_and_negated_tensors_hold_their_values(how, place):
     plain = torch.randn(100, 200, dtype=torch.complex64)
     state = {"conjugate": plain.conj(), "negative": plain.conj().imag}
     assert state["conjugate"].is_conj()
     assert state["negative"].is_neg()
     expected = {name: tensor.resolve_conj().resolve_neg().clone() for name, tensor in state.items()}
-    _put(how, state, tmp_path)
-    assert_same(load(zeros(expected), tmp_path), expected)
+    _put(how, state, place)
+    assert_same(load(zeros(expected), place), expected)
 
 
 @both_ways
@@ -112,15 +112,15 @@ def test_tied_tensors_and_overlapping_views_each_come_back(how, tmp_path):
 
 
 @both_ways
-def test_parameters_come_back_and_keep_what_they_are(how, tmp_path):
+def test_parameters_come_back_and_keep_what_they_are(how, place):
     state = {
         "parameter": torch.nn.Parameter(torch.randn(300, 100)),
         "leaf": torch.randn(3, requires_grad=True),
     }
     expected = clone(state)
-    _put(how, state, tmp_path)
+    _put(how, state, place)
     target = {"parameter": torch.nn.Parameter(torch.zeros(300, 100)), "leaf": torch.zeros(3)}
-    load(target, tmp_path)
+    load(target, place)
     assert isinstance(target["parameter"], torch.nn.Parameter)
     assert target["parameter"].requires_grad
     assert_same(target, expected)
@@ -133,11 +133,11 @@ def test_a_tensor_subclass_without_data_of_its_own_comes_back_as_its_values(tmp_
 
 
 @both_ways
-def test_tensors_larger_than_segments_and_blocks_come_back(how, tmp_path):
+def test_tensors_larger_than_segments_and_blocks_come_back(how, place):
     sizes = [1, 8 << 20, (8 << 20) - 1, (8 << 20) + 1, (1 << 20) + 3, 4096, 20_000_003]
     state = {str(size): filled((size,), torch.uint8, size) for size in sizes}
-    _put(how, state, tmp_path)
-    assert_same(load(zeros(state), tmp_path), state)
+    _put(how, state, place)
+    assert_same(load(zeros(state), place), state)
 
 
 @both_ways

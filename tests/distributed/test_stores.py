@@ -1,0 +1,145 @@
+"""Several ranks save to an S3 server and load from it."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from support.jobs.groups import own_group
+from support.jobs.ranks import ranks, run_on_ranks
+from support.scratch_store import BUCKET, Bucket, endpoint, use
+from support.state.checkpoints import (
+    CACHE,
+    assert_same,
+    async_save,
+    load,
+    load_everything,
+    raises,
+    save,
+    writer,
+)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import dcp_datastates
+from dcp_datastates import DataStatesError, StorageError
+
+WHOLE = torch.arange(4096 * 1024, dtype=torch.float32).view(4096, 1024)
+"""16 MiB."""
+
+
+def _sharded(full: torch.Tensor) -> DTensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = full.shape[0] // mesh.size()
+    return DTensor.from_local(full[mesh.get_rank() * rows :][:rows].clone(), mesh, [Shard(0)])
+
+
+def _state(factor: float = 1.0) -> dict:
+    return {"w": _sharded(WHOLE * factor), "step": int(factor)}
+
+
+def _save(url: str, root: str) -> None:
+    use(url)
+    group = own_group()
+    ours = writer(process_group=group)
+    async_save(_state(), None, by=ours, group=group, checkpoint_id=f"{root}/step-1").result(60)
+    save(_state(2.0), f"{root}/step-2", planner=DefaultSavePlanner())
+    dcp_datastates.save(_state(3.0), f"{root}/step-3", host_cache_size=CACHE)
+    ours.close()
+
+
+def _load(url: str, root: str) -> None:
+    use(url)
+    for number in (1, 2, 3):
+        state = {"w": _sharded(torch.zeros_like(WHOLE)), "step": 0}
+        load(state, f"{root}/step-{number}")
+        assert_same(state, _state(float(number)))
+
+
+def test_four_ranks_save_and_two_load(s3_root):
+    run_on_ranks(4, _save, url=endpoint(), root=s3_root)
+    run_on_ranks(2, _load, url=endpoint(), root=s3_root)
+    for number in (1, 2, 3):
+        found = load_everything(f"{s3_root}/step-{number}")
+        assert_same(found, {"w": WHOLE * number, "step": number})
+    assert Bucket(endpoint()).uploads() == []
+
+
+def _overwrite(url: str, root: str) -> None:
+    use(url)
+    handles = []
+    for factor in range(1, 5):
+        handles.append(
+            dcp_datastates.async_save(_state(factor), f"{root}/same", host_cache_size=CACHE)
+        )
+        handles.append(
+            dcp_datastates.async_save(
+                _state(-factor), f"{root}/step-{factor}", host_cache_size=CACHE
+            )
+        )
+    for handle in handles:
+        handle.result(60)
+
+
+def test_saves_in_flight_at_once_are_committed_in_order(s3_root):
+    run_on_ranks(2, _overwrite, url=endpoint(), root=s3_root)
+    assert_same(load_everything(f"{s3_root}/same"), {"w": WHOLE * 4, "step": 4})
+    for factor in range(1, 5):
+        found = load_everything(f"{s3_root}/step-{factor}")
+        assert_same(found, {"w": WHOLE * -factor, "step": -factor})
+    # A claim does not see saves in flight, so their data are removed by the next save.
+    dcp_datastates.save({"w": torch.ones(3)}, f"{s3_root}/same", host_cache_size=CACHE)
+    prefix = s3_root.removeprefix(f"s3://{BUCKET}/")
+    data = [key for key in Bucket(endpoint()).keys(f"{prefix}/same/") if "safetensors" in key]
+    assert len(data) == 1
+
+
+def _fail_on_one(url: str, root: str) -> None:
+    use(url)
+    rank = dist.get_rank()
+    dcp_datastates.save(_state(), f"{root}/step-1", host_cache_size=CACHE)
+    from dcp_datastates.storage.object_path import locate
+
+    store = locate(root).store
+    before = store.put_stream, store.put
+    if rank == 1:
+
+        def refuse(key, *args, **kwargs):
+            raise StorageError(28, "storing failed: SlowDown", f"{root}/{key}")
+
+        store.put_stream = store.put = refuse
+    began = time.monotonic()
+    with raises(DataStatesError, "rank 1", "SlowDown", ".safetensors"):
+        dcp_datastates.save(_state(2.0), f"{root}/step-1", host_cache_size=CACHE)
+    assert time.monotonic() - began < 30
+    store.put_stream, store.put = before
+    assert_same(load_everything(f"{root}/step-1"), {"w": WHOLE, "step": 1})
+    dcp_datastates.save(_state(3.0), f"{root}/step-1", host_cache_size=CACHE)
+    assert_same(load_everything(f"{root}/step-1"), {"w": WHOLE * 3, "step": 3})
+
+
+def test_one_ranks_store_error_fails_all_ranks_by_name(s3_root):
+    run_on_ranks(2, _fail_on_one, url=endpoint(), root=s3_root)
+    assert Bucket(endpoint()).uploads() == []
+
+
+def _no_bucket(url: str) -> None:
+    use(url)
+    for path in ("s3://there-is-none/run/step-1",):
+        with raises(StorageError, "NoSuchBucket", "there-is-none"):
+            dcp_datastates.save(_state(), path, host_cache_size=CACHE)
+        with raises(StorageError, "NoSuchBucket", "there-is-none"):
+            save(_state(), path)
+
+
+def test_a_bucket_that_is_missing_fails_all_ranks_at_planning(s3_root):
+    run_on_ranks(2, _no_bucket, url=endpoint())
+
+
+@ranks(2)
+def test_a_store_whose_library_is_missing_is_refused_at_the_call():
+    with raises(dcp_datastates.ConfigurationError, "unknown-scheme://bucket"):
+        dcp_datastates.save(_state(), "unknown-scheme://bucket/step-1", host_cache_size=CACHE)
+    dist.barrier()

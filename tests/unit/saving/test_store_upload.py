@@ -1,0 +1,240 @@
+"""What an upload costs: training's time, memory and requests."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.jobs.scripts import TWO_RANKS, run_script
+from support.scratch_proxy import Proxy
+from support.scratch_store import BUCKET, Bucket, endpoint, use
+from support.simulated.object_stores import MemoryStore, installed
+from support.state.checkpoints import CACHE, assert_same
+from support.state.states import filled
+from support.tiers import sampled
+
+import dcp_datastates
+from dcp_datastates import ConfigurationError
+from dcp_datastates._native import SEGMENT_BYTES
+from dcp_datastates.saving.store_upload import MOST_PARTS, check_fits, part_bytes
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("nbytes", [1, SEGMENT_BYTES, 10**9, 80 << 30, 500 << 30, 5 << 40])
+def test_parts_are_whole_segments_and_no_more_than_a_store_accepts(nbytes):
+    part = part_bytes(nbytes)
+    assert part % SEGMENT_BYTES == 0
+    assert -(-nbytes // part) <= MOST_PARTS
+    assert part == SEGMENT_BYTES or nbytes > MOST_PARTS * (part - SEGMENT_BYTES)
+
+
+def test_a_file_whose_parts_do_not_fit_in_the_cache_is_refused_with_the_way_out():
+    small = SimpleNamespace(host_cache_bytes=32 * MIB)
+    for gibibytes, fits in ((70, True), (170, False)):
+        job = SimpleNamespace(sealed=[SimpleNamespace(nbytes=gibibytes << 30)])
+        if fits:
+            check_fits(job, small)
+            continue
+        with pytest.raises(ConfigurationError, match=r"170.* GiB .*host_cache_size='"):
+            check_fits(job, small)
+        check_fits(job, SimpleNamespace(host_cache_bytes=1 << 30))
+
+
+class _Waiting(MemoryStore):
+    """Takes no piece of a stream until it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+
+    def put_stream(self, key, pieces, **options):
+        assert self.may_go_on.wait(60)
+        super().put_stream(key, pieces, **options)
+
+
+def test_a_step_waits_for_reads_and_not_for_the_store(monkeypatch):
+    store = _Waiting()
+    path = installed(monkeypatch, store)
+    parameter = torch.nn.Parameter(filled((6 * MIB,), torch.float32).nan_to_num(0.0))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    expected = parameter.detach().clone()
+    handle = dcp_datastates.async_save({"w": parameter}, path, host_cache_size=CACHE)
+    optimizer.step()  # returns: the state is in the host cache
+    assert not handle.committed.done()
+    assert not torch.equal(parameter, expected)
+    store.may_go_on.set()
+    handle.result(60)
+    assert_same(dcp_datastates.load(path), {"w": expected})
+
+
+@pytest.mark.parametrize("mebibytes", sampled([4, 20, 64], keep=[4, 20]))
+def test_a_save_needs_few_requests(mebibytes, s3_root):
+    proxy = Proxy(endpoint())
+    root = _bucket(proxy)
+    try:
+        for step in range(2):  # the first one of a process tries the store, too
+            before = len(proxy.requests)
+            state = {"w": torch.zeros(mebibytes * MIB // 4)}
+            dcp_datastates.save(state, f"{root}/step-{step}", host_cache_size=CACHE)
+            made = proxy.requests[before:]
+        parts = -(-(mebibytes * MIB) // SEGMENT_BYTES)
+        assert len(made) <= parts + 6, made
+        if parts == 1:
+            assert len(made) <= 5, made
+    finally:
+        proxy.close()
+        use(endpoint())
+
+
+def _bucket(proxy: Proxy) -> str:
+    """The URL of a bucket that this process has not opened yet, so that its requests pass the proxy."""
+    import urllib.request
+
+    name = f"counted-{proxy.url.rpartition(':')[2]}"
+    request = urllib.request.Request(f"{endpoint()}/{name}", method="PUT")
+    urllib.request.urlopen(request).close()
+    use(proxy.url)
+    return f"s3://{name}/run"
+
+
+MEMORY = """
+import dcp_datastates as ds
+from pathlib import Path
+
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+root = os.environ["ROOT"]
+small = {"w": torch.ones(5 << 20)}
+for _ in range(2):  # what a process needs once
+    ds.save(small, root + "/small", host_cache_size="32MiB")
+ds.load(root + "/small")
+state = {f"w{n}": torch.full((10 << 20,), float(n)) for n in range(4)}
+Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size
+before = peak()
+ds.save(state, root + "/step-1", host_cache_size="32MiB")
+print((peak() - before) >> 20)
+"""
+
+
+def test_memory_is_bounded_by_the_cache_whatever_the_size_of_the_state(
+    s3_root, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ROOT", s3_root)
+    ended = run_script(MEMORY, tmp_path, timeout=120)
+    ended.assert_clean()
+    assert int(ended.stdout) < 64, "of 160 MiB; the cache is in the process's size before"
+
+
+KILLED = """
+import dcp_datastates as ds
+from dcp_datastates.storage.object_path import locate
+
+root = os.environ["ROOT"]
+store = locate(root).store
+send = store.put_stream
+
+def send_some(key, pieces, **options):
+    def some():
+        yield next(pieces)
+        print("sending", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    send(key, some(), **options)
+
+ds.save({"w": torch.zeros(6 << 20)}, root + "/step-1", host_cache_size="64MiB")
+store.put_stream = send_some
+ds.save({"w": torch.ones(6 << 20)}, root + "/step-1", host_cache_size="64MiB")
+"""
+
+
+def test_a_process_killed_in_an_upload_leaves_the_old_checkpoint_and_the_next_save_works(
+    s3_root, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ROOT", s3_root)
+    ended = run_script(KILLED, tmp_path, timeout=120)
+    assert ended.stdout == "sending\n", ended.stderr
+    assert ended.returncode == -9
+    path = f"{s3_root}/step-1"
+    assert_same(dcp_datastates.load(path), {"w": torch.zeros(6 << 20)})
+    dcp_datastates.save({"w": torch.full((6 << 20,), 2.0)}, path, host_cache_size=CACHE)
+    assert_same(dcp_datastates.load(path), {"w": torch.full((6 << 20,), 2.0)})
+
+
+RANK_KILLED = """
+from dcp_datastates.storage.object_path import locate
+
+root = os.environ["ROOT"]
+state = lambda value: {f"w{dist.get_rank()}": torch.full((6 << 20,), float(value))}
+ds.save(state(1), root + "/step-1", host_cache_size="64MiB")
+if dist.get_rank() == 1:
+    store = locate(root).store
+    send = store.put_stream
+
+    def send_some(key, pieces, **options):
+        def some():
+            yield next(pieces)
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(key, some(), **options)
+
+    store.put_stream = send_some
+try:
+    ds.save(state(2), root + "/step-1", host_cache_size="64MiB")
+except ds.RankLostError as error:
+    assert "rank 1" in str(error), error
+    print("lost", flush=True)
+os._exit(0)  # the process group has lost a rank
+"""
+
+
+def test_a_rank_killed_in_an_upload_fails_the_others_save_and_the_next_job_saves(
+    s3_root, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ROOT", s3_root)
+    ended = run_script(RANK_KILLED, tmp_path, timeout=120, preface=TWO_RANKS)
+    assert sorted(ended.stdout.split("\n")) == ["", "ended with -9", "ended with 0", "lost"], ended
+    path = f"{s3_root}/step-1"
+    old = {f"w{rank}": torch.ones(6 << 20) for rank in range(2)}
+    assert_same(dcp_datastates.load(path), old)
+    dcp_datastates.save({"w": torch.ones(3)}, path, host_cache_size=CACHE)
+    assert_same(dcp_datastates.load(path), {"w": torch.ones(3)})
+
+
+FAILED = """
+import dcp_datastates as ds
+from dcp_datastates.storage.object_path import locate
+
+root = os.environ["ROOT"]
+store = locate(root).store
+send = store.put_stream
+
+def send_some(key, pieces, **options):
+    def some():
+        yield next(pieces)
+        yield next(pieces)
+        raise OSError(5, "the network is gone")
+    send(key, some(), **options)
+
+store.put_stream = send_some
+try:
+    ds.save({"w": torch.ones(8 << 20)}, root + "/step-1", host_cache_size="64MiB")
+except ds.StorageError as error:
+    assert ".safetensors" in str(error), error
+    print("failed")
+"""
+
+
+def test_a_failed_upload_leaves_no_parts_and_no_objects(s3_root, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROOT", s3_root)
+    ended = run_script(FAILED, tmp_path, timeout=120)
+    ended.assert_clean()
+    assert ended.stdout == "failed\n"
+    bucket = Bucket(endpoint())
+    prefix = s3_root.removeprefix(f"s3://{BUCKET}/")
+    assert [key for key in bucket.uploads() if key.startswith(prefix)] == []
+    assert [key for key in bucket.keys(prefix) if "safetensors" in key] == []
