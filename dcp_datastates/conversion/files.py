@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -20,7 +18,9 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from dcp_datastates.storage.local import explained, open_regular, read_at
+from dcp_datastates.storage.local import explained
+from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 __all__ = ["Array", "Files", "as_bytes", "fill_from"]
 
@@ -33,51 +33,51 @@ class Files:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _open
-        self._open: dict[Path, int] = {}
+        self._open: dict[Location, ReadableFile] = {}
 
-    def nbytes(self, path: Path) -> int:
+    def nbytes(self, path: Location) -> int:
         """The size of the file in bytes."""
-        with self._opened(path) as descriptor:
-            return os.fstat(descriptor).st_size
+        with self._opened(path) as file:
+            return file.nbytes
 
-    def read(self, path: Path, offset: int, into: memoryview) -> None:
+    def read(self, path: Location, offset: int, into: memoryview) -> None:
         """Fill ``into`` with the bytes of the file from ``offset``.
 
         Raises :class:`CheckpointCorruptError` if the file ends before, :class:`CheckpointNotFoundError` or
         :class:`StorageError`.
         """
-        with self._opened(path) as descriptor, explained("reading", path):
-            if read_at(descriptor, offset, into) < len(into):
+        with self._opened(path) as file, explained("reading", path):
+            if file.read_at(offset, into) < len(into):
                 raise CheckpointCorruptError(
                     f"{path} is cut short: it ends before byte {offset + len(into)}"
                 )
 
     @contextlib.contextmanager
-    def _opened(self, path: Path) -> Iterator[int]:
+    def _opened(self, path: Location) -> Iterator[ReadableFile]:
         with self._lock:
-            descriptor = self._open.get(path)
-            if descriptor is None and len(self._open) < _MOST_OPEN:
-                descriptor = self._open[path] = _open(path)
-        if descriptor is not None:
-            yield descriptor
+            file = self._open.get(path)
+            if file is None and len(self._open) < _MOST_OPEN:
+                file = self._open[path] = _open(path)
+        if file is not None:
+            yield file
             return
-        descriptor = _open(path)
+        file = _open(path)
         try:
-            yield descriptor
+            yield file
         finally:
-            os.close(descriptor)
+            file.close()
 
     def close(self) -> None:
         """Close all files."""
         with self._lock:
-            for descriptor in self._open.values():
-                os.close(descriptor)
+            for file in self._open.values():
+                file.close()
             self._open.clear()
 
 
-def _open(path: Path) -> int:
+def _open(path: Location) -> ReadableFile:
     try:
-        return open_regular(path)
+        return open_readable(path)
     except OSError as error:
         kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
         raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error
@@ -87,7 +87,7 @@ def _open(path: Path) -> int:
 class Array:
     """A strided array in a file. ``offset``: the place of its first element in the file, in bytes."""
 
-    path: Path
+    path: Location
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
