@@ -142,7 +142,7 @@ class Round:
     def release(self) -> None:
         """Coordinator: the attempt is in flight no more. Idempotent. Waits for storage."""
         if self.claim is not None:
-            self.claim.hold.release()
+            self.claim.release()
 
     def resolve(self, error: BaseException | None) -> None:
         """Resolve ``committed`` with the outcome. The first call counts. Does not wait for storage."""

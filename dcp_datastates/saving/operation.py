@@ -259,7 +259,7 @@ class SaveOperation:
                 self.group.announce(ticket.number)  # first: another thread may vote at once
                 self._phase, self._ticket, self._claim = Phase.AGREED, ticket, claimed
         if over and claimed is not None:
-            claimed.hold.release()
+            claimed.release()
 
     @property
     def is_agreed(self) -> bool:

@@ -12,7 +12,7 @@ import secrets
 import time
 from dataclasses import dataclass
 
-from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.forks import ProcessLock, after_fork
 
 __all__ = ["Attempt", "Ticket", "next_attempt", "next_deletion"]
 
@@ -46,8 +46,15 @@ class Attempt:
 
 
 _counter_lock = ProcessLock()  # guards what follows
-_incarnation = time.time_ns()
+_incarnation = time.time_ns() + secrets.randbits(30)
 _sequence = 0
+
+
+@after_fork
+def _draw_again_in_child() -> None:
+    # In an object store nothing but the number keeps two processes' attempts apart.
+    global _incarnation
+    _incarnation += 1 + secrets.randbits(30)
 
 
 def next_attempt(after: Attempt | None) -> Attempt:

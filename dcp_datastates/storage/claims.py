@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dcp_datastates.errors import StorageError
+from dcp_datastates.errors import CheckpointExistsError, StorageError
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.attempt import Attempt, next_attempt, next_deletion
 from dcp_datastates.storage.lock import Hold
+from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Claim", "Neighbours", "claim", "claim_deletion"]
+__all__ = [
+    "Claim",
+    "DirectoryClaim",
+    "Neighbours",
+    "check_sane",
+    "claim",
+    "claim_deletion",
+    "exists",
+]
 
 _CLAIMS: Final = 100
 _ABSURD: Final = 0xE << 60
@@ -31,14 +41,29 @@ class Claim:
     Attributes:
         after: the newest attempt at the path or beside it before the claim; None if there was none, or the parent
             directory cannot be listed.
-        seen: the file that ``.metadata`` was before the claim.
-        hold: the lock that marks the attempt as in flight.
     """
 
     attempt: Attempt
     after: Attempt | None
+
+    def release(self) -> None:
+        """The attempt is in flight no more. Idempotent. Waits for storage."""
+
+
+@dataclass(frozen=True)
+class DirectoryClaim(Claim):
+    """A claimed attempt in a file system.
+
+    Attributes:
+        seen: the file that ``.metadata`` was before the claim.
+        hold: the lock that marks the attempt as in flight.
+    """
+
     seen: local.Signature | None
     hold: Hold
+
+    def release(self) -> None:
+        self.hold.release()
 
 
 class Neighbours:
@@ -48,7 +73,7 @@ class Neighbours:
     """
 
     def __init__(self) -> None:
-        self._root: Path | None = None
+        self._root: Location | None = None
         self._known: dict[
             str, tuple[int, int]
         ] = {}  # only entries that exist now, so that it does not grow with the job
@@ -56,8 +81,7 @@ class Neighbours:
 
     def newest(self, root: Path) -> Attempt | None:
         """The newest attempt among the checkpoints committed in ``root`` and those of :meth:`note`."""
-        if root != self._root:
-            self._root, self._known, self._newest = root, {}, None
+        self._enter(root)
         try:
             with os.scandir(root) as entries:
                 names = [entry.name for entry in entries if local.is_directory(entry)]
@@ -76,6 +100,17 @@ class Neighbours:
                         self.note(attempt)
         return self._newest
 
+    def newest_of(self, root: Location, seen: Iterable[Attempt]) -> Attempt | None:
+        """As :meth:`newest`, where the caller has ``seen`` the attempts in ``root``."""
+        self._enter(root)
+        for attempt in seen:
+            self.note(attempt)
+        return self._newest
+
+    def _enter(self, root: Location) -> None:
+        if root != self._root:
+            self._root, self._known, self._newest = root, {}, None
+
     def note(self, attempt: Attempt) -> None:
         """Note that this job has claimed or seen ``attempt`` in the latest ``root`` of :meth:`newest`."""
         if attempt.incarnation >= _ABSURD:
@@ -83,7 +118,7 @@ class Neighbours:
         self._newest = attempt if self._newest is None else max(attempt, self._newest)
 
 
-def claim(directory: Path, neighbours: Neighbours) -> Claim:
+def claim(directory: Path, neighbours: Neighbours) -> DirectoryClaim:
     """Claim a new attempt at ``directory``, which is made if it is missing: steps 1 and 2 of docs/commit.md.
 
     Two jobs that claim at one path at the same time get different attempts, and at least one of them sees the other's:
@@ -96,7 +131,7 @@ def claim(directory: Path, neighbours: Neighbours) -> Claim:
     return made
 
 
-def claim_deletion(directory: Path) -> Claim:
+def claim_deletion(directory: Path) -> DirectoryClaim:
     """Claim an attempt that deletes what is committed at ``directory``.
 
     The same holds as for a save: the deleting process has seen every older attempt that could still be published, and a
@@ -106,19 +141,32 @@ def claim_deletion(directory: Path) -> Claim:
         return _claim(directory, None)
 
 
-def _claim(directory: Path, neighbours: Neighbours | None) -> Claim:
+def exists(directory: Location) -> CheckpointExistsError:
+    """The error for a save that must not replace the checkpoint there."""
+    return CheckpointExistsError(
+        f"a committed checkpoint is at {str(directory)!r} and overwrite=False; "
+        f"pass overwrite=True to replace it, or another path"
+    )
+
+
+def check_sane(directory: Location, newest: Attempt | None) -> None:
+    """Raise :class:`StorageError` if the ``newest`` attempt there has a number that no save exceeds."""
+    if newest is not None and newest.incarnation >= _ABSURD:
+        raise StorageError(
+            None,
+            f"the directory {newest.name!r} there has the name of an attempt in the year 2481 or later; no save has "
+            f"made it: remove it",
+            str(directory),
+        )
+
+
+def _claim(directory: Path, neighbours: Neighbours | None) -> DirectoryClaim:
     for _ in range(_CLAIMS):
         seen = local.signature(directory)
         beside = None if neighbours is None else neighbours.newest(directory.parent)
         there = [*attempts.present(directory), *([] if beside is None else [beside])]
         after = max(there, default=None)
-        if after is not None and after.incarnation >= _ABSURD:
-            raise StorageError(
-                None,
-                f"the directory {after.name!r} there has the name of an attempt in the year 2481 or later; no save has "
-                f"made it: remove it",
-                str(directory),
-            )
+        check_sane(directory, after)
         deletes = neighbours is None
         attempt = next_deletion(after) if deletes else next_attempt(after)
         if not attempts.claim(directory, attempt, deletes=deletes):
@@ -128,7 +176,7 @@ def _claim(directory: Path, neighbours: Neighbours | None) -> Claim:
         if hold is None:
             continue
         if attempts.present(directory)[-1:] == [attempt]:
-            return Claim(attempt, after, seen, hold)
+            return DirectoryClaim(attempt, after, seen, hold)
         hold.release()
         attempts.remove_attempt(directory, attempt)
     raise StorageError(

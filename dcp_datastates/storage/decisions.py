@@ -1,0 +1,194 @@
+"""The decision about an attempt in an object store: whether it is committed, withdrawn or deleted.
+
+It is one object, ``<attempt>/decision``, which is created once. The store lets one creation succeed, so whether an
+attempt was committed or withdrawn first has one answer for all processes, at all times: no lock is needed, and it does
+not matter which process is late, or believed dead. The decision to commit *is* the checkpoint's metadata, so no state
+exists in which an attempt is committed and its metadata are missing.
+
+A creation whose reply is lost may have succeeded, may succeed later, and may be carried out twice. So a process that is
+in doubt tries to withdraw the attempt. Then the object is there, and what it says is final.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from dcp_datastates.errors import CheckpointSupersededError, StorageError
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.bounded import step
+from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.object_store import ObjectMissingError, Version
+
+__all__ = [
+    "DECISION_NAME",
+    "LONGEST_MARK",
+    "State",
+    "StoredDecision",
+    "decide",
+    "decide_unguarded",
+    "decision_path",
+    "mark_deleted",
+    "read",
+    "state_of",
+    "withdraw",
+]
+
+DECISION_NAME: Final = "decision"
+
+_WITHDRAWN: Final = b"withdrawn by "
+_DELETED: Final = b"deleted by "
+
+LONGEST_MARK: Final = 64
+"""Bytes. A decision that is not to commit is no longer than this; metadata are longer."""
+
+_TRIES: Final = 3
+"""To withdraw an attempt, if the object comes and goes meanwhile. Retries of requests are the library's."""
+
+
+class State(Enum):
+    """What has been decided about an attempt."""
+
+    COMMITTED = "committed"
+    WITHDRAWN = "withdrawn"
+    """It was not committed, and cannot be any more."""
+    DELETED = "deleted"
+    """It was committed, and is being deleted."""
+
+
+@dataclass(frozen=True)
+class StoredDecision:
+    """A decision, as it lies in the store."""
+
+    state: State
+    data: bytes
+    """The bytes of a ``.metadata`` file, if the attempt is committed."""
+    version: Version
+    decided_at: float
+    """By the store's clock, in seconds since the epoch."""
+
+
+def decision_path(directory: ObjectPath, attempt: Attempt) -> ObjectPath:
+    """Where the decision about ``attempt`` at ``directory`` lies."""
+    return directory / attempt.name / DECISION_NAME
+
+
+def read(directory: ObjectPath, attempt: Attempt) -> StoredDecision | None:
+    """The decision about an attempt; None if there is none yet. Raises :class:`StorageError`."""
+    path = decision_path(directory, attempt)
+    try:
+        data, version, decided_at = path.store.get(path.key)
+    except ObjectMissingError:
+        return None
+    return StoredDecision(_state(data), data, version, decided_at)
+
+
+def state_of(directory: ObjectPath, attempt: Attempt) -> State | None:
+    """As :func:`read`, without the metadata, which may be large."""
+    path = decision_path(directory, attempt)
+    try:
+        return _state(bytes(path.store.get_range(path.key, 0, LONGEST_MARK)))
+    except ObjectMissingError:
+        return None
+
+
+def decide(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
+    """Commit the attempt with the metadata ``data``; returns what is decided about it, for good.
+
+    Only the attempt's coordinator calls this, once. If the reply to its request is lost or leaves a doubt, it withdraws
+    the attempt and reads which of the two came first.
+
+    Raises :class:`CheckpointSupersededError` if another process has committed an attempt with this number; any other
+    :class:`StorageError`: the attempt may be committed, or may come to be. :func:`withdraw` then decides.
+    """
+    path = decision_path(directory, attempt)
+    step()
+    try:
+        if path.store.put_if_absent(path.key, data):
+            return State.COMMITTED
+    except StorageError:
+        pass  # whatever the store did: what follows tells, or raises
+    state = withdraw(directory, attempt)
+    if state is State.COMMITTED:
+        _check_same(path, data)
+    return state
+
+
+def withdraw(directory: ObjectPath, attempt: Attempt) -> State:
+    """Make sure that the attempt is decided, by withdrawing it if it is not; returns what is decided. Any process.
+
+    Raises :class:`StorageError`: the attempt may or may not be decided.
+    """
+    path = decision_path(directory, attempt)
+    failure: StorageError | None = None
+    for _ in range(_TRIES):
+        step()
+        try:
+            if path.store.put_if_absent(path.key, _mark(_WITHDRAWN)):
+                return State.WITHDRAWN
+        except StorageError as error:
+            failure = error
+        step()
+        state = state_of(directory, attempt)
+        if state is not None:
+            return state
+        if failure is not None:
+            raise failure
+    raise StorageError(
+        errno.EBUSY,
+        "the store says that the object exists when it is created, and that it is missing when it is read",
+        str(path),
+    )
+
+
+def decide_unguarded(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
+    """As :func:`decide`, in a store that lets two creations of an object succeed (:mod:`store_probe`): then only one
+    process may decide about an attempt, and no other withdraws it.
+    """
+    path = decision_path(directory, attempt)
+    state = state_of(directory, attempt)
+    if state is None:
+        step()
+        try:
+            path.store.put(path.key, data)
+        except StorageError:
+            step()
+            state = state_of(directory, attempt)
+            if state is None:  # the request may still be carried out
+                raise
+        else:
+            return State.COMMITTED
+    if state is State.COMMITTED:
+        _check_same(path, data)
+    return state
+
+
+def mark_deleted(directory: ObjectPath, attempt: Attempt) -> None:
+    """Replace the decision to commit: from now on the attempt is not loaded, and a late duplicate of the request that
+    committed it has no effect. The caller has seen it committed. Idempotent; raises :class:`StorageError`.
+    """
+    path = decision_path(directory, attempt)
+    step()
+    path.store.put(path.key, _mark(_DELETED))
+
+
+def _mark(kind: bytes) -> bytes:
+    # The random number tells processes apart, for people who look.
+    return kind + secrets.token_hex(16).encode() + b"\n"
+
+
+def _state(data: bytes) -> State:
+    if data.startswith(_WITHDRAWN):
+        return State.WITHDRAWN
+    return State.DELETED if data.startswith(_DELETED) else State.COMMITTED
+
+
+def _check_same(path: ObjectPath, data: bytes) -> None:
+    there, _, _ = path.store.get(path.key)
+    if there != data and _state(there) is State.COMMITTED:
+        raise CheckpointSupersededError(
+            f"another process has committed other metadata as {path}: two jobs have drawn the same attempt"
+        )

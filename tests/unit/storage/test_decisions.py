@@ -1,0 +1,125 @@
+"""Decisions in an object store: committed or withdrawn, once and for all, whatever becomes of a request."""
+
+from __future__ import annotations
+
+import pytest
+from support.simulated.object_stores import Fate, MemoryStore, installed
+
+from dcp_datastates import CheckpointSupersededError, StorageError
+from dcp_datastates.storage import decisions
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.decisions import State
+
+ATTEMPT = Attempt(16, 1)
+METADATA = b"\x80metadata" * 20
+
+
+@pytest.fixture
+def store():
+    return MemoryStore()
+
+
+@pytest.fixture
+def path(monkeypatch, store):
+    return installed(monkeypatch, store)
+
+
+def _next(store, *fates):
+    """The fates of the next requests that create an object."""
+    coming = list(fates)
+
+    def fate(request):
+        return coming.pop(0) if coming and request.kind == "put_if_absent" else Fate.DONE
+
+    store.on_request = fate
+
+
+def test_an_attempt_is_undecided_then_committed(path):
+    assert decisions.read(path, ATTEMPT) is None
+    assert decisions.state_of(path, ATTEMPT) is None
+    assert decisions.decide(path, ATTEMPT, METADATA) is State.COMMITTED
+    decision = decisions.read(path, ATTEMPT)
+    assert decision is not None
+    assert (decision.state, decision.data) == (State.COMMITTED, METADATA)
+    assert decisions.state_of(path, ATTEMPT) is State.COMMITTED
+
+
+def test_one_request_commits(path, store):
+    decisions.decide(path, ATTEMPT, METADATA)
+    assert store.requests() == 1
+
+
+def test_what_is_committed_cannot_be_withdrawn(path):
+    decisions.decide(path, ATTEMPT, METADATA)
+    assert decisions.withdraw(path, ATTEMPT) is State.COMMITTED
+
+
+def test_what_is_withdrawn_cannot_be_committed(path):
+    assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
+    assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
+    assert decisions.decide(path, ATTEMPT, METADATA) is State.WITHDRAWN
+
+
+@pytest.mark.parametrize("fate", [Fate.LOST, Fate.RETRIED])
+def test_a_commit_whose_reply_is_lost_is_a_commit(path, store, fate):
+    _next(store, fate)
+    assert decisions.decide(path, ATTEMPT, METADATA) is State.COMMITTED
+    assert decisions.state_of(path, ATTEMPT) is State.COMMITTED
+
+
+def test_a_commit_that_may_come_late_is_withdrawn_before_it_is_told(path, store):
+    _next(store, Fate.LATE)
+    assert decisions.decide(path, ATTEMPT, METADATA) is State.WITHDRAWN
+    store.late.pop()()
+    assert decisions.state_of(path, ATTEMPT) is State.WITHDRAWN
+
+
+@pytest.mark.parametrize("fate", [Fate.LOST, Fate.RETRIED])
+def test_a_withdrawal_whose_reply_is_lost_is_one(path, store, fate):
+    _next(store, fate)
+    assert decisions.withdraw(path, ATTEMPT) is State.WITHDRAWN
+
+
+def test_a_store_that_does_not_answer_leaves_it_open(path, store):
+    store.on_request = lambda request: Fate.REFUSED
+    with pytest.raises(StorageError):
+        decisions.decide(path, ATTEMPT, METADATA)
+    with pytest.raises(StorageError):
+        decisions.withdraw(path, ATTEMPT)
+
+
+def test_a_deletion_is_final(path, store):
+    _next(store, Fate.TWICE)
+    decisions.decide(path, ATTEMPT, METADATA)
+    decisions.mark_deleted(path, ATTEMPT)
+    store.late.pop()()
+    assert decisions.state_of(path, ATTEMPT) is State.DELETED
+    assert decisions.withdraw(path, ATTEMPT) is State.DELETED
+
+
+def test_two_processes_with_one_number_are_told_apart(path):
+    decisions.decide(path, ATTEMPT, METADATA)
+    with pytest.raises(CheckpointSupersededError, match="the same attempt"):
+        decisions.decide(path, ATTEMPT, METADATA + b"another's")
+
+
+def test_an_unguarded_decision_is_looked_up_first(path, store):
+    assert decisions.decide_unguarded(path, ATTEMPT, METADATA) is State.COMMITTED
+    assert "put_if_absent" not in store.counts
+    other = Attempt(16, 2)
+    decisions.withdraw(path, other)
+    assert decisions.decide_unguarded(path, other, METADATA) is State.WITHDRAWN
+
+
+def test_an_unguarded_decision_whose_reply_is_lost_is_read_back(path, store):
+    store.on_request = lambda request: Fate.LOST if request.kind == "put" else Fate.DONE
+    assert decisions.decide_unguarded(path, ATTEMPT, METADATA) is State.COMMITTED
+    store.on_request = lambda request: Fate.REFUSED if request.kind == "put" else Fate.DONE
+    with pytest.raises(StorageError):
+        decisions.decide_unguarded(path, Attempt(16, 2), METADATA)
+
+
+def test_marks_are_shorter_than_any_metadata(path, store):
+    decisions.withdraw(path, ATTEMPT)
+    decisions.mark_deleted(path, Attempt(16, 2))
+    assert all(len(each.data) <= decisions.LONGEST_MARK for each in store.objects.values())
