@@ -28,7 +28,7 @@ _LOCK_SECONDS: Final = 10.0
 
 
 def pin(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | ObjectPath,
     name: str = "keep",
     *,
     storage_options: Mapping[str, Any] | None = None,
@@ -98,7 +98,7 @@ def _pin_object(pin: ObjectPath) -> None:
 
 
 def unpin(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | ObjectPath,
     name: str = "keep",
     *,
     storage_options: Mapping[str, Any] | None = None,
@@ -122,7 +122,9 @@ def pins(path: Location) -> tuple[str, ...]:
     return tuple(sorted(name[len(_PREFIX) :] for name in names if name.startswith(_PREFIX)))
 
 
-def _file(path: str | os.PathLike[str], name: str, options: Mapping[str, Any] | None) -> Location:
+def _file(
+    path: str | os.PathLike[str] | ObjectPath, name: str, options: Mapping[str, Any] | None
+) -> Location:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigurationError(
             f"the pin's name {name!r} must consist of letters, digits, '.', '_' and '-', such as \"eval\""

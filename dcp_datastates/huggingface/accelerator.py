@@ -297,4 +297,4 @@ def _found(path: Path) -> str | None:
 
 
 def _is_stock(path: Location) -> bool:
-    return any(path.glob(_STOCK_FILES))
+    return isinstance(path, Path) and any(path.glob(_STOCK_FILES))

@@ -271,7 +271,7 @@ def _save_adapter_config(model: Any, folder: str) -> None:
 
 
 def _is_stock(path: Location) -> bool:
-    return path.joinpath(TRAINER_STATE_NAME).exists()
+    return isinstance(path, Path) and path.joinpath(TRAINER_STATE_NAME).exists()
 
 
 def _is_lost(path: str | Path) -> bool:
