@@ -6,7 +6,7 @@ the memory behind them alive (``keepalive``) and unchanged for as long as each d
 Offsets and sizes are bytes, times are seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, final
 
 from typing_extensions import Buffer
@@ -92,7 +92,7 @@ class Fault:
     ) -> Literal["io", "corrupt", "cancelled", "shutdown", "lost", "torn", "device"]: ...
     @property
     def errno(self) -> int:
-        """The system's error number for ``io``, the driver's for ``device`` (0 otherwise).
+        """The system's error number for ``io``, or what ``fail`` was given; the driver's for ``device`` (0 otherwise).
 
         A file of the wrong size is ``corrupt``; ``io`` with 0 is one that was cut while being read. ``lost``:
         host memory of a group other than 0 is not mapped any more.
@@ -278,6 +278,26 @@ class SaveJob:
 
         A failed job counts once no thread touches its files any more, so that they may be removed.
         """
+    def stream(self, file: int) -> Iterator[Segment]:
+        """Of ``Engine.save_streamed``: the bytes of a file, its checksum table included, in their order.
+
+        Its next item waits, without the GIL, until the engine has read and summed it. All but the last have
+        ``SEGMENT_BYTES``. Any thread; one stream per file. The stream does not keep the job. It raises
+        RuntimeError, in the words of the fault, when the job has failed; ValueError for a file that the job
+        has not, and for other jobs.
+        """
+    def stored(self, file: int) -> None:
+        """Of ``Engine.save_streamed``: the caller has made the file durable. Any thread.
+
+        When all files are stored, the job is done. Does nothing if it has failed. Raises ValueError for a file
+        whose stream was not taken to its end, or that was stored before.
+        """
+    def fail(self, message: str, errno: int, path: str) -> None:
+        """Fail the job with an ``io`` fault if it is not finished: the caller could not send a file.
+
+        Returns at once. Everything that waits for the job returns, streams raise. Segments that were taken stay
+        valid, and keep their memory until they are dropped; nothing waits for them.
+        """
     def cancel(self) -> None:
         """Fail the job with a ``cancelled`` fault if it is not finished. Returns at once."""
     @property
@@ -291,7 +311,8 @@ class SaveJob:
     @property
     def bytes_read(self) -> int: ...
     @property
-    def bytes_written(self) -> int: ...
+    def bytes_written(self) -> int:
+        """Of a streamed job, the bytes of segments that were taken and dropped."""
     @property
     def direct(self) -> bool:
         """False if any file had to be written through the page cache (O_DIRECT refused)."""
@@ -301,6 +322,43 @@ class SaveJob:
     @property
     def total_seconds(self) -> float:
         """From the window's opening (or the submission, if later) to durable; 0 until then."""
+
+@final
+class Segment:
+    """A piece of a streamed file, with the buffer protocol (read-only, not copied).
+
+    When it and all views of it are gone, its memory goes back to the host cache. Any thread that holds the GIL may
+    drop it, at any time: also after the job has failed, or the engine was shut down.
+    """
+
+    @property
+    def nbytes(self) -> int: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+@final
+class ReadRequest:
+    """A range of a file that the caller of ``Engine.restore_streamed`` fetches.
+
+    It has a segment of the host cache until it is filled or dropped. Dropped before it is filled, it cancels the job.
+    """
+
+    @property
+    def file(self) -> int:
+        """The number of the file in the plan."""
+    @property
+    def path(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """At most ``SEGMENT_BYTES``."""
+    def fill(self, data: Buffer) -> None:
+        """Copy ``data`` into the segment, verify it, and scatter it into memory, in this thread, without the GIL.
+
+        Copies to devices may go on after it returns. A wrong checksum fails the job. Does nothing if the job has
+        failed. Raises ValueError, and may be called again, if ``data`` has not ``nbytes``; RuntimeError if it
+        was filled before.
+        """
 
 @final
 class RestorePlan:
@@ -318,6 +376,18 @@ class RestoreJob:
 
     def wait(self, timeout: float) -> bool:
         """Wait until all is scattered and verified, or the job has failed; False on timeout."""
+    def requests(self) -> Iterator[ReadRequest]:
+        """Of ``Engine.restore_streamed``: what to fetch. Ends when the job is done or has failed.
+
+        Each file's checksum table comes first, then whole blocks of up to a segment. The next item waits, without the
+        GIL, for a segment, and for tables that others fetch. Any number of threads, each with an iterator or all with one: as
+        many requests may be outstanding as restores may have segments. The iterator does not keep the job.
+        """
+    def fail(self, message: str, errno: int, path: str) -> None:
+        """Fail the job with an ``io`` fault if it is not finished: the caller could not fetch.
+
+        Returns at once. Nothing waits for outstanding requests any more, which keep their memory until they are dropped.
+        """
     def cancel(self) -> None: ...
     @property
     def fault(self) -> Fault | None: ...
@@ -447,10 +517,33 @@ class Engine:
         reads, or for a newer save or its slab: they may need the memory that it holds. Waiting for
         older saves is allowed.
         """
+    def save_streamed(
+        self,
+        files: Sequence[SaveFile],
+        order: int,
+        window: Window,
+        keepalive: Any,
+        fences: Sequence[DeviceEvent] = (),
+        expected: ExpectedBytes | None = None,
+    ) -> SaveJob:
+        """``save``, but the caller sends the files: ``SaveJob.stream`` has their bytes, ``SaveJob.stored`` ends them.
+
+        The engine opens nothing; the files' paths are only names for messages. What is read stays in the cache until
+        the caller has sent it. Take the files in their order, one after another or several at a time. Send a
+        segment, and drop it, without waiting for more than the next one of its stream, or for anything of a newer save: then
+        the smallest cache is enough. Older saves get their segments first; a closed window of an older save holds this one up.
+        Dropping the job before it is done cancels it.
+        """
     def restore(
         self, plan: RestorePlan, keepalive: Any, fences: Sequence[DeviceEvent] = ()
     ) -> RestoreJob:
         """Start reading; copies to devices come after ``fences``. Raises ValueError for a device not opened."""
+    def restore_streamed(
+        self, plan: RestorePlan, keepalive: Any, fences: Sequence[DeviceEvent] = ()
+    ) -> RestoreJob:
+        """``restore``, but the caller fetches the bytes: ``RestoreJob.requests``. It has checked the files' sizes; their
+        paths are only names.
+        """
     def open_device(self, device: int) -> None:
         """Make memory of ``device`` readable and writable, and begin to pin the host cache. Idempotent.
 

@@ -213,6 +213,7 @@ class WriterOptions(BackgroundOptions, total=False):
     overwrite: bool
     commit: Commit
     no_dist: bool
+    storage_options: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)

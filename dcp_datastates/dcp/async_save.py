@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import prepare, stage_save, state_to_plan
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["async_save", "save"]
 
@@ -58,7 +58,7 @@ def async_save(
     Args:
         state_dict: Names and values, nested to any depth: tensors, DTensors, picklable objects, and objects with a
             ``state_dict()`` method, which this call calls.
-        path: The checkpoint's directory. None if ``writer`` has one.
+        path: The checkpoint's directory, or a URL such as ``"s3://bucket/run/step-100"``. None if ``writer`` has one.
         writer: A writer to reuse. None makes one from ``path`` and ``options``.
         planner: The planner. None means one :class:`DataStatesSavePlanner` for all saves of these ranks.
         process_group: The ranks that save; None means all. Only its list of ranks is used.
@@ -136,7 +136,7 @@ def _call(
         state = _without_objects(state_dict)
         if writer is None:
             config = _config(options)
-            directory = _directory(path, config, rank_set)
+            directory = _directory(path, config, rank_set, options.get("storage_options"))
             prepare(rank_set, config)
         else:
             config, directory = writer.config, writer.path_of(path)
@@ -160,15 +160,19 @@ def _call(
 
 def _config(options: WriterOptions) -> WriterConfig:
     check_options("async_save", options, WriterOptions)
-    return WriterConfig.checked(**{k: v for k, v in options.items() if k != "no_dist"})  # type: ignore[arg-type]
+    elsewhere = ("no_dist", "storage_options")
+    return WriterConfig.checked(**{k: v for k, v in options.items() if k not in elsewhere})  # type: ignore[arg-type]
 
 
 def _directory(
-    path: str | os.PathLike[str] | None, config: WriterConfig, rank_set: RankSet
-) -> Path:
+    path: str | os.PathLike[str] | None,
+    config: WriterConfig,
+    rank_set: RankSet,
+    storage_options: Mapping[str, Any] | None,
+) -> Location:
     if path is None:
         raise ConfigurationError("no path to save to: pass path, or a writer that has one")
-    return writable(path, config, rank_set is ALONE)
+    return writable(path, config, rank_set is ALONE, options=storage_options)
 
 
 def _planning(

@@ -9,7 +9,6 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +35,7 @@ from dcp_datastates.saving.write import Writing, begin_write, fail_write
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.attempt import Ticket
+from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "DcpSave",
@@ -183,7 +183,7 @@ class DcpSave:
         save = self.save
         try:
             if isinstance(metadata, PublishedMetadata):
-                metadata.directory = str(save.resolved_path())
+                metadata.directory = save.resolved_path()
                 metadata.attempt = save.ticket().attempt.name
                 mine: Metadata = metadata
             else:
@@ -253,7 +253,7 @@ def begin_async(save: SaveOperation, turn: Turn) -> dict[Any, Any]:
     return state
 
 
-def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Path | None) -> DcpSave:
+def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Location | None) -> DcpSave:
     """Begin a save that DCP runs in the calling thread, after all earlier saves are planned. Starts their reads.
 
     Raises :class:`SaveStalledError` if the earlier saves make no progress.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from pathlib import Path
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["SaveHandle"]
 
@@ -42,8 +42,8 @@ class SaveHandle(AsyncSaveResponse):
         return self.upload_completion
 
     @property
-    def path(self) -> Path:
-        """The checkpoint's directory."""
+    def path(self) -> Location:
+        """The checkpoint's directory: a :class:`~pathlib.Path`; of a URL, an object whose ``str()`` is the URL."""
         return self._save.directory()
 
     @property

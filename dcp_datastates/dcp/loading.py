@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     allow_objects: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
     **options: Unpack[FitOptions],
 ) -> dict[str, Any]:
     """Load the checkpoint at ``path`` into ``state``, or into a new dict if ``state`` is None.
@@ -47,13 +48,14 @@ def load(
     any world size, nested, with full tensors on the CPU, which must fit in memory. Every byte read is verified.
 
     Args:
-        path: Directory of the checkpoint.
+        path: Directory of the checkpoint, or a URL such as ``"s3://bucket/run/step-100"``.
         state: The state to load into. None makes a new dict.
         only: Load only the values under these names: full names, or prefixes that end before a dot, such as ``"model"``
             or ``"model.layers.0"``; ``*`` stands for any text. In lists, skipped elements before a loaded one are None.
         process_group: With ``state``: the ranks that load together; default: all.
         no_dist: With ``state``: this process loads alone, even if there are process groups.
         allow_objects: As for :class:`~dcp_datastates.DataStatesReader`.
+        storage_options: As for :class:`~dcp_datastates.DataStatesReader`.
         options: :class:`FitOptions`: ``exclude``, ``rename``, ``missing``, ``unexpected``, ``cast``. Without ``state``,
             the last three have no effect.
 
@@ -77,6 +79,7 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
         allow_objects=allow_objects,
+        storage_options=storage_options,
     )
 
 
@@ -88,9 +91,10 @@ def load_with(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     allow_objects: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """:func:`load`, of what ``planner`` chooses."""
-    reader = _Reader(path, planner, allow_objects=allow_objects)
+    reader = _Reader(path, planner, allow_objects=allow_objects, storage_options=storage_options)
     if state is None:
         return _load_everything(reader, planner)
     if not isinstance(state, dict):
@@ -127,8 +131,9 @@ class _Reader(DataStatesReader):
         planner: FittingPlanner,
         *,
         allow_objects: bool,
+        storage_options: Mapping[str, Any] | None,
     ) -> None:
-        super().__init__(path, allow_objects=allow_objects)
+        super().__init__(path, allow_objects=allow_objects, storage_options=storage_options)
         self._fit = planner.fit
         self._planner = planner
 

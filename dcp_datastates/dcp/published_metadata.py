@@ -7,16 +7,15 @@ read the result. Unpickling a large job's metadata takes every rank seconds, wit
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Final
 
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.fields import known_fields, unknown_fields
-from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.format.metadata_objects import metadata_of
-from dcp_datastates.storage.local import METADATA_NAME
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.storage.object_path import Location, locate
 
 __all__ = ["FIELDS", "PublishedMetadata"]
 
@@ -31,7 +30,7 @@ class PublishedMetadata(Metadata):
     it.
     """
 
-    def __init__(self, directory: str = "", attempt: str = "") -> None:
+    def __init__(self, directory: str | Location = "", attempt: str = "") -> None:
         self.directory = directory
         self.attempt = attempt
 
@@ -52,17 +51,16 @@ class PublishedMetadata(Metadata):
     def _load(self) -> None:
         if not self.directory:
             raise DataStatesError("this save has not been written yet; its metadata cannot be read")
-        path = Path(self.directory) / METADATA_NAME
         try:
-            table = decode(read(path)[0], path)
+            table = open_committed(locate(self.directory)).table
         except FileNotFoundError:
             raise DataStatesError(
-                f"nothing is committed at {self.directory!r}: wait for the save's future, or writer.committed"
+                f"nothing is committed at {str(self.directory)!r}: wait for the save's future, or writer.committed"
             ) from None
         attempt = table.note.attempt.name
         if attempt != self.attempt:
             raise DataStatesError(
-                f"{self.directory!r} holds attempt {attempt}; that of this save, {self.attempt}, is not "
+                f"{str(self.directory)!r} holds attempt {attempt}; that of this save, {self.attempt}, is not "
                 f"committed, or was replaced"
             )
         found = metadata_of(table)
@@ -71,10 +69,11 @@ class PublishedMetadata(Metadata):
     def __reduce__(self) -> Any:
         if vars(self).keys() >= FIELDS:  # already read, and perhaps changed
             return _plain, ({name: vars(self)[name] for name in FIELDS},)
-        return PublishedMetadata, (self.directory, self.attempt)
+        # Other processes get no storage_options, which may be secret: theirs come from the environment.
+        return PublishedMetadata, (str(self.directory), self.attempt)
 
     def __repr__(self) -> str:
-        return f"PublishedMetadata({self.directory!r}, {self.attempt!r})"
+        return f"PublishedMetadata({str(self.directory)!r}, {self.attempt!r})"
 
 
 def _plain(fields: dict[str, Any]) -> Metadata:

@@ -10,9 +10,8 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -43,7 +42,7 @@ from dcp_datastates.io.committed import open_committed, replacement
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import StoredCheckpoint, restore
 from dcp_datastates.staging.step_gate import release_memory
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, check_opens, locate, resolved
 
 __all__ = ["DataStatesReader", "explain_missing"]
 
@@ -59,7 +58,8 @@ class DataStatesReader(StorageReader):
     bytes that the target state needs (rounded to checksum blocks of 1 MiB), and verifies every byte before it is used.
 
     Args:
-        path: Directory of the checkpoint. None if every load passes ``checkpoint_id``.
+        path: Directory of the checkpoint, or a URL such as ``"s3://bucket/run/step-100"``. None if every load passes
+            ``checkpoint_id``.
         allow_objects: Whether DCP's ``torch.load`` may unpickle Python objects in the checkpoint; only for checkpoints
             from sources you trust. If False, a load whose plan needs an object fails.
         cast: Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the default
@@ -71,9 +71,11 @@ class DataStatesReader(StorageReader):
             for any text and any character.
         host_cache_size: Host memory for staging, bytes or a string such as ``"64MiB"``, the default. Used only if this
             process has no engine yet.
+        storage_options: For URLs: fsspec's options for the file system, such as credentials. They are never shown. None
+            takes all from the environment.
 
     Raises:
-        ConfigurationError: an option has a value that cannot work.
+        ConfigurationError: an option has a value that cannot work, or the library for the store is not installed.
 
     A load raises :class:`CheckpointNotFoundError`, :class:`CheckpointCorruptError`, :class:`IncompatibleStateError`,
     :class:`CheckpointReplacedError`, :class:`UnsafeObjectError` or :class:`StorageError`. With several ranks, DCP wraps
@@ -91,12 +93,14 @@ class DataStatesReader(StorageReader):
         unexpected: Answer = "warn",
         exclude: str | Iterable[str] = (),
         host_cache_size: int | str = DEFAULT_HOST_CACHE_BYTES,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(allow_objects, bool):
             raise ConfigurationError(f"allow_objects={allow_objects!r} must be True or False")
         self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
-        self._path = None if path is None else local.local_path(path)
+        self._storage_options = storage_options
+        self._path = None if path is None else self._located(path)
         self._allow_objects = allow_objects
         self._host_cache_bytes = parse_host_cache_size(host_cache_size)
         self._metadata: Metadata | None = None
@@ -109,9 +113,9 @@ class DataStatesReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this reader can load from ``checkpoint_id``: any path without a URL scheme."""
+        """Whether this reader can load from ``checkpoint_id``: a path, or a URL with a bucket. Opens nothing."""
         try:
-            local.local_path(checkpoint_id)
+            locate(checkpoint_id)
         except ConfigurationError:
             return False
         return True
@@ -125,7 +129,7 @@ class DataStatesReader(StorageReader):
         """Prepare for another load, from ``checkpoint_id`` if given."""
         self._metadata = self._note = self._failure = None
         if checkpoint_id is not None:
-            self._path = local.local_path(checkpoint_id)
+            self._path = self._located(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the checkpoint's metadata, without running any code from it.
@@ -157,7 +161,7 @@ class DataStatesReader(StorageReader):
         self._asked = None
         self._note = note_of(metadata)
         self._wrappers = wrappers(metadata.state_dict_metadata)
-        warn_if_replaced(Path(os.path.realpath(self._directory())))
+        warn_if_replaced(resolved(self._directory()))
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse objects unless ``allow_objects``; note the attempt that this rank is about to read."""
@@ -270,7 +274,12 @@ class DataStatesReader(StorageReader):
         first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
         logger.log(logging.WARNING if first else logging.INFO, "%s", said)
 
-    def _directory(self) -> Path:
+    def _located(self, path: str | os.PathLike[str]) -> Location:
+        location = locate(path, options=self._storage_options)
+        check_opens(location)
+        return location
+
+    def _directory(self) -> Location:
         if self._path is None:
             raise ConfigurationError(
                 "no path to load from: construct DataStatesReader(path), or pass checkpoint_id"
@@ -283,7 +292,9 @@ class DataStatesReader(StorageReader):
         return self._note
 
 
-def explain_missing(directory: Path, note: Note, error: CheckpointNotFoundError) -> DataStatesError:
+def explain_missing(
+    directory: Location, note: Note, error: CheckpointNotFoundError
+) -> DataStatesError:
     """The error for a data file of the checkpoint ``note`` that is not there: damage, or another save's doing."""
     return replacement(directory, note.attempt, "load") or CheckpointCorruptError(
         f"{error}; the committed checkpoint lacks a data file"

@@ -16,7 +16,6 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -47,7 +46,7 @@ from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import prepare, stage_save
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, locate
 
 __all__ = ["DataStatesWriter"]
 
@@ -66,7 +65,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
     Args:
         path: Directory of the checkpoint; created if missing. ``~`` is the home directory. A relative path is below the
             present working directory (``checkpoint_id``: that at the call of the save). Symbolic links are followed
-            once per save. None if every save passes ``checkpoint_id``.
+            once per save. A URL such as ``"s3://bucket/run/step-100"`` is a prefix in an object store. None if every
+            save passes ``checkpoint_id``.
         host_cache_size: Host memory for staging, bytes or a string such as ``"4GiB"``; at least 32 MiB. ``"auto"`` is 4
             GiB, or less if the ranks of a machine together would take more than a quarter of the memory that they may
             use (physical, or a cgroup's limit). For a state on CUDA devices, it grows to what this rank writes, within
@@ -82,6 +82,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         process_group: The ranks that save together, the same group that DCP gets; None means all. Only its list of
             ranks is used; no collective runs on it.
         no_dist: This process saves alone, like DCP's option of that name.
+        storage_options: For URLs: fsspec's options for the file system, such as credentials. They are never shown. None
+            takes all from the environment.
         commit: ``"wait"``: DCP's future returns when the checkpoint is committed on all ranks. ``"background"``: it
             returns as soon as all bytes are read and handed over, so that planning of the next save can begin;
             :attr:`committed` and :meth:`wait` give the outcome. A synchronous save always waits.
@@ -98,7 +100,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
 
     Raises:
-        ConfigurationError: an option has a value that cannot work, or ``path`` is a file.
+        ConfigurationError: an option has a value that cannot work, ``path`` is a file, or the library for its store is
+            not installed.
         StorageError: there is no permission to create the checkpoint. (Errors about ``path`` are raised here only with
             one rank; with several, the save raises them on all ranks.)
 
@@ -126,6 +129,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         when_behind: str = "wait",
         audit: bool = False,
         no_dist: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._config = WriterConfig.checked(
@@ -143,6 +147,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         )
         self._process_group = process_group
         self._no_dist = no_dist
+        self._storage_options = storage_options
         self._alone = self.rank_set is ALONE  # raises if this process is not in the group
         self._path = None if path is None else self._checked(path)
         self._here = ThisThread()
@@ -237,9 +242,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this writer can save to ``checkpoint_id``: any path without a URL scheme."""
+        """Whether this writer can save to ``checkpoint_id``: a path, or a URL with a bucket. Opens nothing."""
         try:
-            local.local_path(checkpoint_id)
+            locate(checkpoint_id)
         except ConfigurationError:
             return False
         return True
@@ -325,7 +330,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise ConfigurationError("this DataStatesWriter is closed; construct another one")
         end_here()
 
-    def path_of(self, path: str | os.PathLike[str] | None) -> Path:
+    def path_of(self, path: str | os.PathLike[str] | None) -> Location:
         """The directory of a call with this ``path``. Raises :class:`ConfigurationError` if neither names one."""
         if path is not None:
             return self._checked(path)
@@ -372,8 +377,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             self._used = True
             commit_group(self.rank_set).count_unused(-1)
 
-    def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Path:
-        return writable(path, self._config, self._alone, below)
+    def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Location:
+        return writable(path, self._config, self._alone, below, self._storage_options)
 
     def __reduce__(self) -> Any:
         raise ConfigurationError(

@@ -23,6 +23,7 @@ from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_table import MetadataTable, Note
 from dcp_datastates.storage.local import open_regular
+from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "DCP_VERSION",
@@ -81,7 +82,7 @@ def read(path: Path) -> tuple[bytes, float]:
         return file.read(), status.st_mtime
 
 
-def decode(data: bytes, path: Path) -> MetadataTable:
+def decode(data: bytes, path: Location) -> MetadataTable:
     """The table in the bytes of the ``.metadata`` file at ``path``, checked for everything that DCP and this package
     rely on.
 

@@ -34,7 +34,6 @@ has checked that the counted bytes exist.
 from __future__ import annotations
 
 import struct
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -42,6 +41,7 @@ import numpy as np
 from dcp_datastates._native import crc32c
 from dcp_datastates.errors import CheckpointCorruptError, UnreadableMetadataError
 from dcp_datastates.format.chunk_table import STORED, Catalog, Ints, Placement, narrowed
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["CATALOG", "FORMAT", "PLACEMENT", "append", "parse"]
 
@@ -84,7 +84,7 @@ def is_end(end: bytes) -> bool:
     return len(end) == _END.size and end.startswith(_MAGIC)
 
 
-def parse(data: bytes, path: Path) -> tuple[bytes, dict[str, Ints]]:
+def parse(data: bytes, path: Location) -> tuple[bytes, dict[str, Ints]]:
     """The document and the columns in ``data``, the bytes of the file at ``path``.
 
     Does not check the columns' values. Raises :class:`CheckpointCorruptError` if the bytes are damaged, and
@@ -110,7 +110,7 @@ def parse(data: bytes, path: Path) -> tuple[bytes, dict[str, Ints]]:
     return found[0].tobytes(), dict(zip(_COLUMNS, columns, strict=True))
 
 
-def _end(data: bytes, path: Path) -> tuple[int, int]:
+def _end(data: bytes, path: Location) -> tuple[int, int]:
     """The length of the pickle and the number of columns, from the end of an intact file of this format."""
     end = data[-_END.size :]
     if len(end) < _END.size or not end.startswith(_MAGIC):

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
-import pickletools
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Final
 
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -18,38 +14,23 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
 )
 from dcp_datastates.format.metadata import FileRecord, MetadataTable, Note, decode, read
+from dcp_datastates.io import stored_metadata
+from dcp_datastates.io.foreign import is_complete_pickle, is_stock, kind_of_file, kind_of_folder
 from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location, ObjectPath
 
 __all__ = ["Committed", "open_committed", "replacement", "wrong_size"]
-
-_CONVERTS: Final = "dcp-datastates convert makes a checkpoint of this package of it"
-
-_KINDS_OF_FILES: Final = {
-    ".safetensors": f"a safetensors file; {_CONVERTS}",
-    ".pt": f"a file, perhaps of torch.save; {_CONVERTS}",
-    ".pth": f"a file, perhaps of torch.save; {_CONVERTS}",
-    ".ckpt": f"a file, perhaps of Lightning; {_CONVERTS}",
-}
-_KINDS_OF_FOLDERS: Final = {
-    "adapter_config.json": "a folder of PEFT, with an adapter",
-    "*.safetensors": f"a folder of safetensors files, such as Hugging Face's; {_CONVERTS}",
-    "pytorch_model*.bin*": "a Hugging Face folder with files of torch.save, which save_pretrained() converts",
-    "global_step*": "a directory of DeepSpeed's; its tags are below it",
-    "zero_pp_rank_*": "a tag that DeepSpeed itself has saved",
-    "*_model_states.pt": "a tag that DeepSpeed itself has saved",
-}
-"""By the ending of a file's name, and by the names in a folder: what it is, and what to do."""
 
 
 @dataclass(frozen=True)
 class Committed:
     """A committed checkpoint, as its ``.metadata`` describes it."""
 
-    directory: Path
+    directory: Location
     table: MetadataTable
     metadata_bytes: int
-    """Size of the ``.metadata`` file."""
+    """Size of the ``.metadata`` file; in a store, of the decision."""
     committed_at: float
     """The time of publication, in seconds since the epoch. (That of the file is another one after a copy.)"""
 
@@ -64,21 +45,25 @@ class Committed:
         return self.metadata_bytes + sum(record.nbytes for record in self.note.files.values())
 
 
-def open_committed(directory: Path) -> Committed:
-    """Open the checkpoint committed at ``directory``. Does not access its data files.
+def open_committed(directory: Location) -> Committed:
+    """Open the checkpoint committed at ``directory``. Does not access its data files. In a store: one LIST and one GET.
 
     Raises :class:`CheckpointNotFoundError` (:class:`ForeignCheckpointError` for a stock DCP checkpoint),
     :class:`CheckpointCorruptError` or :class:`StorageError`.
     """
-    data, written_at = _read(directory)
-    table = _decode(data, directory)
+    if isinstance(directory, ObjectPath):
+        path, data, written_at = stored_metadata.read(directory)
+        table = decode(data, path)
+    else:
+        data, written_at = _read(directory)
+        table = _decode(data, directory)
     published_at = table.note.published_at
     return Committed(
         directory, table, len(data), written_at if published_at is None else published_at
     )
 
 
-def replacement(directory: Path, was: Attempt, verb: str) -> CheckpointReplacedError | None:
+def replacement(directory: Location, was: Attempt, verb: str) -> CheckpointReplacedError | None:
     """The error if ``was`` is no longer the attempt committed at ``directory``; ``verb``: what is to be done again."""
     try:
         now = open_committed(directory).note.attempt
@@ -131,22 +116,7 @@ def _decode(data: bytes, directory: Path) -> MetadataTable:
 
 
 def _is_stock(data: bytes, directory: Path) -> bool:
-    """Whether a ``.metadata`` that :func:`decode` refused is stock DCP's, rather than a damaged one of this package."""
-    return (
-        data.endswith(pickle.STOP)
-        and b"torch.distributed.checkpoint.metadata" in data
-        and b"dcp_datastates" not in data  # begins every .metadata of this package (refusal.py)
-        and (not attempts.present(directory) or _is_complete_pickle(data))
-    )
-
-
-def _is_complete_pickle(data: bytes) -> bool:
-    """Whether ``data`` is exactly one complete pickle. Slow; runs no code from it."""
-    try:
-        *_, (_, _, last) = pickletools.genops(data)
-    except ValueError:
-        return False
-    return last is not None and last + 1 == len(data)
+    return is_stock(data) and (not attempts.present(directory) or is_complete_pickle(data))
 
 
 def _what_is_there(directory: Path) -> str:
@@ -157,7 +127,7 @@ def _what_is_there(directory: Path) -> str:
             )
         return "the directory does not exist"
     if not directory.is_dir():
-        return f"it is {_KINDS_OF_FILES.get(directory.suffix, 'a file')}"
+        return f"it is {kind_of_file(directory.suffix)}"
     with local.explained("listing", directory):
         uncommitted = attempts.present(directory)
     if uncommitted and attempts.is_rest(directory, uncommitted[-1]):
@@ -173,7 +143,6 @@ def _what_is_there(directory: Path) -> str:
     steps = [name for name in inside if os.path.lexists(directory / name / local.METADATA_NAME)]
     if steps:
         return f"but there are checkpoints below it, such as {steps[-1]!r}"
-    for pattern, what in _KINDS_OF_FOLDERS.items():
-        if any(fnmatchcase(name, pattern) for name in inside):
-            return f"it is {what}"
+    if (what := kind_of_folder(inside)) is not None:
+        return f"it is {what}"
     return f"the directory holds {len(inside)} other entries, such as {inside[0]!r}"

@@ -6,7 +6,6 @@ import io
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -30,8 +29,11 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata import FileRecord, Note
+from dcp_datastates.io import stored_files
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, place
+from dcp_datastates.io.download import fetch
 from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor, without_bytes
+from dcp_datastates.storage.object_path import Location, ObjectPath
 
 __all__ = ["StoredCheckpoint", "restore"]
 
@@ -50,7 +52,7 @@ class StoredCheckpoint:
 
     metadata: Metadata
     note: Note
-    directory: Path
+    directory: Location
 
 
 @dataclass
@@ -93,7 +95,7 @@ def restore(
     :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
     requests = [_request(item, planner, source.metadata, engine, cast) for item in plan.items]
-    _check_object_files(requests, source)
+    _check_files(requests, source)
     if release is not None:
         release({s for request in requests if (s := _storage(request)) is not None})
     for batch in _batches(requests):
@@ -180,12 +182,18 @@ def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
     return run >= min(_SHORTEST_RUN_BYTES, memory.nbytes)
 
 
-def _check_object_files(requests: list[_Request], source: StoredCheckpoint) -> None:
-    """Check the sizes of files with objects: the metadata determine how much memory an object gets."""
-    files = {request.info.relative_path for request in requests if request.target is None}
-    for relative_path in files:
-        record = source.note.files.get(relative_path)
-        path = source.directory / relative_path
+def _check_files(requests: list[_Request], source: StoredCheckpoint) -> None:
+    """Check the sizes of files with objects: the metadata determine how much memory an object gets. In a store, check
+    the sizes of all files: the engine, which does not open them, cannot.
+    """
+    directory = source.directory
+    if isinstance(directory, ObjectPath):
+        described = {each.info.relative_path for each in requests} & source.note.files.keys()
+        for relative_path, nbytes in stored_files.sizes(directory, sorted(described)).items():
+            _check_size(relative_path, nbytes, requests, source)
+        return
+    for relative_path in {each.info.relative_path for each in requests if each.target is None}:
+        path = directory / relative_path
         try:
             nbytes = path.stat().st_size
         except FileNotFoundError as error:
@@ -194,14 +202,21 @@ def _check_object_files(requests: list[_Request], source: StoredCheckpoint) -> N
             ) from error
         except OSError as error:
             raise StorageError(error.errno, f"open {path}: {error.strerror}", str(path)) from error
-        if record is not None and nbytes != record.nbytes:
-            names = [
-                r.item.storage_index.fqn for r in requests if r.info.relative_path == relative_path
-            ]
-            needed = some_of(tuple(dict.fromkeys(names)))
-            raise CheckpointCorruptError(
-                f"{path} has {nbytes} bytes and the metadata say {record.nbytes} (needed for {needed})"
-            )
+        _check_size(relative_path, nbytes, requests, source)
+
+
+def _check_size(
+    relative_path: str, nbytes: int, requests: list[_Request], source: StoredCheckpoint
+) -> None:
+    record = source.note.files.get(relative_path)
+    if record is None or nbytes == record.nbytes:
+        return
+    names = [r.item.storage_index.fqn for r in requests if r.info.relative_path == relative_path]
+    needed = some_of(tuple(dict.fromkeys(names)))
+    raise CheckpointCorruptError(
+        f"{source.directory / relative_path} has {nbytes} bytes and the metadata say {record.nbytes} (needed for "
+        f"{needed})"
+    )
 
 
 def _chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata:
@@ -254,8 +269,16 @@ def _read(requests: list[_Request], source: StoredCheckpoint, engine: Engine) ->
             ) from error
     _say_written(requests)  # before and after: a save may begin, or look, at any moment
     # Kernels that write to the target tensors may still be running.
-    job = engine.restore(plan, requests, fences(engine, {each.device for each in requests}))
+    after = fences(engine, {each.device for each in requests})
+    directory = source.directory
+    if isinstance(directory, ObjectPath):
+        job = engine.restore_streamed(plan, requests, after)
+        read_range = stored_files.range_reader(directory / name for name in contents)
+    else:
+        job, read_range = engine.restore(plan, requests, after), None
     try:
+        if read_range is not None:
+            fetch(job, read_range)
         while not job.wait(_POLL_SECONDS):
             pass
     except BaseException:
@@ -346,7 +369,7 @@ def _error(fault: Fault, requests: list[_Request], source: StoredCheckpoint) -> 
 
 def _affected(fault: Fault, requests: list[_Request], source: StoredCheckpoint) -> str:
     """The tensors with bytes in the damaged block, the requested ones first."""
-    relative_path = Path(fault.path).relative_to(source.directory).as_posix()
+    relative_path = fault.path.removeprefix(f"{source.directory}/")
     asked = Contents.of_places((request.item.storage_index, request.info) for request in requests)
     record: FileRecord | None = source.note.files.get(relative_path)
     whole = fault.operation == "fstat"  # a wrong size

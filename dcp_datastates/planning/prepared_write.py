@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -21,6 +20,7 @@ from dcp_datastates.format.layout import FileLayout, SealedFile, lay_out
 from dcp_datastates.planning.exchange import Report
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.staging.ownership import STABLE
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["Prepared", "finish_file", "report_of"]
 
@@ -61,7 +61,7 @@ class Prepared:
 
     def files(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[Location],
         addresses: Ints,
         groups: Ints,
         devices: Ints | None,
@@ -104,7 +104,7 @@ class Prepared:
 
 
 def finish_file(
-    path: Path,
+    path: Location,
     sealed: SealedFile,
     content: Transfer,
     objects: Sequence[memoryview],

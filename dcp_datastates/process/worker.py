@@ -63,11 +63,16 @@ class Worker:
             self._closed = True
         self._work.put(None)
 
-    def close(self, seconds: float | None = None) -> None:
-        """Call :meth:`finish`, and return when the thread has ended, or after ``seconds``. Idempotent."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Call :meth:`finish`, and wait until the thread has ended, or for ``seconds``. Returns whether it has ended.
+        Idempotent.
+        """
         self.finish()
-        if self._thread is not None:
-            self._thread.join(seconds)
+        thread = self._thread
+        if thread is None:
+            return True
+        thread.join(seconds)
+        return not thread.is_alive()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.config import WriterConfig
 from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["DROPPED", "LEFT_OUT", "SKIPPED", "SaveCall", "SaveOrigin"]
 
@@ -43,7 +43,7 @@ class SaveCall:
     """The ranks that the writer commits with."""
     config: WriterConfig
     origin: SaveOrigin
-    path: Path | None
+    path: Location | None
     """The checkpoint's directory; None until DCP names it."""
     order: int
     """Sequence number in this process."""

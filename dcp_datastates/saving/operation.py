@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from pathlib import Path
 from typing import Final, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -49,6 +47,7 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim, claim
+from dcp_datastates.storage.object_path import Location, resolved
 
 __all__ = ["SaveOperation"]
 
@@ -88,7 +87,7 @@ class SaveOperation:
         self.doing = "waiting for its turn"
         """What the save is waiting for, in words."""
         self._path = call.path
-        self._resolved_path: Path | None = None
+        self._resolved_path: Location | None = None
         # Keeps the store alive if the job destroys its process group meanwhile.
         self._store = call.group.rank_set.store
         self._lock = ProcessLock()  # guards what follows
@@ -106,7 +105,7 @@ class SaveOperation:
     # ---- any thread ----------------------------------------------------------------------------------
 
     @property
-    def path(self) -> Path | None:
+    def path(self) -> Location | None:
         """The checkpoint's directory, as the user named it; None until DCP passes it."""
         return self._path
 
@@ -209,11 +208,11 @@ class SaveOperation:
             detector.save_started()
             detector.listen(self._lost)
 
-    def set_path(self, path: Path) -> None:
+    def set_path(self, path: Location) -> None:
         """Set the checkpoint's directory, which DCP passes."""
         self._path = path
 
-    def directory(self) -> Path:
+    def directory(self) -> Location:
         """The checkpoint's directory. Raises :class:`ConfigurationError` if no path was given."""
         if self._path is None:
             raise ConfigurationError(
@@ -221,11 +220,11 @@ class SaveOperation:
             )
         return self._path
 
-    def resolved_path(self) -> Path:
+    def resolved_path(self) -> Location:
         """The directory with symbolic links resolved, once for the whole save: links may point elsewhere later."""
         if self._resolved_path is None:
             path = self.directory()
-            self._resolved_path = Path(self.on_storage("resolving", lambda: os.path.realpath(path)))
+            self._resolved_path = self.on_storage("resolving", lambda: resolved(path))
         return self._resolved_path
 
     def on_storage(self, what: str, function: Callable[[], T]) -> T:

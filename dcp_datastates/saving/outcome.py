@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
 from dcp_datastates.errors import CheckpointSkipped
 from dcp_datastates.saving.call import SaveCall
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["log_outcome"]
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_outcome(
-    call: SaveCall, path: Path | None, stats: SaveStats, error: BaseException | None
+    call: SaveCall, path: Location | None, stats: SaveStats, error: BaseException | None
 ) -> None:
     """Log the outcome of the save to ``path``: committed, or failed with ``error``."""
     seconds = time.monotonic() - call.began
@@ -31,7 +31,7 @@ def log_outcome(
     logger.log(level, "%s (%s, %.1f s after the call)", text, type(error).__name__, seconds)
 
 
-def _committed(call: SaveCall, path: Path | None, stats: SaveStats, seconds: float) -> str:
+def _committed(call: SaveCall, path: Location | None, stats: SaveStats, seconds: float) -> str:
     nbytes = stats.bytes_written or 0
     rate = nbytes / stats.total_seconds / 1e9 if stats.total_seconds else 0.0
     world = call.group.rank_set.world

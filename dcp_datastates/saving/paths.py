@@ -1,11 +1,13 @@
-"""Checks of a checkpoint's directory, before anything is written there."""
+"""Checks of a checkpoint's path, before anything is written there."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.config import WriterConfig
@@ -14,27 +16,39 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.object_path import Location, ObjectPath, check_opens, locate
 
 __all__ = ["check_path", "check_shared", "directories_to_sync", "writable"]
 
 
 def writable(
-    path: str | os.PathLike[str], config: WriterConfig, alone: bool, below: str | None = None
-) -> Path:
-    """The directory that ``path`` names; a relative one is below ``below`` (None: the present working directory).
+    path: str | os.PathLike[str],
+    config: WriterConfig,
+    alone: bool,
+    below: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Location:
+    """The place that ``path`` names; a relative path is below ``below`` (None: the present working directory).
+
+    ``options`` are the user's ``storage_options``. Opens a store, and does not ask it.
 
     Raises :class:`ConfigurationError`. With several ranks, perhaps only some find more faults: :func:`check_path`
     reports these to all. A process ``alone`` finds them now.
     """
-    directory = local.local_path(path, below)
-    if alone:
-        timeout = config.commit_timeout
+    location = locate(path, below, options)
+    if isinstance(location, ObjectPath) and not location.key:
+        raise ConfigurationError(
+            f"path={str(location)!r} is a bucket: a checkpoint needs a prefix, such as {location / 'run/step-100'}"
+        )
+    check_opens(location)
+    if alone and isinstance(location, Path):
+        directory, timeout = location, config.commit_timeout
         bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
-    return directory
+    return location
 
 
 def check_path(save: SaveOperation) -> None:
-    """Raise early if the checkpoint may not, or cannot, be written."""
+    """Raise early if the checkpoint may not, or cannot, be written. In a store, the claim of the coordinator tells."""
     hit("plan.before")
     directory = save.resolved_path()
 
@@ -42,7 +56,8 @@ def check_path(save: SaveOperation) -> None:
         check_overwrite(directory, save.call.config.overwrite)
         local.check_writable(directory)
 
-    save.on_storage("looking at the path", look)
+    if isinstance(directory, Path):
+        save.on_storage("looking at the path", look)
     hit("plan.after")
 
 

@@ -9,7 +9,6 @@ import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["Sources", "files_to_write", "resolve_object"]
 
@@ -58,7 +58,7 @@ def files_to_write(
     items: Sequence[WriteItem],
     sources: Sources,
     layouts: Sequence[FileLayout],
-    paths: Sequence[Path],
+    paths: Sequence[Location],
 ) -> tuple[list[SaveFile], list[SealedFile]]:
     """The files at ``paths``, with these ``items`` laid out in them.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dcp_datastates._native import Window
@@ -32,6 +31,7 @@ from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["begin_planning", "new_call", "prepare", "stage_in_place", "stage_save", "state_to_plan"]
 
@@ -52,7 +52,7 @@ def stage_save(
     group: CommitGroup,
     config: WriterConfig,
     origin: SaveOrigin,
-    path: Path | None,
+    path: Location | None,
     state_dict: Mapping[str, Any],
     in_columns: bool,
     metrics: Mapping[str, float],
@@ -121,7 +121,7 @@ def new_call(
     group: CommitGroup,
     config: WriterConfig,
     origin: SaveOrigin,
-    path: Path | None,
+    path: Location | None,
     metrics: Mapping[str, float],
 ) -> SaveCall:
     """Describe a call that is made now."""

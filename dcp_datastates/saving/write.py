@@ -1,7 +1,4 @@
-"""Carries out one rank's part of a plan: resolve it, lay it out, hand it to the engine, and wait until it is read.
-
-The commit thread waits for the files to be durable, through :class:`WrittenPart`.
-"""
+"""Carries out one rank's part of a plan: resolve it, lay it out, hand it to the engine, and wait until it is read."""
 
 from __future__ import annotations
 
@@ -12,9 +9,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from dcp_datastates._native import Engine, Fault, SaveJob, Window
+from dcp_datastates._native import Engine, SaveJob, Window
 from dcp_datastates.config import WriterConfig
-from dcp_datastates.errors import DataStatesError, DeviceError, SnapshotTornError, StorageError
 from dcp_datastates.format.layout import lay_out
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
@@ -24,16 +20,14 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.paths import directories_to_sync
+from dcp_datastates.saving.output import Output, output_to
 from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
-from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage import local
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "Ahead",
     "Writing",
-    "WrittenPart",
     "begin_write",
     "fail_write",
     "read_ahead",
@@ -42,41 +36,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
-
-
-class WrittenPart:
-    """One rank's files of one save, all read, on their way to stable storage (a ``round.Part``)."""
-
-    def __init__(self, job: SaveJob, stats: SaveStats, nbytes: int) -> None:
-        self._job = job
-        self._stats = stats
-        self._nbytes = nbytes
-
-    def wait(self, seconds: float) -> bool:
-        job = self._job
-        if not job.wait(seconds):
-            return False
-        if job.fault is None:
-            self._stats.bytes_written = self._nbytes
-            self._stats.read_seconds = job.read_seconds
-            self._stats.total_seconds = job.total_seconds
-            self._stats.direct = job.direct
-            if not job.direct:
-                _log_buffered_once()
-        return True
-
-    @property
-    def error(self) -> BaseException | None:
-        fault = self._job.fault
-        return None if fault is None else _error(fault, self._nbytes)
-
-    @property
-    def progress(self) -> int:
-        """Bytes read and written so far."""
-        return self._job.bytes_read + self._job.bytes_written
-
-    def cancel(self) -> None:
-        self._job.cancel()
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,19 +62,15 @@ def read_ahead(save: SaveOperation, planning: ColumnPlanning) -> Ahead | None:
     files, sealed, report = foreseen.prepared.files(
         names, *reads.staged.bases(), foreseen.resolve, keep
     )
-    native = engine(save.call.config.host_cache_bytes)
+    content = WriteJob(files, sealed, foreseen.prepared.layouts, after, keep, report)
+    native, output = engine(save.call.config.host_cache_bytes), output_to(save.directory())
 
     def start(window: Window) -> SaveJob:
-        job = native.save_unplaced(
-            files, save.call.order, window, keep, after, reads.staged.expected
-        )
+        job = output.read_ahead(native, content, save.call.order, window, reads.staged.expected)
         save.progress.follow(job)
         return job
 
-    if reads.foresee(start) is None:
-        return None
-    layouts = foreseen.prepared.layouts
-    return Ahead(foreseen, WriteJob(files, sealed, layouts, after, keep, report))
+    return None if reads.foresee(start) is None else Ahead(foreseen, content)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,6 +82,7 @@ class Writing:
     _attempt: Attempt
     _content: WriteJob
     _job: SaveJob
+    _output: Output
     _samples: bytes
 
     def finish(self) -> None:
@@ -135,6 +91,7 @@ class Writing:
         Raises :class:`SnapshotTornError` and errors of storage; then no read or write is in progress.
         """
         save, content, job, planning = self._save, self._content, self._job, self._planning
+        part = self._output.part(job, save.stats, content.nbytes)
         try:
             if save.reads is None:
                 while not job.wait_read(-1, _POLL_SECONDS):
@@ -144,15 +101,14 @@ class Writing:
                     save.reads.settle()
                 finally:
                     save.reads.raise_failure()
-            if job.fault is not None:
-                raise _error(job.fault, content.nbytes)
+            if (error := part.error) is not None:
+                raise error
         except BaseException:
             _cancel(job)
             raise
         content.keep.clear()  # all is read: release the copies and the tensors
         report = planning.report(self._attempt, content, self._samples)
         save.committed.add_done_callback(lambda _: planning.ended(save.committed.peek() is None))
-        part = WrittenPart(job, save.stats, content.nbytes)
         save.submit(part, report, planning.compose(save.call.metrics))
 
 
@@ -172,11 +128,11 @@ def _begin(
 ) -> Writing:
     reads, stats, rank = save.reads, save.stats, save.group.rank_set.rank
     folder = save.resolved_path() / attempt.name
-    native = engine(save.call.config.host_cache_bytes)
-    synced = save.on_storage("looking for the attempt", lambda: directories_to_sync(folder, rank))
+    native, output = engine(save.call.config.host_cache_bytes), output_to(folder)
+    save.on_storage("looking for the attempt", lambda: output.make_ready(rank))
     if reads is not None and ahead is not None:
         if isinstance(planning, ColumnPlanning) and planning.takes(ahead.foreseen):
-            return _place(save, planning, attempt, ahead, folder, synced)
+            return _place(save, planning, attempt, ahead, output)
         reads.discard()
     try:
         content = _content(save, planning, folder, native)
@@ -192,20 +148,13 @@ def _begin(
     def start(window: Window) -> SaveJob:
         nonlocal samples
         samples = planning.sample(attempt)  # while the gate still holds
-        job = native.save(
-            content.files,
-            synced if content.files else [],
-            save.call.order,
-            window,
-            content.keep,
-            content.fences,
-            None if reads is None else reads.staged.expected,
-        )
+        expected = None if reads is None else reads.staged.expected
+        job = output.save(native, content, save.call.order, window, expected)
         save.progress.follow(job)
         return job
 
     job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
-    return Writing(save, planning, attempt, content, job, samples)
+    return Writing(save, planning, attempt, content, job, output, samples)
 
 
 def _place(
@@ -213,8 +162,7 @@ def _place(
     planning: ColumnPlanning,
     attempt: Attempt,
     ahead: Ahead,
-    folder: Path,
-    synced: list[str],
+    output: Output,
 ) -> Writing:
     """Keep the reads that have begun: the ranks have agreed on their plan."""
     assert save.reads is not None
@@ -222,12 +170,11 @@ def _place(
     samples = planning.sample(attempt)  # while the gate still holds
     job = save.reads.adopt()
     try:
-        paths = [str(folder / layout.name) for layout in ahead.job.layouts]
-        job.place(paths, synced if paths else [])
+        output.place(job, ahead.job)
     except BaseException:
         _cancel(job)
         raise
-    return Writing(save, planning, attempt, ahead.job, job, samples)
+    return Writing(save, planning, attempt, ahead.job, job, output, samples)
 
 
 def fail_write(save: SaveOperation, error: BaseException) -> None:
@@ -250,7 +197,9 @@ def _fit_cache(config: WriterConfig, content: WriteJob) -> None:
     fit_cache(content.nbytes, most)
 
 
-def _content(save: SaveOperation, planning: SavePlanning, folder: Path, native: Engine) -> WriteJob:
+def _content(
+    save: SaveOperation, planning: SavePlanning, folder: Location, native: Engine
+) -> WriteJob:
     reads, items = save.reads, planning.items
     keep: list[Any] = []
     prepared = planning.prepared()
@@ -270,29 +219,3 @@ def _content(save: SaveOperation, planning: SavePlanning, folder: Path, native: 
     readers = fences(native, sources.devices)
     after = [*(reads.fences if reads is not None else ()), *readers]
     return WriteJob(files, sealed, layouts, after, keep, readers=readers)
-
-
-def _error(fault: Fault, nbytes: int) -> DataStatesError:
-    """The error for the ``fault`` of a job that was to write ``nbytes`` bytes."""
-    if fault.kind == "io":
-        # StorageError adds the number and the path itself.
-        text = fault.message.replace(f" of '{fault.path}'", "").replace(
-            f" (errno {fault.errno})", ""
-        )
-        text += local.about_space(fault.errno, fault.path, nbytes)
-        return StorageError(fault.errno or None, text, fault.path)
-    if fault.kind == "device":
-        return DeviceError(fault.message)
-    if fault.kind in ("lost", "torn"):
-        return SnapshotTornError(fault.message)
-    return DataStatesError(fault.message)
-
-
-_logged_buffered = False
-
-
-def _log_buffered_once() -> None:
-    global _logged_buffered
-    if not _logged_buffered:
-        _logged_buffered = True
-        logger.info("the file system refuses O_DIRECT; writing through the page cache")

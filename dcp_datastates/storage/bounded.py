@@ -13,9 +13,8 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
-from pathlib import Path
 from typing import Final, TypeVar
 
 from dcp_datastates.errors import StorageError
@@ -64,11 +63,12 @@ class _Current(threading.local):
 
 _current = _Current()
 _lock = ProcessLock()  # guards what follows, and ended and abandoned of each work
-_hung: dict[Path, _Work] = {}
+_hung: dict[Hashable, _Work] = {}
 
 
-def bounded(what: str, path: Path, seconds: float, function: Callable[[], T]) -> T:
-    """Run ``function``, which operates on ``path``, in a storage thread; return its result or raise its error.
+def bounded(what: str, path: Hashable, seconds: float, function: Callable[[], T]) -> T:
+    """Run ``function``, which operates on ``path``, in a storage thread; return its result or raise its error. ``path``
+    is a place of either kind (``object_path.py``, which imports this module).
 
     Raises :class:`HungError` if no operation of it ends for ``seconds``. Any thread; it waits without the GIL.
     """
@@ -112,13 +112,13 @@ def finished_within(seconds: float, function: Callable[[], object]) -> bool:
     return True
 
 
-def is_hung(path: Path) -> bool:
+def is_hung(path: Hashable) -> bool:
     """Whether an abandoned operation on ``path`` has not returned yet: another would wait, too."""
     with _lock:
         return path in _hung
 
 
-def check_not_hung(path: Path) -> None:
+def check_not_hung(path: Hashable) -> None:
     """Raise :class:`HungError` if the path :func:`is_hung`."""
     with _lock:
         work = _hung.get(path)

@@ -12,7 +12,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local, stores
 from dcp_datastates.storage.object_store import ObjectStore
 
-__all__ = ["Location", "ObjectPath", "is_url", "locate"]
+__all__ = ["Location", "ObjectPath", "check_opens", "is_url", "locate", "resolved"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
@@ -110,6 +110,10 @@ def locate(
     """
     if isinstance(path, ObjectPath):
         return path
+    if options is not None and not isinstance(options, Mapping):
+        raise ConfigurationError(
+            f"storage_options is a {type(options).__name__}; pass a dict of fsspec's options, or None"
+        )
     if not isinstance(path, str) or "://" not in path:
         if options:
             raise ConfigurationError(f"path={path!r} is a local path: storage_options are for URLs")
@@ -135,3 +139,14 @@ def locate(
                 f"path={path!r} has the segment {segment!r}, which names no place in a store"
             )
     return ObjectPath(f"{scheme}://{bucket}", key, options)
+
+
+def check_opens(location: Location) -> None:
+    """Raise :class:`ConfigurationError` if the location's store cannot be opened. Asks no server."""
+    if isinstance(location, ObjectPath):
+        _ = location.store
+
+
+def resolved(location: Location) -> Location:
+    """The location with symbolic links resolved; a store has none."""
+    return location if isinstance(location, ObjectPath) else Path(os.path.realpath(location))

@@ -35,6 +35,15 @@ Fault cancelled() {
     return {.kind = FaultKind::kCancelled, .path = {}, .operation = {}, .detail = {}};
 }
 
+Fault not_transferred(std::string message, int error, std::string path) {
+    return {.kind = FaultKind::kTransfer,
+            .error = error,
+            .path = std::move(path),
+            .offset = 0,
+            .operation = "transfer",
+            .detail = std::move(message)};
+}
+
 void replace_end(Fault& fault, Fault cause) {
     const bool ended = fault.kind == FaultKind::kCancelled || fault.kind == FaultKind::kShutdown;
     if (ended) fault = std::move(cause);
@@ -60,6 +69,7 @@ std::string_view kind_name(FaultKind kind) {
     switch (kind) {
         case FaultKind::kIo:
         case FaultKind::kStuck:
+        case FaultKind::kTransfer:
             return "io";
         case FaultKind::kCorrupt:
             return "corrupt";
@@ -86,6 +96,7 @@ std::string describe(const Fault& fault) {
     std::string text = fault.operation;
     if (!fault.path.empty()) text += " of '" + fault.path + "'";
     if (fault.kind == FaultKind::kStuck) return text + " " + fault.detail;
+    if (fault.kind == FaultKind::kTransfer) return text + " failed: " + fault.detail;
     text += " failed at offset " + std::to_string(fault.offset) + ": ";
     if (fault.error != 0) {
         text += system_words(fault.error) + " (errno " + std::to_string(fault.error) + ")";

@@ -17,6 +17,7 @@ enum class FaultKind : std::uint8_t {
     kTorn,       ///< memory that was to be read has changed
     kDevice,     ///< an accelerator's driver refused; `error` is its code, `detail` its words
     kStuck,      ///< a system call did not return, and the process ends; to Python, `kIo`
+    kTransfer,   ///< the caller could not send or fetch; `detail` has its words; to Python, `kIo`
 };
 
 struct Fault {
@@ -36,6 +37,9 @@ Fault shut_down();
 
 /// The caller asked for it.
 Fault cancelled();
+
+/// The caller could not send a file, or fetch from it, and says why.
+Fault not_transferred(std::string message, int error, std::string path);
 
 /// Makes a fault that only says that the job was ended into the one that kept it from its end.
 void replace_end(Fault& fault, Fault cause);

@@ -157,14 +157,15 @@ bool HostCache::is_lost(Share share) const {
     return left_for_saves <= kStreamReserve && lost_for_restores_ == slots_.size() - save_segments_;
 }
 
-Lease HostCache::acquire(Share share, std::uint64_t order, std::uint64_t epoch) {
+Lease HostCache::acquire(Share share, std::uint64_t order, std::uint64_t epoch,
+                         Clock::time_point deadline) {
     Request request;
     request.share = share;
     request.order = order;
     std::unique_lock lock(mutex_);
     if (epoch != epoch_) return {};
     enqueue(request);
-    request.wake.wait(lock, [&] { return request.granted || epoch != epoch_; });
+    request.wake.wait_until(lock, deadline, [&] { return request.granted || epoch != epoch_; });
     if (!request.granted) {
         dequeue(request);
         return {};

@@ -8,8 +8,9 @@
 //   - Waiting requests of saves are served in the order of their saves, then of their arrival.
 //   - A segment of a stream is always given back without the help of another one: what holds it is
 //     being read, checksummed, written or copied, or waits until it is known where its save goes
-//     (which needs no segments of that save or a newer one: save_pipeline.h). That holds for what a
-//     restore borrows, too.
+//     (which needs no segments of that save or a newer one: save_pipeline.h), or until the caller
+//     has sent it (which needs no segments but those of older parts of that save). That holds for
+//     what a restore borrows, too; a segment that the caller fills takes no other one.
 //   - A slab may be held for long (until its save's reads are done, which take segments), so slabs
 //     in total leave `kStreamReserve` segments to the streams; and a slab that waits for other
 //     slabs lets newer requests pass, while one that waits only for streams to drain does not.
@@ -96,8 +97,9 @@ class HostCache : public std::enable_shared_from_this<HostCache> {
     /// Whether all segments that a share may use were abandoned: `acquire` would wait for ever.
     [[nodiscard]] bool is_lost(Share share) const;
 
-    /// One segment; waits for its turn. Empty if interrupted.
-    Lease acquire(Share share, std::uint64_t order, std::uint64_t epoch);
+    /// One segment; waits for its turn. Empty if interrupted, or after `deadline`.
+    Lease acquire(Share share, std::uint64_t order, std::uint64_t epoch,
+                  Clock::time_point deadline = Clock::time_point::max());
 
     /// Refuses all slabs from now on, also those that are waited for.
     void close();

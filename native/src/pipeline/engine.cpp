@@ -35,7 +35,7 @@ SaveHandle::SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<S
     : pipeline_(std::move(pipeline)), job_(std::move(job)) {}
 
 SaveHandle::~SaveHandle() {
-    if (!job_->all_read() || !job_->placed()) pipeline_->fail(job_, cancelled());
+    if (!job_->all_read() || !job_->placed() || job_->streamed()) cancel();
     job_->wait_not_reading();
 }
 
@@ -43,8 +43,8 @@ void SaveHandle::place(Placement placement) {
     pipeline_->place(job_, std::move(placement));
 }
 
-void SaveHandle::cancel() {
-    pipeline_->fail(job_, cancelled());
+void SaveHandle::fail(Fault fault) {
+    pipeline_->fail(job_, std::move(fault));
 }
 
 RestoreHandle::RestoreHandle(std::shared_ptr<RestorePipeline> pipeline,
@@ -56,8 +56,13 @@ RestoreHandle::~RestoreHandle() {
     job_->wait(Clock::time_point::max());
 }
 
-void RestoreHandle::cancel() {
-    pipeline_->fail(job_, cancelled());
+void RestoreHandle::fail(Fault fault) {
+    pipeline_->fail(job_, std::move(fault));
+}
+
+RestoreHandle::Requests RestoreHandle::requests() const {
+    return
+        [pipeline = pipeline_, job = job_](auto deadline) { return pipeline->take(job, deadline); };
 }
 
 Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops,
@@ -97,10 +102,7 @@ Enqueued Engine::copy_to_host(const StreamContent& content, std::byte* out, int 
     return devices_->find(device)->copy(Direction::kGather, work[device].copies, stream, {});
 }
 
-std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
-                                         std::vector<std::string> sync_directories,
-                                         std::uint64_t order, const std::shared_ptr<Window>& window,
-                                         Fences fences, std::shared_ptr<ExpectedBytes> expected) {
+void Engine::check_files(const std::vector<SaveFile>& files) const {
     std::vector<std::string> paths;
     paths.reserve(files.size());
     for (const SaveFile& file : files) {
@@ -108,6 +110,13 @@ std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
         require_open(*file.content);
     }
     check_distinct(paths);
+}
+
+std::shared_ptr<SaveHandle> Engine::save(const std::vector<SaveFile>& files,
+                                         std::vector<std::string> sync_directories,
+                                         std::uint64_t order, const std::shared_ptr<Window>& window,
+                                         Fences fences, std::shared_ptr<ExpectedBytes> expected) {
+    check_files(files);
     return submit(std::make_shared<SaveJob>(files, std::move(sync_directories), order, window, ops_,
                                             std::move(fences), std::move(expected)));
 }
@@ -122,6 +131,17 @@ std::shared_ptr<SaveHandle> Engine::save_unplaced(const std::vector<SaveFile>& f
                                             std::move(fences), std::move(expected)));
 }
 
+std::shared_ptr<SaveHandle> Engine::save_streamed(const std::vector<SaveFile>& files,
+                                                  std::uint64_t order,
+                                                  const std::shared_ptr<Window>& window,
+                                                  Fences fences,
+                                                  std::shared_ptr<ExpectedBytes> expected) {
+    check_files(files);
+    return submit(std::make_shared<SaveJob>(files, std::vector<std::string>{}, order, window, ops_,
+                                            std::move(fences), std::move(expected),
+                                            Output::kStreams));
+}
+
 std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) {
     auto handle = std::make_shared<SaveHandle>(saves_, job);
     if (!saves_->submit(job)) throw std::runtime_error("the engine is shut down");
@@ -131,7 +151,17 @@ std::shared_ptr<SaveHandle> Engine::submit(const std::shared_ptr<SaveJob>& job) 
 std::shared_ptr<RestoreHandle> Engine::restore(const std::vector<RestoreFile>& files,
                                                Fences fences) {
     for (const RestoreFile& file : files) require_open(*file.content);
-    const auto job = std::make_shared<RestoreJob>(files, ops_, std::move(fences));
+    return submit(std::make_shared<RestoreJob>(files, ops_, std::move(fences)));
+}
+
+std::shared_ptr<RestoreHandle> Engine::restore_streamed(const std::vector<RestoreFile>& files,
+                                                        Fences fences) {
+    for (const RestoreFile& file : files) require_open(*file.content);
+    return submit(
+        std::make_shared<RestoreJob>(files, ops_, std::move(fences), RestoreJob::Input::kStreams));
+}
+
+std::shared_ptr<RestoreHandle> Engine::submit(const std::shared_ptr<RestoreJob>& job) {
     auto handle = std::make_shared<RestoreHandle>(restores_, job);  // before any thread has the job
     if (!restores_->submit(job)) throw std::runtime_error("the engine is shut down");
     return handle;

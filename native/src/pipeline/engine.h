@@ -5,8 +5,10 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -25,8 +27,9 @@
 
 namespace datastates {
 
-/// A save in flight, for its caller. Dropped before all is read, or while it is unplaced, it
-/// cancels the save and waits for copies under way; later, the save goes on by itself.
+/// A save in flight, for its caller. Dropped before all is read, or while it is unplaced, or if it
+/// is streamed, it cancels the save and waits for copies under way; else, the save goes on by
+/// itself.
 class SaveHandle : public Immovable {
   public:
     SaveHandle(std::shared_ptr<SavePipeline> pipeline, std::shared_ptr<SaveJob> job);
@@ -34,8 +37,12 @@ class SaveHandle : public Immovable {
 
     /// Says where the files of an unplaced save go. Throws std::invalid_argument.
     void place(Placement placement);
-    void cancel();
+    void cancel() { fail(cancelled()); }
+    /// Returns at once. Nothing if the save is done or has failed.
+    void fail(Fault fault);
     SaveJob* operator->() const { return job_.get(); }
+    /// For a thread that takes pieces, and may outlive the handle.
+    [[nodiscard]] const std::shared_ptr<SaveJob>& job() const { return job_; }
 
   private:
     std::shared_ptr<SavePipeline> pipeline_;
@@ -49,8 +56,14 @@ class RestoreHandle : public Immovable {
     RestoreHandle(std::shared_ptr<RestorePipeline> pipeline, std::shared_ptr<RestoreJob> job);
     ~RestoreHandle();
 
-    void cancel();
+    void cancel() { fail(cancelled()); }
+    /// Returns at once. Nothing if the restore is done or has failed.
+    void fail(Fault fault);
     RestoreJob* operator->() const { return job_.get(); }
+
+    /// Of a streamed restore; may outlive the handle.
+    using Requests = std::function<std::optional<std::shared_ptr<ReadRequest>>(Clock::time_point)>;
+    [[nodiscard]] Requests requests() const;
 
   private:
     std::shared_ptr<RestorePipeline> pipeline_;
@@ -99,10 +112,23 @@ class Engine : public Immovable {
                                               Fences fences = {},
                                               std::shared_ptr<ExpectedBytes> expected = nullptr);
 
+    /// The same, but the caller takes the files' bytes (SaveJob::take) and sends them, and says
+    /// when they are stored. Their paths are only names.
+    std::shared_ptr<SaveHandle> save_streamed(const std::vector<SaveFile>& files,
+                                              std::uint64_t order,
+                                              const std::shared_ptr<Window>& window,
+                                              Fences fences = {},
+                                              std::shared_ptr<ExpectedBytes> expected = nullptr);
+
     /// Throws std::invalid_argument for a device that is not open, std::runtime_error after
     /// `shutdown`.
     std::shared_ptr<RestoreHandle> restore(const std::vector<RestoreFile>& files,
                                            Fences fences = {});
+
+    /// The same, but the caller fetches what is read (RestorePipeline::take), and has checked that
+    /// the files have their sizes. Their paths are only names.
+    std::shared_ptr<RestoreHandle> restore_streamed(const std::vector<RestoreFile>& files,
+                                                    Fences fences = {});
 
     /// Enqueues the copies of `content`, all on `device`, into memory at `out` (where byte 0 of the
     /// stream goes) on `stream`. Throws std::invalid_argument if the content is elsewhere or the
@@ -126,7 +152,9 @@ class Engine : public Immovable {
 
   private:
     void require_open(const StreamContent& content) const;
+    void check_files(const std::vector<SaveFile>& files) const;
     std::shared_ptr<SaveHandle> submit(const std::shared_ptr<SaveJob>& job);
+    std::shared_ptr<RestoreHandle> submit(const std::shared_ptr<RestoreJob>& job);
 
     const std::shared_ptr<AbandonableFileOps> ops_;
     const std::shared_ptr<HostCache> cache_;

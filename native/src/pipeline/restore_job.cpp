@@ -41,8 +41,8 @@ RestoreFile::RestoreFile(std::string file_path, std::uint64_t size, std::uint64_
 }
 
 RestoreJob::RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
-                       Fences fences)
-    : fences_(std::move(fences)) {
+                       Fences fences, Input input)
+    : input_(input), fences_(std::move(fences)) {
     for (const RestoreFile& file : files) files_.push_back(std::make_unique<File>(file, ops));
 }
 
@@ -61,6 +61,11 @@ bool RestoreJob::fail(Fault fault) {
     if (fault_ || ending_) return false;
     fault_ = std::move(fault);
     failed_ = true;
+    // The caller has a pin, so these are not the last. What is being fetched is waited for no more.
+    pins_ -= unfetched_.size() + fetching_;
+    unfetched_.clear();
+    fetching_ = 0;
+    changed_.notify_all();
     return true;
 }
 
@@ -78,52 +83,59 @@ void RestoreJob::lose_pin() {
     changed_.notify_all();
 }
 
+RestoreStep RestoreJob::table_step(std::size_t file, std::uint64_t begin) const {
+    const std::uint64_t end = std::min(begin + kSegmentBytes, files_[file]->spec.nbytes);
+    return {.file = file, .table = true, .bytes = {.begin = begin, .end = end}};
+}
+
 std::vector<RestoreStep> RestoreJob::first_steps() const {
     std::vector<RestoreStep> steps;
     steps.reserve(files_.size());
     for (std::size_t i = 0; i < files_.size(); ++i) {
-        steps.push_back({.file = i, .open = true, .blocks = {}});
+        const std::uint64_t offset = files_[i]->spec.table_offset;
+        steps.push_back(table_step(i, offset / kDirectAlignment * kDirectAlignment));
     }
     return steps;
 }
 
-Result<RestoreJob::Next> RestoreJob::run(const RestoreStep& step, std::byte* memory) {
+Status RestoreJob::read(const RestoreStep& step, std::byte* memory) {
     File& file = *files_[step.file];
-    if (!step.open) {
-        auto work = scatter(file, step.blocks, memory);
-        if (!work.ok()) return std::move(work).fault();
-        return Next{.steps = {}, .work = *std::move(work)};
+    if (step.table && step.bytes.begin <= file.spec.table_offset) {
+        if (auto opened = file.input.open(file.spec.nbytes); !opened.ok()) return opened;
     }
-    auto opened = file.input.open(file.spec.nbytes);
-    if (opened.ok()) opened = read_table(file, memory);
-    if (!opened.ok()) return std::move(opened).fault();
-    return Next{.steps = plan_reads(step.file, file), .work = {}};
+    return file.input.read({memory, kSegmentBytes}, step.bytes.begin, step.bytes.size());
 }
 
-Status RestoreJob::read_table(File& file, std::byte* memory) {
-    const RestoreFile& spec = file.spec;
-    std::vector<std::uint32_t> table((spec.nbytes - spec.table_offset) / sizeof(std::uint32_t));
-    auto words = std::as_writable_bytes(std::span(table));
-    std::uint64_t offset = spec.table_offset;
-    while (!words.empty()) {
-        const std::uint64_t begin = offset / kDirectAlignment * kDirectAlignment;
-        const std::uint64_t end = std::min(begin + kSegmentBytes, spec.nbytes);
-        auto read = file.input.read({memory, kSegmentBytes}, begin, end - begin);
-        if (!read.ok()) return read;
-        bytes_read_ += end - begin;
-        const std::uint64_t size = end - offset;
-        std::memcpy(words.data(), memory + (offset - begin), size);
-        words = words.subspan(size);
-        offset = end;
+Result<RestoreJob::Next> RestoreJob::use(const RestoreStep& step, std::byte* memory) {
+    bytes_read_ += step.bytes.size();
+    if (step.table) {
+        auto steps = take_table(step, memory);
+        if (!steps.ok()) return std::move(steps).fault();
+        return Next{.steps = *std::move(steps), .work = {}};
     }
+    auto work = scatter(*files_[step.file], step.bytes, memory);
+    if (!work.ok()) return std::move(work).fault();
+    return Next{.steps = {}, .work = *std::move(work)};
+}
+
+/// Returns the table's next step; after the last, those that read the file's blocks.
+Result<std::vector<RestoreStep>> RestoreJob::take_table(const RestoreStep& step,
+                                                        const std::byte* memory) {
+    File& file = *files_[step.file];
+    const RestoreFile& spec = file.spec;
+    std::vector<std::uint32_t>& table = file.checksums;
+    table.resize((spec.nbytes - spec.table_offset) / sizeof(std::uint32_t));
+    const std::uint64_t begin = std::max(step.bytes.begin, spec.table_offset);
+    std::memcpy(std::as_writable_bytes(std::span(table)).data() + (begin - spec.table_offset),
+                memory + (begin - step.bytes.begin), step.bytes.end - begin);
+    if (step.bytes.end < spec.nbytes) return std::vector{table_step(step.file, step.bytes.end)};
     const std::uint32_t stored = table.back();
     table.pop_back();
     if (crc32c(std::as_bytes(std::span(table))) != stored) {
         return corrupt(spec, spec.table_offset,
                        "the checksum table does not match its own checksum");
     }
-    file.checksums = std::move(table);
-    return {};
+    return plan_reads(step.file, file);
 }
 
 std::vector<RestoreStep> RestoreJob::plan_reads(std::size_t index, const File& file) {
@@ -131,7 +143,7 @@ std::vector<RestoreStep> RestoreJob::plan_reads(std::size_t index, const File& f
     std::vector<RestoreStep> steps;
     Range run;  // needed blocks that follow each other, so far
     const auto end_run = [&] {
-        if (run.size() > 0) steps.push_back({.file = index, .open = false, .blocks = run});
+        if (run.size() > 0) steps.push_back({.file = index, .table = false, .bytes = run});
         run = {};
     };
     for (std::uint64_t at = 0; at < content.end(); at += kBlockBytes) {
@@ -148,9 +160,6 @@ std::vector<RestoreStep> RestoreJob::plan_reads(std::size_t index, const File& f
 }
 
 Result<std::map<int, DeviceWork>> RestoreJob::scatter(File& file, Range blocks, std::byte* memory) {
-    auto read = file.input.read({memory, kSegmentBytes}, blocks.begin, blocks.size());
-    if (!read.ok()) return std::move(read).fault();
-    bytes_read_ += blocks.size();
     std::map<int, DeviceWork> work;
     for (std::uint64_t at = blocks.begin; at < blocks.end; at += kBlockBytes) {
         const Range block{.begin = at, .end = std::min(at + kBlockBytes, blocks.end)};
@@ -162,6 +171,43 @@ Result<std::map<int, DeviceWork>> RestoreJob::scatter(File& file, Range blocks, 
         file.spec.content->list(Direction::kScatter, block, bytes, work);
     }
     return work;
+}
+
+void RestoreJob::queue(const std::vector<RestoreStep>& steps) {
+    const std::scoped_lock lock(mutex_);
+    if (fault_) return;
+    unfetched_.insert(unfetched_.end(), steps.begin(), steps.end());
+    pins_ += steps.size();
+    changed_.notify_all();
+}
+
+RestoreJob::NextFetch RestoreJob::take_fetch(Clock::time_point deadline) {
+    std::unique_lock lock(mutex_);
+    changed_.wait_until(lock, deadline, [&] { return fault_ || done_ || !unfetched_.empty(); });
+    if (fault_ || done_) return {.ended = true, .fetch = {}};
+    if (unfetched_.empty()) return {};
+    // Its pin keeps the files. They may go without it as soon as the job fails, which needs mutex_.
+    const RestoreStep step = unfetched_.front();
+    NextFetch next{.fetch = Fetch{.step = step, .path = files_[step.file]->spec.path}};
+    unfetched_.pop_front();
+    ++fetching_;
+    return next;
+}
+
+void RestoreJob::put_back(const Fetch& fetch) {
+    const std::scoped_lock lock(mutex_);
+    if (fault_) return;
+    unfetched_.push_front(fetch.step);
+    --fetching_;
+    changed_.notify_all();
+}
+
+bool RestoreJob::end_fetch() {
+    const std::scoped_lock lock(mutex_);
+    if (fault_) return false;
+    --fetching_;
+    --pins_;
+    return true;
 }
 
 void RestoreJob::pin() {

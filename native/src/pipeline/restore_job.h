@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -39,15 +40,27 @@ struct RestoreFile {
 /// A step that needs one segment of memory.
 struct RestoreStep {
     std::size_t file = 0;
-    bool open = false;  ///< open the file and read its checksums; else: read `blocks`
-    Range blocks;       ///< bytes of the file, whole blocks, at most a segment
+    bool table = false;  ///< a part of the checksum table, and perhaps some bytes before it
+    Range bytes;         ///< of the file, at most a segment; if not of the table, whole blocks
+};
+
+/// A step whose bytes the caller fetches.
+struct Fetch {
+    RestoreStep step;
+    std::string path;
 };
 
 class RestoreJob {
   public:
+    /// Who reads the files.
+    enum class Input : std::uint8_t {
+        kFiles,   ///< the pipeline's threads
+        kStreams  ///< the caller: their paths are only names
+    };
+
     /// Copies to devices come after `fences`.
     RestoreJob(const std::vector<RestoreFile>& files, const std::shared_ptr<FileOps>& ops,
-               Fences fences);
+               Fences fences, Input input = Input::kFiles);
 
     // --- for the handle -------------------------------------------------------------------
 
@@ -67,8 +80,26 @@ class RestoreJob {
         std::vector<RestoreStep> steps;
         std::map<int, DeviceWork> work;  ///< what devices have to copy from the segment
     };
-    /// Takes a step, with the segment at `memory`.
-    Result<Next> run(const RestoreStep& step, std::byte* memory);
+    /// Reads the bytes of a step into the segment at `memory`; with a file's first, opens it.
+    Status read(const RestoreStep& step, std::byte* memory);
+    /// Verifies the bytes of a step, which are at `memory`, and scatters them.
+    Result<Next> use(const RestoreStep& step, std::byte* memory);
+
+    // Of a streamed job: its steps wait here, each with a pin, until they are fetched.
+
+    [[nodiscard]] bool streamed() const { return input_ == Input::kStreams; }
+    void queue(const std::vector<RestoreStep>& steps);
+    struct NextFetch {
+        bool ended = false;  ///< the job is done, or has failed: there will be no more
+        std::optional<Fetch> fetch;
+    };
+    /// Neither, if `deadline` passes first.
+    NextFetch take_fetch(Clock::time_point deadline);
+    /// It was not begun.
+    void put_back(const Fetch& fetch);
+    /// The caller has fetched a step, and uses it under a pin of its own. False if the job has
+    /// failed.
+    bool end_fetch();
 
     /// What copies to devices come after.
     [[nodiscard]] JobFences& fences() { return fences_; }
@@ -98,23 +129,27 @@ class RestoreJob {
 
         RestoreFile spec;
         InputFile input;
-        std::vector<std::uint32_t> checksums;  // written by the opening step, then only read
+        std::vector<std::uint32_t> checksums;  // written by the table's steps, then only read
     };
 
-    Status read_table(File& file, std::byte* memory);
+    [[nodiscard]] RestoreStep table_step(std::size_t file, std::uint64_t begin) const;
+    Result<std::vector<RestoreStep>> take_table(const RestoreStep& step, const std::byte* memory);
     Result<std::map<int, DeviceWork>> scatter(File& file, Range blocks, std::byte* memory);
     static std::vector<RestoreStep> plan_reads(std::size_t index, const File& file);
     void pin();
     void unpin();
 
+    const Input input_;
     JobFences fences_;
     std::vector<std::unique_ptr<File>> files_;  // until the last pin goes
     std::atomic<bool> failed_ = false;
     std::atomic<std::uint64_t> bytes_read_ = 0;
 
     mutable std::mutex mutex_;         // guards what follows
-    std::condition_variable changed_;  // done_
+    std::condition_variable changed_;  // any of it
     std::size_t pins_ = 0;
+    std::deque<RestoreStep> unfetched_;
+    std::size_t fetching_ = 0;  // steps that the caller has taken
     std::optional<Fault> fault_;
     bool leave_open_ = false;
     bool ending_ = false;  // the last pin went

@@ -1,11 +1,28 @@
 #include "pipeline/restore_pipeline.h"
 
-#include <cerrno>
+#include <cstring>
 #include <exception>
+#include <new>
 #include <string>
 #include <utility>
 
 namespace datastates {
+
+ReadRequest::ReadRequest(std::shared_ptr<RestorePipeline> pipeline, std::shared_ptr<RestoreJob> job,
+                         Fetch fetch, Lease memory)
+    : pipeline_(std::move(pipeline)),
+      job_(std::move(job)),
+      fetch_(std::move(fetch)),
+      memory_(std::move(memory)) {}
+
+ReadRequest::~ReadRequest() {
+    if (memory_) pipeline_->fail(job_, cancelled());
+}
+
+void ReadRequest::fill(std::span<const std::byte> bytes) {
+    std::memcpy(memory_.data(), bytes.data(), bytes.size());
+    pipeline_->fetched(job_, fetch_.step, std::move(memory_));
+}
 
 RestorePipeline::RestorePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                                  std::shared_ptr<AbandonableFileOps> ops, std::size_t threads)
@@ -24,11 +41,8 @@ bool RestorePipeline::submit(const std::shared_ptr<RestoreJob>& job) {
                            [self = shared_from_this()](Thread& thread) { self->loop(thread); });
         }
         jobs_.add(job);
-        for (const RestoreStep& step : job->first_steps()) {
-            tasks_.push_back({.job = RestoreJob::Pin(job), .step = step});
-        }
     }
-    changed_.notify_all();
+    queue(until_queued, job->first_steps());
     return true;
 }
 
@@ -84,11 +98,7 @@ void RestorePipeline::loop(Thread& self) {
         try {
             run(*task);
         } catch (const std::exception&) {  // only memory can have run out
-            fail(task->job.job(), {.kind = FaultKind::kIo,
-                                   .error = ENOMEM,
-                                   .path = {},
-                                   .operation = "read",
-                                   .detail = {}});
+            fail(task->job.job(), out_of_memory("read"));
         }
     }
 }
@@ -109,23 +119,73 @@ void RestorePipeline::run(const Task& task) {
         fail(task.job.job(), std::move(memory).fault());
         return;
     }
-    auto next = task.job->run(*task.step, memory->data());
+    auto read = task.job->read(*task.step, memory->data());
+    if (read.ok()) {
+        use(task.job, *task.step, *std::move(memory));
+    } else {
+        fail(task.job.job(), std::move(read).fault());
+    }
+}
+
+void RestorePipeline::use(const RestoreJob::Pin& job, const RestoreStep& step, Lease memory) {
+    auto next = job->use(step, memory.data());
     if (!next.ok()) {
-        fail(task.job.job(), std::move(next).fault());
+        fail(job.job(), std::move(next).fault());
         return;
     }
     auto& [steps, work] = *next;
-    if (!work.empty()) copy_to_devices(task.job, *std::move(memory), std::move(work));
-    if (steps.empty()) return;
+    if (!work.empty()) copy_to_devices(job, std::move(memory), std::move(work));
+    if (!steps.empty()) queue(job, steps);
+}
+
+void RestorePipeline::queue(const RestoreJob::Pin& job, const std::vector<RestoreStep>& steps) {
+    if (job->streamed()) {
+        job->queue(steps);
+        return;
+    }
     {
         const std::scoped_lock lock(mutex_);
-        if (task.job->failed()) return;
+        if (job->failed()) return;
         // When stopping, too: they keep the job from its end until `shutdown` has failed it.
         for (const RestoreStep& step : steps) {
-            tasks_.push_back({.job = RestoreJob::Pin(task.job.job()), .step = step});
+            tasks_.push_back({.job = RestoreJob::Pin(job.job()), .step = step});
         }
     }
     changed_.notify_all();
+}
+
+std::optional<std::shared_ptr<ReadRequest>> RestorePipeline::take(
+    const std::shared_ptr<RestoreJob>& job, Clock::time_point deadline) {
+    try {
+        auto [ended, fetch] = job->take_fetch(deadline);
+        if (ended) return nullptr;
+        if (!fetch) return std::nullopt;
+        auto memory = acquire_segment(*job, deadline);
+        if (!memory.ok()) {
+            fail(job, std::move(memory).fault());
+            return nullptr;
+        }
+        if (*memory) {
+            return std::make_shared<ReadRequest>(shared_from_this(), job, *std::move(fetch),
+                                                 *std::move(memory));
+        }
+        job->put_back(*fetch);
+        return std::nullopt;
+    } catch (const std::bad_alloc&) {
+        fail(job, out_of_memory("read"));
+        return nullptr;
+    }
+}
+
+void RestorePipeline::fetched(const std::shared_ptr<RestoreJob>& job, const RestoreStep& step,
+                              Lease memory) noexcept {
+    const RestoreJob::Pin pin(job);
+    if (!job->end_fetch()) return;
+    try {
+        use(pin, step, std::move(memory));
+    } catch (const std::exception&) {  // only memory can have run out
+        fail(job, out_of_memory("read"));
+    }
 }
 
 /// The segment, and the job, are kept until the devices are done with it.
@@ -163,8 +223,8 @@ void RestorePipeline::let_go(NodeQueue<Task>::Node last) {
     changed_.notify_one();
 }
 
-/// None if the job has failed.
-Result<Lease> RestorePipeline::acquire_segment(const RestoreJob& job) {
+/// None if the job has failed, or after `deadline`.
+Result<Lease> RestorePipeline::acquire_segment(const RestoreJob& job, Clock::time_point deadline) {
     Lease memory;
     while (!memory) {
         const std::uint64_t epoch = cache_->epoch();
@@ -172,9 +232,9 @@ Result<Lease> RestorePipeline::acquire_segment(const RestoreJob& job) {
             const std::scoped_lock lock(mutex_);
             if (stopping_) return shut_down();
         }
-        if (job.failed()) return memory;
+        if (job.failed() || Clock::now() >= deadline) return memory;
         if (cache_->is_lost(Share::kRestore)) return cache_lost();
-        memory = cache_->acquire(Share::kRestore, 0, epoch);
+        memory = cache_->acquire(Share::kRestore, 0, epoch, deadline);
     }
     return memory;
 }

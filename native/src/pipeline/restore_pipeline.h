@@ -1,6 +1,10 @@
 // The threads that restore. Each takes a step, gets a segment, reads, verifies, scatters.
 //
 // Devices copy their part from the segment while the thread goes on with another one.
+//
+// The steps of a streamed job are not for these threads. The caller's threads take them, each with
+// a segment to fill, fetch their bytes, and then verify and scatter them as these do. So nothing
+// here waits for a network: a step that is being fetched holds its segment, and it alone.
 
 #pragma once
 
@@ -10,7 +14,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
+#include <vector>
 
+#include "base/clock.h"
 #include "base/immovable.h"
 #include "base/node_queue.h"
 #include "device/devices.h"
@@ -21,6 +28,29 @@
 #include "pipeline/restore_job.h"
 
 namespace datastates {
+
+class RestorePipeline;
+
+/// A range of a file that the caller fetches. Dropped before `fill`, it cancels the restore. When
+/// the restore has failed, it is not waited for, but keeps its segment.
+class ReadRequest : public Immovable {
+  public:
+    ReadRequest(std::shared_ptr<RestorePipeline> pipeline, std::shared_ptr<RestoreJob> job,
+                Fetch fetch, Lease memory);
+    ~ReadRequest();
+
+    [[nodiscard]] const Fetch& fetch() const { return fetch_; }
+
+    /// Copies what was fetched, as many bytes as the range has, into the segment, verifies and
+    /// scatters it; what is wrong with it fails the restore. Once.
+    void fill(std::span<const std::byte> bytes);
+
+  private:
+    std::shared_ptr<RestorePipeline> pipeline_;
+    std::shared_ptr<RestoreJob> job_;
+    Fetch fetch_;
+    Lease memory_;  // until filled
+};
 
 /// Threads keep it alive: `join` ends them.
 class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, public Immovable {
@@ -33,6 +63,15 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
 
     /// Fails `job` and drops what is queued of it. Returns at once.
     void fail(const std::shared_ptr<RestoreJob>& job, Fault fault) noexcept;
+
+    /// What the caller is to fetch next for a streamed job; null when there will be no more. None
+    /// if `deadline` passes first.
+    std::optional<std::shared_ptr<ReadRequest>> take(const std::shared_ptr<RestoreJob>& job,
+                                                     Clock::time_point deadline);
+
+    /// Goes on with a step of a streamed job, which was fetched to `memory`, in this thread.
+    void fetched(const std::shared_ptr<RestoreJob>& job, const RestoreStep& step,
+                 Lease memory) noexcept;
 
     /// Gives up threads in file operations that patience is over for; if there are some, takes no
     /// jobs any more and fails all that there are: the others would only wait for what those hold.
@@ -56,7 +95,10 @@ class RestorePipeline : public std::enable_shared_from_this<RestorePipeline>, pu
     void loop(Thread& self);
     std::optional<Task> next_task();
     void run(const Task& task);
-    Result<Lease> acquire_segment(const RestoreJob& job);
+    void queue(const RestoreJob::Pin& job, const std::vector<RestoreStep>& steps);
+    void use(const RestoreJob::Pin& job, const RestoreStep& step, Lease memory);
+    Result<Lease> acquire_segment(const RestoreJob& job,
+                                  Clock::time_point deadline = Clock::time_point::max());
     void copy_to_devices(const RestoreJob::Pin& job, Lease memory, std::map<int, DeviceWork> work);
     void let_go(NodeQueue<Task>::Node last);
 

@@ -34,6 +34,11 @@ void check_path(const std::string& path) {
 
 }  // namespace
 
+std::vector<std::uint32_t> table_of(std::vector<std::uint32_t> checksums) {
+    checksums.push_back(crc32c(std::as_bytes(std::span(checksums))));
+    return checksums;
+}
+
 void check_distinct(const std::vector<std::string>& paths) {
     std::set<std::string_view> seen;
     for (const std::string& path : paths) {
@@ -84,11 +89,12 @@ SaveJob::File::File(const SaveFile& file, const std::shared_ptr<FileOps>& ops)
 SaveJob::SaveJob(const std::vector<SaveFile>& files,
                  std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
                  std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences,
-                 std::shared_ptr<ExpectedBytes> expected)
+                 std::shared_ptr<ExpectedBytes> expected, Output output)
     : order_(order),
       window_(std::move(window)),
       ops_(std::move(ops)),
       expected_(indexed(std::move(expected))),
+      output_(output),
       fences_(std::move(fences)),
       submitted_(Clock::now()),
       placed_(sync_directories.has_value()),
@@ -365,13 +371,12 @@ Status SaveJob::write(const ReadUnit& read) {
     if (is_last(read.unit)) return write_table(file, read.memory.data());
     auto written =
         file.output.write({read.memory.data(), kSegmentBytes}, read.unit.segment * kSegmentBytes);
-    if (written.ok()) bytes_written_ += kSegmentBytes;
+    if (written.ok()) *bytes_written_ += kSegmentBytes;
     return written;
 }
 
 Status SaveJob::write_table(File& file, std::byte* memory) {
-    std::vector<std::uint32_t> table = file.checksums;
-    table.push_back(crc32c(std::as_bytes(std::span(table))));
+    const auto table = table_of(file.checksums);
     auto words = std::as_bytes(std::span(table));
     std::uint64_t offset = (file.segments - 1) * kSegmentBytes;
     std::uint64_t filled = file.spec.table_offset - offset;  // the stream's last bytes are there
@@ -384,7 +389,7 @@ Status SaveJob::write_table(File& file, std::byte* memory) {
         std::memset(memory + filled, 0, padded - filled);
         auto written = file.output.write({memory, padded}, offset);
         if (!written.ok()) return written;
-        bytes_written_ += filled;
+        *bytes_written_ += filled;
         if (words.empty()) return {};
         offset += kSegmentBytes;
         filled = 0;
@@ -425,6 +430,7 @@ bool SaveJob::fail(Fault fault) {
     parked.swap(parked_);
     for (const auto& file : files_) {
         file->last.release();
+        file->pieces.clear();
         file->output.cancel();
     }
     changed_.notify_all();

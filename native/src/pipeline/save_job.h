@@ -14,8 +14,10 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "base/immovable.h"
 #include "base/sizes.h"
 #include "base/status.h"
 #include "device/device.h"
@@ -43,6 +45,9 @@ struct SaveFile {
 /// Throws std::invalid_argument for a path that is named twice.
 void check_distinct(const std::vector<std::string>& paths);
 
+/// The table at the end of a file: its blocks' checksums, and then their own.
+std::vector<std::uint32_t> table_of(std::vector<std::uint32_t> checksums);
+
 /// Size of a file, its checksum table included.
 std::uint64_t file_bytes(std::uint64_t table_offset);
 
@@ -64,6 +69,27 @@ struct ReadUnit {
     Lease memory;
 };
 
+/// What becomes of what is read.
+enum class Output : std::uint8_t {
+    kFiles,    ///< files that the pipeline writes
+    kStreams,  ///< pieces of files, which the caller takes and sends
+};
+
+/// Up to a segment of a streamed file. When it goes, its memory goes back to the host cache, and
+/// its bytes count as written. It needs neither its job nor the engine's threads.
+struct Piece : Immovable {
+    Piece(Lease leased, std::span<const std::byte> content)
+        : memory(std::move(leased)), bytes(content) {}
+    ~Piece() {
+        if (written) *written += bytes.size();
+    }
+
+    Lease memory;
+    std::shared_ptr<const std::vector<std::uint32_t>> table;  ///< has the bytes if `memory` has not
+    std::span<const std::byte> bytes;
+    std::shared_ptr<std::atomic<std::uint64_t>> written;  ///< set when it is taken
+};
+
 /// A unit of which devices have some bytes: what they have to copy, by device.
 struct DeviceRead {
     ReadUnit read;
@@ -77,7 +103,7 @@ class SaveJob {
     SaveJob(const std::vector<SaveFile>& files,
             std::optional<std::vector<std::string>> sync_directories, std::uint64_t order,
             std::shared_ptr<Window> window, std::shared_ptr<FileOps> ops, Fences fences = {},
-            std::shared_ptr<ExpectedBytes> expected = nullptr);
+            std::shared_ptr<ExpectedBytes> expected = nullptr, Output output = Output::kFiles);
 
     // --- for the handle -------------------------------------------------------------------
 
@@ -101,10 +127,20 @@ class SaveJob {
     /// What a torn job has found.
     [[nodiscard]] std::optional<ExpectedBytes::Difference> difference() const;
     [[nodiscard]] std::uint64_t bytes_read() const { return bytes_read_; }
-    [[nodiscard]] std::uint64_t bytes_written() const { return bytes_written_; }
+    [[nodiscard]] std::uint64_t bytes_written() const { return *bytes_written_; }
     [[nodiscard]] bool direct() const;
     [[nodiscard]] double read_seconds() const;
     [[nodiscard]] double total_seconds() const;
+
+    // Of a streamed job. They throw std::invalid_argument for a file that it has not.
+
+    /// The next piece of a file, in the order of its bytes; null after the last, and the fault of a
+    /// failed job. None if `deadline` passes first. All pieces but the last are segments.
+    std::optional<Result<std::shared_ptr<Piece>>> take(std::size_t file,
+                                                       Clock::time_point deadline);
+    /// The caller has made a file durable, of which it has taken all pieces: once, or this throws
+    /// std::invalid_argument. With its last file, the job is done.
+    void stored(std::size_t file);
 
     // --- for the pipeline -------------------------------------------------------------------
 
@@ -113,6 +149,7 @@ class SaveJob {
     [[nodiscard]] std::size_t file_count() const { return files_.size(); }
     [[nodiscard]] bool failed() const { return failed_; }
     [[nodiscard]] bool placed() const { return placed_; }
+    [[nodiscard]] bool streamed() const { return output_ == Output::kStreams; }
 
     /// Says where the files go; the caller opens them, and writes what was read until now: it is
     /// returned in the order in which it was read, and nothing if the job has failed. Throws
@@ -153,6 +190,9 @@ class SaveJob {
     /// Writes a summed unit; with the file's last segment, the checksum table.
     Status write(const ReadUnit& read);
 
+    /// Has a summed unit, with the file's last segment the checksum table, wait for `take`.
+    void offer(ReadUnit read);
+
     /// Reports a written unit. True if it was the file's last.
     bool unit_written(std::size_t file);
 
@@ -192,6 +232,9 @@ class SaveJob {
         std::uint64_t unsummed = 0;  // segments before the last whose sums are missing
         std::uint64_t unwritten = 0;
         Lease last;  // the last segment, read, while it waits for `unsummed`
+        std::map<std::uint64_t, std::shared_ptr<Piece>> pieces;  // to be taken, by their place
+        std::uint64_t taken = 0;                                 // pieces
+        bool stored = false;
     };
 
     using Events = std::map<std::pair<Group, int>, std::shared_ptr<DeviceEvent>>;  // the last ones
@@ -213,6 +256,8 @@ class SaveJob {
     Result<Sources> gather(const Unit& unit, std::byte* memory);
     Status compare(const Unit& unit, std::span<const DeviceCopy> copies);
     Status write_table(File& file, std::byte* memory);
+    std::vector<std::shared_ptr<Piece>> last_pieces(const File& file, Lease memory);
+    [[nodiscard]] File& streamed_file(std::size_t file) const;
     std::optional<ReadUnit> hand_out(ReadUnit read);                         // mutex_ held
     void count_read(const std::vector<GroupBytes>& groups, Passed& passed);  // mutex_ held
     void pin();
@@ -222,6 +267,7 @@ class SaveJob {
     const std::shared_ptr<Window> window_;
     const std::shared_ptr<FileOps> ops_;
     const std::shared_ptr<const ExpectedBytes> expected_;  // null: nothing
+    const Output output_;
     JobFences fences_;
     std::vector<std::string> directories_;  // like all paths: once placed, never changed
     std::vector<std::unique_ptr<File>> files_;
@@ -230,9 +276,10 @@ class SaveJob {
     std::atomic<bool> failed_ = false;
     std::atomic<bool> placed_;  // set with mutex_ held
     std::atomic<std::uint64_t> bytes_read_ = 0;
-    std::atomic<std::uint64_t> bytes_written_ = 0;
+    const std::shared_ptr<std::atomic<std::uint64_t>> bytes_written_ =
+        std::make_shared<std::atomic<std::uint64_t>>(0);  // pieces may outlive the job
 
-    mutable std::mutex mutex_;         // guards what follows, and the counts and `last` of File
+    mutable std::mutex mutex_;         // guards what follows, and of File what follows `checksums`
     std::condition_variable changed_;  // any of it; waiters are the handle's methods only
     Unit next_;                        // not yet taken
     std::vector<ReadUnit> parked_;     // read, while the job is unplaced

@@ -37,7 +37,7 @@ bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
 }
 
 void SavePipeline::queue_opening(const std::shared_ptr<SaveJob>& job) {
-    for (std::size_t file = 0; file < job->file_count(); ++file) {
+    for (std::size_t file = 0; !job->streamed() && file < job->file_count(); ++file) {
         tasks_.push_back({.job = SaveJob::Pin(job), .open = file, .write = std::nullopt});
     }
     if (job->file_count() == 0) {
@@ -261,7 +261,8 @@ void SavePipeline::let_go(NodeQueue<Task>::Node last) {
 }
 
 bool SavePipeline::may_read(const std::shared_ptr<SaveJob>& job) const {
-    return job->placed() || job == unread_jobs_.front();
+    const bool writes_itself = job->placed() && !job->streamed();
+    return writes_itself || job == unread_jobs_.front();
 }
 
 std::shared_ptr<SaveJob> SavePipeline::wait_for_open_job() {
@@ -344,6 +345,10 @@ void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
     const std::size_t file = read.unit.file;
     if (auto last = job->sum(read)) {
         enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
+    }
+    if (job->streamed()) {
+        job->offer(std::move(read));
+        return;
     }
     auto written = job->open_file(file);
     if (written.ok()) written = job->write(read);

@@ -20,6 +20,23 @@
 //     slab. They may wait for older saves.
 // Newer jobs, placed or not, and newer slabs may have to wait for segments until `place`, or until
 // the job has failed: which it does at the latest when its handle is dropped.
+//
+// A job may be streamed: flush threads sum what is read, and the caller takes it, piece by piece
+// (save_stream.cpp). It holds segments until the caller has sent them, which no thread of the
+// pipeline waits for. The oldest job goes on nevertheless:
+//   - A streamed job, too, is read only when no unit of an older job is left to take: what waits
+//     for its caller never keeps segments from an older job.
+//   - Units get their segments in the order of the files and of their bytes. So a unit that has one
+//     lacks none that comes before it in its file, or in an older file: all of those have, or had,
+//     theirs, and need no more to be read, summed and offered, in whatever order that happens. A
+//     caller that takes the files in their order, one after another or some at a time, always finds
+//     the next piece at last, even if what is behind it fills the cache.
+//   - Callers send a piece, and let go of it, without waiting for more than the next of its file,
+//   or
+//     for anything of a newer save. So two segments are enough, which slabs and restores always
+//     leave: only one file at a time lacks segments, as those before it have all of theirs.
+// Newer jobs may have to wait for segments until the caller has sent them, or the job has failed;
+// then a piece that the caller still holds keeps its segment, but is not waited for.
 
 #pragma once
 

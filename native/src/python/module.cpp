@@ -79,6 +79,7 @@ PYBIND11_MODULE(_native, module) {
     bind_transfer(module);
     bind_devices(module);
     bind_expected(module);
+    bind_streams(module);
     bind_jobs(module);
     bind_failpoints(module);
     bind_engine(module);

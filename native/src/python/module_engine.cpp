@@ -139,13 +139,29 @@ std::unique_ptr<PySaveJob> save_unplaced(const PyEngine& self, const std::vector
     return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
 }
 
+std::unique_ptr<PySaveJob> save_streamed(const PyEngine& self, const std::vector<SaveFile>& files,
+                                         std::int64_t order, const PyWindow& window,
+                                         py::object keepalive, const PyFences& fences,
+                                         std::shared_ptr<ExpectedBytes> expected) {
+    const auto engine = usable(self);
+    auto events = to_fences(fences);
+    const auto number = to_size(order, "order");
+    const auto opens = required(window.window, "window");
+    auto handle = [&] {
+        const GilRelease release;
+        return engine->save_streamed(files, number, opens, std::move(events), std::move(expected));
+    }();
+    return std::make_unique<PySaveJob>(std::move(handle), std::move(keepalive));
+}
+
+template <auto Restore>
 std::unique_ptr<PyRestoreJob> restore(const PyEngine& self, const RestorePlan& plan,
                                       py::object keepalive, const PyFences& fences) {
     const auto engine = usable(self);
     auto events = to_fences(fences);
     auto handle = [&] {
         const GilRelease release;
-        return engine->restore(plan.files, std::move(events));
+        return (*engine.*Restore)(plan.files, std::move(events));
     }();
     return std::make_unique<PyRestoreJob>(std::move(handle), std::move(keepalive));
 }
@@ -228,8 +244,12 @@ void bind_engine(const py::module_& module) {
              py::arg("expected") = nullptr)
         .def("save_unplaced", &save_unplaced, py::arg("files"), py::arg("order"), py::arg("window"),
              py::arg("keepalive"), py::arg("fences") = PyFences(), py::arg("expected") = nullptr)
-        .def("restore", &restore, py::arg("plan"), py::arg("keepalive"),
+        .def("save_streamed", &save_streamed, py::arg("files"), py::arg("order"), py::arg("window"),
+             py::arg("keepalive"), py::arg("fences") = PyFences(), py::arg("expected") = nullptr)
+        .def("restore", &restore<&Engine::restore>, py::arg("plan"), py::arg("keepalive"),
              py::arg("fences") = PyFences())
+        .def("restore_streamed", &restore<&Engine::restore_streamed>, py::arg("plan"),
+             py::arg("keepalive"), py::arg("fences") = PyFences())
         .def("open_device", &open_device, py::arg("device"))
         .def("limit_patience",
              [](const PyEngine& self) {

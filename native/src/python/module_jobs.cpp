@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <string>
@@ -56,6 +57,25 @@ auto handle_of(const Job& job) {
     auto handle = required(job.handle, "job");
     if (!handle) throw std::runtime_error("this job was garbage collected");
     return handle;
+}
+
+/// Binds `fail` and `cancel`.
+template <typename Job>
+void bind_ends(py::class_<Job>& job) {
+    job.def(
+           "fail",
+           [](const Job& self, const py::object& message, int error, const py::object& path) {
+               const auto handle = handle_of(self);
+               auto fault = not_transferred(to_path(message), error, to_path(path));
+               const GilRelease release;
+               handle->fail(std::move(fault));
+           },
+           py::arg("message"), py::arg("errno"), py::arg("path"))
+        .def("cancel", [](const Job& self) {
+            const auto handle = handle_of(self);
+            const GilRelease release;
+            handle->cancel();
+        });
 }
 
 void bind_fault(const py::module_& module) {
@@ -120,18 +140,19 @@ void bind_save(const py::module_& module) {
              py::arg("path"), py::arg("table_offset"), py::arg("content"))
         .def_property_readonly("nbytes", &SaveFile::nbytes);
 
-    py::class_<PySaveJob>(module, "SaveJob", py::is_final(), collectable<PySaveJob>())
-        .def(
-            "wait_read",
-            [](const PySaveJob& self, Group group, double timeout) {
-                if (group < kEveryGroup) {
-                    throw py::value_error("group=" + std::to_string(group) + " is below -1");
-                }
-                const auto job = handle_of(self);
-                return wait_in_slices(
-                    timeout, [&](auto deadline) { return (*job)->wait_read(group, deadline); });
-            },
-            py::arg("group"), py::arg("timeout"))
+    py::class_<PySaveJob> job(module, "SaveJob", py::is_final(), collectable<PySaveJob>());
+    bind_ends(job);
+    job.def(
+           "wait_read",
+           [](const PySaveJob& self, Group group, double timeout) {
+               if (group < kEveryGroup) {
+                   throw py::value_error("group=" + std::to_string(group) + " is below -1");
+               }
+               const auto job = handle_of(self);
+               return wait_in_slices(
+                   timeout, [&](auto deadline) { return (*job)->wait_read(group, deadline); });
+           },
+           py::arg("group"), py::arg("timeout"))
         .def(
             "wait",
             [](const PySaveJob& self, double timeout) {
@@ -172,12 +193,23 @@ void bind_save(const py::module_& module) {
                 job->place(std::move(placement));
             },
             py::arg("paths"), py::arg("sync_directories"))
-        .def("cancel",
-             [](const PySaveJob& self) {
-                 const auto job = handle_of(self);
-                 const GilRelease release;
-                 job->cancel();
-             })
+        .def(
+            "stream",
+            [](const PySaveJob& self, std::size_t file) {
+                return std::make_unique<PyItems<Piece>>(
+                    [job = handle_of(self)->job(), file](auto deadline) {
+                        return job->take(file, deadline);
+                    });
+            },
+            py::arg("file"))
+        .def(
+            "stored",
+            [](const PySaveJob& self, std::size_t file) {
+                const auto job = handle_of(self);
+                const GilRelease release;
+                (*job)->stored(file);
+            },
+            py::arg("file"))
         .def_property_readonly("fault",
                                [](const PySaveJob& self) { return (*handle_of(self))->fault(); })
         .def_property_readonly(
@@ -217,20 +249,25 @@ void bind_restore(const py::module_& module) {
             },
             py::arg("path"), py::arg("nbytes"), py::arg("table_offset"), py::arg("content"));
 
-    py::class_<PyRestoreJob>(module, "RestoreJob", py::is_final(), collectable<PyRestoreJob>())
-        .def(
-            "wait",
-            [](const PyRestoreJob& self, double timeout) {
-                const auto job = handle_of(self);
-                return wait_in_slices(timeout,
-                                      [&](auto deadline) { return (*job)->wait(deadline); });
-            },
-            py::arg("timeout"))
-        .def("cancel",
+    py::class_<PyRestoreJob> job(module, "RestoreJob", py::is_final(), collectable<PyRestoreJob>());
+    bind_ends(job);
+    job.def(
+           "wait",
+           [](const PyRestoreJob& self, double timeout) {
+               const auto job = handle_of(self);
+               return wait_in_slices(timeout,
+                                     [&](auto deadline) { return (*job)->wait(deadline); });
+           },
+           py::arg("timeout"))
+        .def("requests",
              [](const PyRestoreJob& self) {
-                 const auto job = handle_of(self);
-                 const GilRelease release;
-                 job->cancel();
+                 using Item = std::optional<Result<std::shared_ptr<ReadRequest>>>;
+                 return std::make_unique<PyItems<ReadRequest>>(
+                     [take = handle_of(self)->requests()](auto deadline) -> Item {
+                         auto request = take(deadline);
+                         if (!request) return std::nullopt;
+                         return Result(*std::move(request));
+                     });
              })
         .def_property_readonly("fault",
                                [](const PyRestoreJob& self) { return (*handle_of(self))->fault(); })

@@ -4,17 +4,24 @@
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/fork_guard.h"
 #include "base/immovable.h"
+#include "base/status.h"
 #include "memory/host_cache.h"
 #include "pipeline/engine.h"
 #include "pipeline/restore_job.h"
+#include "pipeline/restore_pipeline.h"
+#include "pipeline/save_job.h"
 #include "pipeline/window.h"
 #include "python/python_gil.h"
 
@@ -76,6 +83,49 @@ struct PyJob : Immovable {  // NOLINT(cppcoreguidelines-special-member-functions
 
     pybind11::object keepalive;
     ProcessBound<Handle> handle;
+};
+
+/// A piece of a streamed file. Any thread may drop it, at any time.
+struct PySegment : Immovable {
+    explicit PySegment(std::shared_ptr<Piece> taken)
+        : bytes(taken->bytes), piece(std::move(taken)) {}
+    ~PySegment() {  // NOLINT(bugprone-exception-escape): as of PyJob
+        auto dropped = piece.take();
+        const GilRelease release;  // the cache may go with it
+        dropped.reset();
+    }
+
+    std::span<const std::byte> bytes;
+    ProcessBound<Piece> piece;
+};
+
+struct PyReadRequest : Immovable {
+    explicit PyReadRequest(std::shared_ptr<ReadRequest> taken)
+        : fetch(taken->fetch()), request(std::move(taken)) {}
+    ~PyReadRequest() {  // NOLINT(bugprone-exception-escape): as of PyJob
+        auto dropped = request.take();
+        const GilRelease release;
+        dropped.reset();
+    }
+
+    Fetch fetch;
+    ProcessBound<ReadRequest> request;  ///< until filled
+};
+
+/// An iterator whose items others make ready. It does not keep the job's handle.
+template <typename Item>
+struct PyItems : Immovable {  // NOLINT(cppcoreguidelines-special-member-functions)
+    /// As SaveJob::take.
+    using Next = std::function<std::optional<Result<std::shared_ptr<Item>>>(Clock::time_point)>;
+
+    explicit PyItems(Next make) : next(std::make_shared<Next>(std::move(make))) {}
+    ~PyItems() {  // NOLINT(bugprone-exception-escape): as of PyJob
+        auto dropped = next.take();
+        const GilRelease release;
+        dropped.reset();
+    }
+
+    ProcessBound<Next> next;
 };
 
 using PySaveJob = PyJob<SaveHandle>;

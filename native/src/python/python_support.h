@@ -23,6 +23,7 @@ namespace py = pybind11;
 
 void bind_transfer(const py::module_& module);
 void bind_jobs(const py::module_& module);
+void bind_streams(const py::module_& module);
 void bind_devices(const py::module_& module);
 void bind_engine(const py::module_& module);
 void bind_failpoints(const py::module_& module);

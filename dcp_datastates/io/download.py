@@ -1,0 +1,61 @@
+"""Fetches what a streamed restore reads from a store.
+
+The engine knows no network: Python threads fetch ranges by ``read_range``, several at a time, and hand the bytes to the
+engine, which verifies their checksums and copies them into tensors, in the same threads, without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from typing_extensions import Buffer
+
+from dcp_datastates._native import ReadRequest, RestoreJob
+from dcp_datastates.errors import StorageError
+from dcp_datastates.process.work import Done, Unit, work
+
+__all__ = ["ReadRange", "fetch"]
+
+THREADS: Final = 16
+
+ReadRange = Callable[[str, int, int], Buffer]
+"""Returns the bytes [begin, end) of the file at a path. Any thread."""
+
+
+def fetch(job: RestoreJob, read_range: ReadRange, threads: int = THREADS) -> None:
+    """Fetch all that ``job`` reads. Returns when the job has ended, and all threads have.
+
+    The first error of ``read_range`` fails the job, with an ``io`` fault that has its ``errno`` and its message, and is
+    raised. The job's other faults, such as a checksum that does not match, are not raised.
+
+    Raises:
+        StorageError: ``read_range`` has returned more bytes, or fewer, than asked for.
+    """
+    try:
+        work((_unit(job, request, read_range) for request in job.requests()), 0, threads, None)
+    finally:
+        job.cancel()  # does nothing if it is done; after an interrupt, nobody fetches the rest
+
+
+def _unit(job: RestoreJob, request: ReadRequest, read_range: ReadRange) -> Unit:
+    def run(done: Done) -> None:
+        try:
+            _fetch(request, read_range)
+        except BaseException as error:
+            job.fail(str(error) or repr(error), getattr(error, "errno", None) or 0, request.path)
+            raise
+
+    return run
+
+
+def _fetch(request: ReadRequest, read_range: ReadRange) -> None:
+    begin, end = request.offset, request.offset + request.nbytes
+    data = read_range(request.path, begin, end)
+    nbytes = memoryview(data).nbytes
+    if nbytes != request.nbytes:
+        raise StorageError(
+            f"'{request.path}': the store returned {nbytes} bytes for the range from {begin} to {end}, "
+            f"which has {request.nbytes}"
+        )
+    request.fill(data)

@@ -1,0 +1,75 @@
+"""Sends the files of a streamed save to a store, while native threads still read them.
+
+The engine knows no network: native threads copy tensors into segments of the host cache and compute checksums, and
+Python threads hand the segments to ``put_stream``, file by file. A segment goes back to the cache when ``put_stream``
+has let go of it, so a save needs no more memory than the cache, and a slow store slows down the reads.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from dcp_datastates._native import SaveJob, Segment
+from dcp_datastates.process.worker import Worker
+
+__all__ = ["PutStream", "Upload"]
+
+MOST_FILES_AT_ONCE: Final = 4
+
+PutStream = Callable[[str, Iterator[Segment]], None]
+"""Stores the bytes of an iterator under a name, and returns when they are durable; raises if they are not.
+
+It must send a segment, and drop all references to it, without waiting for more than the next one. If the iterator
+raises, the save has failed: it must not complete the file, and raise, too.
+"""
+
+
+class Upload:
+    """The threads that send the files of one save. They end with the save.
+
+    A file that could not be sent fails the job, with an ``io`` fault that has the ``errno`` and the message of the
+    error. When all files are stored, the job is done.
+    """
+
+    def __init__(
+        self,
+        job: SaveJob,
+        names: Sequence[str],
+        put_stream: PutStream,
+        files_at_once: int = MOST_FILES_AT_ONCE,
+    ) -> None:
+        """Start the threads. ``names`` are those of the job's files, in their order. Returns at once."""
+        files: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        for file in enumerate(names):
+            files.put(file)
+        self._workers = [
+            Worker("dcp_datastates-upload") for _ in range(min(len(names), files_at_once))
+        ]
+        for worker in self._workers:
+            if not worker.post(lambda: _send_files(job, files, put_stream)):
+                job.fail("no thread could be started to send it", 0, names[0])
+            worker.finish()
+
+    def join(self, seconds: float | None = None) -> bool:
+        """Wait until all threads have ended, or for ``seconds`` for each; return whether they have. A thread is a
+        daemon: one that ``put_stream`` never returns to does not keep the process from its end.
+        """
+        return all(worker.close(seconds) for worker in self._workers)
+
+
+def _send_files(
+    job: SaveJob, files: queue.SimpleQueue[tuple[int, str]], put_stream: PutStream
+) -> None:
+    # In the job's order: its oldest files get cache segments first.
+    while job.fault is None:
+        try:
+            file, name = files.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            put_stream(name, job.stream(file))
+            job.stored(file)
+        except BaseException as error:
+            job.fail(str(error) or repr(error), getattr(error, "errno", None) or 0, name)

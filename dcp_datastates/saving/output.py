@@ -1,0 +1,229 @@
+"""Where a rank's files of one save go: to a directory, which the engine writes to; or to a store, which threads send
+what the engine has read.
+
+The commit thread waits for the files to be durable, through a :class:`WrittenPart`.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from dcp_datastates._native import Engine, ExpectedBytes, Fault, SaveJob, Window
+from dcp_datastates.errors import DataStatesError, DeviceError, SnapshotTornError, StorageError
+from dcp_datastates.planning.write_job import WriteJob
+from dcp_datastates.saving.paths import directories_to_sync
+from dcp_datastates.saving.store_upload import StoreUpload, check_fits
+from dcp_datastates.stats import SaveStats
+from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, ObjectPath
+
+__all__ = ["Output", "WrittenPart", "output_to"]
+
+logger = logging.getLogger(__name__)
+
+
+class WrittenPart:
+    """One rank's files of one save, all read, on their way to stable storage (a ``round.Part``)."""
+
+    def __init__(self, job: SaveJob, stats: SaveStats, nbytes: int) -> None:
+        self._job = job
+        self._stats = stats
+        self._nbytes = nbytes
+
+    def wait(self, seconds: float) -> bool:
+        job = self._job
+        if not job.wait(seconds):
+            return False
+        if job.fault is None:
+            self._stats.bytes_written = self._nbytes
+            self._stats.read_seconds = job.read_seconds
+            self._stats.total_seconds = job.total_seconds
+        return True
+
+    @property
+    def error(self) -> BaseException | None:
+        fault = self._job.fault
+        return None if fault is None else _error(fault, self._nbytes)
+
+    @property
+    def progress(self) -> int:
+        """Bytes read and written so far."""
+        return self._job.bytes_read + self._job.bytes_written
+
+    def cancel(self) -> None:
+        self._job.cancel()
+
+
+class _LocalPart(WrittenPart):
+    def wait(self, seconds: float) -> bool:
+        if not super().wait(seconds):
+            return False
+        if self._job.fault is None:
+            self._stats.direct = self._job.direct
+            if not self._job.direct:
+                _log_buffered_once()
+        return True
+
+
+class _StorePart(WrittenPart):
+    def __init__(self, job: SaveJob, stats: SaveStats, nbytes: int, upload: StoreUpload) -> None:
+        super().__init__(job, stats, nbytes)
+        self._upload = upload
+
+    def wait(self, seconds: float) -> bool:
+        return super().wait(seconds) and (self._job.fault is None or self._upload.is_over(seconds))
+
+    @property
+    def error(self) -> BaseException | None:
+        fault = self._job.fault
+        if fault is not None and fault.kind == "io" and self._upload.failure is not None:
+            return self._upload.failure
+        return super().error
+
+
+class Output(Protocol):
+    """The folder of a rank's files of one save. One thread uses it."""
+
+    def make_ready(self, rank: int) -> None:
+        """Raise unless the files of ``rank`` can lie there. Operates on storage. Not before :meth:`read_ahead`."""
+
+    def save(
+        self,
+        engine: Engine,
+        content: WriteJob,
+        order: int,
+        window: Window,
+        expected: ExpectedBytes | None,
+    ) -> SaveJob:
+        """Begin to read and write. The arguments are those of ``Engine.save``."""
+
+    def read_ahead(
+        self,
+        engine: Engine,
+        content: WriteJob,
+        order: int,
+        window: Window,
+        expected: ExpectedBytes | None,
+    ) -> SaveJob:
+        """Begin to read; the attempt is not known yet. :meth:`place` of the attempt's folder begins to write."""
+
+    def place(self, job: SaveJob, content: WriteJob) -> None:
+        """Begin to write what a job of :meth:`read_ahead` reads."""
+
+    def part(self, job: SaveJob, stats: SaveStats, nbytes: int) -> WrittenPart:
+        """The part of a job that :meth:`save` or :meth:`place` has got."""
+
+
+class _Directory:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._synced: list[str] = []
+
+    def make_ready(self, rank: int) -> None:
+        self._synced = directories_to_sync(self._folder, rank)
+
+    def save(
+        self,
+        engine: Engine,
+        content: WriteJob,
+        order: int,
+        window: Window,
+        expected: ExpectedBytes | None,
+    ) -> SaveJob:
+        synced = self._synced if content.files else []
+        return engine.save(
+            content.files, synced, order, window, content.keep, content.fences, expected
+        )
+
+    def read_ahead(
+        self,
+        engine: Engine,
+        content: WriteJob,
+        order: int,
+        window: Window,
+        expected: ExpectedBytes | None,
+    ) -> SaveJob:
+        return engine.save_unplaced(
+            content.files, order, window, content.keep, content.fences, expected
+        )
+
+    def place(self, job: SaveJob, content: WriteJob) -> None:
+        paths = [str(self._folder / layout.name) for layout in content.layouts]
+        job.place(paths, self._synced if paths else [])
+
+    def part(self, job: SaveJob, stats: SaveStats, nbytes: int) -> WrittenPart:
+        return _LocalPart(job, stats, nbytes)
+
+
+class _Prefix:
+    def __init__(self, folder: ObjectPath) -> None:
+        self._folder = folder
+        self._upload: StoreUpload | None = None
+
+    def make_ready(self, rank: int) -> None:
+        pass  # a store has no directories
+
+    def save(
+        self,
+        engine: Engine,
+        content: WriteJob,
+        order: int,
+        window: Window,
+        expected: ExpectedBytes | None,
+    ) -> SaveJob:
+        job = self.read_ahead(engine, content, order, window, expected)
+        self.place(job, content)
+        return job
+
+    def read_ahead(
+        self,
+        engine: Engine,
+        content: WriteJob,
+        order: int,
+        window: Window,
+        expected: ExpectedBytes | None,
+    ) -> SaveJob:
+        check_fits(content, engine)
+        return engine.save_streamed(
+            content.files, order, window, content.keep, content.fences, expected
+        )
+
+    def place(self, job: SaveJob, content: WriteJob) -> None:
+        self._upload = StoreUpload(job, self._folder, content)
+
+    def part(self, job: SaveJob, stats: SaveStats, nbytes: int) -> WrittenPart:
+        assert self._upload is not None, "save() or place() comes first"
+        return _StorePart(job, stats, nbytes, self._upload)
+
+
+def output_to(folder: Location) -> Output:
+    """The output to a folder of either kind."""
+    return _Prefix(folder) if isinstance(folder, ObjectPath) else _Directory(folder)
+
+
+def _error(fault: Fault, nbytes: int) -> DataStatesError:
+    """The error for the ``fault`` of a job that was to write ``nbytes`` bytes."""
+    if fault.kind == "io":
+        # StorageError adds the number and the path itself.
+        text = fault.message.replace(f" of '{fault.path}'", "").replace(
+            f" (errno {fault.errno})", ""
+        )
+        text += local.about_space(fault.errno, fault.path, nbytes)
+        return StorageError(fault.errno or None, text, fault.path)
+    if fault.kind == "device":
+        return DeviceError(fault.message)
+    if fault.kind in ("lost", "torn"):
+        return SnapshotTornError(fault.message)
+    return DataStatesError(fault.message)
+
+
+_logged_buffered = False
+
+
+def _log_buffered_once() -> None:
+    global _logged_buffered
+    if not _logged_buffered:
+        _logged_buffered = True
+        logger.info("the file system refuses O_DIRECT; writing through the page cache")

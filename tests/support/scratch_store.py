@@ -1,0 +1,93 @@
+"""An S3 server (moto) of this test process, in a process of its own; and what lies there, seen without the package."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+
+__all__ = ["BUCKET", "Bucket", "client", "endpoint", "use"]
+
+BUCKET = "test-bucket"
+
+
+@functools.cache
+def endpoint() -> str:
+    """The URL of the server, which is started at the first call, and has the bucket :data:`BUCKET`."""
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(server.kill)
+    url = f"http://127.0.0.1:{port}"
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            urllib.request.urlopen(f"{url}/moto-api/").close()
+            break
+        time.sleep(0.1)
+    urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT")).close()
+    return url
+
+
+def use(url: str) -> None:
+    """Make the stores that this process opens those of the server at ``url``."""
+    os.environ.update(
+        AWS_ENDPOINT_URL=url,
+        AWS_ACCESS_KEY_ID="test",
+        AWS_SECRET_ACCESS_KEY="test",
+        AWS_REGION="us-east-1",
+        AWS_DEFAULT_REGION="us-east-1",
+    )
+
+
+def client(url: str | None = None) -> Any:
+    """boto3's client of the server."""
+    return boto3.client(
+        "s3",
+        endpoint_url=url or endpoint(),
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    )
+
+
+class Bucket:
+    """The objects of a server's bucket."""
+
+    def __init__(self, url: str, name: str = BUCKET) -> None:
+        self.name = name
+        self._client = client(url)
+
+    def keys(self, prefix: str = "") -> list[str]:
+        return sorted(each["Key"] for each in self._objects(prefix))
+
+    def _objects(self, prefix: str) -> Iterator[dict[str, Any]]:
+        for page in self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self.name, Prefix=prefix
+        ):
+            yield from page.get("Contents", [])
+
+    def get(self, key: str) -> bytes:
+        return self._client.get_object(Bucket=self.name, Key=key)["Body"].read()
+
+    def put(self, key: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self.name, Key=key, Body=data)
+
+    def delete(self, key: str) -> None:
+        self._client.delete_object(Bucket=self.name, Key=key)
+
+    def uploads(self) -> list[str]:
+        """The keys of multipart uploads that were neither completed nor aborted."""
+        found = self._client.list_multipart_uploads(Bucket=self.name)
+        return [each["Key"] for each in found.get("Uploads", [])]
