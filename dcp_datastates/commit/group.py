@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Final, Protocol, TypeVar, cast
 
 from dcp_datastates.commit.decision_log import DecisionLog
+from dcp_datastates.commit.places import place_of
 from dcp_datastates.commit.protocol import DecisionFound
-from dcp_datastates.commit.publish import tidy_after_commit, tidy_after_failure
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Outcome
 from dcp_datastates.commit.voter import Agreed, Voter
@@ -262,13 +262,15 @@ class CommitGroup:
             # Storage may be stuck. Then the files stay until the next commit removes them.
             removes = round_.part.wait(_CANCEL_SECONDS)
 
+        place = None if round_.directory is None else place_of(round_.directory)
+
         def tidy() -> None:
             try:
                 hit("cleanup.before")
-                if outcome is Outcome.COMMITTED:
-                    tidy_after_commit(round_, agreed.older, rank, world)
-                elif removes:
-                    tidy_after_failure(round_, rank, world)
+                if place is not None and outcome is Outcome.COMMITTED:
+                    place.tidy_after_commit(round_, agreed.older, rank, world)
+                elif place is not None and removes:
+                    place.tidy_after_failure(round_, rank, world)
                 hit("cleanup.after")
             finally:
                 round_.release()

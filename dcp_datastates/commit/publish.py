@@ -29,12 +29,13 @@ from typing import Final
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.commit.round import Document, Round
-from dcp_datastates.errors import CheckpointExistsError, CheckpointSupersededError, DataStatesError
+from dcp_datastates.errors import CheckpointSupersededError, DataStatesError
 from dcp_datastates.format.metadata import decode, read
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.storage import attempts, local, operations, readme
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import is_hung
+from dcp_datastates.storage.claims import DirectoryClaim, exists
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.lock import asking, if_free
 
@@ -61,10 +62,7 @@ _published: OrderedDict[Path, tuple[local.Signature, Attempt]] = OrderedDict()
 def check_overwrite(directory: Path, overwrite: bool) -> None:
     """Raise :class:`CheckpointExistsError` if a checkpoint is there and ``overwrite`` is False."""
     if not overwrite and (directory / local.METADATA_NAME).exists():
-        raise CheckpointExistsError(
-            f"a committed checkpoint is at {str(directory)!r} and overwrite=False; "
-            f"pass overwrite=True to replace it, or another path"
-        )
+        raise exists(directory)
 
 
 def publish(round_: Round, document: Document, waiting: Callable[[], None] = lambda: None) -> None:
@@ -76,9 +74,9 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
     :class:`ConfigurationError`: then the former checkpoint still stands; or :class:`CommitOutcomeUnknown`.
     """
     directory, attempt, claim = round_.directory, round_.attempt, round_.claim
-    assert directory is not None
+    assert isinstance(directory, Path)
     assert attempt is not None
-    assert claim is not None
+    assert isinstance(claim, DirectoryClaim)
     meta = StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name)
     data = document(meta, claim)
     published = False
@@ -220,7 +218,7 @@ def find_older(round_: Round) -> list[Attempt]:
     could find the checkpoint of a later job, if this one had been deleted meanwhile.
     """
     directory, attempt = round_.directory, round_.attempt
-    if directory is None or attempt is None:
+    if not isinstance(directory, Path) or attempt is None:
         return []
     try:
         return [older for older in attempts.present(directory) if older < attempt]
@@ -234,7 +232,7 @@ def tidy_after_commit(round_: Round, superseded: Sequence[Attempt], rank: int, w
     raises.
     """
     directory, attempt = round_.directory, round_.attempt
-    if directory is None or attempt is None:
+    if not isinstance(directory, Path) or attempt is None:
         return
     for older in superseded:
         with asking(directory / older.name) as held:
@@ -252,5 +250,5 @@ def tidy_after_commit(round_: Round, superseded: Sequence[Attempt], rank: int, w
 
 def tidy_after_failure(round_: Round, rank: int, world: int) -> None:
     """Remove ``rank``'s files of the round's own attempt. Never raises."""
-    if round_.directory is not None and round_.attempt is not None:
+    if isinstance(round_.directory, Path) and round_.attempt is not None:
         attempts.remove_files(round_.directory, round_.attempt, rank, world)

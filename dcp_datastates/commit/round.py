@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from dataclasses import KW_ONLY, dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_datastates.errors import SaveFailedError
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["Compose", "Document", "FailedPart", "Part", "Round"]
 
@@ -74,14 +74,14 @@ class Round:
     """The round's number, which the coordinator draws; the same on every rank."""
     attempt: Attempt | None
     """The attempt, the same on every rank; None if this rank knows only that there was a save."""
-    directory: Path | None
-    """The checkpoint's directory, with symbolic links resolved on this rank."""
+    directory: Location | None
+    """The checkpoint's directory, with symbolic links resolved on this rank; or its prefix in an object store."""
     part: Part
     """This rank's files."""
     _: KW_ONLY
     timeout: float
     """Seconds without progress after which a rank counts as lost."""
-    path: Path | None = None
+    path: Location | None = None
     """The directory as the user named it."""
     claim: Claim | None = None
     """Coordinator: how the attempt was claimed."""
@@ -95,6 +95,8 @@ class Round:
     """What this rank tells the coordinator with its vote."""
     compose: Compose | None = None
     """Coordinator: makes the document of all ranks' reports. None: DCP gathers the results, see :meth:`provide`."""
+    published: bytes | None = field(init=False, default=None)
+    """Coordinator: the metadata that were committed, until the round is over."""
     committed: Future[None] = field(init=False, default_factory=_pending)
     """The commit thread resolves it with the round's outcome on this rank."""
     _document: Future[Document] = field(init=False, default_factory=_pending)

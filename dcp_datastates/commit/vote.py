@@ -12,12 +12,12 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates import errors
 from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveFailedError
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["Count", "Decision", "Outcome", "RankVote", "Reason", "count_votes"]
 
@@ -42,7 +42,7 @@ class RankVote:
     ok: bool
     number: int
     attempt: Attempt | None
-    directory: Path | None
+    directory: Location | None
     world: int
     unused_writers: int = 0
     report: bytes = b""

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from dcp_datastates.commit import protocol
 from dcp_datastates.commit.decision_log import DecisionLog
-from dcp_datastates.commit.publish import find_older, publish, settle
+from dcp_datastates.commit.places import place_of
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError
@@ -217,7 +217,7 @@ class Voter:
                     "looking for older attempts",
                     directory,
                     round_.timeout,
-                    lambda: find_older(round_),
+                    lambda: place_of(directory).find_older(round_),
                 )
         except (SaveStalledError, HungError) as hung:
             error = self._failure = hung
@@ -304,8 +304,12 @@ class Voter:
         assert directory is not None
         try:
             document = round_.document(self._reports)
+            place = place_of(directory)
             bounded(  # 8 to 10
-                "publishing", directory, timeout, lambda: publish(round_, document, self._tick)
+                "publishing",
+                directory,
+                timeout,
+                lambda: place.publish(round_, document, self._tick),
             )
         except HungError as error:
             self._failure = error
@@ -346,8 +350,9 @@ class Voter:
         again = isinstance(self._failure, HungError)
         patience = min(round_.timeout, _AGAIN_SECONDS) if again else round_.timeout
         try:
+            place = place_of(directory)
             committed = bounded(
-                "settling the save", directory, patience, lambda: settle(directory, attempt)
+                "settling the save", directory, patience, lambda: place.settle(attempt)
             )
             unclear = "another job has committed there since, or the attempt was deleted"
         except Exception as failed:  # then this rank's files must stay
@@ -355,8 +360,8 @@ class Voter:
         if committed is not None:
             return Decision(Outcome.COMMITTED) if committed else Decision(Outcome.FAILED, {-1: why})
         error = CommitOutcomeUnknown(
-            f"{why.message}; and {unclear}. Attempt {attempt.name} is committed if the path's .metadata names "
-            f"it: `python -m dcp_datastates inspect` tells, and dcp_datastates.latest() finds the newest"
+            f"{why.message}; and {unclear}. Attempt {attempt.name} is committed if it is what the path "
+            f"holds: `python -m dcp_datastates inspect` tells, and dcp_datastates.latest() finds the newest"
         )
         return Decision(Outcome.UNKNOWN, {-1: Reason.of(error)})
 

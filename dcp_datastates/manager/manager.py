@@ -101,7 +101,6 @@ class CheckpointManager:
         on_failure: Called in the same way for each failed save, as ``on_failure(step, error)``.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
         process_group: The ranks that save; None: all.
-        storage_options: fsspec's options for a URL.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
@@ -124,11 +123,10 @@ class CheckpointManager:
         on_failure: Callable[[int, BaseException], object] | None = None,
         verify: Verification = "structure",
         process_group: dist.ProcessGroup | None = None,
-        storage_options: Mapping[str, Any] | None = None,
         **options: Unpack[WriterOptions],
     ) -> None:
         check_options("CheckpointManager", options, WriterOptions)
-        self.root: Final = locate(root, options=storage_options)
+        self.root: Final = locate(root, options=options.get("storage_options"))
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
         for name, flag in (("strict", strict), ("save_last", save_last)):

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.commit.places import place_of
 from dcp_datastates.commit.round import Compose, FailedPart, Part, Round
 from dcp_datastates.errors import (
     CheckpointSkipped,
@@ -46,7 +47,7 @@ from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.attempt import Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung
-from dcp_datastates.storage.claims import Claim, claim
+from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location, resolved
 
 __all__ = ["SaveOperation"]
@@ -240,8 +241,9 @@ class SaveOperation:
 
     def draw_ticket(self) -> Ticket:
         """Coordinator: claim an attempt at the path."""
-        directory, group = self.resolved_path(), self.group
-        claimed = self.on_storage("claiming", lambda: claim(directory, group.neighbours))
+        place, group = place_of(self.resolved_path()), self.group
+        overwrite = self.call.config.overwrite
+        claimed = self.on_storage("claiming", lambda: place.claim(group.neighbours, overwrite))
         ticket = Ticket(claimed.attempt, group.draw(), group.first)
         self.agree(ticket, claimed)
         return ticket

@@ -12,6 +12,7 @@ in doubt tries to withdraw the attempt. Then the object is there, and what it sa
 from __future__ import annotations
 
 import errno
+import logging
 import secrets
 from dataclasses import dataclass
 from enum import Enum
@@ -20,6 +21,7 @@ from typing import Final
 from dcp_datastates.errors import CheckpointSupersededError, StorageError
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import step
+from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.object_store import ObjectMissingError, Version
 
@@ -38,6 +40,8 @@ __all__ = [
 ]
 
 DECISION_NAME: Final = "decision"
+
+logger = logging.getLogger(__name__)
 
 _WITHDRAWN: Final = b"withdrawn by "
 _DELETED: Final = b"deleted by "
@@ -107,10 +111,14 @@ def decide(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
     path = decision_path(directory, attempt)
     step()
     try:
-        if path.store.put_if_absent(path.key, data):
+        hit("publish.decide.before")
+        created = path.store.put_if_absent(path.key, data)
+        hit("publish.decide.after")
+    except OSError as error:  # whatever the store did: what follows tells, or raises
+        logger.warning("committing %s: %s", path, error)
+    else:
+        if created:
             return State.COMMITTED
-    except StorageError:
-        pass  # whatever the store did: what follows tells, or raises
     state = withdraw(directory, attempt)
     if state is State.COMMITTED:
         _check_same(path, data)

@@ -91,7 +91,7 @@ def newest_committed(directory: ObjectPath) -> tuple[Attempt, StoredDecision] | 
 def has_data(directory: ObjectPath, attempt: Attempt) -> bool:
     """Whether a rank's file of the attempt is there. Raises :class:`StorageError`."""
     folder = directory / attempt.name
-    return any(rank_of(_name(each)) is not None for each in folder.store.list(folder.key).objects)
+    return any(rank_of(_name(each)) is not None for each in folder.store.walk(folder.key))
 
 
 def survey(directory: ObjectPath) -> dict[Attempt, Contents]:

@@ -15,6 +15,7 @@ from typing import Final
 
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import step
+from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
 
 __all__ = ["INDEX_NAME", "Entry", "entries", "forget", "register"]
@@ -67,7 +68,9 @@ def register(directory: ObjectPath, attempt: Attempt) -> None:
     """
     path = directory.parent / INDEX_NAME / Entry(attempt, directory.name).key
     step()
+    hit("publish.register.before")
     path.store.put(path.key, b"")
+    hit("publish.register.after")
 
 
 def forget(directory: ObjectPath, attempts: Iterable[Attempt]) -> None:

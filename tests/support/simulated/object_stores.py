@@ -150,6 +150,8 @@ class MemoryStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         names = list(keys)
+        if not names:
+            return
 
         def effect() -> None:
             for name in names:
