@@ -1,4 +1,4 @@
-"""The progress bar of ``verify``, ``convert`` and ``diff``."""
+"""The progress bar of ``verify``, ``convert``, ``copy`` and ``diff``."""
 
 from __future__ import annotations
 
