@@ -380,13 +380,14 @@ class RestoreJob:
         """Of ``Engine.restore_streamed``: what to fetch. Ends when the job is done or has failed.
 
         Each file's checksum table comes first, then whole blocks of up to a segment. The next item waits, without the
-        GIL, for a segment, and for tables that others fetch. Any number of threads, each with an iterator or all with one: as
-        many requests may be outstanding as restores may have segments. The iterator does not keep the job.
+        GIL, for a segment, and for tables that others fetch. Any number of threads may share an iterator, or have their
+        own. As many requests may be outstanding as restores may have segments. The iterator does not keep the job.
         """
     def fail(self, message: str, errno: int, path: str) -> None:
         """Fail the job with an ``io`` fault if it is not finished: the caller could not fetch.
 
-        Returns at once. Nothing waits for outstanding requests any more, which keep their memory until they are dropped.
+        Returns at once. Nothing waits for outstanding requests any more. They keep their memory until they are
+        dropped.
         """
     def cancel(self) -> None: ...
     @property
@@ -530,9 +531,9 @@ class Engine:
 
         The engine opens nothing; the files' paths are only names for messages. What is read stays in the cache until
         the caller has sent it. Take the files in their order, one after another or several at a time. Send a
-        segment, and drop it, without waiting for more than the next one of its stream, or for anything of a newer save: then
-        the smallest cache is enough. Older saves get their segments first; a closed window of an older save holds this one up.
-        Dropping the job before it is done cancels it.
+        segment, and drop it, without waiting for more than the next one of its stream, or for anything of a newer
+        save: then the smallest cache is enough. It is not read before all of the older saves is; a closed window of
+        an older save holds it up. Dropping the job before it is done cancels it.
         """
     def restore(
         self, plan: RestorePlan, keepalive: Any, fences: Sequence[DeviceEvent] = ()
@@ -541,8 +542,9 @@ class Engine:
     def restore_streamed(
         self, plan: RestorePlan, keepalive: Any, fences: Sequence[DeviceEvent] = ()
     ) -> RestoreJob:
-        """``restore``, but the caller fetches the bytes: ``RestoreJob.requests``. It has checked the files' sizes; their
-        paths are only names.
+        """``restore``, but the caller fetches the bytes: ``RestoreJob.requests``.
+
+        It has checked the files' sizes. Their paths are only names.
         """
     def open_device(self, device: int) -> None:
         """Make memory of ``device`` readable and writable, and begin to pin the host cache. Idempotent.

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
 
-from dcp_datastates.commit.publish import warn_if_replaced
+from dcp_datastates.commit.places import place_of
 from dcp_datastates.config import parse_host_cache_size
 from dcp_datastates.dcp.fitting import Answer, Fit
 from dcp_datastates.dcp.wrapper_loading import load_wrappers
@@ -161,7 +161,7 @@ class DataStatesReader(StorageReader):
         self._asked = None
         self._note = note_of(metadata)
         self._wrappers = wrappers(metadata.state_dict_metadata)
-        warn_if_replaced(resolved(self._directory()))
+        place_of(resolved(self._directory())).warn_if_replaced()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Refuse objects unless ``allow_objects``; note the attempt that this rank is about to read."""

@@ -12,7 +12,7 @@ from typing import Final
 from typing_extensions import Buffer
 
 from dcp_datastates._native import ReadRequest, RestoreJob
-from dcp_datastates.errors import StorageError
+from dcp_datastates.errors import StorageError, release_frames
 from dcp_datastates.process.work import Done, Unit, work
 
 __all__ = ["ReadRange", "fetch"]
@@ -34,6 +34,9 @@ def fetch(job: RestoreJob, read_range: ReadRange, threads: int = THREADS) -> Non
     """
     try:
         work((_unit(job, request, read_range) for request in job.requests()), 0, threads, None)
+    except BaseException as error:
+        release_frames(error)  # they hold requests, and so segments
+        raise
     finally:
         job.cancel()  # does nothing if it is done; after an interrupt, nobody fetches the rest
 

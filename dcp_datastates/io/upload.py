@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from dcp_datastates._native import SaveJob, Segment
+from dcp_datastates.errors import release_frames
 from dcp_datastates.process.worker import Worker
 
 __all__ = ["PutStream", "Upload"]
@@ -73,3 +74,4 @@ def _send_files(
             job.stored(file)
         except BaseException as error:
             job.fail(str(error) or repr(error), getattr(error, "errno", None) or 0, name)
+            release_frames(error)  # they hold segments

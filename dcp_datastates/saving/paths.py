@@ -18,7 +18,7 @@ from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location, ObjectPath, check_opens, locate
 
-__all__ = ["check_path", "check_shared", "directories_to_sync", "writable"]
+__all__ = ["check_at_call", "check_path", "check_shared", "directories_to_sync", "writable"]
 
 
 def writable(
@@ -47,16 +47,28 @@ def writable(
     return location
 
 
+def check_at_call(location: Location | None, config: WriterConfig) -> None:
+    """In the training thread: raise :class:`CheckpointExistsError` if the save may not replace what is there. Does not
+    ask a store, over the network.
+    """
+    if isinstance(location, Path) and not config.overwrite:
+        directory, timeout = location, config.commit_timeout
+        bounded("looking at", directory, timeout, lambda: check_overwrite(directory, False))
+
+
 def check_path(save: SaveOperation) -> None:
-    """Raise early if the checkpoint may not, or cannot, be written. In a store, the claim of the coordinator tells."""
+    """Raise early if the checkpoint may not, or cannot, be written. In a store, the coordinator's claim tells: ranks
+    that asked it, too, would only cost requests.
+    """
     hit("plan.before")
-    directory = save.resolved_path()
+    location = save.resolved_path()
+    if isinstance(location, Path):
+        directory = location
 
-    def look() -> None:
-        check_overwrite(directory, save.call.config.overwrite)
-        local.check_writable(directory)
+        def look() -> None:
+            check_overwrite(directory, save.call.config.overwrite)
+            local.check_writable(directory)
 
-    if isinstance(directory, Path):
         save.on_storage("looking at the path", look)
     hit("plan.after")
 

@@ -10,7 +10,6 @@ from typing import Any
 from dcp_datastates._native import Window
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.groups import commit_group
-from dcp_datastates.commit.publish import check_overwrite
 from dcp_datastates.config import Defer, ReadWindow, WriterConfig
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError, DataStatesError
 from dcp_datastates.io.devices import capturing, open_used
@@ -21,6 +20,7 @@ from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.paths import check_at_call
 from dcp_datastates.saving.write import Ahead, read_ahead
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.buffers import EagerBuffers
@@ -29,7 +29,6 @@ from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.ownership import Ownership, known_optimizers
 from dcp_datastates.staging.stage import stage_state
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import Location
 
@@ -138,9 +137,7 @@ def _stage(
     read_window: ReadWindow,
 ) -> DeferredReads:
     config = call.config
-    if (path := call.path) is not None and not config.overwrite:
-        timeout = config.commit_timeout
-        bounded("looking at", path, timeout, lambda: check_overwrite(path, False))
+    check_at_call(call.path, config)
     native = engine(config.host_cache_bytes)
     buffers = EagerBuffers(native, call.order)
     ownership = Ownership(known_optimizers())  # with defer="none", the planner asks

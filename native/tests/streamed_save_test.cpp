@@ -72,7 +72,7 @@ void streams_are_the_files_that_a_save_writes() {
         const Source source(size, kMiB, size);
         const auto job = stream(engine, {&source});
         const Bytes expected = reference_file(source.stream);
-        check(take_all(**job, 0) == expected, std::to_string(size));
+        check(take_all(*job->job(), 0) == expected, std::to_string(size));
         check_equal((*job)->bytes_written(), expected.size());
         check(!(*job)->done());
         (*job)->stored(0);
@@ -90,7 +90,7 @@ void one_thread_takes_files_larger_than_the_cache_in_turn() {
     const auto job = stream(engine, {&a, &b, &c});
     std::size_t file = 0;
     for (const Source* source : {&a, &b, &c}) {
-        check(take_all(**job, file) == reference_file(source->stream), std::to_string(file));
+        check(take_all(*job->job(), file) == reference_file(source->stream), std::to_string(file));
         (*job)->stored(file++);
     }
     check_done(*job);
@@ -113,7 +113,7 @@ void several_threads_take_files_at_once() {
         for (int i = 0; i < 3; ++i) {
             threads.emplace_back([&] {
                 for (std::size_t file = left++; file < all.size(); file = left++) {
-                    right[file] = take_all(**job, file) == reference_file(all[file]->stream);
+                    right[file] = take_all(*job->job(), file) == reference_file(all[file]->stream);
                     (*job)->stored(file);
                 }
             });
@@ -133,12 +133,12 @@ void a_file_is_stored_once_and_when_it_was_taken() {
         check_throws<std::invalid_argument>(text, [&] { (*job)->stored(file); });
     };
     words(0, "not taken to its end");
-    take_all(**job, 0);
+    take_all(*job->job(), 0);
     (*job)->stored(0);
     words(0, "stored before");
     words(2, "not one of the save's 2");
     check(!(*job)->wait(in(0.05)), "a file is missing");
-    take_all(**job, 1);
+    take_all(*job->job(), 1);
     (*job)->stored(1);
     check_done(*job);
     check_done(*stream(engine, {}));
@@ -151,7 +151,7 @@ void a_failed_job_wakes_its_takers_and_leaves_what_was_taken() {
     Engine engine(kCache);
     const Source source(kDoesNotFit, kMiB, 1);
     auto job = stream(engine, {&source, &source});
-    const auto held = next(**job, 0);
+    const auto held = next(*job->job(), 0);
     wait_until_full(engine);
     check(!(*job)->take(1, in(0.05)), "nothing of the second file is read yet");
     std::optional<Result<std::shared_ptr<Piece>>> woken;
@@ -169,7 +169,7 @@ void a_failed_job_wakes_its_takers_and_leaves_what_was_taken() {
     wait_until("one is held", [&] { return engine.cache().stats().free_segments == total - 1; });
     check(std::ranges::equal(held->bytes, std::span(source.stream).first(kSegmentBytes)));
     const auto after = stream(engine, {&source});  // with one segment less
-    check(take_all(**after, 0) == reference_file(source.stream));
+    check(take_all(*after->job(), 0) == reference_file(source.stream));
 }
 
 void a_piece_outlives_the_engine() {
@@ -178,7 +178,7 @@ void a_piece_outlives_the_engine() {
     {
         Engine engine(kCache);
         const auto job = stream(engine, {&source});
-        held = next(**job, 0);
+        held = next(*job->job(), 0);
         engine.shutdown();
         check((*job)->fault()->kind == FaultKind::kShutdown);
     }
@@ -213,7 +213,7 @@ void what_is_not_taken_holds_no_older_save_up() {
     check_equal((*streamed)->bytes_read(), 0U);
     window->open();
     check_done(*older);
-    check(take_all(**streamed, 0) == reference_file(source.stream));
+    check(take_all(*streamed->job(), 0) == reference_file(source.stream));
 }
 
 void a_store_that_stands_still_holds_no_other_thread_up() {

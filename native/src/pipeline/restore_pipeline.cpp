@@ -169,6 +169,7 @@ std::optional<std::shared_ptr<ReadRequest>> RestorePipeline::take(
             return std::make_shared<ReadRequest>(shared_from_this(), job, *std::move(fetch),
                                                  *std::move(memory));
         }
+        if (job->failed()) return nullptr;
         job->put_back(*fetch);
         return std::nullopt;
     } catch (const std::bad_alloc&) {
