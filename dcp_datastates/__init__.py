@@ -6,6 +6,7 @@ registers one hook before every ``Optimizer.step()``, which costs nothing while 
 
 from importlib.metadata import PackageNotFoundError, version
 
+from dcp_datastates.checkpoints.copy import copy
 from dcp_datastates.checkpoints.delete import delete
 from dcp_datastates.checkpoints.describe import describe as inspect
 from dcp_datastates.checkpoints.find import latest
@@ -96,6 +97,7 @@ __all__ = [
     "async_save",
     "configure_engine",
     "convert",
+    "copy",
     "delete",
     "diff",
     "inspect",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from dcp_datastates.checkpoints.delete import delete
+from dcp_datastates.checkpoints.inventory import attempts_at, is_directory
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, pins, unpin
 from dcp_datastates.checkpoints.retention import retain_here
@@ -19,7 +19,7 @@ from dcp_datastates.errors import (
     ForeignCheckpointError,
 )
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, date, printable, size
 from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
 
@@ -28,8 +28,8 @@ __all__ = ["run_pin", "run_retain", "run_rm"]
 
 def run_retain(options: argparse.Namespace) -> int:
     """Delete old checkpoints in ``options.root``; returns the exit status."""
-    root = local.local_path(options.root)
-    if not root.exists():
+    root = locate(options.root)
+    if not is_directory(root):
         raise ConfigurationError(
             f"root={str(root)!r} does not exist; pass a directory of checkpoints"
         )
@@ -57,7 +57,7 @@ def run_pin(options: argparse.Namespace) -> int:
     """Pin or unpin the checkpoint at ``options.path``; returns the exit status."""
     change = pin if options.command == "pin" else unpin
     change(options.path, options.name)
-    names = pins(local.local_path(options.path))
+    names = pins(locate(options.path))
     if options.json:
         print_json({"path": options.path, "pins": names})
     else:
@@ -77,7 +77,7 @@ def _best(given: str | None) -> Any:
 
 def run_rm(options: argparse.Namespace) -> int:
     """Delete the checkpoints at ``options.paths``; returns the exit status."""
-    paths = list(dict.fromkeys(map(local.local_path, options.paths)))
+    paths = list(dict.fromkeys(map(locate, options.paths)))
     # All are looked at before any is deleted: a word too many in the command deletes nothing.
     found = [f"{path} ({_what_is_at(path)})" for path in paths]
     if not (options.dry_run or options.yes):
@@ -104,8 +104,8 @@ def run_rm(options: argparse.Namespace) -> int:
     return TROUBLE if failed else OK
 
 
-def _what_is_at(path: Path) -> str:
-    if path.is_symlink():
+def _what_is_at(path: Location) -> str:
+    if not isinstance(path, ObjectPath) and path.is_symlink():
         raise ConfigurationError(
             f"{path} is a symbolic link; name the checkpoint that it points to: {path.resolve()}"
         )
@@ -116,7 +116,7 @@ def _what_is_at(path: Path) -> str:
     except ForeignCheckpointError:
         raise
     except CheckpointNotFoundError:
-        if not attempts.present(path):
+        if not attempts_at(path):
             raise
         return "not committed"
     return (

@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_watch(commands)
     _add_convert(commands)
     _add_diff(commands)
+    _add_copy(commands)
     _add_latest(commands)
     _add_retain(commands)
     _add_rm(commands)
@@ -263,6 +264,22 @@ def _add_pin(commands: _Commands) -> None:
         )
         added.add_argument("path", metavar="PATH", help="a checkpoint")
         added.add_argument("--name", default="keep", help='what the pin is for, such as "eval"')
+
+
+def _add_copy(commands: _Commands) -> None:
+    copy = commands.add_parser(
+        "copy",
+        help="copy a checkpoint between directories and object stores",
+        description="Copy a checkpoint, byte for byte, between directories and object stores (s3://bucket/run/step-1). "
+        "Every byte is compared with its checksum; the copy appears when it is whole. The same command goes on after an "
+        "interrupt. Exit status: 0 copied, 1 the checkpoint is damaged, 2 no checkpoint or the system refused.",
+    )
+    copy.add_argument("source", metavar="SOURCE", help="a checkpoint")
+    copy.add_argument("target", metavar="TARGET", help="where the copy goes")
+    copy.add_argument(
+        "--threads", type=int, metavar="N", help="how many files are copied at a time"
+    )
+    copy.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
 def _add_level(command: argparse.ArgumentParser) -> None:

@@ -55,5 +55,5 @@ def complain(message: str) -> None:
 def print_json(document: dict[str, Any]) -> None:
     """The document, and nothing else, on the standard output."""
     with pipe_may_close():
-        json.dump(document, sys.stdout, indent=2, default=os.fspath)
+        json.dump(document, sys.stdout, indent=2, default=str)
         sys.stdout.write("\n")

@@ -1,12 +1,12 @@
-"""The progress bar of ``verify``, ``convert`` and ``diff``."""
+"""The progress bar of ``verify``, ``convert``, ``copy`` and ``diff``."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
+from dcp_datastates.storage.object_path import Location
 from dcp_datastates.text import printable
 
 __all__ = ["progress_bar"]
@@ -14,7 +14,7 @@ __all__ = ["progress_bar"]
 
 @contextlib.contextmanager
 def progress_bar(
-    doing: str, path: Path, quiet: bool
+    doing: str, path: Location, quiet: bool
 ) -> Iterator[Callable[[int, int], None] | None]:
     """On the standard error, while the context lasts: how far it is, told the bytes that are done and all.
 

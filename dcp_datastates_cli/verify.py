@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import Any
 
-from dcp_datastates.checkpoints.listing import committed_in, is_committed
+from dcp_datastates.checkpoints.inventory import is_committed, is_directory
+from dcp_datastates.checkpoints.listing import committed_in
 from dcp_datastates.checkpoints.verify import Report, verify
 from dcp_datastates.errors import ConfigurationError, DataStatesError, ForeignCheckpointError
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count
 from dcp_datastates_cli.output import (
     DAMAGED,
@@ -27,8 +27,8 @@ __all__ = ["run"]
 
 def run(options: argparse.Namespace) -> int:
     """Verify what is at ``options.path``; returns the exit status."""
-    path = local.local_path(options.path)
-    below = _without_links(committed_in(path)) if path.is_dir() else []
+    path = locate(options.path)
+    below = _without_links(committed_in(path)) if is_directory(path) else []
     if below:
         return _verify_all(path, [path, *below] if is_committed(path) else below, options)
     report = _verify(path, options)
@@ -39,15 +39,19 @@ def run(options: argparse.Namespace) -> int:
     return OK if report.whole else DAMAGED
 
 
-def _without_links(paths: list[Path]) -> list[Path]:
+def _without_links(paths: list[Location]) -> list[Location]:
     """Leave out links to others of the checkpoints: their bytes need not be read twice."""
     real = {path for path in paths if not path.is_symlink()}
-    return [path for path in paths if path in real or path.resolve() not in real]
+    return [
+        path
+        for path in paths
+        if path in real or isinstance(path, ObjectPath) or path.resolve() not in real
+    ]
 
 
-def _verify_all(root: Path, paths: list[Path], options: argparse.Namespace) -> int:
+def _verify_all(root: Location, paths: list[Location], options: argparse.Namespace) -> int:
     reports: list[Report] = []
-    unchecked: list[tuple[Path, DataStatesError]] = []
+    unchecked: list[tuple[Location, DataStatesError]] = []
     for path in paths:
         try:
             report = _verify(path, options)
@@ -82,7 +86,7 @@ def _verify_all(root: Path, paths: list[Path], options: argparse.Namespace) -> i
     return OK if reports and all(foreign) else TROUBLE
 
 
-def _verify(path: Path, options: argparse.Namespace) -> Report:
+def _verify(path: Location, options: argparse.Namespace) -> Report:
     with progress_bar("verifying", path, options.quiet) as progress:
         return verify(path, threads=options.threads, progress=progress)
 

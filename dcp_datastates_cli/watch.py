@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
 from dcp_datastates.checkpoints.describe import Listed, newest
+from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, locate
 from dcp_datastates.text import columns, date, duration, numbers, printable, size
 from dcp_datastates_cli.output import OK, pipe_may_close
 
@@ -24,8 +23,8 @@ __all__ = ["next_commit", "run", "table"]
 
 def run(options: argparse.Namespace) -> int:
     """Show ``options.path`` until an interrupt, or until the reader of a pipe has gone."""
-    root = local.local_path(options.path)
-    if not root.is_dir():
+    root = locate(options.path)
+    if not is_directory(root):
         raise ConfigurationError(f"there is no directory {str(root)!r}")
     if not 0 < options.every < 86400 or options.rows < 1:
         raise ConfigurationError(
@@ -50,7 +49,7 @@ def next_commit(committed: Sequence[Listed]) -> float | None:
     return times[0] + median(newer - older for newer, older in pairwise(times))
 
 
-def _tell(root: Path, every: float, as_json: bool) -> None:
+def _tell(root: Location, every: float, as_json: bool) -> None:
     """A line for each commit, the ones that are there first."""
     told: set[str | None] = set()
     while True:
@@ -59,7 +58,7 @@ def _tell(root: Path, every: float, as_json: bool) -> None:
             if each.attempt not in told:
                 told.add(each.attempt)
                 said = dataclasses.asdict(each)
-                line = json.dumps(said, default=os.fspath) if as_json else printable(_line(each))
+                line = json.dumps(said, default=str) if as_json else printable(_line(each))
                 print(line, flush=True)
         time.sleep(every)
 
@@ -70,7 +69,7 @@ def _line(each: Listed) -> str:
     return "  ".join(filter(None, parts))
 
 
-def _show(root: Path, every: float, rows: int) -> None:
+def _show(root: Location, every: float, rows: int) -> None:
     from rich.live import Live  # here: no other command needs it
     from rich.text import Text
 

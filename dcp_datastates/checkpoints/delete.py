@@ -1,49 +1,38 @@
-"""Deletes one checkpoint, in an order such that a crash cannot leave a checkpoint that loads wrongly.
-
-A deletion claims an attempt, as a save does (docs/commit.md, "Deleting"). It withdraws all older attempts, checks that
-``.metadata`` is still the file that is to be deleted, and moves it into its own slot: with one rename, which fails if a
-newer save has begun to publish. From then on the rest is not a checkpoint any more. Then the data files go, by this
-package's names; then the directories, unless they contain foreign files.
-"""
+"""Deletes one checkpoint: in a file system (``delete_directory.py``), or in an object store (``delete_objects.py``)."""
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any
 
+from dcp_datastates.checkpoints import delete_directory, delete_objects
+from dcp_datastates.checkpoints.inventory import attempts_at, is_committed
 from dcp_datastates.checkpoints.listing import Found, open_found
-from dcp_datastates.checkpoints.pins import pins
-from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.checkpoints.not_deleted import NotDeleted
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage import attempts, claims, local, lock, operations, readme
-from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
-__all__ = ["NotDeleted", "delete", "delete_committed", "delete_rest"]
-
-logger = logging.getLogger(__name__)
-
-_PHASE: Final = "delete"
-_LOCK_SECONDS: Final = 1.0
+__all__ = ["delete", "delete_committed", "delete_rest"]
 
 
-class NotDeleted(StorageError):
-    """The checkpoint was not changed; ``strerror`` says why, ``errno`` is EBUSY."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        super().__init__(errno.EBUSY, reason, str(path))
-
-
-def delete(path: str | os.PathLike[str]) -> None:
+def delete(
+    path: str | os.PathLike[str] | ObjectPath, *, storage_options: Mapping[str, Any] | None = None
+) -> None:
     """Delete the checkpoint at ``path``, committed or abandoned, or the rest of an interrupted deletion.
 
     Once the first step is durable, the checkpoint can no longer be loaded; a crash after it leaves files that another
     call removes. Files that this package did not write stay, and so does their directory (logged). Only one process
     calls this, not every rank.
+
+    In an object store, where no lock tells whether a save is in flight, an abandoned save is withdrawn first: if it is
+    only slow, it fails.
+
+    Args:
+        path: Directory of the checkpoint, or its URL.
+        storage_options: fsspec's options for a URL.
 
     Raises:
         CheckpointNotFoundError: no checkpoint of this package is there (:class:`ForeignCheckpointError`: another
@@ -52,8 +41,8 @@ def delete(path: str | os.PathLike[str]) -> None:
         StorageError: the checkpoint is pinned; a save to the path is in flight, or may be; the metadata cannot be read,
             or have a version that this release does not know; or the system refused to delete a file or directory.
     """
-    directory = local.local_path(path)
-    if directory.is_symlink():
+    directory = locate(path, options=storage_options)
+    if isinstance(directory, Path) and directory.is_symlink():
         raise ConfigurationError(
             f"path {str(directory)!r} is a symbolic link to {os.readlink(directory)!r}: delete what it points to, "
             f"then the link"
@@ -61,7 +50,7 @@ def delete(path: str | os.PathLike[str]) -> None:
     found = open_found(directory)
     if found is not None:
         delete_committed(found)
-    elif attempts.present(directory) and not os.path.lexists(directory / local.METADATA_NAME):
+    elif attempts_at(directory) and not is_committed(directory):
         delete_rest(directory)
     else:
         open_committed(directory)  # raises, and says what is there instead
@@ -76,148 +65,17 @@ def delete_committed(victim: Found, *, dry_run: bool = False) -> None:
     path = victim.path
     if victim.committed is None and not victim.is_damaged:
         raise NotDeleted(path, str(victim.problem))
-    with _locked(path):
-        seen = local.signature(path)
-        now = open_found(path)
-        if now is None or now.attempt != victim.attempt:
-            raise NotDeleted(path, "it was deleted or replaced meanwhile")
-        _check_unused(victim)
-        if dry_run:
-            return
-        claimed = _unpublish(victim, seen)
-        if not _remove(path, claimed) and path.exists():
-            names = ", ".join(map(repr, sorted(os.listdir(path))[:3]))
-            logger.warning("%s is deleted, but not its directory: it holds %s", path, names)
+    if isinstance(path, ObjectPath):
+        delete_objects.delete_committed(path, victim, dry_run)
+    else:
+        delete_directory.delete_committed(path, victim, dry_run)
 
 
-def _check_unused(victim: Found) -> list[Attempt]:
-    """Raise :class:`NotDeleted` if the checkpoint is pinned, or a save is in flight; returns the attempts there."""
-    path = victim.path
-    if pinned := pins(path):
-        raise NotDeleted(path, f"it is pinned ({', '.join(pinned)}); dcp_datastates.unpin first")
-    claimed = attempts.present(path)
-    for attempt in claimed:
-        if attempts.is_rest(path, attempt):
-            continue
-        held = lock.in_flight(path / attempt.name)
-        if held or (held is None and (victim.committed is None or attempt > victim.attempt)):
-            raise _in_flight(path, attempt, held)
-    return claimed
+def delete_rest(path: Location, *, dry_run: bool = False) -> bool:
+    """Delete the attempts at a path without a committed checkpoint; returns whether nothing is left there.
 
-
-def _unpublish(victim: Found, seen: local.Signature | None) -> list[Attempt]:
-    """Remove ``.metadata``, if it is still the file ``seen``; returns the attempts that may be removed then."""
-    path = victim.path
-    try:
-        deletion = claims.claim_deletion(path)
-    except StorageError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return _unlink(victim, seen)
-    try:
-        # Pins and saves that come after the claim see it, and withdraw it.
-        claimed = _check_unused(victim)
-        _withdraw(path, [attempt for attempt in claimed if attempt != deletion.attempt])
-        _check_still_there(victim, seen)
-        # The older ones, too: one of them may have been committed, and replaced by the victim.
-        for attempt in {*claimed, victim.attempt} - {deletion.attempt}:
-            attempts.mark_deleted(path, attempt, _PHASE)
-        if not attempts.unpublish(path, deletion.attempt):
-            raise NotDeleted(path, "it was replaced, pinned or deleted a moment ago")
-    except BaseException:
-        attempts.remove_attempt(path, deletion.attempt, _PHASE)
-        raise
-    finally:
-        deletion.hold.release()
-    return claimed
-
-
-def _unlink(victim: Found, seen: local.Signature | None) -> list[Attempt]:
-    """As :func:`_unpublish`, on a full file system, where no directory can be made: no save can begin there, either."""
-    path = victim.path
-    claimed = _check_unused(victim)
-    _withdraw(path, claimed)
-    _check_still_there(victim, seen)
-    # Without locks, another process may be deleting it at the same time.
-    with contextlib.suppress(FileNotFoundError):
-        operations.unlink(path / local.METADATA_NAME, _PHASE)
-    with contextlib.suppress(FileNotFoundError):
-        operations.sync_directory(path, _PHASE)
-    return claimed
-
-
-def _check_still_there(victim: Found, seen: local.Signature | None) -> None:
-    if local.signature(victim.path) != seen:
-        raise NotDeleted(victim.path, "it was replaced a moment ago")
-
-
-def delete_rest(path: Path, *, dry_run: bool = False) -> bool:
-    """Delete the attempts at a path without a committed checkpoint; returns whether the directory is gone, too.
-
-    Without locks, a slow save looks like an abandoned one: then only the rest of an interrupted deletion is deleted.
     Raises as :func:`delete_committed`.
     """
-    with _locked(path):
-        if os.path.lexists(path / local.METADATA_NAME):
-            raise NotDeleted(path, "it was committed a moment ago")
-        claimed = attempts.present(path)
-        for attempt in claimed:
-            held = lock.in_flight(path / attempt.name)
-            if held or (held is None and not attempts.is_rest(path, attempt)):
-                raise _in_flight(path, attempt, held)
-        if dry_run:
-            return True
-        _withdraw(path, claimed)
-        if os.path.lexists(path / local.METADATA_NAME):
-            raise NotDeleted(path, "it was committed a moment ago")
-        return _remove(path, claimed)
-
-
-def _in_flight(path: Path, attempt: Attempt, held: bool | None) -> NotDeleted:
-    if held:
-        return NotDeleted(
-            path, f"a save is in flight there, attempt {attempt.name}: wait until it ends"
-        )
-    return NotDeleted(
-        path,
-        f"attempt {attempt.name} may be a save in flight, and the file system has no locks to tell: if no job saves "
-        f"there, remove the directory by hand",
-    )
-
-
-def _withdraw(path: Path, claimed: list[Attempt]) -> None:
-    """Withdraw the attempts: a save in flight (on a host that locks do not reach, say) can no longer commit."""
-    for attempt in claimed:
-        attempts.withdraw(path, attempt)
-
-
-def _remove(path: Path, claimed: list[Attempt]) -> bool:
-    """Remove the attempts, and the directory if it is then empty; returns whether the directory is gone."""
-    readme.remove(path)
-    for attempt in claimed:
-        attempts.remove_attempt(path, attempt, _PHASE)
-    attempts.remove_unborn(path)  # one that is only slow begins again
-    try:
-        operations.remove_directory(path, _PHASE)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            return False
-        if error.errno != errno.ENOENT:
-            raise
-    operations.sync_directory(path.parent, _PHASE)
-    return True
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep every process from publishing at ``path``; raises as :func:`delete_committed`."""
-    with local.explained("deleting the checkpoint", path):
-        try:
-            with lock.exclusive(path, _LOCK_SECONDS):
-                yield
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NotDeleted(path, "it was deleted meanwhile") from error
-        except OSError as error:
-            if error.errno == errno.EWOULDBLOCK:
-                raise NotDeleted(path, "a save is being published there") from error
-            raise
+    if isinstance(path, ObjectPath):
+        return delete_objects.delete_rest(path, dry_run)
+    return delete_directory.delete_rest(path, dry_run)

@@ -11,13 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from dcp_datastates.checkpoints.find import flaw
+from dcp_datastates.checkpoints.inventory import (
+    attempts_at,
+    committed_among,
+    data_sizes,
+    in_flight,
+    is_committed,
+    may_be_committed,
+    sizes_of,
+)
 from dcp_datastates.checkpoints.listing import (
     Found,
     directories,
-    is_committed,
     natural_order,
     newest_first,
     step_of,
@@ -26,8 +34,9 @@ from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
-from dcp_datastates.storage import attempts, local, lock
+from dcp_datastates.storage import attempts
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location, locate
 from dcp_datastates.text import columns, count, date, numbers, size
 
 __all__ = ["Checkpoint", "Directory", "Listed", "describe", "newest"]
@@ -106,7 +115,7 @@ class UncommittedAttempt:
 class Checkpoint:
     """One checkpoint. Sizes are bytes, times are seconds since the epoch."""
 
-    path: Path
+    path: Location
     committed: bool
     attempt: str | None
     committed_at: float | None
@@ -197,7 +206,7 @@ class Listed:
 class Directory:
     """A directory of checkpoints: those of this package from newest to oldest, then all others."""
 
-    path: Path
+    path: Location
     latest: str | None
     """The name of the checkpoint that :func:`~dcp_datastates.latest` returns."""
     checkpoints: tuple[Listed, ...]
@@ -233,23 +242,26 @@ class Directory:
         return "; ".join(filter(None, notes))
 
 
-def describe(path: str | os.PathLike[str]) -> Checkpoint | Directory:
-    """Describe ``path``: a checkpoint, committed or not, or a directory of checkpoints.
+def describe(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> Checkpoint | Directory:
+    """Describe ``path``: a checkpoint, committed or not, or a directory of checkpoints; or the URL of one.
+    ``storage_options`` are fsspec's, for a URL.
 
     Raises :class:`CheckpointNotFoundError` if it is neither, saying what is there instead
     (:class:`ForeignCheckpointError` for a stock DCP checkpoint), :class:`CheckpointCorruptError` if the
     metadata are damaged, or :class:`StorageError`.
     """
-    directory = local.local_path(path)
+    directory = locate(path, options=storage_options)
     try:
         return _checkpoint(directory, open_committed(directory))
     except ForeignCheckpointError:
         raise
     except CheckpointNotFoundError:
-        if attempts.present(directory):
+        if attempts_at(directory):
             uncommitted = _uncommitted(directory, None)
             return Checkpoint(directory, False, None, None, 0, 0, (), (), (), (), uncommitted)
-        if not directory.is_dir():
+        if isinstance(directory, Path) and not directory.is_dir():
             raise
         listed = _directory(directory)
         if not listed.checkpoints:
@@ -257,7 +269,7 @@ def describe(path: str | os.PathLike[str]) -> Checkpoint | Directory:
         return listed
 
 
-def _checkpoint(directory: Path, committed: Committed) -> Checkpoint:
+def _checkpoint(directory: Location, committed: Committed) -> Checkpoint:
     tensors, objects = _contents(committed)
     return Checkpoint(
         path=directory,
@@ -266,7 +278,10 @@ def _checkpoint(directory: Path, committed: Committed) -> Checkpoint:
         committed_at=committed.committed_at,
         nbytes=committed.nbytes,
         ranks=_ranks(committed.note.files),
-        files=tuple(_file(directory, record) for record in committed.note.files.values()),
+        files=tuple(
+            _file(record, found)
+            for record, found in sizes_of(directory, committed.note.files.values())
+        ),
         dtypes=_totals(tensors),
         tensors=tensors,
         objects=objects,
@@ -307,60 +322,48 @@ def _ranks(paths: Iterable[str]) -> int:
     return len({attempts.rank_of(Path(path).name) for path in paths} - {None})
 
 
-def _file(directory: Path, record: FileRecord) -> DataFile:
+def _file(record: FileRecord, found: int | OSError) -> DataFile:
     name = record.relative_path
-    return DataFile(
-        name, attempts.rank_of(Path(name).name), record.nbytes, _size_on_storage(directory / name)
-    )
+    rank = attempts.rank_of(Path(name).name)
+    return DataFile(name, rank, record.nbytes, found if isinstance(found, int) else None)
 
 
-def _size_on_storage(path: Path) -> int | None:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return None
-
-
-def _uncommitted(directory: Path, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
+def _uncommitted(directory: Location, committed: Attempt | None) -> tuple[UncommittedAttempt, ...]:
     return tuple(
         _attempt(directory / attempt.name)
-        for attempt in attempts.present(directory)
+        for attempt in attempts_at(directory)
         if attempt != committed
     )
 
 
-def _attempt(folder: Path) -> UncommittedAttempt:
-    try:
-        names = [name for name in os.listdir(folder) if attempts.rank_of(name) is not None]
-    except OSError:
-        names = []
-    sizes = [_size_on_storage(folder / name) or 0 for name in names]
-    return UncommittedAttempt(folder.name, _state(folder), len(names), sum(sizes))
+def _attempt(folder: Location) -> UncommittedAttempt:
+    sizes = data_sizes(folder)
+    return UncommittedAttempt(folder.name, _state(folder), len(sizes), sum(sizes))
 
 
-def _state(folder: Path) -> State:
+def _state(folder: Location) -> State:
     states: dict[bool | None, State] = {None: "unknown", True: "in flight", False: "abandoned"}
-    return states[lock.in_flight(folder)]
+    return states[in_flight(folder)]
 
 
-def _directory(root: Path) -> Directory:
+def _directory(root: Location) -> Directory:
     everything = directories(root)
-    ours = [_listed(found) for found in newest_first(filter(is_committed, everything))]
+    ours = [_listed(found) for found in newest_first(filter(may_be_committed, everything))]
     names = {listed.name for listed in ours}
     others = _others(path for path in everything if path.name not in names)
     latest = next((each.name for each in ours if each.problem is None), None)
     return Directory(root, latest, (*ours, *others))
 
 
-def newest(root: Path, most: int) -> tuple[list[Listed], list[Listed]]:
+def newest(root: Location, most: int) -> tuple[list[Listed], list[Listed]]:
     """The ``most`` newest checkpoints of this package in ``root``, newest first; and all saves without a commit.
 
     Reads no more metadata than that needs. Raises :class:`StorageError` if ``root`` cannot be read.
     """
     everything = directories(root)
-    committed = list(filter(is_committed, everything))
+    committed = committed_among(everything)
     listed = [_listed(found) for found in islice(newest_first(committed), most)]
-    return listed, list(_others(path for path in everything if not is_committed(path)))
+    return listed, list(_others(path for path in everything if path not in committed))
 
 
 def _listed(found: Found) -> Listed:
@@ -384,10 +387,10 @@ def _listed(found: Found) -> Listed:
     )
 
 
-def _others(paths: Iterable[Path]) -> Iterator[Listed]:
+def _others(paths: Iterable[Location]) -> Iterator[Listed]:
     """The uncommitted saves and other programs' checkpoints among the directories ``paths``."""
     for path in paths:
-        claimed = attempts.present(path)
+        claimed = attempts_at(path)
         name, step = path.name, step_of(path.name)
         if is_committed(path):
             try:

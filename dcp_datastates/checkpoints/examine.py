@@ -9,12 +9,10 @@ the machine's other cached data stay.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates._native import BLOCK_BYTES
@@ -25,7 +23,8 @@ from dcp_datastates.format.contents import Contents, Damage
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import Done, Progress, Unit, work
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 __all__ = ["Examination"]
 
@@ -50,8 +49,8 @@ class _File:
     """A data file under examination; the examination's lock guards ``pieces_left`` and ``bad``."""
 
     record: FileRecord
-    path: Path
-    descriptor: int
+    path: Location
+    source: ReadableFile
     table: ChecksumTable
     pieces_left: int
     bad: list[_Bad] = field(default_factory=list)
@@ -68,7 +67,7 @@ class Examination:
         self._buffers = threading.local()
         self._header_lock = threading.Lock()  # held while a header is in memory
         self._lock = threading.Lock()  # guards all below
-        self._open: set[int] = set()
+        self._open: set[ReadableFile] = set()
         self._damages = list(self._consistency_check.of_metadata())
 
     def run(self, threads: int, progress: Progress | None) -> list[Damage]:
@@ -80,8 +79,8 @@ class Examination:
                 error.errno, f"verifying failed: {error.strerror}", str(error.filename)
             ) from error
         finally:
-            for descriptor in self._open:
-                os.close(descriptor)
+            for source in self._open:
+                source.close()
         return self._damages
 
     # --- opening, one file after another: work() takes one unit at a time -----------------------
@@ -108,20 +107,20 @@ class Examination:
                 end = min(begin + _PIECE_BYTES, record.table_offset)
                 yield partial(self._examine, file, begin, end)
 
-    def _start(self, record: FileRecord, path: Path) -> _File | None:
+    def _start(self, record: FileRecord, path: Location) -> _File | None:
         """Open the file; None if it is too short to contain its checksums. Raises OSError."""
-        descriptor = local.open_regular(path)
+        source = open_readable(path)
         with self._lock:
-            self._open.add(descriptor)
-        nbytes = os.fstat(descriptor).st_size
+            self._open.add(source)
+        nbytes = source.nbytes
         problem = wrong_size(record, nbytes)
         words = bytearray(record.nbytes - record.table_offset)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        if nbytes < record.nbytes or local.read_at(
-            descriptor, record.table_offset, memoryview(words)
-        ) < len(words):
+        source.drop_cached()
+        if nbytes < record.nbytes or source.read_at(record.table_offset, memoryview(words)) < len(
+            words
+        ):
             with self._lock:
-                self._close(descriptor)
+                self._close(source)
             problem = (
                 f"{problem or 'cut short'}; the rest has lost its checksums, which stood at the end"
             )
@@ -134,7 +133,7 @@ class Examination:
             problem = "the checksum table does not match its own checksum"
             self._condemn(record, problem, record.table_offset, record.nbytes)
         pieces = -(-record.table_offset // _PIECE_BYTES)
-        return _File(record, path, descriptor, table, pieces)
+        return _File(record, path, source, table, pieces)
 
     def _condemn(
         self, record: FileRecord, problem: str, begin: int | None = None, end: int | None = None
@@ -145,9 +144,9 @@ class Examination:
         with self._lock:
             self._damages.append(Damage(record.relative_path, begin, nbytes, problem, names))
 
-    def _close(self, descriptor: int) -> None:
-        self._open.discard(descriptor)
-        os.close(descriptor)
+    def _close(self, source: ReadableFile) -> None:
+        self._open.discard(source)
+        source.close()
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -169,7 +168,7 @@ class Examination:
         damages = self._damages_of(file, parts)
         with self._lock:
             self._damages += damages
-            self._close(file.descriptor)
+            self._close(file.source)
 
     def _damages_of(self, file: _File, parts: list[_Bad]) -> list[Damage]:
         path = file.record.relative_path
@@ -185,9 +184,9 @@ class Examination:
         if not any(part.begin < header_end for part in parts):
             with self._header_lock:
                 header = bytearray(header_end)
-                local.read_at(file.descriptor, 0, memoryview(header))
+                file.source.read_at(0, memoryview(header))
                 damages += self._consistency_check.of_header(file.record, bytes(header))
-        os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        file.source.drop_cached()
         return damages
 
 
@@ -199,7 +198,7 @@ def _damaged(file: _File, begin: int, end: int, buffer: memoryview) -> Iterator[
     """The blocks of ``[begin, end)`` that are damaged."""
     view = buffer[: end - begin]
     try:
-        read = local.read_at(file.descriptor, begin, view)
+        read = file.source.read_at(begin, view)
     except OSError as error:
         if error.errno not in _MEDIA_ERRORS:
             raise OSError(error.errno, error.strerror, str(file.path)) from error
@@ -215,7 +214,7 @@ def _damaged(file: _File, begin: int, end: int, buffer: memoryview) -> Iterator[
         elif not file.table.matches(low, view[low - begin : high - begin]):
             doubt = "" if file.table.is_sound else ", which may itself be what is damaged"
             yield _Bad(low, high, f"does not match its checksum{doubt}")
-    os.posix_fadvise(file.descriptor, begin, read, os.POSIX_FADV_DONTNEED)
+    file.source.drop_cached(begin, read)
 
 
 def _merged(parts: Iterable[_Bad]) -> Iterator[_Bad]:

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Final, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal, get_args
 
 import torch.distributed as dist
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
-from dcp_datastates.checkpoints.listing import Found, checkpoints, newest_first, open_found
+from dcp_datastates.checkpoints.inventory import sizes_of
+from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, open_found
 from dcp_datastates.checkpoints.verify import verify as verify_bytes
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, wrong_size
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, locate
 
 __all__ = ["Verification", "check_verification", "flaw", "latest", "latest_here"]
 
 logger = logging.getLogger(__name__)
 
 Verification = Literal["metadata", "structure", "full"]
-
-_STAT_THREADS: Final = 8
-"""Threads that stat files: a shared file system takes a millisecond per file."""
 
 _REPLACEMENTS: Final = 3
 
@@ -37,7 +32,8 @@ def latest(
     process_group: dist.ProcessGroup | None = None,
     verify: Verification = "structure",
     timeout: float = DEFAULT_TIMEOUT,
-) -> Path | None:
+    storage_options: Mapping[str, Any] | None = None,
+) -> Location | None:
     """The newest committed checkpoint in the directory ``root``; None if there is none.
 
     The newest checkpoint is the one saved last, according to the attempt in its metadata, regardless of its name. If a
@@ -48,27 +44,29 @@ def latest(
     or raise its error. No collective runs on the group.
 
     Args:
-        root: The directory that contains the checkpoints' directories. It need not exist yet.
+        root: The directory that contains the checkpoints' directories, or its URL. It need not exist yet.
         process_group: The ranks that take part.
         verify: The check that a checkpoint must pass. ``"metadata"``: its metadata can be read. ``"structure"``: also,
             every data file is there, with its exact size. ``"full"``: also, every stored byte matches its checksum;
             this reads all files, so allow for it in ``timeout``.
         timeout: Seconds for which the other ranks wait for the first.
+        storage_options: fsspec's options for a URL.
 
     Raises:
         ConfigurationError: ``root`` is a file, or is itself a checkpoint; an option cannot work.
         StorageError: ``root`` cannot be read.
         NoAnswerError: the first rank did not answer in time.
     """
-    directory = local.local_path(root)
+    directory = locate(root, options=storage_options)
     check_verification(verify)
-    return from_first_rank(
+    found = from_first_rank(
         lambda: latest_here(directory, verify),
         "latest",
         "the latest checkpoint",
         process_group,
         timeout,
     )
+    return None if found is None else directory / found.name  # with this rank's storage_options
 
 
 def check_verification(verify: str) -> None:
@@ -80,10 +78,10 @@ def check_verification(verify: str) -> None:
 
 
 def latest_here(
-    root: Path, verify: Verification, among: Callable[[Path], bool] = lambda path: True
-) -> Path | None:
+    root: Location, verify: Verification, among: Callable[[Location], bool] = lambda path: True
+) -> Location | None:
     """:func:`latest` in this process alone, of the directories that ``among`` takes."""
-    for found in newest_first(filter(among, checkpoints(root))):
+    for found in newest_first(filter(among, candidates(root))):
         problem = flaw(found, verify)
         if problem is None:
             return found.path
@@ -126,17 +124,15 @@ def _flaw(found: Found, verify: Verification) -> str | None:
     return f"{damages[0].file}: {damages[0].problem}{more}"
 
 
-def _missing(directory: Path, committed: Committed) -> str | None:
+def _missing(directory: Location, committed: Committed) -> str | None:
     """The problem of the first data file that is missing or has another size; None if there is none."""
-
-    def look(record: FileRecord) -> str | None:
-        try:
-            problem = wrong_size(record, os.stat(directory / record.relative_path).st_size)
-        except (FileNotFoundError, NotADirectoryError):
+    for record, found in sizes_of(directory, committed.note.files.values()):
+        if isinstance(found, int):
+            problem = wrong_size(record, found)
+        elif isinstance(found, (FileNotFoundError, NotADirectoryError)):
             problem = "missing"
-        except OSError as error:
-            problem = f"cannot be read: {error.strerror}"
-        return problem and f"{record.relative_path}: {problem}"
-
-    with ThreadPoolExecutor(_STAT_THREADS) as executor:
-        return next(filter(None, executor.map(look, committed.note.files.values())), None)
+        else:
+            problem = f"cannot be read: {found.strerror}"
+        if problem is not None:
+            return f"{record.relative_path}: {problem}"
+    return None

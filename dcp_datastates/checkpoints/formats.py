@@ -6,10 +6,11 @@ import enum
 import os
 from typing import Final
 
+from dcp_datastates.checkpoints.inventory import attempts_at, names_at
 from dcp_datastates.checkpoints.listing import open_found
 from dcp_datastates.errors import CheckpointNotFoundError, DataStatesError, ForeignCheckpointError
 from dcp_datastates.io.committed import open_committed
-from dcp_datastates.storage import attempts, local
+from dcp_datastates.storage.object_path import ObjectPath, locate
 
 __all__ = ["HUGGING_FACE_INDEX", "Format", "format_of"]
 
@@ -27,22 +28,21 @@ class Format(enum.Enum):
     NONE = "none"
 
 
-def format_of(path: str | os.PathLike[str]) -> Format:
+def format_of(path: str | os.PathLike[str] | ObjectPath) -> Format:
     """The format of the checkpoint at ``path``, from its metadata, without running any code from them.
 
     Raises :class:`CheckpointNotFoundError` for an uncommitted save of this package, :class:`CheckpointCorruptError` if
     its metadata are damaged, and :class:`StorageError` if they cannot be read.
     """
-    directory = local.local_path(path)
+    directory = locate(path)
     try:
         open_committed(directory)
     except ForeignCheckpointError:
         return Format.STOCK
     except CheckpointNotFoundError:
-        if attempts.present(directory):
+        if attempts_at(directory):
             raise
-        indexed = (directory / HUGGING_FACE_INDEX).is_file()
-        return Format.HUGGING_FACE if indexed else Format.NONE
+        return Format.HUGGING_FACE if HUGGING_FACE_INDEX in names_at(directory) else Format.NONE
     except DataStatesError:
         if open_found(directory) is not None:  # a checkpoint of this package
             raise

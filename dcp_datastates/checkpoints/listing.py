@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import bisect
 import logging
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
+from dcp_datastates.checkpoints.inventory import (
+    attempts_at,
+    committed_among,
+    folders_in,
+    is_committed,
+    is_committed_at_root,
+    may_be_committed,
+    newest_possible,
+)
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointNotFoundError,
@@ -25,11 +32,12 @@ from dcp_datastates.errors import (
     UnreadableMetadataError,
 )
 from dcp_datastates.io.committed import Committed, open_committed
-from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "Found",
+    "candidates",
     "checkpoints",
     "committed_in",
     "directories",
@@ -49,7 +57,7 @@ _MOST_WARNINGS: Final = 1000
 class Found:
     """A checkpoint of this package in a directory of checkpoints."""
 
-    path: Path
+    path: Location
     attempt: Attempt
     """The committed attempt; if the metadata cannot be read, the newest attempt that has a directory."""
     committed: Committed | None
@@ -78,32 +86,30 @@ def step_of(name: str) -> int | None:
     return int(match[0]) if match else None
 
 
-def directories(root: Path) -> list[Path]:
+def directories(root: Location) -> list[Location]:
     """The directories in ``root``, symbolic links to directories too, in natural order.
 
     Empty if ``root`` does not exist. Raises :class:`ConfigurationError` if ``root`` is not a directory,
     :class:`StorageError` if it cannot be read.
     """
-    with local.explained("listing checkpoints", root):
-        try:
-            with os.scandir(root) as entries:
-                names = [entry.name for entry in entries if local.is_directory(entry)]
-        except FileNotFoundError:
-            return []
-        except NotADirectoryError:
-            raise ConfigurationError(
-                f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
-            ) from None
-    return [root / name for name in sorted(names, key=natural_order)]
+    return [root / name for name in sorted(folders_in(root), key=natural_order)]
 
 
-def checkpoints(root: Path) -> list[Path]:
+def checkpoints(root: Location) -> list[Location]:
     """The directories in ``root`` with a committed checkpoint, of this package or another program, in natural order.
 
     Raises as :func:`directories`; and :class:`ConfigurationError` if ``root`` is itself a checkpoint.
     """
-    found = committed_in(root)
-    if is_committed(root):
+    return committed_among(candidates(root))
+
+
+def candidates(root: Location) -> list[Location]:
+    """The directories in ``root`` that may have a committed checkpoint, by one look at ``root``: for callers that open
+    only the newest of them. Raises as :func:`checkpoints`.
+    """
+    there = directories(root)
+    found = [path for path in there if may_be_committed(path)]
+    if is_committed_at_root(root, [path.name for path in there]):
         if not found:
             raise ConfigurationError(
                 f"root={str(root)!r} is itself a checkpoint; pass the directory that it lies in "
@@ -113,28 +119,18 @@ def checkpoints(root: Path) -> list[Path]:
     return found
 
 
-def committed_in(root: Path) -> list[Path]:
+def committed_in(root: Location) -> list[Location]:
     """Like :func:`checkpoints`, but ``root`` may itself be a checkpoint. Raises as :func:`directories`."""
-    return [path for path in directories(root) if is_committed(path)]
+    return committed_among(directories(root))
 
 
-def is_committed(path: Path) -> bool:
-    """Whether a checkpoint is committed at ``path``, of this package or not."""
-    return os.path.lexists(path / local.METADATA_NAME)
-
-
-def newest_first(paths: Iterable[Path]) -> Iterator[Found]:
+def newest_first(paths: Iterable[Location]) -> Iterator[Found]:
     """This package's checkpoints among those at ``paths``, newest first.
 
     Opens only as many as the caller consumes: the attempt directories in a checkpoint bound how new it can be.
     Checkpoints that vanish meanwhile are skipped.
     """
-    unopened = []
-    for path in paths:
-        try:
-            unopened.append((_newest_possible(path), path))
-        except OSError as error:
-            _warn_once(path, error)
+    unopened = newest_possible(paths, _warn_once)
     unopened.sort()
     opened: list[Found] = []  # the newest is the last, too
     while unopened or opened:
@@ -144,25 +140,16 @@ def newest_first(paths: Iterable[Path]) -> Iterator[Found]:
             bisect.insort(opened, found, key=_age)
 
 
-_NEWEST = Attempt(2**64, 0)
-
-
-def _newest_possible(path: Path) -> Attempt:
-    # Without any directory, the committed attempt's is gone, or was never needed (the state was empty): only the
-    # metadata tell.
-    return max(attempts.present(path), default=_NEWEST)
-
-
 def _age(found: Found) -> tuple[Attempt, bool, list[int | str]]:
     """A sort key: newer ones are greater."""
     # A symbolic link comes after its target, if that is in the same directory.
     return found.attempt, not found.path.is_symlink(), natural_order(found.path.name)
 
 
-_warned: set[tuple[Path, str]] = set()
+_warned: set[tuple[Location, str]] = set()
 
 
-def _warn_once(path: Path, error: OSError | CheckpointCorruptError) -> None:
+def _warn_once(path: Location, error: OSError | CheckpointCorruptError) -> None:
     """Log that ``path`` is left out: not at every save that looks for old checkpoints beside it."""
     what = path, str(error)
     if what not in _warned and len(_warned) < _MOST_WARNINGS:
@@ -170,7 +157,7 @@ def _warn_once(path: Path, error: OSError | CheckpointCorruptError) -> None:
         logger.warning("%s is left out, for it is no checkpoint of this package: %s", path, error)
 
 
-def open_found(path: Path) -> Found | None:
+def open_found(path: Location) -> Found | None:
     """The checkpoint committed at ``path``; None if it is not, or no longer, a checkpoint of this package."""
     try:
         committed = open_committed(path)
@@ -181,7 +168,7 @@ def open_found(path: Path) -> Found | None:
         return None
     except (CheckpointCorruptError, StorageError) as error:
         try:
-            present = attempts.present(path)
+            present = attempts_at(path)
         except OSError:
             present = []
         if not present:

@@ -9,22 +9,28 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 
-from dcp_datastates.checkpoints.delete import NotDeleted, delete_committed, delete_rest
+from dcp_datastates.checkpoints.delete import delete_committed, delete_rest
 from dcp_datastates.checkpoints.find import Verification, check_verification, flaw
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
+from dcp_datastates.checkpoints.inventory import (
+    attempts_at,
+    is_committed,
+    is_fenced,
+    saves_at,
+)
 from dcp_datastates.checkpoints.keep import Keep
-from dcp_datastates.checkpoints.listing import Found, checkpoints, directories, newest_first
+from dcp_datastates.checkpoints.listing import Found, candidates, directories, newest_first
+from dcp_datastates.checkpoints.not_deleted import NotDeleted
 from dcp_datastates.checkpoints.pins import pins
-from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import date
 
 __all__ = ["Retained", "retain", "retain_here"]
@@ -42,7 +48,8 @@ def retain(
     verify: Verification = "structure",
     process_group: dist.ProcessGroup | None = None,
     timeout: float = DEFAULT_TIMEOUT,
-) -> list[Path]:
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Location]:
     """Delete the checkpoints in the directory ``root`` that ``keep`` does not ask for.
 
     ``keep`` is a number of the newest good ones, or a :class:`Keep` with further rules.
@@ -68,35 +75,36 @@ def retain(
         StorageError: ``root`` cannot be read, or the system refused to delete a file or directory.
         NoAnswerError: the first rank did not answer in ``timeout`` seconds.
     """
-    directory = local.local_path(root)
+    directory = locate(root, options=storage_options)
     keep = Keep.of(keep)
     check_verification(verify)
-    return from_first_rank(
+    deleted = from_first_rank(
         lambda: retain_here(directory, keep=keep, verify=verify).deleted,
         "retain",
         "which checkpoints were deleted",
         process_group,
         timeout,
     )
+    return [directory / path.name for path in deleted]
 
 
 @dataclass(frozen=True)
 class Retained:
     """The result of :func:`retain_here`, newest first."""
 
-    kept: list[Path] = field(default_factory=list)
+    kept: list[Location] = field(default_factory=list)
     """The newest good checkpoints that count, and the older ones that a rule or a pin keeps."""
-    deleted: list[Path] = field(default_factory=list)
+    deleted: list[Location] = field(default_factory=list)
     newest: int = 0
     """How many of the ``kept``, the first ones, are the newest good checkpoints that count."""
 
 
 def retain_here(
-    root: str | os.PathLike[str],
+    root: str | os.PathLike[str] | ObjectPath,
     *,
     keep: int | Keep,
     verify: Verification = "structure",
-    among: Callable[[Path], bool] | None = None,
+    among: Callable[[Location], bool] | None = None,
     dry_run: bool = False,
 ) -> Retained:
     """Do the work of :func:`retain` in this process alone. Any thread.
@@ -108,8 +116,8 @@ def retain_here(
     """
     keep = Keep.of(keep)
     check_verification(verify)
-    root = local.local_path(root)
-    paths = [path for path in checkpoints(root) if not path.is_symlink()]
+    root = locate(root)
+    paths = [path for path in candidates(root) if not path.is_symlink()]
     everything = list(newest_first(path for path in paths if among is None or among(path)))
     last: list[Found] = []
     older: list[Found] = []
@@ -131,9 +139,10 @@ def retain_here(
             retained.kept.append(found.path)
         elif _is_older(found.attempt, found.path, last) and _delete(found, dry_run):
             retained.deleted.append(found.path)
+    committed = {found.path for found in everything}.difference(retained.deleted)
     for path in directories(root):
         mine = path not in retained.deleted and (among is None or among(path))
-        if mine and _finish_deleting(path, last, dry_run):
+        if mine and path not in committed and _finish_deleting(path, last, dry_run):
             retained.deleted.append(path)
     return retained
 
@@ -154,7 +163,7 @@ def _time_of_newest(everything: list[Found]) -> float:
     return min(times[0], time.time()) if times else -math.inf
 
 
-def _may_be_pinned(path: Path) -> bool:
+def _may_be_pinned(path: Location) -> bool:
     try:
         return bool(pins(path))
     except OSError as error:
@@ -162,7 +171,7 @@ def _may_be_pinned(path: Path) -> bool:
         return True
 
 
-def _is_older(attempt: Attempt, path: Path, good: list[Found]) -> bool:
+def _is_older(attempt: Attempt, path: Location, good: list[Found]) -> bool:
     """Whether the attempt at ``path`` is certainly older than all ``good`` ones.
 
     It is if it was there when they were claimed, or if the same process made it. Numbers alone do not prove it: another
@@ -194,18 +203,22 @@ def _delete(victim: Found, dry_run: bool) -> bool:
     return True
 
 
-def _finish_deleting(path: Path, good: list[Found], dry_run: bool) -> bool:
+def _finish_deleting(path: Location, good: list[Found], dry_run: bool) -> bool:
     """Complete an interrupted deletion: remove attempts that no process holds or will need."""
-    if path.is_symlink() or os.path.lexists(path / local.METADATA_NAME):
+    if path.is_symlink():
         return False
     try:
-        claimed = attempts.present(path)
-        saves = [attempt for attempt in claimed if not attempts.is_rest(path, attempt)]
+        if is_committed(path):
+            return False
+        claimed = attempts_at(path)
+        saves = saves_at(path, claimed)
     except OSError:  # another user's directory, say
         return False
     if not claimed:
         return False
-    if saves and (saves[-1] >= good[-1].attempt or not _is_older(saves[-1], path, good)):
+    if saves and saves[-1] >= good[-1].attempt:
+        return False
+    if saves and not is_fenced(path) and not _is_older(saves[-1], path, good):
         return False
     try:
         return delete_rest(path, dry_run=dry_run)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 from dcp_datastates.checkpoints.examine import Examination
 from dcp_datastates.errors import CheckpointCorruptError
@@ -14,6 +15,8 @@ from dcp_datastates.format.contents import Damage
 from dcp_datastates.io.committed import open_committed, replacement
 from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.storage.readable import open_readable
 from dcp_datastates.text import count, size
 
 __all__ = ["Damage", "Report", "verify"]
@@ -23,7 +26,7 @@ __all__ = ["Damage", "Report", "verify"]
 class Report:
     """The result of :func:`verify`. Sizes are bytes."""
 
-    path: Path
+    path: Location
     """The checkpoint's directory."""
     attempt: str | None
     """The committed attempt; None if the metadata are damaged."""
@@ -60,15 +63,20 @@ class Report:
 
 
 def verify(
-    path: str | os.PathLike[str], *, threads: int | None = None, progress: Progress | None = None
+    path: str | os.PathLike[str] | ObjectPath,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Report:
     """Check every stored byte of the checkpoint committed at ``path``, and that its parts agree.
 
     Args:
-        path: Directory of the checkpoint.
+        path: Directory of the checkpoint, or its URL.
         threads: How many threads read and compute checksums; None for one per core, at most 8.
         progress: Called in the calling thread, about ten times per second and once at the end, with the bytes done and
             the total bytes.
+        storage_options: fsspec's options for a URL.
 
     Returns:
         A report with all damage. Damage does not raise.
@@ -79,7 +87,7 @@ def verify(
         CheckpointReplacedError: another save committed there meanwhile.
         ConfigurationError: an argument cannot work.
     """
-    directory = local.local_path(path)
+    directory = locate(path, options=storage_options)
     threads = thread_count(threads)
     began = time.monotonic()
     try:
@@ -106,10 +114,12 @@ def _place(damage: Damage) -> tuple[str, int]:
     return damage.file, -1 if damage.offset is None else damage.offset
 
 
-def _unopened(directory: Path, error: CheckpointCorruptError, seconds: float) -> Report:
+def _unopened(directory: Location, error: CheckpointCorruptError, seconds: float) -> Report:
     problem = f"{error}; which data files belong to the checkpoint is unknown, so none was checked"
     damage = Damage(local.METADATA_NAME, None, None, problem, ())
     nbytes = 0
     with contextlib.suppress(OSError):
-        nbytes = (directory / local.METADATA_NAME).stat().st_size
+        metadata = open_readable(directory / local.METADATA_NAME)
+        nbytes = metadata.nbytes
+        metadata.close()
     return Report(directory, None, 0, nbytes, 0, 0, seconds, (damage,))

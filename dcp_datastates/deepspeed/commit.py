@@ -19,13 +19,14 @@ from dcp_datastates.deepspeed.export import LATEST, names_in
 from dcp_datastates.deepspeed.placeholders import replace_durably, write_placeholders
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.process.forks import after_fork
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["saves", "write_when_committed"]
 
 logger = logging.getLogger(__name__)
 
 
-def _log(directory: Path, error: BaseException) -> None:
+def _log(directory: Location, error: BaseException) -> None:
     logger.error(
         "the save of tag %r to %r failed, and training goes on; %r still names the tag before it: %s: %s",
         *(directory.name, str(directory.parent), LATEST, type(error).__name__, error),

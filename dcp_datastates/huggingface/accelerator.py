@@ -43,6 +43,7 @@ from dcp_datastates.manager.library_state import (
     with_files,
 )
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["DataStatesAccelerator"]
 
@@ -267,7 +268,7 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
         newest = newest_numbered(self._folder, _PREFIX, _is_stock)
         if newest is None:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self._folder}")
-        return newest
+        return Path(str(newest))
 
 
 def _among(left: list[Any], named: dict[str, Any]) -> dict[str, Any]:
@@ -285,5 +286,5 @@ def _found(path: Path) -> str | None:
         return None
 
 
-def _is_stock(path: Path) -> bool:
-    return any(path.glob(_STOCK_FILES))
+def _is_stock(path: Location) -> bool:
+    return isinstance(path, Path) and any(path.glob(_STOCK_FILES))

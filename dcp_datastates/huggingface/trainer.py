@@ -44,6 +44,7 @@ from dcp_datastates.manager.library_state import (
 )
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.manager.trainable import Trainable
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
 
@@ -141,7 +142,7 @@ class DataStatesTrainerMixin(SavesInBackground):
             return
         best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
 
-        def counts(path: Path) -> bool:
+        def counts(path: Location) -> bool:
             # The best one when it was asked for, and the best one now: the deletion comes later.
             now = self.state.best_model_checkpoint  # type: ignore[attr-defined]
             spared = {os.path.basename(each) for each in (best, now) if each is not None}
@@ -258,8 +259,8 @@ def _save_adapter_config(model: Any, folder: str) -> None:
     config.save_pretrained(folder, auto_mapping_dict=mapping)
 
 
-def _is_stock(path: Path) -> bool:
-    return path.joinpath(TRAINER_STATE_NAME).exists()
+def _is_stock(path: Location) -> bool:
+    return isinstance(path, Path) and path.joinpath(TRAINER_STATE_NAME).exists()
 
 
 def _is_lost(path: str | Path) -> bool:

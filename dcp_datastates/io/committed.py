@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from dcp_datastates.errors import (
@@ -29,8 +29,8 @@ class Committed:
 
     directory: Location
     table: MetadataTable
-    metadata_bytes: int
-    """Size of the ``.metadata`` file; in a store, of the decision."""
+    data: bytes = field(repr=False)
+    """The bytes of the ``.metadata`` file; in a store, of the decision."""
     committed_at: float
     """The time of publication, in seconds since the epoch. (That of the file is another one after a copy.)"""
 
@@ -42,7 +42,7 @@ class Committed:
     @property
     def nbytes(self) -> int:
         """Bytes on storage, according to the metadata."""
-        return self.metadata_bytes + sum(record.nbytes for record in self.note.files.values())
+        return len(self.data) + sum(record.nbytes for record in self.note.files.values())
 
 
 def open_committed(directory: Location) -> Committed:
@@ -58,9 +58,7 @@ def open_committed(directory: Location) -> Committed:
         data, written_at = _read(directory)
         table = _decode(data, directory)
     published_at = table.note.published_at
-    return Committed(
-        directory, table, len(data), written_at if published_at is None else published_at
-    )
+    return Committed(directory, table, data, written_at if published_at is None else published_at)
 
 
 def replacement(directory: Location, was: Attempt, verb: str) -> CheckpointReplacedError | None:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, SupportsIndex, TypeVar
 
@@ -38,7 +37,7 @@ from dcp_datastates.manager.step_consensus import StepConsensus
 from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, locate
 
 __all__ = ["CheckpointManager"]
 
@@ -58,7 +57,7 @@ def _has_failed(handle: SaveHandle | None) -> bool:
 
 def _by_step(
     name: str, hook: Callable[[int, T], object] | None
-) -> Callable[[Path, T], object] | None:
+) -> Callable[[Location, T], object] | None:
     if hook is None:
         return None
     if not callable(hook):
@@ -85,7 +84,7 @@ class CheckpointManager:
     on them at the next step.
 
     Args:
-        root: The directory of the checkpoints.
+        root: The directory of the checkpoints, or its URL.
         every: When to save: at steps that are a multiple of this number; after a time, such as ``"10min"``; or
             ``"auto"``, which is :class:`AutoInterval` with its defaults.
         keep: The checkpoints to keep: a number of the newest, or a :class:`Keep`; None: all. After each commit, a
@@ -127,7 +126,7 @@ class CheckpointManager:
         **options: Unpack[WriterOptions],
     ) -> None:
         check_options("CheckpointManager", options, WriterOptions)
-        self.root: Final = local.local_path(root)
+        self.root: Final = locate(root, options=options.get("storage_options"))
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
         self._strict = parse_flag("strict", strict)
@@ -166,7 +165,7 @@ class CheckpointManager:
         """The number of failed saves, without those that ``when_behind`` left out."""
         return self._saves.failures
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Location:
         """The directory of the checkpoint of ``step``."""
         return self._steps.path(step)
 

@@ -13,13 +13,14 @@ from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["SaveTracker"]
 
 
 @dataclass(eq=False)
 class _Save:
-    path: Path
+    path: Location
     number: int
     handle: SaveHandle | None = None
     """None: it could not begin."""
@@ -66,8 +67,8 @@ class SaveTracker:
     def __init__(
         self,
         max_failures: int | None = None,
-        on_commit: Callable[[Path, SaveHandle], object] | None = None,
-        on_failure: Callable[[Path, BaseException], object] | None = None,
+        on_commit: Callable[[Location, SaveHandle], object] | None = None,
+        on_failure: Callable[[Location, BaseException], object] | None = None,
     ) -> None:
         if max_failures is not None and (
             isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1
@@ -89,11 +90,11 @@ class SaveTracker:
         self._committed = 0  # the number of the newest committed save
         self._waiting: list[_Waiting] = []
 
-    def in_flight(self, path: Path | None = None) -> list[SaveHandle]:
+    def in_flight(self, path: Location | None = None) -> list[SaveHandle]:
         """The saves whose outcome the loop does not know, the oldest first; to ``path``, if there is one."""
         return [handle for save, handle in list(self._open.items()) if path in (None, save.path)]
 
-    def begin(self, path: Path, call: Callable[[], SaveHandle]) -> SaveHandle:
+    def begin(self, path: Location, call: Callable[[], SaveHandle]) -> SaveHandle:
         """Make ``call``, which begins a save to ``path``: a deletion of ``path`` that waits is cancelled. Raises what
         ``call`` raises.
         """
@@ -105,7 +106,7 @@ class SaveTracker:
         handle.committed.add_done_callback(lambda _: self._ended(save))
         return handle
 
-    def failed(self, path: Path, error: BaseException) -> None:
+    def failed(self, path: Location, error: BaseException) -> None:
         """A save has failed, or could not begin. Raises what the hook raises."""
         with self._lock:
             self.failures += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Collection
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.find import Verification, flaw, latest_here
@@ -14,6 +13,7 @@ from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first, step_of
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["PREFIX", "StepDirectories", "newest_numbered", "number_of"]
 
@@ -23,15 +23,18 @@ PREFIX: Final = "step-"
 _NAME: Final = re.compile(PREFIX + "(0|[1-9][0-9]*)")
 
 
-def number_of(path: Path, prefix: str) -> int:
+def number_of(path: Location, prefix: str) -> int:
     """The number of a directory whose name is ``prefix`` and a number; -1 for any other."""
     match = re.fullmatch(re.escape(prefix) + "([0-9]+)", path.name)
     return int(match[1]) if match else -1
 
 
 def newest_numbered(
-    folder: Path, prefix: str, is_stock: Callable[[Path], bool], verify: Verification = "structure"
-) -> Path | None:
+    folder: Location,
+    prefix: str,
+    is_stock: Callable[[Location], bool],
+    verify: Verification = "structure",
+) -> Location | None:
     """The newest checkpoint of this package that passes ``verify``; or that of a framework's own with the highest
     number, if it is higher. None if there is none. The first rank looks; all ranks call this.
 
@@ -40,7 +43,7 @@ def newest_numbered(
         is_stock: whether a checkpoint of the framework's own is in a directory.
     """
 
-    def look() -> Path | None:
+    def look() -> Location | None:
         newest = latest_here(folder, verify, lambda path: number_of(path, prefix) >= 0)
         highest = -1 if newest is None else number_of(newest, prefix)
         for path in directories(folder):
@@ -53,18 +56,18 @@ def newest_numbered(
 
 
 class StepDirectories:
-    """The checkpoints below ``root``. Has no state: it asks the file system."""
+    """The checkpoints below ``root``. Has no state: it asks storage."""
 
-    def __init__(self, root: Path, verify: Verification) -> None:
+    def __init__(self, root: Location, verify: Verification) -> None:
         self._root = root
         self._verify: Verification = verify
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Location:
         """The directory of the checkpoint of ``step``."""
         return self._root / f"{PREFIX}{step}"
 
     @staticmethod
-    def is_one(path: Path) -> bool:
+    def is_one(path: Location) -> bool:
         """Whether a path is named as a checkpoint of a step is."""
         return _NAME.fullmatch(path.name) is not None
 
@@ -89,7 +92,7 @@ class StepDirectories:
         for path in retained.deleted:
             logger.info("deleted checkpoint %s", path)
 
-    def _paths(self) -> list[Path]:
+    def _paths(self) -> list[Location]:
         return [path for path in checkpoints(self._root) if self.is_one(path)]
 
     def newest(self, leave_out: Collection[int]) -> int | None:

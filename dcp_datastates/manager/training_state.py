@@ -13,7 +13,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -40,6 +39,7 @@ from dcp_datastates.manager.per_rank import (
 )
 from dcp_datastates.manager.trainable import Trainable
 from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["TrainingState"]
 
@@ -116,7 +116,7 @@ class TrainingState:
             if isinstance(part, _Own):
                 warn_of_order(name, part.value)
 
-    def load(self, path: Path, fit: Fit, stored: Collection[str], **options: Any) -> None:
+    def load(self, path: Location, fit: Fit, stored: Collection[str], **options: Any) -> None:
         """Load what ``fit`` takes of the checkpoint at ``path``, all ranks together.
 
         What the checkpoint has for another number of ranks fits no rank: it is left out, with a warning. Values, which

@@ -145,7 +145,7 @@ def about_space(number: int | None, path: str | Path, nbytes: int) -> str:
 
 
 @contextlib.contextmanager
-def explained(doing: str, path: Path, nbytes: int = 0) -> Iterator[None]:
+def explained(doing: str, path: object, nbytes: int = 0) -> Iterator[None]:
     """Turn an OSError into a :class:`StorageError` that names the operation; leave errors of this package alone."""
     try:
         yield
@@ -153,7 +153,7 @@ def explained(doing: str, path: Path, nbytes: int = 0) -> Iterator[None]:
         raise
     except OSError as error:
         text = f"{doing} failed: {os.strerror(error.errno or 0)}"
-        space = about_space(error.errno, path, nbytes)
+        space = about_space(error.errno, str(path), nbytes)
         raise StorageError(error.errno, text + space, str(path)) from error
 
 

@@ -70,6 +70,10 @@ class ObjectPath:
     def __str__(self) -> str:
         return self._url
 
+    def __reduce__(self) -> tuple[type[ObjectPath], tuple[str, str]]:
+        """Pickled without the options, which may be secret."""
+        return ObjectPath, (self.root, self.key)
+
     def __repr__(self) -> str:
         return f"ObjectPath({self._url!r})"
 

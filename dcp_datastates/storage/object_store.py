@@ -22,6 +22,7 @@ __all__ = [
     "ObjectStore",
     "StoredObject",
     "Version",
+    "part_bytes",
     "without_secrets",
 ]
 
@@ -109,6 +110,18 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; ones that are missing are no error."""
+
+
+PART_BYTES: Final = 8 << 20
+"""The smallest part of a large object: a segment of the host cache."""
+
+MOST_PARTS: Final = 10_000
+"""Of one object, in S3 and GCS. (Azure takes 50,000.)"""
+
+
+def part_bytes(nbytes: int) -> int:
+    """The size of the parts in which an object of ``nbytes`` is sent: a multiple of :data:`PART_BYTES`."""
+    return max(1, -(-nbytes // (MOST_PARTS * PART_BYTES))) * PART_BYTES
 
 
 _QUERY: Final = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")

@@ -6,24 +6,24 @@ contain checkpoints of several formats, from before this package was used; their
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.find import Verification
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX, Format, format_of
+from dcp_datastates.checkpoints.inventory import remove_all
 from dcp_datastates.checkpoints.listing import directories
 from dcp_datastates.checkpoints.retention import retain_here
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["delete_old", "newest_step"]
 
 _PREFIX: Final = "step-"
 
 
-def newest_step(folder: Path, verify: Verification) -> int:
+def newest_step(folder: Location, verify: Verification) -> int:
     """The step to resume from, the same on every rank; -1 if there is none.
 
     The step of the newest checkpoint of this package that passes ``verify``; or that of a checkpoint of another format,
@@ -33,7 +33,7 @@ def newest_step(folder: Path, verify: Verification) -> int:
     return -1 if found is None else number_of(found, _PREFIX)
 
 
-def delete_old(folder: Path, keep: int, verify: Verification) -> list[Path]:
+def delete_old(folder: Location, keep: int, verify: Verification) -> list[Location]:
     """Delete checkpoints older than the ``keep`` newest good ones of this package; returns the deleted ones.
 
     Treats this package's checkpoints as :func:`~dcp_datastates.retain` does. Stock and Hugging Face checkpoints are
@@ -53,19 +53,16 @@ def delete_old(folder: Path, keep: int, verify: Verification) -> list[Path]:
                 Format.STOCK,
                 Format.HUGGING_FACE,
             ):
-                # First .metadata: if this is interrupted, the rest is not a checkpoint any more.
-                (path / local.METADATA_NAME).unlink(missing_ok=True)
-                (path / HUGGING_FACE_INDEX).unlink(missing_ok=True)
-                shutil.rmtree(path)
+                remove_all(path, first=(local.METADATA_NAME, HUGGING_FACE_INDEX))
                 deleted.append(path)
     return deleted
 
 
-def _is_stock(path: Path) -> bool:
+def _is_stock(path: Location) -> bool:
     return _format(path) not in (Format.DATASTATES, Format.NONE)
 
 
-def _format(path: Path) -> Format:
+def _format(path: Location) -> Format:
     if path.is_symlink():
         return Format.NONE
     try:

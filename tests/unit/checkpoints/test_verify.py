@@ -28,7 +28,6 @@ from dcp_datastates import (
     StorageError,
     verify,
 )
-from dcp_datastates.checkpoints import examine
 
 MIB = 1 << 20
 STATE = {
@@ -249,7 +248,7 @@ def test_a_media_error_is_damage_of_just_that_block(checkpoint, monkeypatch):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(descriptor, views, offset)
 
-    monkeypatch.setattr(examine.os, "preadv", preadv)
+    monkeypatch.setattr(os, "preadv", preadv)
     damage = _only_damage(checkpoint)
     assert (damage.offset, damage.nbytes) == (2 * MIB, MIB)
     assert "Input/output error" in damage.problem
@@ -261,7 +260,7 @@ def test_what_keeps_it_from_reading_is_an_error_not_damage(checkpoint, monkeypat
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(examine.os, "preadv", refuse)
+    monkeypatch.setattr(os, "preadv", refuse)
     with raises(StorageError, path.name, "Permission denied"):
         verify(checkpoint)
 

@@ -1,0 +1,217 @@
+"""What lies at the path of a checkpoint, or of a directory of checkpoints: in a file system or in an object store.
+
+The other modules of this room ask here, and know neither.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.format.metadata import FileRecord
+from dcp_datastates.storage import attempts, decisions, local, lock, store_attempts, store_index
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.object_path import Location, ObjectPath
+
+__all__ = [
+    "attempts_at",
+    "committed_among",
+    "data_sizes",
+    "folders_in",
+    "in_flight",
+    "is_committed",
+    "is_committed_at_root",
+    "is_directory",
+    "is_fenced",
+    "may_be_committed",
+    "names_at",
+    "newest_possible",
+    "remove_all",
+    "saves_at",
+    "sizes_of",
+]
+
+_STAT_THREADS: Final = 8
+"""Threads that stat files: a shared file system takes a millisecond per file."""
+
+_NEWEST: Final = Attempt(2**64, 0)
+
+
+def folders_in(root: Location) -> list[str]:
+    """The names of the directories in ``root``, symbolic links to directories too. Empty if ``root`` does not exist.
+
+    Raises :class:`ConfigurationError` if ``root`` is not a directory, :class:`StorageError` if it cannot be read.
+    """
+    if isinstance(root, ObjectPath):
+        return [
+            name for name in root.store.list(root.key).folders if name != store_index.INDEX_NAME
+        ]
+    with local.explained("listing checkpoints", root):
+        try:
+            with os.scandir(root) as entries:
+                return [entry.name for entry in entries if local.is_directory(entry)]
+        except FileNotFoundError:
+            return []
+        except NotADirectoryError:
+            raise ConfigurationError(
+                f"root={str(root)!r} is a file; pass the directory that the checkpoints are saved in"
+            ) from None
+
+
+def is_directory(path: Location) -> bool:
+    """Whether ``path`` is a directory, or a prefix with objects below it. Raises :class:`StorageError` for a store."""
+    return path.is_dir() if isinstance(path, Path) else bool(names_at(path))
+
+
+def names_at(path: Location) -> list[str]:
+    """The names of all that lies directly at ``path``; none if nothing does. Raises OSError."""
+    if isinstance(path, ObjectPath):
+        listing = path.store.list(path.key)
+        return [*listing.folders, *(each.key.rpartition("/")[2] for each in listing.objects)]
+    try:
+        return os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def attempts_at(path: Location) -> list[Attempt]:
+    """The attempts at a checkpoint's path, oldest first. Raises OSError."""
+    return store_attempts.present(path) if isinstance(path, ObjectPath) else attempts.present(path)
+
+
+def saves_at(path: Location, there: Iterable[Attempt]) -> list[Attempt]:
+    """Those of the attempts ``there`` that may yet be committed: no deletion, nor the rest of one."""
+    if isinstance(path, ObjectPath):
+        return [attempt for attempt in there if decisions.state_of(path, attempt) is None]
+    return [attempt for attempt in there if not attempts.is_rest(path, attempt)]
+
+
+def is_fenced(path: Location) -> bool:
+    """Whether a save at ``path`` that is withdrawn cannot be committed late, wherever it runs, so that no lock and no
+    order has to prove that it is abandoned.
+    """
+    return isinstance(path, ObjectPath)
+
+
+def is_committed(path: Location) -> bool:
+    """Whether a checkpoint is committed at ``path``, of this package or, in a file system, of another program."""
+    if isinstance(path, ObjectPath):
+        return store_attempts.newest_committed(path) is not None
+    return os.path.lexists(path / local.METADATA_NAME)
+
+
+def may_be_committed(path: Location) -> bool:
+    """Like :func:`is_committed`, without a request to a store: there, any prefix may be a checkpoint."""
+    return isinstance(path, ObjectPath) or is_committed(path)
+
+
+def committed_among(paths: Iterable[Location]) -> list[Location]:
+    """Those of ``paths`` with a committed checkpoint, in their order."""
+    with ThreadPoolExecutor(_STAT_THREADS) as executor:
+        paths = list(paths)
+        return [
+            path for path, yes in zip(paths, executor.map(is_committed, paths), strict=True) if yes
+        ]
+
+
+def is_committed_at_root(root: Location, names: Iterable[str]) -> bool:
+    """:func:`is_committed` of a directory in which the directories ``names`` are."""
+    if isinstance(root, ObjectPath) and not any(map(Attempt.parse, names)):
+        return False
+    return is_committed(root)
+
+
+def newest_possible(
+    paths: Iterable[Location], refused: Callable[[Location, OSError], None]
+) -> list[tuple[Attempt, Location]]:
+    """Each of ``paths`` with an attempt that no attempt committed there exceeds, from the names on storage alone.
+
+    The paths in one store's root are looked up in its index, by one request, whose failure is raised. ``refused`` is
+    told of directories that cannot be looked at.
+    """
+    indexes: dict[ObjectPath, Mapping[str, Attempt]] = {}
+    found: list[tuple[Attempt, Location]] = []
+    for path in paths:
+        if isinstance(path, ObjectPath):
+            root = path.parent
+            if root not in indexes:
+                # The first entry of a name is its newest.
+                entries = reversed(store_index.entries(root))
+                indexes[root] = {entry.name: entry.attempt for entry in entries}
+            # Other tools copy checkpoints without an entry in the index.
+            found.append((indexes[root].get(path.name, _NEWEST), path))
+            continue
+        # Without any directory, the committed attempt's is gone, or was never needed (the state was empty): only the
+        # metadata tell.
+        try:
+            found.append((max(attempts.present(path), default=_NEWEST), path))
+        except OSError as error:
+            refused(path, error)
+    return found
+
+
+def sizes_of(
+    directory: Location, records: Iterable[FileRecord]
+) -> list[tuple[FileRecord, int | OSError]]:
+    """The data files of a checkpoint, each with its size on storage, or the error of looking at it."""
+    if isinstance(directory, ObjectPath):
+        return _sizes_in_store(directory, list(records))
+
+    def look(record: FileRecord) -> tuple[FileRecord, int | OSError]:
+        try:
+            return record, os.stat(directory / record.relative_path).st_size
+        except OSError as error:
+            return record, error
+
+    with ThreadPoolExecutor(_STAT_THREADS) as executor:
+        return list(executor.map(look, records))
+
+
+def _sizes_in_store(
+    directory: ObjectPath, records: list[FileRecord]
+) -> list[tuple[FileRecord, int | OSError]]:
+    folders = {os.path.dirname(record.relative_path) for record in records}
+    sizes: dict[str, int] = {}
+    for folder in folders:
+        for each in (directory.store.list((directory / folder).key)).objects:
+            sizes[f"{folder}/{each.key.rpartition('/')[2]}"] = each.nbytes
+    missing = FileNotFoundError("there is no such object")
+    return [(record, sizes.get(record.relative_path, missing)) for record in records]
+
+
+def data_sizes(folder: Location) -> list[int]:
+    """The sizes of the ranks' files in an attempt's directory, in bytes; none if it cannot be read."""
+    if isinstance(folder, ObjectPath):
+        objects = folder.store.list(folder.key).objects
+        return [each.nbytes for each in objects if _is_data(each.key.rpartition("/")[2])]
+    try:
+        return [os.stat(folder / name).st_size for name in os.listdir(folder) if _is_data(name)]
+    except OSError:
+        return []
+
+
+def _is_data(name: str) -> bool:
+    return attempts.rank_of(name) is not None
+
+
+def remove_all(path: Location, first: Iterable[str]) -> None:
+    """Remove another program's checkpoint, with all that lies in it; the files ``first`` before all others, so that the
+    rest is no checkpoint if this is interrupted. Raises OSError.
+    """
+    if isinstance(path, ObjectPath):
+        path.store.delete([(path / name).key for name in first])
+        store_attempts.delete_objects(path, path.store.walk(path.key))
+        return
+    for name in first:
+        (path / name).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def in_flight(folder: Location) -> bool | None:
+    """Whether a live process holds the attempt in ``folder``; None if that is unknown, as in a store."""
+    return None if isinstance(folder, ObjectPath) else lock.in_flight(folder)

@@ -1,0 +1,69 @@
+"""Files and objects that are open for reading at any place."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, ObjectPath
+
+__all__ = ["ReadableFile", "open_readable"]
+
+
+class ReadableFile(Protocol):
+    """A file or an object. Any thread may read."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its size when it was opened."""
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        """Fill ``into`` from byte ``offset``; returns how many bytes there are: fewer at the end. Raises OSError."""
+
+    def drop_cached(self, offset: int = 0, nbytes: int = 0) -> None:
+        """Have the bytes read from storage next time, and leave the page cache to others (0: all from ``offset``)."""
+
+    def close(self) -> None:
+        """Close it. No thread reads."""
+
+
+def open_readable(location: Location) -> ReadableFile:
+    """Open the file or the object at ``location``. Raises OSError."""
+    return _Object(location) if isinstance(location, ObjectPath) else _File(location)
+
+
+class _File:
+    def __init__(self, path: Path) -> None:
+        self._descriptor = local.open_regular(path)
+        self.nbytes = os.fstat(self._descriptor).st_size
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        return local.read_at(self._descriptor, offset, into)
+
+    def drop_cached(self, offset: int = 0, nbytes: int = 0) -> None:
+        os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class _Object:
+    def __init__(self, path: ObjectPath) -> None:
+        self._store, self._key = path.store, path.key
+        self.nbytes = self._store.size(path.key)
+
+    def read_at(self, offset: int, into: memoryview) -> int:
+        end = min(offset + len(into), self.nbytes)
+        if end <= offset:
+            return 0
+        data = memoryview(self._store.get_range(self._key, offset, end)).cast("B")
+        into[: len(data)] = data
+        return len(data)
+
+    def drop_cached(self, offset: int = 0, nbytes: int = 0) -> None:
+        """A store has no cache of ours."""
+
+    def close(self) -> None:
+        """Nothing is open."""
