@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import shutil
 import sys
@@ -65,6 +66,12 @@ def _quiet_dcp() -> None:
     for name in list(logging.root.manager.loggerDict):
         if name.endswith("dcp_logger"):
             logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now is no garbage: many tests collect it, and would look at all of torch each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.commands import run_cli
 from support.documents import (
     ROOT,
     blocks,
@@ -24,7 +25,7 @@ from support.documents import (
     torchrun,
 )
 from support.jobs.ranks import under_torchrun
-from support.jobs.scripts import Ended, ranks_of_torchrun, run_script
+from support.jobs.scripts import Ended, ranks_of_torchrun, run_program, run_script
 from support.state.checkpoints import assert_same, attempts, committed, load_everything
 from support.waiting import await_that
 
@@ -57,6 +58,18 @@ def python(*arguments: str | int) -> list[str]:
     return [sys.executable, "train.py", *map(str, arguments)]
 
 
+def train(
+    directory: Path, *arguments: int, world: int = 0, expect: int = 0, **environment: str
+) -> Ended:
+    """Run the program in ``directory`` to its end: by itself, or by as many ranks as torchrun would start."""
+    text = (directory / "train.py").read_text()
+    preface = ranks_of_torchrun(world) if world else ""
+    ended = run_program(preface + text, directory, [*map(str, arguments)], 150, **environment)
+    assert ended.returncode == expect, f"{ended.returncode}\n{ended.stdout}\n{ended.stderr}"
+    assert ended.stdout.count("ended with 0\n") == world, ended.stderr
+    return ended
+
+
 def begin_from(checkpoint: Path, root: Path) -> None:
     """Make a copy of ``checkpoint`` the only one in ``root``."""
     shutil.copytree(checkpoint, root / checkpoint.name)
@@ -80,7 +93,7 @@ def children(process: int) -> list[int]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quick start, run for 13 steps in one process."""
     directory = write(tmp_path_factory.mktemp("uninterrupted"), program(QUICK_START))
-    run(python(13), directory)
+    train(directory, 13)
     return directory
 
 
@@ -97,9 +110,9 @@ def test_the_quick_start_goes_on_after_a_kill_as_if_nothing_had_happened(uninter
     directory = write(tmp_path, program(QUICK_START))
     begin_from(uninterrupted / "ckpt" / "step-8", directory / "ckpt")
     killed = {"DCP_DATASTATES_FAILPOINTS": "publish.rename.before@3=kill"}
-    run(python(13), directory, expect=-signal.SIGKILL, **killed)
+    train(directory, 13, expect=-signal.SIGKILL, **killed)
     assert ds.latest(directory / "ckpt") == directory / "ckpt" / "step-10"
-    ended = run(python(13), directory)
+    ended = train(directory, 13)
     assert re.search(r"going on from .*step-10\b", ended.stdout)
     assert_same_checkpoint(directory, uninterrupted)
 
@@ -107,7 +120,7 @@ def test_the_quick_start_goes_on_after_a_kill_as_if_nothing_had_happened(uninter
 def test_the_quick_start_under_torchrun_goes_on_as_if_it_had_not_ended(uninterrupted, tmp_path):
     long, resumed = (write(tmp_path / name, program(QUICK_START)) for name in ("long", "resumed"))
     begin_from(uninterrupted / "ckpt" / "step-8", long / "ckpt")  # by one process
-    run(torchrun(2, "train.py", 13), long)
+    train(long, 13, world=2)
     begin_from(long / "ckpt" / "step-10", resumed / "ckpt")
     ended = run(torchrun(2, "train.py", 13), resumed)
     assert {f"rank {rank}: going on from" in ended.stdout for rank in (0, 1)} == {True}
@@ -139,12 +152,12 @@ def test_one_process_takes_a_last_save_when_it_is_told_to_stop(tmp_path):
     assert 1 <= stopped < 99
     assert str(end) in log, "the log tells of the last save"
 
-    run(python(), directory)
+    train(directory)
     assert ds.latest(directory / "one") == end
     last = ds.load(end)
     assert last["step"] == 99
     assert last["optimizer"]["state"]["weight"]["step"] == 100, "the optimizer was not resumed"
-    run(python(), directory)  # there is nothing left to do
+    train(directory)  # there is nothing left to do
     assert ds.load(end)["step"] == 99
 
 
@@ -172,8 +185,8 @@ def test_fsdp2_goes_on_at_another_size(tmp_path):
     quick_start = program(QUICK_START)
     assert DDP_LINE in quick_start
     directory = write(tmp_path, quick_start.replace(DDP_LINE, program(FSDP2, RECIPES)))
-    run(torchrun(2, "train.py", 3), directory)
-    ended = run(torchrun(1, "train.py", 5), directory)
+    train(directory, 3, world=2)
+    ended = train(directory, 5, world=1)
     assert re.search(r"going on from .*step-2\b", ended.stdout)
     state = load_everything(directory / "ckpt" / "step-4")
     assert state["step"] == 4
@@ -220,8 +233,8 @@ def losses(ended: Ended) -> dict[int, set[str]]:
 
 def test_the_notebook_looks_into_a_checkpoint(uninterrupted):
     pytest.importorskip("safetensors")
-    (uninterrupted / "notebook.py").write_text(program(NOTEBOOK, RECIPES))
-    ended = run([sys.executable, "notebook.py"], uninterrupted)
+    ended = run_program(program(NOTEBOOK, RECIPES), uninterrupted)
+    ended.assert_clean()
     assert "step-12" in ended.stdout
     assert "tensor(" in ended.stdout
     assert "'model.0.weight'" in ended.stdout, "the names in rank 0's file"
@@ -252,7 +265,7 @@ def test_the_programs_that_are_run_above_are_printed():
 def test_all_other_programs_run(document, heading, tmp_path):
     if document == "docs/megatron.md":
         pytest.importorskip("megatron.core")
-    run(python(), write(tmp_path, program(heading, document)))
+    train(write(tmp_path, program(heading, document)))
 
 
 def test_the_first_page_is_short():
@@ -287,7 +300,7 @@ def test_commands_in_documents_exist():
     text = "".join((ROOT / document).read_text() for document in documents())
     commands = set(re.findall(r"\bdcp-datastates ([a-z]+)\b", text))
     assert commands >= {"inspect", "verify", "latest", "retain", "rm"}
-    known = run([sys.executable, "-m", "dcp_datastates", "--help"], ROOT).stdout
+    known = run_cli("--help").stdout
     assert not {command for command in commands if not re.search(rf"^ +{command}\b", known, re.M)}
 
 

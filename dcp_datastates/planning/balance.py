@@ -7,6 +7,8 @@ chunk).
 Chunks that are too small to be cut go whole to the rank with the fewest bytes; the large chunks then even out the
 loads. They are laid end to end, and this line is cut at the holders' quotas: n holders need n - 1 cuts, however many
 tensors there are.
+
+``tests/support/state/balance.py`` computes the same in plain loops.
 """
 
 from __future__ import annotations

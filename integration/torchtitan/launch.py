@@ -148,6 +148,8 @@ def _prepare() -> None:
 
     use_dense_attention()
     use_plain_staging()
+    gc.collect()
+    gc.freeze()  # else each rank's garbage collection copies all of this
 
 
 def main() -> int:

@@ -16,15 +16,14 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TWO_RANKS", "Ended", "ranks_of_torchrun", "run_script"]
+__all__ = ["TWO_RANKS", "Ended", "ranks_of_torchrun", "run_program", "run_script"]
 
 PREAMBLE = """
-import faulthandler, os, signal, sys, time, warnings
-faulthandler.enable()
-faulthandler.register(signal.SIGUSR1, all_threads=True)  # a watchdog thread would not survive fork
+import os, signal, sys, time, warnings
 warnings.filterwarnings("ignore")
 import torch
 import torch.distributed.checkpoint as dcp
@@ -55,7 +54,7 @@ def ranks_of_torchrun(world: int) -> str:
     The parent prints how they ended.
     """
     return f"""
-import socket
+import os, socket, sys
 
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -108,11 +107,13 @@ class Ended(subprocess.CompletedProcess[str]):
 
 
 _FORKING = """
-import json, os, sys
+import faulthandler, gc, json, os, signal, sys
 requests, replies = os.fdopen(int(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w")
 import torch
 import torch._dynamo  # the first optimizer of a process would import it
 import torch.distributed.checkpoint
+gc.collect()
+gc.freeze()  # a program that ends would go through all of it, and copy its memory, in a second
 for line in requests:
     request = json.loads(line)
     child = os.fork()
@@ -128,9 +129,11 @@ os.environ.clear()
 os.environ.update(request["environment"])
 for stream in (1, 2):
     os.dup2(os.open(request["streams"][stream - 1], os.O_WRONLY | os.O_APPEND), stream)
+faulthandler.enable()
+faulthandler.register(signal.SIGUSR1, all_threads=True)  # a watchdog thread would not survive fork
 sys.argv[1:] = request["arguments"]
 script = request["script"]
-del requests, replies, line, child, stream, request
+del requests, replies, line, child, stream, request, faulthandler, gc, json, os, signal, sys, torch
 exec(compile(script, "<script>", "exec"))
 """
 
@@ -176,13 +179,27 @@ _the_forking: dict[int, _Forking] = {}
 
 
 def run_script(body: str, path: Path, timeout: float = 40, preface: str = "") -> Ended:
-    """Run ``preface`` and ``body`` behind a few helpers; it is killed, stacks printed, after ``timeout`` seconds."""
+    """Run ``preface`` and ``body`` behind a few helpers, as :func:`run_program` does."""
     script = PREAMBLE + preface + textwrap.dedent(body)
+    return run_program(script, path.parent, [str(path)], timeout)
+
+
+def run_program(
+    script: str,
+    directory: Path,
+    arguments: Sequence[str] = (),
+    timeout: float = 40,
+    **environment: str,
+) -> Ended:
+    """Run ``script`` in ``directory``, with more of an environment; it is killed, stacks printed, after ``timeout``
+    seconds.
+    """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "",  # a line that is printed in pieces mixes with another rank's
+        **environment,
     }
     forking = _the_forking.get(os.getpid())
     if forking is None:
@@ -190,9 +207,9 @@ def run_script(body: str, path: Path, timeout: float = 40, preface: str = "") ->
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         child = forking.start(
             script=script,
-            arguments=[str(path)],
+            arguments=list(arguments),
             environment=environment,
-            directory=str(path.parent),
+            directory=str(directory),
             streams=[out.name, err.name],
         )
         code = forking.wait(timeout)

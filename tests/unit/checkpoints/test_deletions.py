@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
-import subprocess
-import sys
 import threading
 
 import pytest
+from support.jobs.scripts import run_program
 
 from dcp_datastates import StorageError
 from dcp_datastates.checkpoints.deletions import Deletions
@@ -135,8 +134,7 @@ old.request(delete)
 begun.wait()
 """
     path = tmp_path / "deleted"
-    command = [sys.executable, "-c", code, str(seconds), str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    ended = run_program(code, tmp_path, [str(seconds), str(path)], 600)
     assert ended.returncode == 0, ended.stderr
     assert path.exists() != hangs
     assert ("a deletion of old checkpoints has not" in ended.stderr) == hangs

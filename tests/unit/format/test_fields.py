@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.jobs.scripts import ranks_of_torchrun, run_program
 from support.state.checkpoints import assert_same, async_save, load, load_everything, raises, save
 from support.state.metadata import rewritten
 from support.state.written import CHECKPOINTS, empty_state, expected_state
@@ -25,31 +23,16 @@ from dcp_datastates.format.fields import unknown_fields
 HAS_STRIDES = "strides" in unknown_fields(TensorProperties)
 
 
-def _run(script: str, path: Path, *arguments: str, ranks: int = 1) -> list[str]:
-    """What a script prints, a line of each rank after another's, in interpreters of their own."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-        "PYTHONWARNINGS": "ignore",
-        "OMP_NUM_THREADS": "1",
-    }
-    code = textwrap.dedent(script)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(path), str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(ranks)
-    ]
-    said = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        said.append(out)
-    return said
+def _run(script: str, path: Path, *arguments: str, ranks: int = 0) -> str:
+    """What a script prints, in a process of its own; or in those of ranks. Each is given its rank."""
+    quiet = "import os, sys, warnings\nwarnings.filterwarnings('ignore')\n"
+    preface = ranks_of_torchrun(ranks) if ranks else ""
+    number = "sys.argv.insert(2, os.environ.get('RANK', '0'))\n"
+    script = quiet + preface + number + textwrap.dedent(script)
+    ended = run_program(script, path.parent, [str(path), *arguments], 120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("ended with 0\n") == ranks, ended.stderr
+    return ended.stdout
 
 
 # --- a torch that does not exist yet ------------------------------------------------------------------
@@ -188,7 +171,7 @@ OTHERS = ["ChunkStorageMetadata", "MetadataIndex", "TensorStorageMetadata", "Met
 def test_a_new_field_of_another_class_is_kept(kinds, tmp_path):
     """And one line says why saves are planned more slowly."""
     logged = "import logging; logging.basicConfig(stream=__import__('sys').stdout)\n"
-    (said,) = _run(logged + IN_FUTURE + OTHER_CLASSES, tmp_path, *kinds.split())
+    said = _run(logged + IN_FUTURE + OTHER_CLASSES, tmp_path, *kinds.split())
     (line,) = [line for line in said.splitlines() if "slower" in line]
     assert all(f"{kind}.note" in line for kind in kinds.split())
 
@@ -321,7 +304,7 @@ import dcp_datastates.format.fields
 
 
 def test_a_first_import_on_a_newer_torch_works_and_says_so_once(tmp_path):
-    (said,) = _run(FIRST_IMPORT, tmp_path)
+    said = _run(FIRST_IMPORT, tmp_path)
     (line,) = said.splitlines()
     assert line.startswith("WARNING:dcp_datastates:")
     assert "2.99.0" in line
@@ -434,7 +417,7 @@ assert torch.equal(target["w"], torch.arange(3.0))
 
 def test_a_new_field_whose_value_has_no_place_is_left_out_and_one_line_says_so(tmp_path):
     logged = "import logging; logging.basicConfig(stream=__import__('sys').stdout)\n"
-    (said,) = _run(logged + IN_FUTURE + LOST, tmp_path, "TensorProperties")
+    said = _run(logged + IN_FUTURE + LOST, tmp_path, "TensorProperties")
     (line,) = [line for line in said.splitlines() if "left out" in line]
     assert line.startswith("WARNING:dcp_datastates")
     assert "TensorProperties.said" in line

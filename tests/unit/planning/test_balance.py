@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.state.balance import divided, key_of
 from support.state.chunks import Box, boxes
 from support.state.plans import item, plan, replica, thing, with_hints
 from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
@@ -117,7 +118,7 @@ def test_without_replicas_it_is_what_stock_makes(plans, split, lowest):
 
 @st.composite
 def replicated(draw):
-    """Plans of a mesh: tensors are sharded over some ranks and replicated over others."""
+    """Plans of a mesh: tensors are sharded over some ranks and replicated over others, or whole on some."""
     count = draw(st.sampled_from([1, 2, 3, 4, 6, 8]))
     ranks = [[] for _ in range(count)]
     for number in range(draw(st.integers(0, 8))):
@@ -126,7 +127,7 @@ def replicated(draw):
         rows = draw(st.sampled_from([0, 1, 5, 64, 1000]))
         width = draw(st.sampled_from([1, 1000, 8192]))
         dtype = draw(st.sampled_from(DTYPES))
-        kind = draw(st.integers(0, 3))
+        kind = draw(st.integers(0, 4))
         holders = draw(st.sets(st.integers(0, count - 1), min_size=1))
         for rank in range(count):
             if kind == 0:
@@ -134,6 +135,9 @@ def replicated(draw):
             elif kind == 1:
                 if rank in holders:
                     ranks[rank].append(item(name, (rows, width), dtype=dtype))
+            elif kind == 4:
+                if rank in holders:
+                    ranks[rank].append(item(name, (rows, width), Box((0, 0), (rows, width)), dtype))
             else:
                 shard = rank % shards if kind == 2 else rank // (count // shards)
                 box = Box((rows * shard, 0), (rows, width))
@@ -167,6 +171,35 @@ def test_replicas_are_written_once(ranks, split, lowest):
         for number, (local, final) in enumerate(zip(plans, finals, strict=True)):
             for write_item in final.write_items(local):
                 assert not any(write_item in earlier.write_items() for earlier in plans[:number])
+
+
+@st.composite
+def uneven(draw):
+    """Plans of ranks that have much or little to write of their own, and some large replicas."""
+    count = draw(st.integers(2, 8))
+    own = [item(f"own{rank}", (draw(st.integers(1, 1 << 19)),)) for rank in range(count)]
+    common = []
+    for number in range(draw(st.integers(1, 3))):
+        width = draw(st.sampled_from([1 << 6, 1000, 1 << 12, 17_000, 1 << 17]))
+        rows = draw(st.integers(1 << 18, 1 << 20)) // width + 1
+        common.append(replica(f"t{number}", (rows, width)))
+    return [[each, *common] for each in own]
+
+
+@quick
+@given(replicated() | uneven())
+def test_each_rank_writes_what_the_reference_gives_it(ranks):
+    held = [[key_of(each) for each in items] for items in ranks]
+    found, slices = [], {key: [] for keys in held for key in keys}
+    for keys, final in zip(held, assign([plan(*items) for items in ranks])[0], strict=True):
+        columns = zip(final.items.tolist(), final.begins.tolist(), final.ends.tolist(), strict=True)
+        found.append({(keys[at], begin, end) for at, begin, end in columns})
+        for key, begin, end in found[-1]:
+            slices[key].append((begin, end))
+    assert found == divided(ranks)
+    for (_, _, sizes), parts in slices.items():
+        begins, ends = zip(*sorted(parts), strict=True)
+        assert (*begins, sizes[0] if sizes else 1) == (0, *ends), "every row is written, and once"
 
 
 @quick

@@ -109,8 +109,3 @@ def test_a_digest_that_the_coordinator_has_not_is_refused_by_name():
     with pytest.raises(DataStatesError, match="rank 0 offers a plan that the coordinator has not"):
         job.save(SAME)
     job.save(SAME)  # the failed planning told the ranks to send it again
-
-
-def test_a_share_that_the_rank_has_not_is_refused():
-    with pytest.raises(DataStatesError, match="a share that this rank has not"):
-        KnownPlan(PLANS[0]).take(Answer(b"", b"d" * 16, None))

@@ -1,0 +1,99 @@
+"""The bytes of .metadata, from DCP's metadata and the results of all ranks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.state.chunks import Box
+from support.state.plans import item, thing
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+
+from dcp_datastates import ConfigurationError
+from dcp_datastates.format.layout import lay_out
+from dcp_datastates.format.metadata import decode
+from dcp_datastates.saving.document import document, write_results
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.claims import Claim
+
+ATTEMPT, BEFORE = Attempt(1 << 60, 3), Attempt(1 << 60, 2)
+CLAIM = Claim(ATTEMPT, BEFORE, None, None)
+RANKS = [
+    [item("w", (4, 3), Box((0, 0), (2, 3))), thing("o"), item("v", (5,), dtype=torch.int8)],
+    [item("w", (4, 3), Box((2, 0), (2, 3)))],
+]
+SIZES = [[77], []]
+"""Of each rank's objects, in bytes."""
+
+
+def _laid_out(items, rank, sizes):
+    layouts = lay_out(items, rank)
+    return layouts, [layout.seal(sizes) for layout in layouts]
+
+
+def _results(plans):
+    laid_out = [_laid_out(plan.items, rank, SIZES[rank]) for rank, plan in enumerate(plans)]
+    results = [
+        write_results(plan.items, *each, ATTEMPT)
+        for plan, each in zip(plans, laid_out, strict=True)
+    ]
+    return results, laid_out
+
+
+def _document(metadata, results, metrics=None):
+    return document(StorageMeta(), CLAIM, metadata, results, metrics or {})
+
+
+def test_each_item_and_each_file_has_a_result_with_its_place():
+    plans, _ = create_default_global_save_plan([SavePlan(items) for items in RANKS])
+    results, ((layouts, (sealed,)), _) = _results(plans)
+    (layout,) = layouts
+    of_file, *of_items = results[0]
+    assert of_file.storage_data.relative_path == f"{ATTEMPT.name}/{layout.name}"
+    assert of_file.size_in_bytes == of_file.storage_data.nbytes == sealed.nbytes
+    places = {each.index.fqn: each.storage_data for each in of_items}
+    expected = {
+        RANKS[0][entry.item].index.fqn: (entry.offset, entry.nbytes) for entry in layout.tensors
+    }
+    expected["o"] = (sealed.object_offsets[0], 77)
+    assert {name: (info.offset, info.length) for name, info in places.items()} == expected
+    assert {info.relative_path for info in places.values()} == {of_file.storage_data.relative_path}
+
+
+def test_the_document_has_all_ranks_places_and_tells_of_the_attempt():
+    plans, metadata = create_default_global_save_plan([SavePlan(items) for items in RANKS])
+    results, laid_out = _results(plans)
+    began = time.time()
+    table = decode(_document(metadata, results, {"loss": 0.5}), Path("m"))
+    assert (table.note.attempt, table.note.after) == (ATTEMPT, BEFORE)
+    assert table.note.metrics == {"loss": 0.5}
+    assert began - 1 <= table.note.published_at <= time.time() + 1
+    assert {path: file.nbytes for path, file in table.note.files.items()} == {
+        f"{ATTEMPT.name}/{layout.name}": sealed.nbytes
+        for layouts, files in laid_out
+        for layout, sealed in zip(layouts, files, strict=True)
+    }
+    files, offsets, lengths = (column.tolist() for column in table.placement.rows())
+    found = {
+        (table.catalog.names[name], table.placement.paths[file], offset, length)
+        for name, file, offset, length in zip(
+            table.catalog.owners().tolist(), files, offsets, lengths, strict=True
+        )
+    }
+    assert found == {
+        (each.index.fqn, info.relative_path, info.offset, info.length)
+        for of_rank in results
+        for each in of_rank
+        if hasattr(info := each.storage_data, "offset")
+    }
+
+
+def test_what_could_not_be_read_back_is_refused():
+    plans, metadata = create_default_global_save_plan([SavePlan(items) for items in RANKS])
+    metadata.planner_data = {"w": object()}
+    with pytest.raises(ConfigurationError, match="could not be opened again"):
+        _document(metadata, _results(plans)[0])

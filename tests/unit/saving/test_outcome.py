@@ -1,0 +1,77 @@
+"""The line of the log that every save ends with: its level, and what it says."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dcp_datastates import CheckpointSkipped, StorageError
+from dcp_datastates.config import WriterConfig
+from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.saving.call import SaveCall, SaveOrigin
+from dcp_datastates.saving.outcome import log_outcome
+from dcp_datastates.stats import SaveStats
+
+PATH = Path("/ckpt/step-7")
+
+
+def _line(caplog, error=None, *, world=1, rank=0, origin=SaveOrigin.DCP_ASYNC, **stats):
+    group = SimpleNamespace(
+        is_coordinator=rank == 0, rank_set=SimpleNamespace(world=world, rank=rank)
+    )
+    call = SaveCall(group, WriterConfig(64 << 20), origin, PATH, 1, 1, began=time.monotonic() - 100)
+    with caplog.at_level(logging.DEBUG, "dcp_datastates"):
+        log_outcome(call, PATH, SaveStats(**stats), error)
+    (record,) = caplog.records
+    return record.levelno, record.getMessage()
+
+
+def test_a_commit_tells_ranks_time_size_rate_and_stall(caplog):
+    level, text = _line(
+        caplog,
+        world=4,
+        bytes_written=3 << 30,
+        total_seconds=2.0,
+        stage_seconds=0.001,
+        gate_seconds=0.0025,
+    )
+    assert level == logging.INFO
+    assert text.startswith("committed '/ckpt/step-7' of 4 ranks in 100.")
+    assert "this rank wrote 3072.0 MiB (1.61 GB/s), training waited 3.5 ms" in text
+
+
+def test_only_one_rank_tells_of_a_commit_unless_asked(caplog):
+    level, _ = _line(caplog, world=4, rank=1)
+    assert level == logging.DEBUG
+
+
+def test_a_synchronous_save_of_one_rank_that_wrote_nothing(caplog):
+    _, text = _line(caplog, origin=SaveOrigin.DCP)
+    assert text.endswith("s; this rank wrote 0.0 MiB (0.00 GB/s)")
+    assert "ranks" not in text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "level", "says"),
+    [
+        (CheckpointSkipped("all ranks skip this one"), logging.WARNING, "all ranks skip this one"),
+        (StorageError(5, "no answer", "f"), logging.ERROR, "no answer"),
+        (KeyboardInterrupt(), logging.ERROR, "KeyboardInterrupt"),
+    ],
+)
+def test_a_failure_names_path_cause_and_type_on_every_rank(error, level, says, rank, caplog):
+    found, text = _line(caplog, error, world=2, rank=rank)
+    assert found == level
+    assert text.startswith("the save to '/ckpt/step-7' failed: ")
+    assert says in text
+    assert text.endswith(f"({type(error).__name__}, 100.0 s after the call)")
+
+
+def test_a_failure_that_names_the_path_does_not_name_it_twice(caplog):
+    _, text = _line(caplog, SaveFailedError("the save to '/ckpt/step-7' failed: rank 1: why"))
+    assert text.count("the save to") == 1

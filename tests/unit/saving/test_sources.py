@@ -1,0 +1,96 @@
+"""What a planner resolves the items of its plan to: data as planned, or an error that names the item."""
+
+from __future__ import annotations
+
+import io
+import pickle
+
+import pytest
+import torch
+from support.state.checkpoints import CACHE
+from support.state.plans import item, thing
+
+from dcp_datastates.config import parse_size
+from dcp_datastates.errors import DataStatesError, UnsupportedStateError, UnsupportedTensorError
+from dcp_datastates.format.layout import lay_out
+from dcp_datastates.io import engine
+from dcp_datastates.process.progress import Progress
+from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
+
+
+class _Planning:
+    """Resolves each item to the data of its name; raises what is an error."""
+
+    def __init__(self, **data):
+        self._data = data
+
+    def resolve_data(self, write_item):
+        data = self._data[write_item.index.fqn]
+        if isinstance(data, Exception):
+            raise data
+        return data
+
+
+def _files(tmp_path, items, **data):
+    """What goes to the engine, and what must stay alive."""
+    native = engine.engine(parse_size(CACHE))
+    sources = Sources(native, _Planning(**data), None, [], Progress(60))
+    layouts = lay_out(items, 0)
+    files, sealed = files_to_write(
+        items, sources, layouts, [tmp_path / layout.name for layout in layouts]
+    )
+    return layouts, files, sealed, sources
+
+
+def test_what_is_written_is_laid_out_with_the_objects_lengths_and_kept_alive(tmp_path):
+    items = [item("w", (3, 2)), thing("o"), item("e", (0, 4))]
+    weight, empty = torch.ones(3, 2), torch.zeros(0, 4)
+    (layout,), files, (sealed,), sources = _files(
+        tmp_path, items, w=weight, o=io.BytesIO(b"x" * 77), e=empty
+    )
+    assert len(files) == 1
+    assert sealed == layout.seal([77])
+    held = [each.data_ptr() for each in sources.keep if isinstance(each, torch.Tensor)]
+    assert weight.data_ptr() in held
+
+
+@pytest.mark.parametrize(
+    "error", [pickle.PicklingError("no"), TypeError("no"), AttributeError("no")]
+)
+def test_an_object_that_does_not_pickle_is_named(error):
+    with pytest.raises(
+        UnsupportedStateError, match=f"'o' .* cannot be stored: {type(error).__name__}: no"
+    ):
+        resolve_object(_Planning(o=error), thing("o"))
+
+
+def test_another_error_of_the_planner_stays_as_it_is():
+    with pytest.raises(ZeroDivisionError):
+        resolve_object(_Planning(o=ZeroDivisionError()), thing("o"))
+
+
+@pytest.mark.parametrize(
+    ("planned", "data", "says"),
+    [
+        (thing("x"), torch.ones(2), "'x' to a Tensor; its plan says BYTE_IO"),
+        (item("x", (2,)), io.BytesIO(), "'x' to a BytesIO; its plan says tensor"),
+        (
+            item("x", (2,)),
+            torch.ones(2).half(),
+            r"torch.float16 \(2,\); its plan says torch.float32",
+        ),
+        (item("x", (2, 3)), torch.ones(3, 2), r"\(3, 2\); its plan says torch.float32 \(2, 3\)"),
+    ],
+)
+def test_data_that_are_not_as_planned_are_refused(planned, data, says, tmp_path):
+    with pytest.raises(DataStatesError, match=says):
+        _files(tmp_path, [planned], x=data)
+
+
+def test_a_tensor_without_memory_is_refused_by_name(tmp_path):
+    with pytest.raises(UnsupportedTensorError, match="'x'"):
+        _files(tmp_path, [item("x", (2,))], x=torch.ones(2, device="meta"))
+
+
+def test_an_empty_tensor_may_have_another_shape(tmp_path):
+    _files(tmp_path, [item("x", (0, 3))], x=torch.zeros(0))
