@@ -271,8 +271,8 @@ def _add_copy(commands: _Commands) -> None:
         "copy",
         help="copy a checkpoint between directories and object stores",
         description="Copy a checkpoint, byte for byte, between directories and object stores (s3://bucket/run/step-1). "
-        "Every byte is compared with its checksum; the copy appears when it is whole. The same command goes on after an "
-        "interrupt. Exit status: 0 copied, 1 the checkpoint is damaged, 2 no checkpoint or the system refused.",
+        "Every byte is compared with its checksum; the copy appears when it is whole. The same command goes on after "
+        "an interrupt. Exit status: 0 copied, 1 the checkpoint is damaged, 2 no checkpoint or the system refused.",
     )
     copy.add_argument("source", metavar="SOURCE", help="a checkpoint")
     copy.add_argument("target", metavar="TARGET", help="where the copy goes")

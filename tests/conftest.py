@@ -34,7 +34,7 @@ def shared_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def s3_root(tmp_path: Path) -> str:
     """The URL of an empty prefix in the bucket of this process's S3 server, which its stores use from now on."""
-    from support.scratch_store import BUCKET, endpoint, use
+    from support.stores.server import BUCKET, endpoint, use
 
     use(endpoint())
     return f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}"

@@ -59,7 +59,7 @@ class _File:
 class Examination:
     """One examination of a checkpoint's data files."""
 
-    def __init__(self, directory: Path, committed: Committed) -> None:
+    def __init__(self, directory: Location, committed: Committed) -> None:
         self._directory = directory
         self._contents = Contents.of_table(committed.table)
         self._consistency_check = ConsistencyCheck(committed.table, self._contents)

@@ -34,14 +34,14 @@ from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import prepare, stage_save, state_to_plan
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, ObjectPath
 
 __all__ = ["async_save", "save"]
 
 
 def async_save(
     state_dict: Mapping[str, Any],
-    path: str | os.PathLike[str] | None = None,
+    path: str | os.PathLike[str] | ObjectPath | None = None,
     *,
     writer: DataStatesWriter | None = None,
     planner: SavePlanner | None = None,
@@ -84,7 +84,7 @@ def async_save(
 
 def save(
     state_dict: Mapping[str, Any],
-    path: str | os.PathLike[str] | None = None,
+    path: str | os.PathLike[str] | ObjectPath | None = None,
     *,
     writer: DataStatesWriter | None = None,
     planner: SavePlanner | None = None,
@@ -112,7 +112,7 @@ def save(
 
 def _call(
     state_dict: Mapping[str, Any],
-    path: str | os.PathLike[str] | None,
+    path: str | os.PathLike[str] | ObjectPath | None,
     writer: DataStatesWriter | None,
     planner: SavePlanner | None,
     process_group: dist.ProcessGroup | None,
@@ -165,7 +165,7 @@ def _config(options: WriterOptions) -> WriterConfig:
 
 
 def _directory(
-    path: str | os.PathLike[str] | None,
+    path: str | os.PathLike[str] | ObjectPath | None,
     config: WriterConfig,
     rank_set: RankSet,
     storage_options: Mapping[str, Any] | None,

@@ -22,12 +22,13 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import nested, path_of
 from dcp_datastates.format.validate import check_covered
+from dcp_datastates.storage.object_path import ObjectPath
 
 __all__ = ["load", "load_with"]
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | ObjectPath,
     state: dict[str, Any] | None = None,
     only: str | Iterable[str] | None = None,
     *,
@@ -85,7 +86,7 @@ def load(
 
 def load_with(
     planner: FittingPlanner,
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | ObjectPath,
     state: dict[str, Any] | None,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -127,7 +128,7 @@ class _Reader(DataStatesReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | ObjectPath,
         planner: FittingPlanner,
         *,
         allow_objects: bool,

@@ -42,7 +42,7 @@ from dcp_datastates.io.committed import open_committed, replacement
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import StoredCheckpoint, restore
 from dcp_datastates.staging.step_gate import release_memory
-from dcp_datastates.storage.object_path import Location, check_opens, locate, resolved
+from dcp_datastates.storage.object_path import Location, ObjectPath, check_opens, locate, resolved
 
 __all__ = ["DataStatesReader", "explain_missing"]
 
@@ -86,7 +86,7 @@ class DataStatesReader(StorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | ObjectPath | None = None,
         *,
         allow_objects: bool = True,
         cast: bool = False,
@@ -274,7 +274,7 @@ class DataStatesReader(StorageReader):
         first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
         logger.log(logging.WARNING if first else logging.INFO, "%s", said)
 
-    def _located(self, path: str | os.PathLike[str]) -> Location:
+    def _located(self, path: str | os.PathLike[str] | ObjectPath) -> Location:
         location = locate(path, options=self._storage_options)
         check_opens(location)
         return location

@@ -46,7 +46,7 @@ from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import prepare, stage_save
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.object_path import Location, locate
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = ["DataStatesWriter"]
 
@@ -114,7 +114,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: str | os.PathLike[str] | ObjectPath | None = None,
         *,
         host_cache_size: int | str = "auto",
         read_window: str = "backward",
@@ -330,7 +330,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             raise ConfigurationError("this DataStatesWriter is closed; construct another one")
         end_here()
 
-    def path_of(self, path: str | os.PathLike[str] | None) -> Location:
+    def path_of(self, path: str | os.PathLike[str] | ObjectPath | None) -> Location:
         """The directory of a call with this ``path``. Raises :class:`ConfigurationError` if neither names one."""
         if path is not None:
             return self._checked(path)
@@ -377,7 +377,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             self._used = True
             commit_group(self.rank_set).count_unused(-1)
 
-    def _checked(self, path: str | os.PathLike[str], below: str | None = None) -> Location:
+    def _checked(
+        self, path: str | os.PathLike[str] | ObjectPath, below: str | None = None
+    ) -> Location:
         return writable(path, self._config, self._alone, below, self._storage_options)
 
     def __reduce__(self) -> Any:

@@ -22,7 +22,7 @@ __all__ = ["check_at_call", "check_path", "check_shared", "directories_to_sync",
 
 
 def writable(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | ObjectPath,
     config: WriterConfig,
     alone: bool,
     below: str | None = None,

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from support.jobs.groups import own_group
 from support.jobs.ranks import ranks, run_on_ranks
-from support.scratch_store import BUCKET, Bucket, endpoint, use
 from support.state.checkpoints import (
     CACHE,
     assert_same,
@@ -19,6 +18,7 @@ from support.state.checkpoints import (
     save,
     writer,
 )
+from support.stores.server import BUCKET, Bucket, endpoint, use
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.jobs.scripts import TWO_RANKS, run_script
-from support.scratch_proxy import Proxy
-from support.scratch_store import BUCKET, Bucket, endpoint, use
 from support.simulated.object_stores import MemoryStore, installed
 from support.state.checkpoints import CACHE, assert_same
 from support.state.states import filled
+from support.stores.proxy import Proxy
+from support.stores.server import BUCKET, Bucket, endpoint, use
 from support.tiers import sampled
 
 import dcp_datastates

@@ -1,0 +1,183 @@
+"""Every other store that fsspec knows, and any store with options in fsspec's words.
+
+fsspec promises less than the protocol asks for. Whether a creation succeeds once is tried before anything relies on it
+(:mod:`store_probe`). A process that dies while it writes may leave part of an object: only data files are written in
+parts, and no attempt is committed before they are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any, Final
+
+import fsspec
+from typing_extensions import Buffer
+
+from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.storage.object_store import (
+    Listing,
+    ObjectMissingError,
+    StoredObject,
+    Version,
+    without_secrets,
+)
+
+__all__ = ["FsspecStore"]
+
+
+class FsspecStore:
+    """An :class:`~dcp_datastates.storage.object_store.ObjectStore`."""
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
+        self.url: Final = url
+        scheme, _, self._bucket = url.partition("://")
+        try:
+            # Without caches: another process may have changed what they hold.
+            given = {"use_listings_cache": False, "skip_instance_cache": True, **(options or {})}
+            self._files: Any = fsspec.filesystem(scheme, **given)
+        except (ImportError, ValueError, TypeError) as error:
+            raise ConfigurationError(
+                f"{url} cannot be opened by fsspec: {without_secrets(str(error))}"
+            ) from None
+
+    def put(self, key: str, data: Buffer) -> None:
+        with self._explained("storing", key):
+            self._pipe(key, data, "overwrite")
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        with self._explained("storing", key):
+            try:
+                self._pipe(key, data, "create")
+            except FileExistsError:
+                return False
+        return True
+
+    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
+        if version is None:
+            return self.put_if_absent(key, data)
+        raise StorageError(
+            errno.EOPNOTSUPP, "fsspec cannot replace one version of an object", self._url(key)
+        )
+
+    def put_stream(
+        self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
+    ) -> None:
+        with self._explained("storing", key):
+            self._make_parent(key)
+            file = self._files.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
+            try:
+                for piece in pieces:
+                    file.write(piece)
+                file.close()
+                if hasattr(file, "commit"):
+                    file.commit()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    file.discard()
+                self.delete([key])
+                raise
+
+    def get(self, key: str) -> tuple[bytes, Version, float]:
+        with self._explained("reading", key):
+            data = bytes(self._files.cat_file(self._path(key)))
+            about = self._files.info(self._path(key))
+        return data, Version(about.get("ETag", about.get("etag")), None), _modified_at(about)
+
+    def get_range(self, key: str, begin: int, end: int) -> Buffer:
+        if end <= begin:
+            return b""
+        with self._explained("reading", key):
+            data = memoryview(self._files.cat_file(self._path(key), start=begin, end=end))
+        if len(data) > end - begin:
+            raise StorageError(
+                errno.EIO,
+                f"{len(data)} bytes came where {end - begin} were asked for: does the server know ranges?",
+                self._url(key),
+            )
+        return data
+
+    def size(self, key: str) -> int:
+        with self._explained("looking at", key):
+            return int(self._files.size(self._path(key)))
+
+    def list(self, prefix: str) -> Listing:
+        try:
+            with self._explained("listing", prefix):
+                found = self._files.ls(self._path(prefix), detail=True)
+        except ObjectMissingError:
+            return Listing((), ())
+        folders, objects = [], []
+        for about in found:
+            key = self._key(about["name"])
+            if key == prefix:
+                continue
+            if about["type"] == "directory":
+                folders.append(key.rpartition("/")[2])
+            else:
+                objects.append(_object(key, about))
+        return Listing(tuple(sorted(folders)), tuple(objects))
+
+    def walk(self, prefix: str) -> Iterator[StoredObject]:
+        with self._explained("listing", prefix):
+            found = self._files.find(self._path(prefix), detail=True)
+        for name, about in sorted(found.items()):
+            yield _object(self._key(name), about)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            with self._explained("deleting", key), contextlib.suppress(FileNotFoundError):
+                self._files.rm_file(self._path(key))
+
+    def _pipe(self, key: str, data: Buffer, mode: str) -> None:
+        self._make_parent(key)
+        self._files.pipe_file(self._path(key), bytes(data), mode=mode)
+
+    def _make_parent(self, key: str) -> None:
+        """Where the store has directories, as that in memory does; a store without them does nothing."""
+        with contextlib.suppress(OSError, NotImplementedError):
+            self._files.makedirs(self._path(key.rpartition("/")[0]), exist_ok=True)
+
+    def _path(self, key: str) -> str:
+        return f"{self._bucket}/{key}" if key else self._bucket
+
+    def _key(self, name: str) -> str:
+        return str(name).strip("/").removeprefix(self._bucket).strip("/")
+
+    def _url(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except FileNotFoundError:
+            raise ObjectMissingError(self._url(key)) from None
+        except NotImplementedError:
+            raise StorageError(
+                errno.EOPNOTSUPP, f"{doing} failed: fsspec cannot do that here", self._url(key)
+            ) from None
+        except (OSError, ValueError, RuntimeError) as error:
+            number = getattr(error, "errno", None) or errno.EIO
+            said = without_secrets(str(error))
+            # Without the cause: its text may have credentials.
+            raise StorageError(number, f"{doing} failed: {said}", self._url(key)) from None
+
+
+def _object(key: str, about: Mapping[str, Any]) -> StoredObject:
+    return StoredObject(key, int(about.get("size") or 0), _modified_at(about))
+
+
+def _modified_at(about: Mapping[str, Any]) -> float:
+    """By what the file systems of fsspec call it; 0 if they do not tell."""
+    for name in ("LastModified", "last_modified", "mtime", "updated", "created"):
+        value = about.get(name)
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, (int, float)):
+            return float(value)
+    return 0.0
