@@ -106,8 +106,10 @@ def is_committed(path: Location) -> bool:
 
 
 def may_be_committed(path: Location) -> bool:
-    """Like :func:`is_committed`, without a request to a store: there, any prefix may be a checkpoint."""
-    return isinstance(path, ObjectPath) or is_committed(path)
+    """Like :func:`is_committed`, without a request to a store: there, any prefix but an attempt's may be a checkpoint."""
+    if isinstance(path, ObjectPath):
+        return Attempt.parse(path.name) is None
+    return is_committed(path)
 
 
 def committed_among(paths: Iterable[Location]) -> list[Location]:

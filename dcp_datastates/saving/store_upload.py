@@ -19,12 +19,10 @@ from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import after_fork
 from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.object_store import MOST_PARTS, part_bytes
 from dcp_datastates.text import size as show_size
 
-__all__ = ["StoreUpload", "check_fits", "part_bytes"]
-
-MOST_PARTS: Final = 10_000
-"""Of one object, in S3 and GCS. (Azure takes 50,000.)"""
+__all__ = ["StoreUpload", "check_fits"]
 
 PARTS_IN_FLIGHT: Final = 16
 """Of all files that are sent at once."""
@@ -34,11 +32,6 @@ _ABORT_SECONDS: Final = 3.0
 
 _LAST_SECONDS: Final = 10.0
 """How long the end of the process waits for that."""
-
-
-def part_bytes(nbytes: int) -> int:
-    """Size of a part of an object of ``nbytes``: whole segments."""
-    return max(1, -(-nbytes // (MOST_PARTS * SEGMENT_BYTES))) * SEGMENT_BYTES
 
 
 def check_fits(job: WriteJob, engine: Engine) -> None:

@@ -17,6 +17,8 @@ from typing_extensions import Buffer
 from dcp_datastates.errors import StorageError
 
 __all__ = [
+    "MOST_PARTS",
+    "PART_BYTES",
     "Listing",
     "ObjectMissingError",
     "ObjectStore",

@@ -1,0 +1,301 @@
+"""Checkpoints in an object store: finding, describing, verifying, pinning and deleting them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.state.checkpoints import raises, save
+from support.state.states import filled
+
+import dcp_datastates
+from dcp_datastates import (
+    CheckpointNotFoundError,
+    ConfigurationError,
+    Keep,
+    StorageError,
+    delete,
+    inspect,
+    latest,
+    pin,
+    retain,
+    unpin,
+    verify,
+)
+from dcp_datastates.checkpoints.listing import checkpoints
+from dcp_datastates.storage import decisions, store_attempts
+from dcp_datastates.storage.object_path import locate
+
+
+def state(seed: int) -> dict[str, torch.Tensor]:
+    return {"w": filled((300_000,), torch.float32, seed)}
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def root(store, monkeypatch):
+    return str(installed(monkeypatch, store).parent)
+
+
+@pytest.fixture
+def three(root):
+    """A root with three checkpoints, of which the newest has the smallest name."""
+    for number, name in enumerate(("step-2", "step-3", "step-1")):
+        save(state(number), f"{root}/{name}")
+    return root
+
+
+def _keys(store: MemoryStore, url: str) -> list[str]:
+    key = locate(url).key
+    return [each for each in store.objects if each.startswith(f"{key}/")]
+
+
+def _data_keys(store: MemoryStore, url: str) -> list[str]:
+    return [each for each in _keys(store, url) if each.endswith(".safetensors")]
+
+
+# ---- finding -----------------------------------------------------------------------------------
+
+
+def test_latest_is_the_one_saved_last_whatever_its_name(three):
+    assert str(latest(three)) == f"{three}/step-1"
+    assert latest(f"{three}/nothing") is None
+
+
+def test_latest_of_many_takes_two_listings_and_a_few_reads(store, root):
+    save(state(0), f"{root}/step-0")
+    original = locate(f"{root}/step-0")
+    (attempt,) = store_attempts.present(original)
+    parent = original.parent.key
+    # As many checkpoints of earlier attempts: only names and sizes matter to the search.
+    for number in range(1, 1000):
+        older = attempt.name[:-3] + "000"
+        for key in list(store.objects):
+            if key.startswith(f"{original.key}/"):
+                copied = key.replace("/step-0/", f"/step-{number}/").replace(attempt.name, older)
+                store.objects[copied] = store.objects[key]
+        entry = f"{parent}/.attempts/{(1 << 64) - 2 - number:016x}-ffffffffffffffff.step-{number}"
+        store.objects[entry] = store.objects[next(k for k in store.objects if "/.attempts/" in k)]
+    store.counts.clear()
+    assert str(latest(root)) == f"{root}/step-0"
+    # Two of the root and its index, one of the checkpoint's prefix, one of its attempt's for the sizes.
+    assert store.counts["list"] + store.counts["walk"] <= 4
+    assert store.counts["get"] + store.counts["get_range"] + store.counts["size"] <= 5
+
+
+def test_a_checkpoint_that_another_tool_has_copied_without_an_entry_is_found(store, three):
+    for key in [key for key in store.objects if "/.attempts/" in key]:
+        del store.objects[key]
+    assert str(latest(three)) == f"{three}/step-1"
+
+
+def test_an_attempt_that_was_not_committed_does_not_hide_an_older_one(store, three):
+    newest = locate(f"{three}/step-1")
+    (attempt,) = store_attempts.present(newest)
+    del store.objects[decisions.decision_path(newest, attempt).key]
+    assert str(latest(three)) == f"{three}/step-3"
+
+
+def test_one_with_a_missing_or_cut_object_is_left_out(store, three, caplog):
+    (key,) = _data_keys(store, f"{three}/step-1")
+    del store.objects[key]
+    assert str(latest(three)) == f"{three}/step-3"
+    assert "missing" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["list", "get"])
+def test_a_store_that_fails_is_an_error_and_never_none(store, three, kind):
+    def fate(request: Request) -> Fate:
+        return Fate.REFUSED if request.kind == kind else Fate.DONE
+
+    store.on_request = fate
+    if kind == "list":
+        with pytest.raises(StorageError):
+            latest(three)
+    else:  # each checkpoint is there, and none can be read: said, not skipped in silence
+        assert latest(three) is None
+
+
+def test_a_checkpoint_is_no_directory_of_checkpoints(three):
+    with raises(ConfigurationError, "is itself a checkpoint", three):
+        latest(f"{three}/step-1")
+    with raises(ConfigurationError, "is itself a checkpoint", three):
+        retain(f"{three}/step-1", keep=1)
+
+
+# ---- describing and verifying ------------------------------------------------------------------
+
+
+def test_a_root_and_a_checkpoint_are_described(three):
+    listed = inspect(three)
+    assert [each.name for each in listed.checkpoints] == ["step-1", "step-3", "step-2"]
+    assert listed.latest == "step-1"
+    described = inspect(f"{three}/step-3")
+    assert described.committed
+    assert [each.name for each in described.tensors] == ["w"]
+    assert f"{three}/step-3" in str(described)
+
+
+def test_verify_reads_every_byte(store, three):
+    assert verify(f"{three}/step-3").whole
+    (key,) = _data_keys(store, f"{three}/step-3")
+    found = store.objects[key]
+    flipped = bytearray(found.data)
+    flipped[len(flipped) // 2] ^= 1
+    store.objects[key] = type(found)(bytes(flipped), found.number)
+    (damage,) = verify(f"{three}/step-3").damages
+    assert damage.tensors == ("w",)
+
+
+# ---- pinning and deleting ------------------------------------------------------------------------
+
+
+def test_a_deleted_checkpoint_leaves_no_object(store, three):
+    delete(f"{three}/step-3")
+    assert not _keys(store, f"{three}/step-3")
+    assert not [key for key in store.objects if key.endswith(".step-3")]
+    with pytest.raises(CheckpointNotFoundError):
+        verify(f"{three}/step-3")
+    assert [path.name for path in checkpoints(locate(three))] == ["step-1", "step-2"]
+
+
+def test_a_pin_keeps_a_checkpoint(store, three):
+    pin(f"{three}/step-2", "eval")
+    with raises(StorageError, "eval", "unpin"):
+        delete(f"{three}/step-2")
+    assert [path.name for path in retain(three, keep=1)] == ["step-3"]
+    assert inspect(f"{three}/step-2").pins == ("eval",)
+    unpin(f"{three}/step-2", "eval")
+    assert [path.name for path in retain(three, keep=Keep(last=1))] == ["step-2"]
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_a_deletion_that_is_cut_off_leaves_a_whole_checkpoint_or_none(store, three, at):
+    changes = 0
+
+    class CutOff(BaseException):
+        pass
+
+    def fate(request: Request) -> Fate:
+        nonlocal changes
+        if request.changes:
+            if changes == at:
+                raise CutOff
+            changes += 1
+        return Fate.DONE
+
+    store.on_request = fate
+    try:
+        delete(f"{three}/step-3")
+    except CutOff:
+        pass
+    else:
+        assert changes <= at, "the deletion was over before"
+    store.on_request = lambda request: Fate.DONE
+    try:
+        found = verify(f"{three}/step-3")
+    except CheckpointNotFoundError:
+        found = None
+    assert found is None or found.whole
+    # A later call goes on.
+    if found is not None:
+        delete(f"{three}/step-3")
+    else:
+        retain(three, keep=1)
+    assert not _keys(store, f"{three}/step-3")
+    assert str(latest(three)) == f"{three}/step-1"
+
+
+def test_a_pin_and_a_deletion_at_once_do_not_both_succeed(store, three):
+    """At each request of the deletion, a pin comes in between."""
+    path = f"{three}/step-3"
+    for at in range(20):
+        calls, pinned = 0, False
+
+        def fate(request: Request, at: int = at) -> Fate:
+            nonlocal calls, pinned
+            calls += 1
+            if calls == at + 1:
+                store.on_request = lambda request: Fate.DONE
+                try:
+                    pin(path)
+                    pinned = True
+                except (CheckpointNotFoundError, StorageError):
+                    pass
+            return Fate.DONE
+
+        store.on_request = fate
+        try:
+            delete(path)
+            deleted = True
+        except StorageError:
+            deleted = False
+        store.on_request = lambda request: Fate.DONE
+        assert not (pinned and deleted), f"both at request {at}"
+        if deleted:
+            save(state(7), path)
+        else:
+            unpin(path)
+
+
+def test_retain_removes_what_a_killed_save_has_left(store, three):
+    folder = locate(f"{three}/step-9")
+    older = decisions.decision_path(folder, store_attempts.present(locate(f"{three}/step-2"))[0])
+    key = older.key.replace("decision", "r00000-0.safetensors")
+    store.objects[key] = store.objects[_data_keys(store, f"{three}/step-2")[0]]
+    retain(three, keep=1)
+    assert key not in store.objects
+
+
+# ---- copying -------------------------------------------------------------------------------------
+
+
+def test_a_copy_goes_down_and_up_again_and_is_the_same(store, three, tmp_path):
+    source = f"{three}/step-3"
+    local = dcp_datastates.copy(source, tmp_path / "copy")
+    assert verify(local).whole
+    up = dcp_datastates.copy(local, f"{three}/other/step-3")
+    assert verify(up).whole
+    assert latest(str(up.parent)) == up
+    original = {key.rpartition("/")[2]: store.data(key) for key in _data_keys(store, source)}
+    copied = {key.rpartition("/")[2]: store.data(key) for key in _data_keys(store, str(up))}
+    assert copied == original
+    assert dcp_datastates.copy(source, local) == local, "it is there already"
+
+
+def test_damage_is_not_copied(store, three, tmp_path):
+    (key,) = _data_keys(store, f"{three}/step-3")
+    found = store.objects[key]
+    store.objects[key] = type(found)(found.data[:100] + b"?" + found.data[101:], found.number)
+    with pytest.raises(dcp_datastates.CheckpointCorruptError):
+        dcp_datastates.copy(f"{three}/step-3", tmp_path / "copy")
+    with pytest.raises(CheckpointNotFoundError):
+        verify(tmp_path / "copy")
+
+
+def test_a_copy_that_was_cut_off_goes_on(store, three, tmp_path):
+    target = f"{three}/copy/step-3"
+    refuse = True
+
+    def fate(request: Request) -> Fate:
+        return Fate.REFUSED if refuse and request.kind == "put_if_absent" else Fate.DONE
+
+    store.on_request = fate
+    with pytest.raises(StorageError):
+        dcp_datastates.copy(f"{three}/step-3", target)
+    with pytest.raises(CheckpointNotFoundError):
+        verify(target)
+    refuse = False
+    store.counts.clear()
+    dcp_datastates.copy(f"{three}/step-3", target)
+    assert verify(target).whole
+
+
+def test_another_checkpoint_at_the_target_stays(three, tmp_path):
+    with raises(dcp_datastates.CheckpointExistsError, "step-2"):
+        dcp_datastates.copy(f"{three}/step-3", f"{three}/step-2")
+    assert verify(f"{three}/step-2").whole
