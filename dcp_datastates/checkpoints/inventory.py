@@ -106,7 +106,7 @@ def is_committed(path: Location) -> bool:
 
 
 def may_be_committed(path: Location) -> bool:
-    """Like :func:`is_committed`, without a request to a store: there, any prefix but an attempt's may be a checkpoint."""
+    """:func:`is_committed`, without a request to a store: there, any prefix but an attempt's may be a checkpoint."""
     if isinstance(path, ObjectPath):
         return Attempt.parse(path.name) is None
     return is_committed(path)
