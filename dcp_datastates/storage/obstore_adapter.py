@@ -67,6 +67,8 @@ class ObstoreStore:
             },
         }
         options: dict[str, Any] = {"client_options": client, "retry_config": retry}
+        if (provider := _aws_credentials(url)) is not None:
+            options["credential_provider"] = provider
         try:
             self._store: Any = from_url(url, **options)
         except (exceptions.BaseError, ValueError) as error:
@@ -168,6 +170,35 @@ class ObstoreStore:
             raise StorageError(
                 number, f"{doing} failed: {without_secrets(str(error))}", url
             ) from None
+
+
+_AWS_SOURCES: Final = (
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+)
+"""Variables of the environment by which obstore itself finds credentials."""
+
+
+def _aws_credentials(url: str) -> Any:
+    """boto3's search for credentials (profiles, single sign-on, the machine's role), where the environment has none and
+    boto3 is installed: obstore would ask the machine for minutes. None: obstore's own search.
+    """
+    if not url.startswith("s3") or any(name in os.environ for name in _AWS_SOURCES):
+        return None
+    try:
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return None
+    try:
+        return Boto3CredentialProvider()
+    except Exception as error:
+        raise ConfigurationError(
+            f"{url} needs credentials, and none were found ({type(error).__name__}): set AWS_ACCESS_KEY_ID and "
+            f"AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role; AWS_SKIP_SIGNATURE=true is for public buckets"
+        ) from None
 
 
 def bytes_like(data: Buffer) -> Buffer:

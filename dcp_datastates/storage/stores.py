@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError, StorageError
-from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.storage.object_store import ObjectStore
 
 __all__ = ["store_of"]
@@ -16,8 +15,8 @@ _OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abf
 
 _lock = ProcessLock()  # guards what follows
 _opened: dict[tuple[str, str], ObjectStore] = {}
-_process: int | None = None
-"""That opened the first store."""
+_lost = False
+"""Whether this process was forked from one that had opened a store."""
 
 
 def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
@@ -27,25 +26,30 @@ def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore
     Raises :class:`ConfigurationError` if the library is not installed or refuses the options; :class:`StorageError` in
     a process that was forked from one that had opened a store, as the libraries' threads do not live on in it.
     """
-    global _process
     by_options = repr(sorted(options.items())) if options else ""
     with _lock:
-        if (store := _opened.get((root, by_options))) is not None and _process == os.getpid():
-            return store
-        if _process is not None and _process != os.getpid():
+        if _lost:
             raise StorageError(
                 None,
                 "this process was forked from one that had used an object store: use start method 'spawn' or "
                 "'forkserver' for processes that read or write checkpoints there",
                 root,
             )
-        _process = os.getpid()
-        store = _opened[root, by_options] = _open(root, options)
+        if (store := _opened.get((root, by_options))) is None:
+            store = _opened[root, by_options] = _open(root, options)
         return store
+
+
+@after_fork
+def _forget_in_child() -> None:
+    global _lost
+    _lost = _lost or bool(_opened)
+    _opened.clear()
 
 
 def _open(root: str, options: Mapping[str, Any] | None) -> ObjectStore:
     scheme = root.partition("://")[0]
+    # Imported here: the libraries are in the extra "cloud".
     if scheme in _OBSTORE_SCHEMES and not options:
         try:
             from dcp_datastates.storage.obstore_adapter import ObstoreStore

@@ -154,7 +154,7 @@ def test_trouble_is_status_2_one_line_and_no_traceback(checkpoint, tmp_path):
     for arguments, word in [
         (("verify", tmp_path / "nowhere"), "does not exist"),
         (("verify", stock), "stock"),
-        (("verify", "s3://bucket/step-1"), "URL"),
+        (("verify", "s3:///step-1"), "bucket"),
         (("verify", checkpoint, "--threads", "0"), "threads"),
         (("verify",), "PATH"),
         ((), "COMMAND"),

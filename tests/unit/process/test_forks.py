@@ -42,7 +42,7 @@ VALID_IN_A_CHILD = {
     "dcp_datastates.format.metadata_check": "caches of constants",
     "dcp_datastates.format.dcp_stub": "caches of constants",
     "dcp_datastates.storage.operations": "numbers of a trace",
-    "dcp_datastates.saving.write": "a line that was logged",
+    "dcp_datastates.saving.output": "a line that was logged",
     "dcp_datastates.checkpoints.listing": "lines that were logged",
 }
 """Modules whose state a child may go on with, and why."""
