@@ -21,7 +21,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 
 ATTEMPT, BEFORE = Attempt(1 << 60, 3), Attempt(1 << 60, 2)
-CLAIM = Claim(ATTEMPT, BEFORE, None, None)
+CLAIM = Claim(ATTEMPT, BEFORE)
 RANKS = [
     [item("w", (4, 3), Box((0, 0), (2, 3))), thing("o"), item("v", (5,), dtype=torch.int8)],
     [item("w", (4, 3), Box((2, 0), (2, 3)))],
