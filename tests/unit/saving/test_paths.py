@@ -29,8 +29,8 @@ def test_a_process_alone_is_told_at_once_and_ranks_are_told_together_later(tmp_p
 
 def test_what_is_no_path_is_refused_whoever_asks():
     for alone in (True, False):
-        with pytest.raises(ConfigurationError, match="is a URL"):
-            writable("s3://bucket/c", CONFIG, alone)
+        with pytest.raises(ConfigurationError, match="names no bucket"):
+            writable("s3:///c", CONFIG, alone)
 
 
 def test_a_folder_that_the_coordinator_has_made_is_shared(tmp_path):
