@@ -102,10 +102,10 @@ SaveJob::SaveJob(const std::vector<SaveFile>& files, std::vector<std::string> sy
         files_.push_back(std::make_unique<File>(file, ops_));
         for (const Region& region : file.content->regions()) {
             unread_[region.group] += region.nbytes();
+            unqueued_[region.group] += region.nbytes();
         }
         unread_total_ += file.content->nbytes();
     }
-    unqueued_ = unread_;
     if (unread_total_ == 0) read_at_ = submitted_;
 }
 

@@ -22,8 +22,9 @@ std::unique_ptr<PyItem> next_of(const PyItems<Item>& self) {
     Result<std::shared_ptr<Item>> item = std::shared_ptr<Item>();
     wait_in_slices(std::numeric_limits<double>::infinity(), [&](auto deadline) {
         auto found = (*next)(deadline);
-        if (found) item = *std::move(found);
-        return found.has_value();
+        const bool is_over = found.has_value();
+        if (is_over) item = *std::move(found);
+        return is_over;
     });
     auto taken = value_or_raise(std::move(item));
     if (!taken) throw py::stop_iteration();
