@@ -64,7 +64,8 @@ def copy(
         threads: How many files are copied at a time; None for one per core, at most 8.
         progress: Called in the calling thread, about ten times per second and once at the end, with the bytes done and
             the total bytes.
-        source_options, target_options: fsspec's options for a URL.
+        source_options: fsspec's options, if ``source`` is a URL.
+        target_options: The same of ``target``.
 
     Raises:
         CheckpointNotFoundError: no checkpoint is at ``source``.
