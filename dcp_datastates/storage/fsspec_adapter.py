@@ -1,8 +1,8 @@
 """Every other store that fsspec knows, and any store with options in fsspec's words.
 
 fsspec promises less than the protocol asks for. Whether a creation succeeds once is tried before anything relies on it
-(:mod:`store_probe`). A process that dies while it writes may leave part of an object: only data files are written in
-parts, and no attempt is committed before they are whole.
+(:mod:`store_probe`). Some file systems show an object while it is written, and a process that dies then leaves part of
+it: only data files are written in parts, and no attempt is committed before they are whole.
 """
 
 from __future__ import annotations
@@ -33,15 +33,18 @@ class FsspecStore:
 
     def __init__(self, url: str, options: Mapping[str, Any] | None) -> None:
         self.url: Final = url
-        scheme, _, self._bucket = url.partition("://")
+        scheme = url.partition("://")[0]
         try:
-            # Without caches: another process may have changed what they hold.
-            given = {"use_listings_cache": False, "skip_instance_cache": True, **(options or {})}
-            self._files: Any = fsspec.filesystem(scheme, **given)
-        except (ImportError, ValueError, TypeError) as error:
+            kind: Any = fsspec.get_filesystem_class(scheme)
+            given = {**kind._get_kwargs_from_urls(url), **(options or {})}  # the host, for example
+            self._files: Any = kind(skip_instance_cache=True, **given)
+        except Exception as error:  # libraries have errors of their own
             raise ConfigurationError(
                 f"{url} cannot be opened by fsspec: {without_secrets(str(error))}"
             ) from None
+        # Another process may change what a cache holds. (As an option, some would pass it on to their library.)
+        self._files.dircache.use_listings_cache = False
+        self._root = str(self._files._strip_protocol(url)).strip("/")
 
     def put(self, key: str, data: Buffer) -> None:
         with self._explained("storing", key):
@@ -66,19 +69,33 @@ class FsspecStore:
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
         with self._explained("storing", key):
-            self._make_parent(key)
-            file = self._files.open(self._path(key), "wb", block_size=part_bytes, autocommit=False)
-            try:
-                for piece in pieces:
+            file = self._in_directory(
+                key,
+                lambda: self._files.open(
+                    self._path(key), "wb", block_size=part_bytes, autocommit=False
+                ),
+            )
+        try:
+            for piece in pieces:  # its errors are the caller's own
+                with self._explained("storing", key):
                     file.write(piece)
+            with self._explained("storing", key):
                 file.close()
                 if hasattr(file, "commit"):
                     file.commit()
-            except BaseException:
-                with contextlib.suppress(Exception):
-                    file.discard()
-                self.delete([key])
-                raise
+        except BaseException:
+            self._give_up(file, key)
+            raise
+
+    def _give_up(self, file: Any, key: str) -> None:
+        """Remove what an upload has stored."""
+        # Many file systems publish what they have when a file is closed, and a file that is dropped closes itself.
+        with contextlib.suppress(AttributeError):
+            file.closed = True
+        with contextlib.suppress(Exception):
+            file.discard()
+        with contextlib.suppress(StorageError):  # the upload's own error counts
+            self.delete([key])
 
     def get(self, key: str) -> tuple[bytes, Version, float]:
         with self._explained("reading", key):
@@ -101,7 +118,10 @@ class FsspecStore:
 
     def size(self, key: str) -> int:
         with self._explained("looking at", key):
-            return int(self._files.size(self._path(key)))
+            about = self._files.info(self._path(key))
+        if about["type"] == "directory":
+            raise ObjectMissingError(self._url(key))
+        return int(about["size"])
 
     def list(self, prefix: str) -> Listing:
         try:
@@ -121,30 +141,40 @@ class FsspecStore:
         return Listing(tuple(sorted(folders)), tuple(objects))
 
     def walk(self, prefix: str) -> Iterator[StoredObject]:
-        with self._explained("listing", prefix):
-            found = self._files.find(self._path(prefix), detail=True)
+        try:
+            with self._explained("listing", prefix):
+                found = self._files.find(self._path(prefix), detail=True)
+        except ObjectMissingError:
+            return
         for name, about in sorted(found.items()):
-            yield _object(self._key(name), about)
+            if (key := self._key(name)) != prefix:  # which find() shows if it is an object itself
+                yield _object(key, about)
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            with self._explained("deleting", key), contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(ObjectMissingError), self._explained("deleting", key):
                 self._files.rm_file(self._path(key))
 
     def _pipe(self, key: str, data: Buffer, mode: str) -> None:
-        self._make_parent(key)
-        self._files.pipe_file(self._path(key), bytes(data), mode=mode)
+        content = bytes(data)
+        self._in_directory(key, lambda: self._files.pipe_file(self._path(key), content, mode=mode))
 
-    def _make_parent(self, key: str) -> None:
-        """Where the store has directories, as that in memory does; a store without them does nothing."""
-        with contextlib.suppress(OSError, NotImplementedError):
+    def _in_directory(self, key: str, store: Any) -> Any:
+        """``store()``; once more with the key's directory, if the file system has such and it was missing."""
+        try:
+            return store()
+        except FileNotFoundError:
+            # Below a bucket that is missing, some would make the bucket.
+            if not self._files.exists(self._path("")):
+                raise
             self._files.makedirs(self._path(key.rpartition("/")[0]), exist_ok=True)
+            return store()
 
     def _path(self, key: str) -> str:
-        return f"{self._bucket}/{key}" if key else self._bucket
+        return str(self._files._strip_protocol(f"{self.url}/{key}"))
 
     def _key(self, name: str) -> str:
-        return str(name).strip("/").removeprefix(self._bucket).strip("/")
+        return str(name).strip("/").removeprefix(self._root).strip("/")
 
     def _url(self, key: str) -> str:
         return f"{self.url}/{key}"
@@ -161,9 +191,9 @@ class FsspecStore:
             raise StorageError(
                 errno.EOPNOTSUPP, f"{doing} failed: fsspec cannot do that here", self._url(key)
             ) from None
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # libraries have errors of their own
             number = getattr(error, "errno", None) or errno.EIO
-            said = without_secrets(str(error))
+            said = without_secrets(str(error)) or type(error).__name__
             # Without the cause: its text may have credentials.
             raise StorageError(number, f"{doing} failed: {said}", self._url(key)) from None
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import functools
 import os
-import socket
-import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import boto3
+
+from support.stores.programs import serve
 
 __all__ = ["BUCKET", "Bucket", "client", "endpoint", "use"]
 
@@ -24,18 +21,10 @@ BUCKET = "test-bucket"
 @functools.cache
 def endpoint() -> str:
     """The URL of the server, which is started at the first call, and has the bucket :data:`BUCKET`."""
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    atexit.register(server.kill)
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(600):
-        with contextlib.suppress(OSError):
-            urllib.request.urlopen(f"{url}/moto-api/").close()
-            break
-        time.sleep(0.1)
+    url = serve(
+        lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        "/moto-api/",
+    )
     urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT")).close()
     return url
 

@@ -1,0 +1,183 @@
+"""What every store promises, asked of each kind: in memory by fsspec; moto, rclone and azurite by obstore."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.stores.kinds import KINDS, new_store
+from support.tiers import tries
+
+from dcp_datastates.storage.object_store import ObjectMissingError, part_bytes
+
+PART = 5 << 20  # the smallest that S3 takes
+
+
+@pytest.fixture(params=KINDS)
+def store(request):
+    return new_store(request.param)
+
+
+def stream(store, key, pieces, part=PART):
+    store.put_stream(key, iter(pieces), part_bytes=part, parts_in_flight=2)
+
+
+def keys(store, prefix=""):
+    return sorted(each.key for each in store.walk(prefix))
+
+
+def test_an_object_is_read_as_it_was_put(store):
+    store.put("run/a", b"one")
+    store.put("run/a", memoryview(b"other"))
+    data, _, modified_at = store.get("run/a")
+    assert data == b"other"
+    assert modified_at > 1e9
+    assert store.size("run/a") == 5
+    store.put("run/empty", b"")
+    assert store.get("run/empty")[0] == b""
+    assert store.size("run/empty") == 0
+
+
+@pytest.mark.parametrize("read", ["get", "size", "range"])
+def test_a_missing_object_is_an_error_of_its_own(store, read):
+    store.put("run/below/a", b"")
+    calls = {"get": store.get, "size": store.size, "range": lambda key: store.get_range(key, 0, 3)}
+    for key in ("run/missing", "run/below"):
+        with pytest.raises(ObjectMissingError, match=key) as raised:
+            calls[read](key)
+        assert raised.value.filename == f"{store.url}/{key}"
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 3), (2, 7), (7, 10), (7, 30), (4, 4), (5, 2)])
+def test_a_range_is_cut_at_the_end_of_the_object(store, begin, end):
+    store.put("a", b"0123456789")
+    assert bytes(store.get_range("a", begin, end)) == b"0123456789"[begin:end]
+
+
+def test_listings_show_one_level_and_walks_all(store):
+    for key in ("run/1/a", "run/1/b/c", "run/2/a", "run/x", "running/a", "z"):
+        store.put(key, key.encode())
+    listing = store.list("run")
+    assert listing.folders == ("1", "2")
+    assert [(each.key, each.nbytes) for each in listing.objects] == [("run/x", 5)]
+    assert store.list("").folders == ("run", "running")
+    assert keys(store, "run") == ["run/1/a", "run/1/b/c", "run/2/a", "run/x"]
+    assert keys(store, "run/1/b/c") == []
+    assert store.list("nothing").folders == store.list("nothing").objects == ()
+    assert keys(store, "nothing") == []
+
+
+@pytest.mark.parametrize("count", tries(1100, 2500))
+def test_listings_have_many_pages(store, count):
+    made = [f"many/{number:05}" for number in range(count)]
+    for key in made:
+        store.put(key, b"")
+    assert [each.key for each in store.list("many").objects] == made
+    assert keys(store, "many") == made
+    store.delete(made)
+    assert keys(store, "many") == []
+
+
+def test_what_is_deleted_is_gone_and_may_be_missing(store):
+    store.put("a", b"")
+    store.put("b/c", b"")
+    store.delete(["a", "missing", "b/c"])
+    store.delete([])
+    assert keys(store) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a b",
+        "a+b",
+        "a=b,c",
+        "ä€😀",
+        "step=100",
+        "a:b",
+        "a&b",
+        "(a)",
+        "a@b",
+        "a;b",
+        "a'b",
+        ".metadata",
+    ],
+)
+def test_a_key_is_listed_as_it_was_put(store, name):
+    store.put(f"{name}/{name}", b"here")
+    assert store.get(f"{name}/{name}")[0] == b"here"
+    assert store.list("").folders == (name,)
+    assert [each.key for each in store.list(name).objects] == [f"{name}/{name}"]
+    store.delete([f"{name}/{name}"])
+    assert keys(store) == []
+
+
+def test_an_object_is_created_once(store, request):
+    if "rclone" in request.node.name:
+        pytest.skip("rclone ignores the condition; storage/store_probe.py finds that out")
+    assert store.put_if_absent("a", b"first")
+    assert not store.put_if_absent("a", b"second")
+    assert store.get("a")[0] == b"first"
+
+
+def test_an_object_is_replaced_only_as_it_was_seen(store, request):
+    if not {"moto", "azurite"} & set(request.node.callspec.params.values()):
+        pytest.skip("the store has no such condition")
+    assert store.put_if_unchanged("a", b"1", None)
+    assert not store.put_if_unchanged("a", b"2", None)
+    _, seen, _ = store.get("a")
+    assert store.put_if_unchanged("a", b"3", seen)
+    assert not store.put_if_unchanged("a", b"4", seen)
+    assert store.get("a")[0] == b"3"
+    store.delete(["a"])
+    assert not store.put_if_unchanged("a", b"5", seen)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 4095, PART - 1, PART, PART + 1]), max_size=5),
+    cut=st.sampled_from([1, 2]),
+)
+@settings(
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_pieces_of_any_size_become_one_object(store, sizes, cut):
+    pieces = [bytes([65 + index]) * size for index, size in enumerate(sizes)]
+    stream(store, "a", [memoryview(piece) for piece in pieces], PART * cut)
+    assert store.get("a")[0] == b"".join(pieces)
+
+
+@pytest.mark.parametrize("before", [0, 1, PART, 3 * PART])
+def test_pieces_that_fail_leave_no_object(store, before):
+    class Failed(Exception):
+        pass
+
+    def pieces():
+        yield b"a" * before
+        raise Failed
+
+    with pytest.raises(Failed):
+        stream(store, "a", pieces())
+    assert keys(store) == []
+
+
+def test_streams_of_several_threads_do_not_mix(store):
+    def put(name):
+        stream(store, name, [name.encode() * PART, name.encode()])
+
+    threads = [threading.Thread(target=put, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name in "abc":
+        assert store.get(name)[0] == name.encode() * (PART + 1)
+
+
+@given(st.integers(0, 5 << 40))
+def test_parts_are_whole_segments_and_few_enough(nbytes):
+    part = part_bytes(nbytes)
+    assert part % (8 << 20) == 0
+    assert part >= 8 << 20
+    assert part * 10_000 >= nbytes
