@@ -69,11 +69,9 @@ class FsspecStore:
         self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
     ) -> None:
         with self._explained("storing", key):
+            # Without autocommit=False: it keeps each file for good, in the list of an unused transaction.
             file = self._in_directory(
-                key,
-                lambda: self._files.open(
-                    self._path(key), "wb", block_size=part_bytes, autocommit=False
-                ),
+                key, lambda: self._files.open(self._path(key), "wb", block_size=part_bytes)
             )
         try:
             for piece in pieces:  # its errors are the caller's own
@@ -81,8 +79,6 @@ class FsspecStore:
                     file.write(piece)
             with self._explained("storing", key):
                 file.close()
-                if hasattr(file, "commit"):
-                    file.commit()
         except BaseException:
             self._give_up(file, key)
             raise

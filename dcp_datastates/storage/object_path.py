@@ -134,7 +134,10 @@ def locate(
             f"credentials by the environment, or by storage_options"
         )
     for segment in key.split("/") if key else ():
-        if segment in ("", ".", "..") or any(ord(letter) < 32 for letter in segment):
+        # Azure takes a backslash for a slash.
+        if segment in ("", ".", "..") or any(
+            letter in "\\\x7f" or ord(letter) < 32 for letter in segment
+        ):
             raise ConfigurationError(
                 f"path={path!r} has the segment {segment!r}, which names no place in a store"
             )

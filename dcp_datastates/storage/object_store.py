@@ -126,6 +126,8 @@ def part_bytes(nbytes: int) -> int:
     return max(1, -(-nbytes // (MOST_PARTS * PART_BYTES))) * PART_BYTES
 
 
+_DOCUMENT: Final = re.compile(r"(?:<\?xml[^>]*\?>\s*)?<Error>.*?</Error>", re.DOTALL)
+_CODE_AND_MESSAGE: Final = re.compile(r"<(?:Code|Message)>(.*?)</(?:Code|Message)>", re.DOTALL)
 _QUERY: Final = re.compile(r"(https?://[^\s?\"']+)\?[^\s\"']*")
 _USER: Final = re.compile(r"(\w+://)[^/\s@]+@")
 _SECRET: Final = re.compile(
@@ -135,6 +137,9 @@ _SECRET: Final = re.compile(
 
 
 def without_secrets(message: str) -> str:
-    """A library's message without what may be a secret: queries of URLs, users in URLs, values of keys and tokens."""
+    """A library's message without what may be a secret: queries of URLs, users in URLs, values of keys and tokens; of a
+    server's answer, which may repeat what was sent and how it was signed, the error's code and message.
+    """
     message = message.partition("\n\nDebug source")[0]
+    message = _DOCUMENT.sub(lambda found: ": ".join(_CODE_AND_MESSAGE.findall(found[0])), message)
     return _SECRET.sub(r"\1…", _USER.sub(r"\1…@", _QUERY.sub(r"\1?…", message)))

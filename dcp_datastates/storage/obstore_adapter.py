@@ -140,7 +140,7 @@ class ObstoreStore:
             tuple(
                 sorted(folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"])
             ),
-            tuple(_object(meta) for meta in found["objects"]),
+            tuple(_objects(found["objects"], prefix)),
         )
 
     def walk(self, prefix: str) -> Iterator[StoredObject]:
@@ -148,7 +148,7 @@ class ObstoreStore:
             for batch in obstore.list(
                 self._store, f"{prefix}/" if prefix else None, chunk_size=1000
             ):
-                yield from map(_object, batch)
+                yield from _objects(batch, prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         if names := list(keys):
@@ -165,6 +165,13 @@ class ObstoreStore:
         except FileNotFoundError:
             raise ObjectMissingError(url) from None
         except (exceptions.BaseError, ValueError, OSError) as error:
+            if "non-partial response" in str(error):
+                raise StorageError(
+                    errno.EOPNOTSUPP,
+                    "the server answers a request for a range otherwise than HTTP says (with status 206): objects can "
+                    "be stored there, but not read in ranges, as every load does",
+                    url,
+                ) from None
             # Without the cause: its text may have credentials.
             number = next((n for kind, n in _ERRNO.items() if isinstance(error, kind)), errno.EIO)
             raise StorageError(
@@ -206,5 +213,9 @@ def bytes_like(data: Buffer) -> Buffer:
     return data if isinstance(data, bytes) else bytes(data)
 
 
-def _object(meta: Any) -> StoredObject:
-    return StoredObject(meta["path"], int(meta["size"]), meta["last_modified"].timestamp())
+def _objects(found: Iterable[Any], prefix: str) -> Iterator[StoredObject]:
+    for meta in found:
+        if (
+            meta["path"] != prefix
+        ):  # an object whose key ends in a slash: a console shows it as a folder
+            yield StoredObject(meta["path"], int(meta["size"]), meta["last_modified"].timestamp())

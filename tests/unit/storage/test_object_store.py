@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.stores.kinds import KINDS, new_store
+from support.stores.server import Bucket, endpoint
 from support.tiers import tries
 
+from dcp_datastates import StorageError
 from dcp_datastates.storage.object_store import ObjectMissingError, part_bytes
 
 PART = 5 << 20  # the smallest that S3 takes
@@ -51,8 +54,14 @@ def test_a_missing_object_is_an_error_of_its_own(store, read):
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 3), (2, 7), (7, 10), (7, 30), (4, 4), (5, 2)])
-def test_a_range_is_cut_at_the_end_of_the_object(store, begin, end):
+def test_a_range_is_cut_at_the_end_of_the_object(store, begin, end, request):
     store.put("a", b"0123456789")
+    if (
+        "rclone" in request.node.name and begin < end
+    ):  # which answers with the range, and with status 200
+        with pytest.raises(StorageError, match="206"):
+            store.get_range("a", begin, end)
+        return
     assert bytes(store.get_range("a", begin, end)) == b"0123456789"[begin:end]
 
 
@@ -72,8 +81,8 @@ def test_listings_show_one_level_and_walks_all(store):
 @pytest.mark.parametrize("count", tries(1100, 2500))
 def test_listings_have_many_pages(store, count):
     made = [f"many/{number:05}" for number in range(count)]
-    for key in made:
-        store.put(key, b"")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: store.put(key, b""), made))
     assert [each.key for each in store.list("many").objects] == made
     assert keys(store, "many") == made
     store.delete(made)
@@ -112,6 +121,16 @@ def test_a_key_is_listed_as_it_was_put(store, name):
     assert [each.key for each in store.list(name).objects] == [f"{name}/{name}"]
     store.delete([f"{name}/{name}"])
     assert keys(store) == []
+
+
+def test_a_console_s_folder_is_no_object():
+    store = new_store("moto")
+    bucket = Bucket(endpoint(), store.url.removeprefix("s3://"))
+    bucket.put("run/", b"")
+    bucket.put("run/a", b"")
+    assert [each.key for each in store.list("run").objects] == ["run/a"]
+    assert keys(store, "run") == ["run/a"]
+    assert store.list("").folders == ("run",)
 
 
 def test_an_object_is_created_once(store, request):
