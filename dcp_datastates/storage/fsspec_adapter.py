@@ -134,6 +134,7 @@ class FsspecStore:
                 folders.append(key.rpartition("/")[2])
             else:
                 objects.append(_object(key, about))
+        objects.sort(key=lambda each: each.key)
         return Listing(tuple(sorted(folders)), tuple(objects))
 
     def walk(self, prefix: str) -> Iterator[StoredObject]:

@@ -90,7 +90,7 @@ def _azurite() -> ObjectStore:
 @functools.cache
 def _azurite_endpoint() -> str:
     if not _AZURITE.exists():
-        pytest.skip("there is no azurite: npm install --prefix build/azurite azurite")
+        pytest.skip("there is no azurite, which make python-test installs where there is npm")
     flags = ("--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry")
     return serve(
         lambda port: [str(_AZURITE), *flags, "--blobHost", "127.0.0.1", "--blobPort", str(port)]

@@ -76,7 +76,8 @@ class Bucket:
     def delete(self, key: str) -> None:
         self._client.delete_object(Bucket=self.name, Key=key)
 
-    def uploads(self) -> list[str]:
+    def uploads(self, prefix: str = "") -> list[str]:
         """The keys of multipart uploads that were neither completed nor aborted."""
         found = self._client.list_multipart_uploads(Bucket=self.name)
-        return [each["Key"] for each in found.get("Uploads", [])]
+        keys = [each["Key"] for each in found.get("Uploads", [])]
+        return [key for key in keys if key.startswith(prefix)]
