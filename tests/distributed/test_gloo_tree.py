@@ -322,6 +322,8 @@ def test_a_tree_that_another_thread_closes_tells_no_rank_what_it_says_itself():
 def test_who_gives_up_while_it_connects_leaves_no_address_to_connect_to(monkeypatch):
     """Else the other rank would try to for 20 s, in gloo's code, where nobody can tell it."""
     first, second = _trees(2)
+    incarnations = [tree._rank_set.incarnation for tree in (first, second)]
+    assert together(incarnations, lambda each, _: each.await_known(30)) == [True] * 2
     inside, left = threading.Event(), threading.Event()
 
     def slow(host):
