@@ -22,6 +22,7 @@ from dcp_datastates.storage.object_store import (
     ObjectMissingError,
     StoredObject,
     Version,
+    url_of,
     without_secrets,
 )
 
@@ -168,13 +169,13 @@ class FsspecStore:
             return store()
 
     def _path(self, key: str) -> str:
-        return str(self._files._strip_protocol(f"{self.url}/{key}"))
+        return str(self._files._strip_protocol(self._url(key)))
 
     def _key(self, name: str) -> str:
         return str(name).strip("/").removeprefix(self._root).strip("/")
 
     def _url(self, key: str) -> str:
-        return f"{self.url}/{key}"
+        return url_of(self.url, key)
 
     @contextlib.contextmanager
     def _explained(self, doing: str, key: str) -> Iterator[None]:

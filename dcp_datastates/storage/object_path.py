@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local, stores
-from dcp_datastates.storage.object_store import ObjectStore
+from dcp_datastates.storage.object_store import ObjectStore, url_of
 
 __all__ = ["Location", "ObjectPath", "check_opens", "is_url", "locate", "resolved"]
 
@@ -32,7 +32,7 @@ class ObjectPath:
         self.key: Final = key
         """Without slashes at its ends; ``""`` is the bucket itself."""
         self._options: Final = options
-        self._url: Final = f"{root}/{key}" if key else root
+        self._url: Final = url_of(root, key)
 
     @property
     def store(self) -> ObjectStore:

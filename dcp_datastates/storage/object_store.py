@@ -25,6 +25,7 @@ __all__ = [
     "StoredObject",
     "Version",
     "part_bytes",
+    "url_of",
     "without_secrets",
 ]
 
@@ -112,6 +113,11 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Delete objects; ones that are missing are no error."""
+
+
+def url_of(root: str, key: str) -> str:
+    """The URL of an object in the store at ``root``, which has no bucket if it is ``memory://``."""
+    return f"{root}/{key}" if key and not root.endswith("/") else root + key
 
 
 PART_BYTES: Final = 8 << 20

@@ -30,6 +30,7 @@ def test_a_url_names_a_key_in_a_bucket(url, root, key):
     assert place.key == key
     assert place.root == (root or url.rpartition("/")[0])
     assert locate(str(place)) == place
+    assert str(locate(str(place))) == str(place)
     assert is_url(url)
 
 
@@ -79,6 +80,11 @@ def test_options_are_for_urls_and_are_never_shown():
         assert "very-secret" not in shown
     with pytest.raises(ConfigurationError, match="dict"):
         locate("s3://bucket/a", options="secret=very-secret")  # type: ignore[arg-type]
+
+
+def test_a_place_in_memory_has_the_url_that_was_given():
+    assert str(locate("memory://run/step-1")) == "memory://run/step-1"
+    assert str(locate("memory://run").parent) == "memory://"
 
 
 def test_an_object_path_is_like_a_path():
