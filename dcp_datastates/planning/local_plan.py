@@ -1,16 +1,16 @@
 """One rank's local plan in columns: the contents of its ``WriteItem`` objects, in a few arrays.
 
-An encoded plan has two parts. The head, compressed, is usually the same on many ranks: names, paths, kinds, dtypes and
-global shapes. The rest is the places of this rank's chunks. The coordinator decodes each distinct head once, and the
-plans share it.
+An encoded plan has two parts. The head is usually the same on many ranks: names, paths, kinds, dtypes and global
+shapes. The rest is the places of this rank's chunks. The coordinator decodes each distinct head once, and the plans
+share it.
 """
 
 from __future__ import annotations
 
 import pickle
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,19 +24,31 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_datastates.format.chunk_table import Ints
-from dcp_datastates.format.fields import packed_unknown_values, set_unknown_values
+from dcp_datastates.format.fields import pack_value, packed_unknown_values, set_unknown_values
 from dcp_datastates.format.ragged import positions, starts_of, volumes
-from dcp_datastates.planning.packing import digest_of, pack, unpack
+from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
 
-__all__ = ["OBJECT", "SHARD", "TENSOR", "Head", "LocalPlan", "properties_key"]
+__all__ = [
+    "OBJECT",
+    "SHARD",
+    "TENSOR",
+    "Head",
+    "LocalPlan",
+    "digest_of",
+    "properties_key",
+]
 
 OBJECT, TENSOR, SHARD = 0, 1, 2
 _KINDS = {WriteItemType.BYTE_IO: OBJECT, WriteItemType.TENSOR: TENSOR, WriteItemType.SHARD: SHARD}
 _TYPES = {kind: type_ for type_, kind in _KINDS.items()}
 
+_PLAN = b"dslp\x01"
+_HEAD = b"dslh\x02"
+_BETWEEN, _WITHIN = "\0", "\x1f"  # separate names, and the steps of a name's path
+
 Head: TypeAlias = tuple[Any, ...]
-"""A decoded head: names, kinds, properties, ndims, shapes, table, mappings, as in :class:`LocalPlan`."""
+"""A decoded head: names, kinds, properties, table, ndims, shapes, mappings, as in :class:`LocalPlan`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,13 +123,29 @@ class LocalPlan:
         Plans decoded with the same ``heads`` share equal heads. The bytes contain pickles, like everything that DCP
         gathers from the ranks: decode only this job's.
         """
-        head, offsets, sizes = unpack(data, 3)
-        heads = {} if heads is None else heads
-        if head not in heads:
-            *columns, table, mappings = unpack(zlib.decompress(head), 7)
-            heads[head] = (*columns, _decoded(table), mappings)
-        names, kinds, properties, ndims, shapes, table, mappings = heads[head]
-        plan = LocalPlan(names, kinds, properties, table, ndims, shapes, offsets, sizes, mappings)
+        head, offsets, sizes = unpack(_PLAN, 3, data)
+        known = heads.get(head) if heads else None  # type: ignore[call-overload]
+        if known is None:
+            try:
+                known = _decode_head(head)
+            except (TypeError, LookupError, AttributeError) as error:
+                raise ValueError(
+                    f"a pickle in a plan's bytes has something else in it: {error}"
+                ) from error
+            if heads is not None:
+                heads[bytes(head)] = known
+        names, kinds, properties, table, ndims, shapes, mappings = known
+        plan = LocalPlan(
+            names,
+            kinds,
+            properties,
+            table,
+            ndims,
+            shapes,
+            unpack_ints(offsets, len(shapes)),
+            unpack_ints(sizes, len(shapes)),
+            mappings,
+        )
         plan.__dict__["digest"] = digest_of(data)
         return plan
 
@@ -128,11 +156,7 @@ class LocalPlan:
 
     @lazily
     def _encoded(self) -> bytes:
-        columns = (self.names, self.kinds, self.properties, self.ndims, self.shapes)
-        table = [(each, packed_unknown_values(each)) for each in self.table]
-        mappings = None if self.mappings is None else dict(self.mappings)
-        head = pack(*columns, table, mappings)
-        return pack(zlib.compress(head, 1), self.offsets, self.sizes)
+        return pack(_PLAN, [_encode_head(self), pack_ints(self.offsets), pack_ints(self.sizes)])
 
     def nbytes(self, items: Ints) -> Ints:
         """The sizes of these items' chunks, in bytes; all items must be tensors."""
@@ -190,6 +214,11 @@ class LocalPlan:
         return parts
 
 
+def digest_of(encoded: bytes) -> bytes:
+    """The digest of a plan, from its encoded bytes."""
+    return blake2b(encoded, digest_size=16).digest()
+
+
 def properties_key(properties: TensorProperties) -> tuple[Any, ...]:
     """A hashable key, equal for equal properties (``TensorProperties`` are not hashable)."""
     return (
@@ -210,9 +239,132 @@ def _consistent(index: MetadataIndex, data: TensorWriteData) -> bool:
     )
 
 
-def _decoded(
-    table: Sequence[tuple[TensorProperties, Mapping[str, bytes]]],
+def _encode_head(plan: LocalPlan) -> bytes:
+    """Encode each distinct name once: first the names in the mappings, in their order, then the items' other names.
+
+    Equal plans must give equal bytes, so that digests are the same from save to save.
+    """
+    paths = plan.mappings or {}
+    distinct = dict.fromkeys((*paths, *plan.names))
+    numbers = dict(zip(distinct, range(len(distinct)), strict=True))
+    names = np.fromiter(map(numbers.__getitem__, plan.names), np.int64, len(plan.names))
+    text, odd = _encode_paths(tuple(distinct), paths)
+    return pack(
+        _HEAD,
+        [
+            pack_ints(np.array([len(distinct), -1 if plan.mappings is None else len(paths)])),
+            text,
+            pack_value(odd),
+            pack_ints(names),
+            plan.kinds.tobytes(),
+            pack_ints(plan.properties),
+            pack_value([(each, packed_unknown_values(each)) for each in plan.table]),
+            pack_ints(plan.ndims),
+            pack_ints(plan.shapes),
+        ],
+    )
+
+
+def _encode_paths(
+    names: tuple[str, ...], paths: Mapping[str, tuple[Any, ...]]
+) -> tuple[bytes, dict[int, tuple[str, Any]]]:
+    """Encode names and paths: if a name is its path joined by dots, its dots are replaced by another separator.
+
+    Second result: by position, the other names and their paths (mainly paths with integer steps).
+    """
+    texts = list(names)
+    odd: dict[int, tuple[str, Any]] = {}
+    for at, (name, path) in enumerate(paths.items()):
+        try:
+            texts[at] = _WITHIN.join(path)
+        except TypeError:
+            odd[at] = ("", path)
+        else:
+            steps = texts[at].count(_WITHIN) + 1
+            if steps != len(path) or texts[at].replace(_WITHIN, ".") != name:
+                texts[at] = name
+                odd[at] = ("", path)
+    for at, name in enumerate(names):
+        if _BETWEEN in name or _WITHIN in name:
+            odd[at] = (name, paths.get(name))
+            texts[at] = ""
+    return _BETWEEN.join(texts).encode("utf-8", "surrogatepass"), odd
+
+
+def _decode_paths(
+    text: str, odd: Mapping[int, tuple[str, Any]], count: int, mapped: int
+) -> tuple[list[str], Mapping[str, tuple[Any, ...]] | None]:
+    texts = text.split(_BETWEEN) if count else []
+    if len(texts) != count or mapped > count:
+        raise ValueError(f"there are {len(texts)} names where {count} belong")
+    names = text.replace(_WITHIN, ".").split(_BETWEEN) if count else []
+    paths = [tuple(text.split(_WITHIN)) for text in texts[: max(mapped, 0)]]
+    for at, (name, path) in odd.items():
+        names[at] = name or names[at]
+        if at < mapped:
+            paths[at] = path
+    return names, dict(zip(names, paths, strict=False)) if mapped >= 0 else None
+
+
+def _decode_head(data: memoryview) -> Head:
+    counts, text, odd, positions, kinds, properties, table, ndims, shapes = unpack(_HEAD, 9, data)
+    count, mapped = unpack_ints(counts, 2).tolist()
+    distinct, mappings = _decode_paths(
+        bytes(text).decode("utf-8", "surrogatepass"), unpack_objects(odd), count, mapped
+    )
+    items = len(kinds)
+    numbers = unpack_ints(positions, items)
+    head = (
+        tuple(map(distinct.__getitem__, numbers.tolist()))
+        if _within(numbers, 0, count)
+        else _refuse("names"),
+        np.frombuffer(kinds, np.uint8).copy(),
+        unpack_ints(properties, items),
+        _decode_table(unpack_objects(table)),
+        unpack_ints(ndims, items),
+        unpack_ints(shapes, -1),
+        mappings,
+    )
+    _check_head(head)
+    return head
+
+
+def _decode_table(
+    pairs: Sequence[tuple[TensorProperties, Mapping[str, bytes]]],
 ) -> tuple[TensorProperties, ...]:
-    for properties, further in table:
-        set_unknown_values(properties, {name: pickle.loads(each) for name, each in further.items()})
-    return tuple([properties for properties, _ in table])
+    for properties, further in pairs:
+        set_unknown_values(
+            properties, {name: unpack_objects(each) for name, each in further.items()}
+        )
+    return tuple([properties for properties, _ in pairs])
+
+
+def _check_head(head: Head) -> None:
+    _, kinds, properties, table, ndims, shapes, _ = head
+    objects = kinds == OBJECT
+    if not all(isinstance(entry, TensorProperties) for entry in table):
+        _refuse("table")
+    if not _within(kinds, 0, SHARD + 1):
+        _refuse("kinds")
+    if not _within(properties, -1, len(table)) or ((properties < 0) != objects).any():
+        _refuse("properties")
+    if not _within(ndims, 0, 1 << 16) or ndims[objects].any() or ndims.sum() != len(shapes):
+        _refuse("dimensions")
+
+
+def _within(values: npt.NDArray[Any], begin: int, end: int) -> bool:
+    return len(values) == 0 or bool(begin <= values.min() and values.max() < end)
+
+
+def _refuse(what: str) -> Any:
+    raise ValueError(f"a plan's {what} are damaged: they do not go with the rest of it")
+
+
+def unpack_objects(data: bytes | memoryview) -> Any:
+    """The value that ``pack_value`` packed. ValueError: it cannot be unpickled. Only as safe as the sender of the
+    bytes.
+    """
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise ValueError(f"a pickle in these bytes is damaged: {error}") from error

@@ -1,90 +1,76 @@
-"""The encoding of the messages of planning: dataclasses, whose fields may be columns of integers.
+"""The encoding of the messages of planning: sections of bytes, and columns of integers.
 
-A message is a pickle behind its CRC32C: like DCP, unpickle only what ranks of this job have sent. A column is short if
-its values are small, or an arithmetic progression.
+A column is short if its values are small, or an arithmetic progression.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import struct
-from dataclasses import Field
-from hashlib import blake2b
-from typing import Any, ClassVar, Final
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-from typing_extensions import Self
 
-from dcp_datastates._native import crc32c
-from dcp_datastates.format.chunk_table import STORED, narrowed
+from dcp_datastates.format.chunk_table import STORED, Ints, narrowed
 
-__all__ = ["Message", "digest_of", "pack", "unpack"]
+__all__ = ["pack", "pack_ints", "unpack", "unpack_ints"]
 
-_CHECKSUM: Final = struct.Struct("<I")
-
-
-class Message:
-    """A dataclass that travels between ranks."""
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    def encode(self) -> bytes:
-        """The bytes; equal for equal messages."""
-        return pack(*(getattr(self, name) for name in self.__dataclass_fields__))
-
-    @classmethod
-    def decode(cls, data: bytes) -> Self:
-        """The message that :meth:`encode` encoded. ValueError: the bytes are damaged, or another message's."""
-        return cls(*unpack(data, len(cls.__dataclass_fields__)))
+_LENGTH = struct.Struct("<Q")
+_COLUMN = struct.Struct("<cQ")
+_STEPS = struct.Struct("<qq")
+# the key is the number of bytes of a value
+_WIDTHS = {b"%d" % width: dtype for width, dtype in STORED.items()}
+# greatest count of values: more means damaged bytes, which must not cause an allocation
+_MOST = 1 << 34
 
 
-def pack(*values: object) -> bytes:
-    """Encode ``values``: equal values give equal bytes, whether or not they are the same objects."""
-    file = io.BytesIO()
-    pickler = _Pickler(file, protocol=4)
-    pickler.fast = True  # no memo
-    pickler.dump(values)
-    data = file.getvalue()
-    return _CHECKSUM.pack(crc32c(data)) + data
+def pack(magic: bytes, sections: Sequence[bytes]) -> bytes:
+    """Join the sections into bytes that :func:`unpack` splits again."""
+    lengths = [_LENGTH.pack(len(section)) for section in sections]
+    return b"".join((magic, *lengths, *sections))
 
 
-def unpack(data: bytes, count: int) -> tuple[Any, ...]:
-    """The ``count`` values that :func:`pack` encoded. ValueError: the bytes are damaged, or something else."""
-    body = memoryview(data)[_CHECKSUM.size :]
-    if len(data) < _CHECKSUM.size or _CHECKSUM.unpack_from(data) != (crc32c(body),):
-        raise ValueError(f"{len(data)} bytes of a message between ranks are damaged")
-    try:
-        values = pickle.loads(body)
-    except Exception as error:  # pickle may raise anything
-        raise ValueError(f"a message between ranks cannot be unpickled: {error}") from error
-    if type(values) is not tuple or len(values) != count:
-        raise ValueError(f"a message between ranks does not have the {count} values of this one")
-    return values
+def unpack(magic: bytes, count: int, data: bytes | memoryview) -> list[memoryview]:
+    """The ``count`` sections that :func:`pack` joined, not copied. ValueError: ``data`` is not from :func:`pack`."""
+    view = memoryview(data)
+    if view[: len(magic)] != magic:
+        raise ValueError(f"these bytes do not begin with {magic!r}, but {bytes(view[:8])!r}")
+    at = len(magic) + count * _LENGTH.size
+    if len(view) < at:
+        raise ValueError(f"{len(view)} bytes are too short for {count} sections")
+    sections = []
+    for (length,) in _LENGTH.iter_unpack(view[len(magic) : at]):
+        sections.append(view[at : at + length])
+        at += length
+    if at != len(view):
+        raise ValueError(f"the sections should end at byte {at}, but there are {len(view)}")
+    return sections
 
 
-def digest_of(encoded: bytes) -> bytes:
-    """A digest of encoded bytes, 16 bytes."""
-    return blake2b(encoded, digest_size=16).digest()
+def pack_ints(values: Ints) -> bytes:
+    """Pack 64-bit integers; an arithmetic progression takes 25 bytes."""
+    count = len(values)
+    if count > 1:
+        first, step = int(values[0]), int(values[1] - values[0])
+        if values[-1] == first + step * (count - 1) and (np.diff(values) == step).all():
+            return _COLUMN.pack(b"s", count) + _STEPS.pack(first, step)
+    narrow = narrowed(values)
+    return _COLUMN.pack(b"%d" % narrow.itemsize, count) + narrow.tobytes()
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if type(value) is not np.ndarray:
-            return NotImplemented
-        count = len(value)
-        if count > 1:
-            first, step = int(value[0]), int(value[1]) - int(value[0])
-            if value[-1] == first + step * (count - 1) and (np.diff(value) == step).all():
-                return _progression, (first, step, count, value.dtype.str)
-        narrow = narrowed(value)
-        return _column, (narrow.itemsize, narrow.tobytes(), value.dtype.str)
-
-
-def _progression(first: int, step: int, count: int, dtype: str) -> npt.NDArray[Any]:
-    return (first + step * np.arange(count, dtype=np.int64)).astype(dtype)
-
-
-def _column(width: int, data: bytes, dtype: str) -> npt.NDArray[Any]:
-    return np.frombuffer(data, STORED[width]).astype(dtype)
+def unpack_ints(data: memoryview, count: int) -> Ints:
+    """The values that :func:`pack_ints` packed. ValueError: they are not ``count`` values (-1: any number)."""
+    if len(data) < _COLUMN.size:
+        raise ValueError(f"{len(data)} bytes are too short for a column")
+    code, found = _COLUMN.unpack_from(data)
+    body = data[_COLUMN.size :]
+    if (found != count and count >= 0) or found > _MOST:
+        raise ValueError(f"a column has {found} values where {count} belong")
+    if code == b"s":
+        if len(body) != _STEPS.size:
+            raise ValueError(f"a progression has {len(body)} bytes instead of {_STEPS.size}")
+        first, step = _STEPS.unpack(body)
+        steps: Ints = first + step * np.arange(found, dtype=np.int64)
+        return steps
+    if code not in _WIDTHS or len(body) != found * int(code):
+        raise ValueError(f"{len(body)} bytes are not {found} values of a column of type {code!r}")
+    return np.frombuffer(body, _WIDTHS[code]).astype(np.int64)

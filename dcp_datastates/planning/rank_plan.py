@@ -9,15 +9,17 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_datastates.format.chunk_table import Ints
 from dcp_datastates.format.ragged import positions, starts_of
-from dcp_datastates.planning.local_plan import SHARD, LocalPlan
-from dcp_datastates.planning.packing import Message, digest_of
+from dcp_datastates.planning.local_plan import SHARD, LocalPlan, digest_of
+from dcp_datastates.planning.packing import pack, pack_ints, unpack, unpack_ints
 from dcp_datastates.process.lazily import lazily
 
 __all__ = ["RankPlan"]
 
+_PLAN = b"dsfp\x02"
+
 
 @dataclass(frozen=True, eq=False)
-class RankPlan(Message):
+class RankPlan:
     """A rank's share: M items, in the order of its :class:`LocalPlan`, without repetition."""
 
     items: Ints
@@ -35,10 +37,29 @@ class RankPlan(Message):
     sets: Ints
     """(K,): the number of each item's set of ranks, the same on all ranks; ascending."""
 
+    def encode(self) -> bytes:
+        """Encode the share: equal shares give equal bytes. Encodes only once."""
+        return self._encoded
+
+    @staticmethod
+    def decode(data: bytes) -> RankPlan:
+        """The share that :meth:`encode` encoded. ValueError: the bytes are damaged."""
+        items, *others, shared, sets = unpack(_PLAN, 6, data)
+        first, held = unpack_ints(items, -1), unpack_ints(shared, -1)
+        begins, ends, hints = (unpack_ints(column, len(first)) for column in others)
+        plan = RankPlan(first, begins, ends, hints, held, unpack_ints(sets, len(held)))
+        plan.__dict__["digest"] = digest_of(data)
+        return plan
+
     @lazily
     def digest(self) -> bytes:
-        """The digest of the encoding."""
-        return digest_of(self.encode())
+        """The digest of the encoding, 16 bytes."""
+        return digest_of(self._encoded)
+
+    @lazily
+    def _encoded(self) -> bytes:
+        columns = (self.items, self.begins, self.ends, self.hints, self.shared, self.sets)
+        return pack(_PLAN, [pack_ints(column) for column in columns])
 
     def write_items(self, local: LocalPlan) -> list[WriteItem]:
         """The share as ``WriteItem`` objects, for DCP's planners and other writers.

@@ -6,13 +6,14 @@ A rank's *proposal* names the save and has the rank's plan, or says why the rank
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Final
 
 from dcp_datastates.commit.vote import Decision, Outcome, Reason
 from dcp_datastates.errors import SaveFailedError
-from dcp_datastates.planning.packing import Message
+from dcp_datastates.planning.packing import pack, unpack
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.storage.attempt import Ticket
 
@@ -22,6 +23,9 @@ OTHER_PLANNERS: Final = (
     "some ranks plan with a DataStatesSavePlanner for a DataStatesWriter, and some do not: pass planners and writers "
     "of one class on all ranks, with the same hooks set on them"
 )
+
+_PROPOSAL: Final = b"dspr\x01"
+_ASSIGNMENT: Final = b"dsas\x01"
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class SaveName:
 
 
 @dataclass(frozen=True)
-class Proposal(Message):
+class Proposal:
     """One rank's message."""
 
     save: SaveName
@@ -43,9 +47,20 @@ class Proposal(Message):
     reason: Reason | None = None
     """Why the rank cannot save."""
 
+    def encode(self) -> bytes:
+        reason = None if self.reason is None else astuple(self.reason)
+        return pack(_PROPOSAL, [_json([*astuple(self.save), reason]), self.plan])
+
+    @staticmethod
+    def decode(data: bytes) -> Proposal:
+        """ValueError: the bytes are not from :meth:`encode`."""
+        head, plan = unpack(_PROPOSAL, 2, data)
+        *save, reason = json.loads(bytes(head))
+        return Proposal(SaveName(*save), bytes(plan), None if reason is None else Reason(*reason))
+
 
 @dataclass(frozen=True)
-class Assignment(Message):
+class Assignment:
     """The coordinator's message to a rank."""
 
     ticket: Ticket | None
@@ -54,6 +69,23 @@ class Assignment(Message):
     """By rank, why there is no such save."""
     paths: Sequence[str] = ()
     """The paths of all ranks' proposals, if they differ."""
+
+    def encode(self) -> bytes:
+        ticket = None if self.ticket is None else self.ticket.encode()
+        reasons = {str(rank): astuple(reason) for rank, reason in self.reasons.items()}
+        return pack(_ASSIGNMENT, [_json([ticket, reasons, list(self.paths)]), self.plan])
+
+    @staticmethod
+    def decode(data: bytes) -> Assignment:
+        """ValueError: the bytes are not from :meth:`encode`."""
+        head, plan = unpack(_ASSIGNMENT, 2, data)
+        ticket, reasons, paths = json.loads(bytes(head))
+        return Assignment(
+            None if ticket is None else Ticket.decode(tuple(ticket)),
+            bytes(plan),
+            {int(rank): Reason(*reason) for rank, reason in reasons.items()},
+            tuple(paths),
+        )
 
 
 class NotAgreed(Exception):
@@ -147,3 +179,7 @@ def _difference(saves: Sequence[SaveName]) -> Reason | None:
     else:
         text = OTHER_PLANNERS
     return Reason.of(SaveFailedError(text))
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()

@@ -67,13 +67,13 @@ def test_a_save_like_the_one_before_sends_bytes_and_not_plans(shared_dir):
     planner = spy(DataStatesSavePlanner())
     by = saver(shared_dir / "c")
     for number in range(4):
-        steady = save_by(state_of(number, count=500), by, planner)
+        steady = save_by(state_of(number, count=200), by, planner)
         assert steady == (number > 0)
     assert planner.offered[0] > 5000
     assert max(planner.offered[1:]) < SMALL
     assert max(planner.answered[1:]) < SMALL
-    loaded = zeros(state_of(3, count=500))
-    assert_same(load(loaded, shared_dir / "c"), state_of(3, count=500))
+    loaded = zeros(state_of(3, count=200))
+    assert_same(load(loaded, shared_dir / "c"), state_of(3, count=200))
 
 
 @ranks(4)

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from dcp_datastates.planning.balance import RankPlan
 from dcp_datastates.planning.local_plan import LocalPlan
-from dcp_datastates.planning.packing import pack
 
 quick = settings(deadline=None, max_examples=150)
 
@@ -86,10 +85,7 @@ def test_damaged_bytes_are_refused_or_decoded(given_items, data):
         assert str(error)  # noqa: PT017
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"x" * 100, b"dslp\x01", b"dsfp\x01" + b"\xff" * 40, pack(), pack(1, 2, 3, 4, 5, 6, 7)],
-)
+@pytest.mark.parametrize("data", [b"", b"x" * 100, b"dslp\x01", b"dsfp\x01" + b"\xff" * 40])
 def test_other_bytes_are_refused(data):
     with pytest.raises(ValueError):
         LocalPlan.decode(data)
