@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import pickle
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -199,20 +199,18 @@ class GlooTree:
         """All ranks' bytes, of any length, on rank 0; None elsewhere."""
         parts = [data]
         for place, group in self._joined():
-            gathered = group.gather(pickle.dumps(parts), self._while_waiting(check))
+            gathered = group.gather(_pack(parts), self._while_waiting(check))
             if place.rank:
                 return None
-            parts = [part for each in gathered for part in pickle.loads(each)]
+            parts = [part for each in gathered for part in _unpack(each)]
         return parts
 
     def scatter(self, parts: Sequence[bytes] | None, check: Check) -> bytes:
         """This rank's element of the ``parts`` that rank 0 passes, of any length."""
         mine = list(parts or ())
         for place, group in reversed(self._joined()):
-            shares = [
-                pickle.dumps(mine[at : at + place.span]) for at in range(0, len(mine), place.span)
-            ]
-            mine = pickle.loads(group.scatter(shares, self._while_waiting(check)))
+            shares = [_pack(mine[at : at + place.span]) for at in range(0, len(mine), place.span)]
+            mine = _unpack(group.scatter(shares, self._while_waiting(check)))
         return mine[0]
 
     def broadcast(self, data: bytes | None, check: Check) -> bytes:
@@ -288,3 +286,18 @@ class GlooTree:
         while self._keys:
             store.delete_key(self._keys[-1])
             self._keys.pop()
+
+
+def _pack(parts: Sequence[bytes]) -> bytes:
+    sizes = list(map(len, parts))
+    return struct.pack(f"<{len(parts) + 1}Q", len(parts), *sizes) + b"".join(parts)
+
+
+def _unpack(data: bytes) -> list[bytes]:
+    (count,) = struct.unpack_from("<Q", data)
+    sizes = struct.unpack_from(f"<{count}Q", data, 8)
+    parts, at = [], 8 + 8 * count
+    for size in sizes:
+        parts.append(data[at : at + size])
+        at += size
+    return parts
