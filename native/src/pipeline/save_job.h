@@ -243,7 +243,7 @@ class SaveJob {
     Result<Sources> gather(const Unit& unit, std::byte* memory);
     Status compare(const Unit& unit, std::span<const DeviceCopy> copies);
     Status write_table(File& file, std::byte* memory);
-    std::vector<std::shared_ptr<Piece>> last_pieces(const File& file, Lease memory);
+    static std::vector<std::shared_ptr<Piece>> last_pieces(const File& file, Lease memory);
     [[nodiscard]] File& streamed_file(std::size_t file) const;
     std::optional<ReadUnit> hand_out(ReadUnit read);                         // mutex_ held
     void count_read(const std::vector<GroupBytes>& groups, Passed& passed);  // mutex_ held
