@@ -33,7 +33,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.lock import Hold
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
-from dcp_datastates.storage.object_store import part_bytes
+from dcp_datastates.storage.object_store import put_pieces
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
 __all__ = ["copy"]
@@ -246,13 +246,7 @@ class _Store:
 
     def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
         path = self._directory / record.relative_path
-        part = part_bytes(record.nbytes)
-        if record.nbytes <= part:
-            path.store.put(path.key, b"".join(pieces))
-        else:
-            path.store.put_stream(
-                path.key, pieces, part_bytes=part, parts_in_flight=_PARTS_IN_FLIGHT
-            )
+        put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
 
     def publish(self, data: bytes) -> None:
         store_index.register(self._directory, self._attempt)

@@ -16,7 +16,7 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
-from dcp_datastates.storage.object_path import Location, ObjectPath, check_opens, locate
+from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, locate
 
 __all__ = ["check_at_call", "check_path", "check_shared", "directories_to_sync", "writable"]
 
@@ -36,12 +36,9 @@ def writable(
     reports these to all. A process ``alone`` finds them now.
     """
     location = locate(path, below, options)
-    if isinstance(location, ObjectPath) and not location.key:
-        raise ConfigurationError(
-            f"path={str(location)!r} is a bucket: a checkpoint needs a prefix, such as {location / 'run/step-100'}"
-        )
-    check_opens(location)
-    if alone and isinstance(location, Path):
+    if isinstance(location, ObjectPath):
+        check_prefix(location)
+    elif alone:
         directory, timeout = location, config.commit_timeout
         bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
     return location

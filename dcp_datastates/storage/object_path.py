@@ -12,7 +12,7 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local, stores
 from dcp_datastates.storage.object_store import ObjectStore, url_of
 
-__all__ = ["Location", "ObjectPath", "check_opens", "is_url", "locate", "resolved"]
+__all__ = ["Location", "ObjectPath", "check_opens", "check_prefix", "is_url", "locate", "resolved"]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
@@ -148,6 +148,17 @@ def check_opens(location: Location) -> None:
     """Raise :class:`ConfigurationError` if the location's store cannot be opened. Asks no server."""
     if isinstance(location, ObjectPath):
         _ = location.store
+
+
+def check_prefix(path: ObjectPath) -> None:
+    """Raise :class:`ConfigurationError` if no checkpoint can be saved there: it is the bucket itself, or its store
+    cannot be opened. Asks no server.
+    """
+    if not path.key:
+        raise ConfigurationError(
+            f"path={str(path)!r} is a bucket: a checkpoint needs a prefix, such as {path / 'run/step-100'}"
+        )
+    check_opens(path)
 
 
 def resolved(location: Location) -> Location:
