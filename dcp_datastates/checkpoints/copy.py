@@ -88,9 +88,9 @@ def copy(
     )
     with place.held():
         records = list(committed.note.files.values())
-        whole = place.whole(records)
         units: list[Unit] = [
-            partial(_copy_file, committed, place, record, record in whole) for record in records
+            partial(_copy_file, committed, place, record, there if size == record.nbytes else None)
+            for record, size in sizes_of(there, records)
         ]
         try:
             work(units, sum(record.nbytes for record in records), threads, progress)
@@ -120,13 +120,29 @@ def _is_done(target: Location, attempt: Attempt) -> bool:
 
 
 def _copy_file(
-    committed: Committed, target: _Target, record: FileRecord, is_whole: bool, done: Done
+    committed: Committed,
+    target: _Target,
+    record: FileRecord,
+    copied_to: Location | None,
+    done: Done,
 ) -> None:
-    if is_whole:
+    """``copied_to``: where an earlier call has left the file, with its size."""
+    if copied_to is not None and _is_whole(copied_to / record.relative_path, record):
         done(record.nbytes)
         return
     with contextlib.closing(open_readable(committed.directory / record.relative_path)) as file:
         target.write(record, _checked(file, record, done))
+
+
+def _is_whole(copied: Location, record: FileRecord) -> bool:
+    """A crash, or the way to a store, may have left a file with its size, and without its bytes."""
+    with contextlib.closing(open_readable(copied)) as file:
+        try:
+            for _ in _checked(file, record, lambda nbytes: None):
+                pass
+        except CheckpointCorruptError:
+            return False
+    return True
 
 
 def _checked(file: ReadableFile, record: FileRecord, done: Done) -> Iterator[memoryview]:
@@ -166,9 +182,6 @@ class _Target(Protocol):
     def held(self) -> contextlib.AbstractContextManager[object]:
         """While the copy is made. Raises :class:`StorageError` if another process makes it."""
 
-    def whole(self, records: list[FileRecord]) -> list[FileRecord]:
-        """Those of the files that are there, whole, from an earlier call."""
-
     def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
         """Write a file, and make it durable. Any thread."""
 
@@ -192,22 +205,6 @@ class _Directory:
         finally:
             if hold is not None:
                 hold.release()
-
-    def whole(self, records: list[FileRecord]) -> list[FileRecord]:
-        there = [
-            record for record, found in sizes_of(self._directory, records) if found == record.nbytes
-        ]
-        return [record for record in there if self._is_whole(record)]
-
-    def _is_whole(self, record: FileRecord) -> bool:
-        """A crash may have left a file with its size, and without its bytes."""
-        with contextlib.closing(open_readable(self._directory / record.relative_path)) as file:
-            try:
-                for _ in _checked(file, record, lambda nbytes: None):
-                    pass
-            except CheckpointCorruptError:
-                return False
-        return True
 
     def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
         path = self._directory / record.relative_path
@@ -237,12 +234,6 @@ class _Store:
 
     def held(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()  # two copies write the same objects, and one decision
-
-    def whole(self, records: list[FileRecord]) -> list[FileRecord]:
-        # An object appears whole, or not at all.
-        return [
-            record for record, found in sizes_of(self._directory, records) if found == record.nbytes
-        ]
 
     def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
         path = self._directory / record.relative_path
