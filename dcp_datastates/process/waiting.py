@@ -55,6 +55,7 @@ class Stall:
     Args:
         who: the waiter, which begins the line.
         limit: seconds without progress.
+        patience: seconds at the beginning that count as progress.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class Stall:
         who: str,
         limit: float,
         clock: Callable[[], float] = time.monotonic,
+        patience: float = 0.0,
     ) -> None:
         self._log = WaitLog(logger, who, clock=clock)
         self._who = who
         self._limit = limit
-        self._moved = 0.0
+        self._moved = patience
         self._progress: Hashable = None
 
     def look(self, progress: Hashable, what: str) -> None:
@@ -78,7 +80,7 @@ class Stall:
         """
         waited = self._log.seconds
         if progress != self._progress:
-            self._progress, self._moved = progress, waited
+            self._progress, self._moved = progress, max(waited, self._moved)
         idle = waited - self._moved
         if idle >= self._limit:
             raise SaveStalledError(

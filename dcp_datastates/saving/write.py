@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,15 +12,18 @@ import torch.distributed as dist
 
 from dcp_datastates._native import Engine, SaveJob, Window
 from dcp_datastates.config import WriterConfig
+from dcp_datastates.errors import SaveStalledError
 from dcp_datastates.format.layout import lay_out
 from dcp_datastates.io.devices import fences
 from dcp_datastates.io.engine import engine, fit_cache
 from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
+from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.saving.output import Output, output_to
 from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
+from dcp_datastates.staging.deferred_reads import await_reads
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
 
@@ -27,6 +32,9 @@ __all__ = ["Writing", "begin_write", "fail_write"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.1
+
+_STALLED_SECONDS: Final = 3.0
+"""How long a save that made no progress waits for its writes to end, before it reports the failure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,20 +53,24 @@ class Writing:
         """Wait until all data are read, and check that they are unchanged; then the files are for the commit thread.
 
         Raises :class:`SnapshotTornError` and errors of storage; then no read or write is in progress.
+        :class:`SaveStalledError`: then a write may be, which storage holds up.
         """
         save, content, job, planning = self._save, self._content, self._job, self._planning
         part = self._output.part(job, save.stats, content.nbytes)
         try:
             if save.reads is None:
-                while not job.wait_read(-1, _POLL_SECONDS):
-                    pass
+                stall = Stall(logger, f"save {save.call.order}", save.call.config.commit_timeout)
+                await_reads(job, -1, stall)
             else:
                 try:
-                    save.reads.settle()
+                    save.reads.settle(save.call.config.read_deadline)
                 finally:
                     save.reads.raise_failure()
             if (error := part.error) is not None:
                 raise error
+        except SaveStalledError:
+            _cancel(job, _STALLED_SECONDS)
+            raise
         except BaseException:
             _cancel(job)
             raise
@@ -114,10 +126,11 @@ def fail_write(save: SaveOperation, error: BaseException) -> None:
     save.submit_failure(error)
 
 
-def _cancel(job: SaveJob) -> None:
-    """Returns when no read or write is in progress."""
+def _cancel(job: SaveJob, seconds: float = math.inf) -> None:
+    """Returns when no read or write is in progress, or after ``seconds``."""
     job.cancel()
-    while not job.wait(_POLL_SECONDS):
+    until = time.monotonic() + seconds
+    while not job.wait(_POLL_SECONDS) and time.monotonic() < until:
         pass
 
 

@@ -41,7 +41,7 @@ from dcp_datastates.staging.ownership import STABLE
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.stats import SaveStats
 
-__all__ = ["DeferredReads"]
+__all__ = ["DeferredReads", "await_reads"]
 
 logger = logging.getLogger(__name__)
 
@@ -233,18 +233,17 @@ class DeferredReads:
             stall.look(moved(None), "its plan, which all ranks take part in")
         self._gate_since = None
 
-    def _settle(self, portion: Portion, stall: Stall | None = None) -> None:
+    def _settle(self, portion: Portion, stall: Stall) -> None:
         """Wait for the group's reads, then check that its tensors are unchanged. Raises :class:`SnapshotTornError`."""
         job = self._job
         # After a failure there are no reads to wait for.
         if job is None or self.failure is not None or portion.read:
             return
-        self._await(job.wait_read, portion, stall)
+        await_reads(job, portion.group, stall)
         if job.fault is not None:
             raise_change(job, portion, self.staged)
             return  # the writer reports the fault
         portion.check_memory()
-        stall = stall or Stall(logger, f"save {self.order}", self._timeout)
         portion.check_when_quiet(self._idle, stall)
         portion.settled = portion.read = True
 
@@ -260,7 +259,7 @@ class DeferredReads:
         job = self._job
         if job is None or self.failure is not None:
             return
-        self._await(job.wait_read if on_host else job.wait_queued, portion, stall)
+        await_reads(job, portion.group, stall, queued=not on_host)
         if job.fault is not None:
             raise_change(job, portion, self.staged)
             return
@@ -270,14 +269,6 @@ class DeferredReads:
         portion.settled = portion.settled or portion.ownership.may_change(
             optimizer, portion.group, portion.deferred.columns.locals
         )
-
-    def _await(
-        self, wait: Callable[[int, float], bool], portion: Portion, stall: Stall | None
-    ) -> None:
-        while not wait(portion.group, _POLL_SECONDS):
-            if stall is not None:
-                done = 0 if self._job is None else self._job.bytes_read
-                stall.look(moved(self._job), f"its reads ({done >> 20} MiB are done)")
 
     def _hold(self, job: SaveJob, group: int) -> None:
         try:
@@ -353,22 +344,24 @@ class DeferredReads:
         """Events that device copies must wait for: all work that the streams had received at the call."""
         return [] if (staged := self._staged) is None else staged.fences
 
-    def settle(self) -> None:
-        """Wait until all data are read, and check that they are unchanged; then the state may change freely.
+    def settle(self, patience: float) -> None:
+        """Wait until all data are read, and check that they are unchanged; then the state may change freely. The reads
+        may begin only after ``patience`` seconds.
 
-        Raises :class:`SnapshotTornError`, but :meth:`raise_failure` comes first: a gate that found a tear has let its
-        optimizer write. Does not raise for a failed job: the caller reads ``job.fault``.
+        Raises :class:`SaveStalledError` if they make no progress, and :class:`SnapshotTornError`, but
+        :meth:`raise_failure` comes first: a gate that found a tear has let its optimizer write. Does not raise for a
+        failed job: the caller reads ``job.fault``.
         """
         job = self._job
         assert job is not None, "hand_over() comes first"
         portions = self._portions
+        stall = Stall(logger, f"save {self.order}", self._timeout, patience=patience)
         for portion in portions:
             if not portion.on_device:
-                self._settle(portion)
-        while not job.wait_read(-1, _POLL_SECONDS):
-            pass
+                self._settle(portion, stall)
+        await_reads(job, -1, stall)
         for portion in portions:  # only now: gates may pass while devices read
-            self._settle(portion)
+            self._settle(portion, stall)
         if job.fault is not None:
             return
         if (staged := self._staged) is not None:
@@ -377,3 +370,14 @@ class DeferredReads:
             return
         self._let_go()
         self._resolve_captured(None)
+
+
+def await_reads(job: SaveJob, group: int, stall: Stall, *, queued: bool = False) -> None:
+    """Wait until the reads of a ``group`` (-1: of all) are done, or only ``queued`` on a device.
+
+    Raises :class:`SaveStalledError` when neither the job nor the saves that hold the cache make progress.
+    """
+    wait = job.wait_queued if queued else job.wait_read
+    while not wait(group, _POLL_SECONDS):
+        done = f"{job.bytes_read >> 20} MiB are done; the rest may wait for room in the host cache"
+        stall.look(moved(job), f"its reads ({done}, and so for storage)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -136,14 +137,24 @@ def part_bytes(nbytes: int) -> int:
 def put_pieces(
     store: ObjectStore, key: str, nbytes: int, pieces: Iterator[Buffer], parts_in_flight: int
 ) -> None:
-    """Store an object of ``nbytes`` bytes: in one request if it is one part, else as a stream. Raises
-    :class:`StorageError`, and what ``pieces`` raises.
+    """Store an object of ``nbytes`` bytes: in one request if it is one part, else as a stream. ``pieces`` may come from
+    a store.
+
+    Raises :class:`StorageError`, and what ``pieces`` raises.
     """
     part = part_bytes(nbytes)
     if nbytes <= part:
         store.put(key, b"".join(pieces))
     else:
-        store.put_stream(key, pieces, part_bytes=part, parts_in_flight=parts_in_flight)
+        stream = _made_elsewhere(pieces)
+        store.put_stream(key, stream, part_bytes=part, parts_in_flight=parts_in_flight)
+
+
+def _made_elsewhere(pieces: Iterator[Buffer]) -> Iterator[Buffer]:
+    """``pieces``, made in a thread of their own: obstore asks for them within a call, and cannot be called there."""
+    with ThreadPoolExecutor(1) as executor:
+        while (piece := executor.submit(next, pieces, None).result()) is not None:
+            yield piece
 
 
 _DOCUMENT: Final = re.compile(r"(?:<\?xml[^>]*\?>\s*)?<Error>.*?</Error>", re.DOTALL)

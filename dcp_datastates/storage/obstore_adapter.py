@@ -32,11 +32,17 @@ __all__ = ["ObstoreStore"]
 _TIMEOUT: Final = timedelta(seconds=60)
 """For one request, of at most one part."""
 _CONNECT_TIMEOUT: Final = timedelta(seconds=10)
-_RETRY_TIMEOUT: Final = timedelta(seconds=270)
+_WRITE_RETRY_TIMEOUT: Final = timedelta(seconds=270)
 """From a request's first try to its last retry: the library asks for less than five minutes, since it does not renew
 credentials between retries.
 """
-_RETRIES: Final = 40
+_READ_RETRY_TIMEOUT: Final = timedelta(seconds=60)
+"""The same of requests that change nothing: a person may wait, and has perhaps misspelled the server's name."""
+_BACKOFF: Final = {
+    "init_backoff": timedelta(seconds=0.1),
+    "max_backoff": timedelta(seconds=10),
+    "base": 3,  # the library draws the next wait from [init, base * last]: with 2, waits shrink on average
+}
 
 _ERRNO: Final = {
     exceptions.PermissionDeniedError: errno.EACCES,
@@ -57,20 +63,14 @@ class ObstoreStore:
         )
         if any(endpoint.startswith("http://") for endpoint in endpoints):
             client["allow_http"] = True
-        retry = {
-            "max_retries": _RETRIES,
-            "retry_timeout": _RETRY_TIMEOUT,
-            "backoff": {
-                "init_backoff": timedelta(seconds=0.1),
-                "max_backoff": timedelta(seconds=10),
-                "base": 2,
-            },
-        }
-        options: dict[str, Any] = {"client_options": client, "retry_config": retry}
+        options: dict[str, Any] = {"client_options": client}
         if (provider := _aws_credentials(url)) is not None:
             options["credential_provider"] = provider
         try:
-            self._store: Any = from_url(url, **options)
+            self._writes: Any = from_url(
+                url, retry_config=_retries(_WRITE_RETRY_TIMEOUT), **options
+            )
+            self._reads: Any = from_url(url, retry_config=_retries(_READ_RETRY_TIMEOUT), **options)
         except (exceptions.BaseError, ValueError) as error:
             raise ConfigurationError(
                 f"{url} cannot be opened: {without_secrets(str(error))}"
@@ -78,12 +78,12 @@ class ObstoreStore:
 
     def put(self, key: str, data: Buffer) -> None:
         with self._explained("storing", key):
-            obstore.put(self._store, key, bytes_like(data), use_multipart=False)
+            obstore.put(self._writes, key, bytes_like(data), use_multipart=False)
 
     def put_if_absent(self, key: str, data: Buffer) -> bool:
         with self._explained("storing", key):
             try:
-                obstore.put(self._store, key, bytes_like(data), mode="create")
+                obstore.put(self._writes, key, bytes_like(data), mode="create")
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
                 return False
         return True
@@ -95,7 +95,7 @@ class ObstoreStore:
             try:
                 known = {"e_tag": version.e_tag, "version": version.number}
                 mode: Any = {name: value for name, value in known.items() if value is not None}
-                obstore.put(self._store, key, bytes_like(data), mode=mode)
+                obstore.put(self._writes, key, bytes_like(data), mode=mode)
             except (exceptions.PreconditionError, exceptions.AlreadyExistsError):
                 return False
             except FileNotFoundError:  # what was to be replaced is gone
@@ -107,7 +107,7 @@ class ObstoreStore:
     ) -> None:
         with self._explained("storing", key):
             obstore.put(
-                self._store,
+                self._writes,
                 key,
                 pieces,
                 use_multipart=True,
@@ -117,7 +117,7 @@ class ObstoreStore:
 
     def get(self, key: str) -> tuple[bytes, Version, float]:
         with self._explained("reading", key):
-            result = obstore.get(self._store, key)
+            result = obstore.get(self._reads, key)
             meta = result.meta
             data = bytes(result.bytes())
         return data, Version(meta["e_tag"], meta["version"]), meta["last_modified"].timestamp()
@@ -126,16 +126,16 @@ class ObstoreStore:
         if end <= begin:
             return b""
         with self._explained("reading", key):
-            data = memoryview(obstore.get_range(self._store, key, start=begin, end=end))
+            data = memoryview(obstore.get_range(self._reads, key, start=begin, end=end))
         return data[: end - begin]
 
     def size(self, key: str) -> int:
         with self._explained("looking at", key):
-            return int(obstore.head(self._store, key)["size"])
+            return int(obstore.head(self._reads, key)["size"])
 
     def list(self, prefix: str) -> Listing:
         with self._explained("listing", prefix):
-            found = obstore.list_with_delimiter(self._store, f"{prefix}/" if prefix else None)
+            found = obstore.list_with_delimiter(self._reads, f"{prefix}/" if prefix else None)
         return Listing(
             tuple(
                 sorted(folder.rstrip("/").rpartition("/")[2] for folder in found["common_prefixes"])
@@ -146,14 +146,14 @@ class ObstoreStore:
     def walk(self, prefix: str) -> Iterator[StoredObject]:
         with self._explained("listing", prefix):
             for batch in obstore.list(
-                self._store, f"{prefix}/" if prefix else None, chunk_size=1000
+                self._reads, f"{prefix}/" if prefix else None, chunk_size=1000
             ):
                 yield from _objects(batch, prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
         if names := list(keys):
             with self._explained("deleting", names[0]), contextlib.suppress(FileNotFoundError):
-                obstore.delete(self._store, names)
+                obstore.delete(self._writes, names)
 
     @contextlib.contextmanager
     def _explained(self, doing: str, key: str) -> Iterator[None]:
@@ -162,9 +162,11 @@ class ObstoreStore:
             yield
         except StorageError:
             raise
-        except FileNotFoundError:
-            raise ObjectMissingError(url) from None
         except (exceptions.BaseError, ValueError, OSError) as error:
+            if (
+                isinstance(error, FileNotFoundError) and doing != "storing"
+            ):  # then the bucket is, or an upload
+                raise ObjectMissingError(url) from None
             if "non-partial response" in str(error):
                 raise StorageError(
                     errno.EOPNOTSUPP,
@@ -177,6 +179,10 @@ class ObstoreStore:
             raise StorageError(
                 number, f"{doing} failed: {without_secrets(str(error))}", url
             ) from None
+
+
+def _retries(seconds: timedelta) -> Any:
+    return {"max_retries": 10_000, "retry_timeout": seconds, "backoff": _BACKOFF}
 
 
 _AWS_SOURCES: Final = (

@@ -10,7 +10,7 @@ from support.crashes.matrix import PROPERTY
 from support.crashes.store_cells import STORE_CELLS, STORE_NEVER, Prefix
 from support.jobs.processes import run_ranks
 from support.state.saving import DEFERRED
-from support.stores.server import BUCKET, endpoint, variables
+from support.stores.server import BUCKET, strict_endpoint, variables
 from support.tiers import sampled
 
 SAMPLE = (
@@ -30,7 +30,7 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
             "support.state.saving:commit_checkpoint",
             world,
             scratch,
-            environments=[variables(endpoint())] * world,
+            environments=[variables(strict_endpoint())] * world,
             path=found[world],
             number=OLD,
             elements=DEFERRED,
@@ -39,22 +39,31 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return found
 
 
+@pytest.fixture
+def root(tmp_path, monkeypatch) -> str:
+    """The URL of an empty prefix, whose store this process opens anew."""
+    monkeypatch.setattr("dcp_datastates.storage.stores._opened", {})
+    for name, value in variables(strict_endpoint()).items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}"
+
+
 @pytest.mark.parametrize("cell", sampled(STORE_CELLS, SAMPLE), ids=str)
-def test_a_rank_is_killed(cell: Cell, committed, s3_root, tmp_path, record_property):
+def test_a_rank_is_killed(cell: Cell, committed, root, tmp_path, record_property):
     def note(found: str, seconds: float | None = None) -> None:
         about = {"failpoint": cell.point.name, "kind": cell.kind}
         record_property(PROPERTY, {**about, "found": found, "seconds": seconds})
 
     note("FAILED")
-    result = kill(cell, Prefix(committed[cell.world], s3_root), tmp_path)
+    result = kill(cell, Prefix(committed[cell.world], root), tmp_path)
     note(result.found, result.seconds)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", sorted(STORE_NEVER))
-def test_what_is_declared_never_to_be_passed_is_not(kind, committed, s3_root, tmp_path):
+def test_what_is_declared_never_to_be_passed_is_not(kind, committed, root, tmp_path):
     others = ["publish.lock.before", "flush.write.before", "sync.data.before", "plan.mkdir.before"]
     names = [*STORE_NEVER[kind], *others]
-    assert passes(kind, names, Prefix(committed[2], s3_root), tmp_path) == []
-    seen = passes(kind, ["upload.before"], Prefix(committed[2], f"{s3_root}/seen"), tmp_path / "s")
+    assert passes(kind, names, Prefix(committed[2], root), tmp_path) == []
+    seen = passes(kind, ["upload.before"], Prefix(committed[2], f"{root}/seen"), tmp_path / "s")
     assert seen == ["upload.before"]

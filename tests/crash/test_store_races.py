@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import socket
-import subprocess
-import sys
 import threading
-import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support.stores.server import BUCKET, strict_endpoint, variables
 from support.tiers import tries
-from support.waiting import await_that
 
 from dcp_datastates import CheckpointSupersededError, StorageError
 from dcp_datastates.commit.places import place_of
@@ -28,15 +23,6 @@ obstore_adapter = pytest.importorskip("dcp_datastates.storage.obstore_adapter")
 
 SETTLERS = 2
 
-SERVER = """
-import sys
-from moto.server import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import run_simple
-run_simple("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
-"""
-"""One request at a time: moto looks whether an object is there, and stores it later, so that two creations at once may
-both succeed (about once in a thousand races, with its server of many threads)."""
-
 METADATA = b"\x80" + b"metadata" * 20
 
 
@@ -44,7 +30,7 @@ class Racing(obstore_adapter.ObstoreStore):
     """One process's store: it creates objects at the same time as the others'."""
 
     def __init__(self, together: threading.Barrier) -> None:
-        super().__init__("s3://races")
+        super().__init__(f"s3://{BUCKET}")
         self.together = together
         self.races = False
 
@@ -55,42 +41,11 @@ class Racing(obstore_adapter.ObstoreStore):
         return super().put_if_absent(key, data)
 
 
-@pytest.fixture(scope="module")
-def server():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(port)],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        await_that(lambda: _answers(port))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _answers(port):
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-        return True
-    return False
-
-
 @pytest.fixture
-def path(server, monkeypatch):
+def path(monkeypatch):
     """A path whose store is a separate one for each thread."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": server,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
-        "AWS_VIRTUAL_HOSTED_STYLE_REQUEST": "false",
-    }.items():
+    for name, value in variables(strict_endpoint()).items():
         monkeypatch.setenv(name, value)
-    urllib.request.urlopen(urllib.request.Request(f"{server}/races", method="PUT"))
     mine, together = threading.local(), threading.Barrier(1 + SETTLERS)
 
     def store_of(root, options=None):
@@ -99,7 +54,7 @@ def path(server, monkeypatch):
         return mine.store
 
     monkeypatch.setattr(stores, "store_of", store_of)
-    return ObjectPath("s3://races", "run")
+    return ObjectPath(f"s3://{BUCKET}", "run")
 
 
 def _commit(path, round_):

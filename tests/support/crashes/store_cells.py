@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dcp_datastates import delete, latest, retain
 from support.crashes.cells import COORDINATOR, Cell, Point, both, never
-from support.stores.server import BUCKET, Bucket, endpoint, use, variables
+from support.stores.server import BUCKET, Bucket, strict_endpoint, variables
 
 __all__ = ["STORE_CELLS", "STORE_NEVER", "STORE_POINTS", "Prefix"]
 
@@ -33,15 +33,14 @@ class Prefix:
 
     def __init__(self, committed: str, root: str) -> None:
         self.path = f"{root}/checkpoint"
-        self.environment: Mapping[str, str] = variables(endpoint())
+        self.environment: Mapping[str, str] = variables(strict_endpoint())
         self._root = root
-        self._bucket = Bucket(endpoint())
+        self._bucket = Bucket(strict_endpoint())
         before, now = self._key(committed.rpartition("/")[0]), self._key(root)
         for key in self._bucket.keys(f"{before}/"):
             self._bucket.put(now + key.removeprefix(before), self._bucket.get(key))
 
     def check_left(self, world: int) -> None:
-        use(endpoint())
         attempts = {key.split("/")[0] for key in self._left(self.path) if "/" in key}
         data = [key for key in self._left(self.path) if key.endswith(".safetensors")]
         assert len(data) == world, f"left behind: {self._left(self._root)}"

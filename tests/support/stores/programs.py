@@ -11,10 +11,11 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from support.waiting import await_that
 
-__all__ = ["serve"]
+__all__ = ["Program", "serve", "start"]
 
 # Linux's PR_SET_PDEATHSIG, which is kept when the process becomes another program. Set by a Python of its own, since
 # this process has threads: nothing of Python's may run in its forked child.
@@ -27,18 +28,46 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
+class Program(NamedTuple):
+    """A server that runs."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def kill(self) -> None:
+        """At once, and wait for its end."""
+        self.process.kill()
+        self.process.wait()
+
+
 def serve(
     command: Callable[[int], Sequence[str]],
     answers_at: str = "/",
     environment: Mapping[str, str] | None = None,
 ) -> str:
-    """Start ``command(port)`` on a free port of 127.0.0.1; its URL, as soon as it answers anything at ``answers_at``.
+    """The URL of what :func:`start` starts."""
+    return start(command, answers_at, environment).url
+
+
+def start(
+    command: Callable[[int], Sequence[str]],
+    answers_at: str = "/",
+    environment: Mapping[str, str] | None = None,
+    port: int | None = None,
+) -> Program:
+    """Start ``command(port)`` on a ``port`` of 127.0.0.1, or a free one; returns as soon as it answers anything at
+    ``answers_at``.
 
     To be called in the main thread: the server ends with the thread that started it.
     """
-    with contextlib.closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    if port is None:
+        with contextlib.closing(socket.socket()) as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
     server = subprocess.Popen(
         [sys.executable, "-S", "-c", _BOUND_TO_PARENT, str(os.getpid()), *command(port)],
         stdin=subprocess.DEVNULL,
@@ -60,4 +89,4 @@ def serve(
         return True
 
     await_that(answers, 120, f"{command(port)[0]} does not answer")
-    return url
+    return Program(url, server)

@@ -31,6 +31,7 @@ __all__ = [
     "Injected",
     "Proxy",
     "answered",
+    "corrupted",
     "cut_answer",
     "cut_request",
     "duplicated",
@@ -64,6 +65,12 @@ class Exchange:
     def read(self, nbytes: int) -> bytes:
         """The next bytes of the request's body."""
         return self._handler.rfile.read(nbytes)
+
+    def alter(self, at: int) -> None:
+        """Flip a bit of the request's body."""
+        body = bytearray(self.read(self.nbytes))
+        body[at] ^= 1
+        self._body = bytes(body)
 
     def forward(self) -> Answer:
         """Let the server do what is asked. Each call sends a request."""
@@ -144,6 +151,16 @@ def duplicated(exchange: Exchange) -> None:
     exchange.reply(exchange.forward())
 
 
+def corrupted(at: int) -> Fault:
+    """The byte at ``at`` of the request's body arrives with a bit flipped. The server believes it."""
+
+    def fault(exchange: Exchange) -> None:
+        exchange.alter(at)
+        exchange.reply(exchange.forward())
+
+    return fault
+
+
 def stalled(until: threading.Event) -> Fault:
     """The server does what is asked after ``until`` is set; the client waits."""
 
@@ -184,7 +201,7 @@ class Proxy:
         self.requests: list[tuple[str, str]] = []
         self.down = False
         self._target = urlsplit(url).netloc
-        self._bytes_per_second = bytes_per_second
+        self.bytes_per_second = bytes_per_second
         self._lock = threading.Lock()  # guards requests and faults; is held while bytes pass
         self._faults: list[Injected] = []
         proxy = self
@@ -229,9 +246,9 @@ class Proxy:
 
     def _pass(self, handler: BaseHTTPRequestHandler) -> None:
         exchange = Exchange(handler, self._target)
-        if self._bytes_per_second is not None and exchange.nbytes:
+        if self.bytes_per_second is not None and exchange.nbytes:
             with self._lock:
-                time.sleep(exchange.nbytes / self._bytes_per_second)
+                time.sleep(exchange.nbytes / self.bytes_per_second)
         with self._lock:
             self.requests.append((handler.command, handler.path))
             fault = self._fault_of(handler.command, handler.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import urllib.request
@@ -13,19 +14,50 @@ import boto3
 
 from support.stores.programs import serve
 
-__all__ = ["BUCKET", "Bucket", "client", "endpoint", "use", "variables"]
+__all__ = [
+    "BUCKET",
+    "Bucket",
+    "bucket_behind",
+    "client",
+    "endpoint",
+    "moto",
+    "strict_endpoint",
+    "use",
+    "variables",
+]
 
 BUCKET = "test-bucket"
+
+
+def moto(port: int) -> list[str]:
+    """The command of a server."""
+    return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
 
 
 @functools.cache
 def endpoint() -> str:
     """The URL of the server, which is started at the first call, and has the bucket :data:`BUCKET`."""
-    url = serve(
-        lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        "/moto-api/",
-    )
+    url = serve(moto, "/moto-api/")
     urllib.request.urlopen(urllib.request.Request(f"{url}/{BUCKET}", method="PUT")).close()
+    return url
+
+
+_ONE_AT_A_TIME = """
+import sys
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import run_simple
+run_simple("127.0.0.1", int(sys.argv[1]), DomainDispatcherApplication(create_backend_app), threaded=False)
+"""
+
+
+@functools.cache
+def strict_endpoint() -> str:
+    """The URL of a server that takes one request at a time, and has the bucket :data:`BUCKET`: moto looks whether an
+    object is there, and stores it later, so that two creations at once may both succeed (about once in a thousand
+    races, with its server of many threads).
+    """
+    url = serve(lambda port: [sys.executable, "-c", _ONE_AT_A_TIME, str(port)], "/moto-api/")
+    client(url).create_bucket(Bucket=BUCKET)
     return url
 
 
@@ -43,6 +75,19 @@ def variables(url: str) -> dict[str, str]:
 def use(url: str) -> None:
     """Make the stores that this process opens those of the server at ``url``."""
     os.environ.update(variables(url))
+
+
+_buckets = itertools.count(1)
+
+
+def bucket_behind(url: str, server: str | None = None, name: str = "faults") -> str:
+    """The URL of a new bucket of the server, such as ``s3://faults-1``, which this process reaches at ``url``: a store
+    that was opened stays at the address that it had.
+    """
+    made = f"{name}-{os.getpid()}-{next(_buckets)}"
+    client(server).create_bucket(Bucket=made)
+    use(url)
+    return f"s3://{made}"
 
 
 def client(url: str | None = None) -> Any:

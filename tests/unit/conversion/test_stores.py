@@ -12,7 +12,7 @@ from support.simulated.object_stores import Fate, MemoryStore, installed
 from support.state.checkpoints import assert_same, load_everything, save
 from support.state.states import filled
 from support.stores.proxy import Proxy, answered
-from support.stores.server import BUCKET, Bucket, endpoint, use
+from support.stores.server import BUCKET, Bucket, bucket_behind, endpoint, use
 
 import dcp_datastates
 from dcp_datastates import (
@@ -151,6 +151,20 @@ def test_large_files_are_streamed_to_a_server(model, s3_root, tmp_path):
     assert diff(model, tmp_path / "down").same
 
 
+@pytest.mark.parametrize("source", ["ours", "safetensors"])
+def test_large_files_go_from_store_to_store(source, model, s3_root):
+    """A library that asks for the next piece must not be asked for it within that call."""
+    url = f"{s3_root}/in"
+    if source == "ours":
+        convert(model, url, **SMALL)
+        copy(url, f"{s3_root}/copied")
+        assert dcp_datastates.verify(f"{s3_root}/copied").whole
+    else:
+        Bucket(endpoint()).put(url.removeprefix(f"s3://{BUCKET}/"), model.read_bytes())
+    convert(url, f"{s3_root}/out", "datastates", **SMALL)
+    assert diff(model, f"{s3_root}/out").same
+
+
 def test_what_is_there_is_replaced_only_on_demand(model, store, path):
     save({"old": torch.ones(3)}, path)
     with pytest.raises(CheckpointExistsError, match="--overwrite"):
@@ -212,12 +226,10 @@ def test_prefixes_that_hold_something_else_are_refused(model, store, path):
         convert(model, path, overwrite=True, **SMALL)
 
 
-def test_a_busy_server_is_waited_for(model, s3_root, monkeypatch):
+def test_a_busy_server_is_waited_for(model):
     proxy = Proxy(endpoint())
     try:
-        use(proxy.url)
-        url = f"s3://{BUCKET}/{s3_root.rpartition('/')[2]}"
-        monkeypatch.setattr("dcp_datastates.storage.stores._opened", {})
+        url = bucket_behind(proxy.url)
         fault = proxy.inject(answered(503, "SlowDown"), "PUT", "partNumber=2", times=2)
         convert(model, f"{url}/step-1", **SMALL)
         assert fault.seen == 2

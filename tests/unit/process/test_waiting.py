@@ -43,6 +43,16 @@ def test_without_any_progress_the_time_counts_from_the_start() -> None:
         stall.look(None, "reads")
 
 
+def test_time_counts_only_after_patience():
+    clock = Clock()
+    stall = Stall(logger, "a step", 10.0, clock, patience=100.0)
+    clock.now += 109
+    stall.look(None, "its reads")
+    clock.now += 1
+    with pytest.raises(SaveStalledError, match="110 s, the last 10 s"):
+        stall.look(None, "its reads")
+
+
 def test_a_wait_of_five_seconds_is_logged_and_then_ever_more_rarely(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -12,7 +12,7 @@ from support.simulated.object_stores import MemoryStore, installed
 from support.state.checkpoints import CACHE, assert_same
 from support.state.states import filled
 from support.stores.proxy import Proxy
-from support.stores.server import BUCKET, Bucket, endpoint, use
+from support.stores.server import BUCKET, Bucket, bucket_behind, endpoint, use
 from support.tiers import sampled
 
 import dcp_datastates
@@ -76,7 +76,7 @@ def test_a_step_waits_for_reads_and_not_for_the_store(monkeypatch):
 @pytest.mark.parametrize("mebibytes", sampled([4, 20, 64], keep=[4, 20]))
 def test_a_save_needs_few_requests(mebibytes, s3_root):
     proxy = Proxy(endpoint())
-    root = _bucket(proxy)
+    root = f"{bucket_behind(proxy.url)}/run"
     try:
         for step in range(2):  # the first one of a process tries the store, too
             before = len(proxy.requests)
@@ -91,17 +91,6 @@ def test_a_save_needs_few_requests(mebibytes, s3_root):
     finally:
         proxy.close()
         use(endpoint())
-
-
-def _bucket(proxy: Proxy) -> str:
-    """The URL of a bucket that this process has not opened yet, so that its requests pass the proxy."""
-    import urllib.request
-
-    name = f"counted-{proxy.url.rpartition(':')[2]}"
-    request = urllib.request.Request(f"{endpoint()}/{name}", method="PUT")
-    urllib.request.urlopen(request).close()
-    use(proxy.url)
-    return f"s3://{name}/run"
 
 
 MEMORY = """
