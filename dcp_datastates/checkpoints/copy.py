@@ -14,11 +14,11 @@ from typing import Any
 from dcp_datastates.checkpoints.copy_target import (
     CopyTarget,
     checked_pieces,
-    is_copied,
+    committed_at,
     target_of,
     whole,
 )
-from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError
+from dcp_datastates.errors import CheckpointCorruptError, CheckpointExistsError, ConfigurationError
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed, replacement
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
@@ -65,8 +65,14 @@ def copy(
         raise ConfigurationError(f"source and target are both {str(here)!r}; name another target")
     committed = open_committed(here)
     attempt = committed.note.attempt
-    if is_copied(there, attempt):
+    there_before = committed_at(there)
+    if there_before == attempt:
         return there
+    if there_before is not None:
+        raise CheckpointExistsError(
+            f"another checkpoint, attempt {there_before.name}, is committed at {str(there)!r}; delete it, or copy to "
+            f"another path"
+        )
     place = target_of(there, attempt)
     place.claim()
     with place.held():

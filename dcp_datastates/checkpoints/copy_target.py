@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from dcp_datastates._native import BLOCK_BYTES
 from dcp_datastates.checkpoints.inventory import is_committed, sizes_of
+from dcp_datastates.commit.store_place import StorePlace
 from dcp_datastates.errors import (
     CheckpointCorruptError,
     CheckpointExistsError,
@@ -23,7 +24,15 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.metadata import FileRecord
 from dcp_datastates.io.committed import Committed, open_committed
-from dcp_datastates.storage import attempts, decisions, local, operations, readme, store_index
+from dcp_datastates.storage import (
+    attempts,
+    decisions,
+    local,
+    operations,
+    readme,
+    store_attempts,
+    store_index,
+)
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.lock import Hold
@@ -31,7 +40,7 @@ from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.storage.object_store import part_bytes
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
-__all__ = ["CopyTarget", "checked_pieces", "is_copied", "target_of", "whole"]
+__all__ = ["CopyTarget", "checked_pieces", "committed_at", "target_of", "whole"]
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
 _PARTS_IN_FLIGHT: Final = 4
@@ -76,25 +85,19 @@ def _read(file: ReadableFile, record: FileRecord, begin: int, end: int) -> memor
     return into
 
 
-def is_copied(target: Location, attempt: Attempt) -> bool:
-    """Whether ``attempt`` is committed at ``target``.
+def committed_at(target: Location) -> Attempt | None:
+    """The attempt that is committed at ``target``; None if there is none.
 
-    Raises :class:`CheckpointExistsError` if another checkpoint is.
+    Raises :class:`CheckpointExistsError` if another program's checkpoint is there.
     """
     try:
-        found = open_committed(target).note.attempt
+        return open_committed(target).note.attempt
     except CheckpointNotFoundError:
         if is_committed(target):  # of stock DCP
             raise CheckpointExistsError(
                 f"another program's checkpoint is at {str(target)!r}; copy to another path"
             ) from None
-        return False
-    if found != attempt:
-        raise CheckpointExistsError(
-            f"another checkpoint, attempt {found.name}, is committed at {str(target)!r}; delete it, or copy to "
-            f"another path"
-        )
-    return True
+        return None
 
 
 def whole(target: Location, records: Iterable[FileRecord]) -> set[str]:
@@ -118,7 +121,12 @@ class CopyTarget(Protocol):
         """Write a file, and make it durable. Any thread."""
 
     def publish(self, data: bytes) -> None:
-        """Commit the copy, with the bytes of ``.metadata``. All files are there."""
+        """Commit the copy, with the bytes of ``.metadata``. All files are there. Older attempts can no longer be
+        committed there.
+        """
+
+    def remove_older(self) -> None:
+        """Remove what older attempts have left there. The copy is committed."""
 
 
 def target_of(location: Location, attempt: Attempt) -> CopyTarget:
@@ -168,8 +176,17 @@ class _Directory:
         with local.explained("making the copy durable", self._folder):
             for directory in local.sync_directories(self._folder):
                 operations.sync_directory(directory, _PHASE)
+            for older in self._older():
+                attempts.withdraw(self._directory, older)
         attempts.publish(self._directory, self._attempt, data)
         readme.write(self._directory)
+
+    def remove_older(self) -> None:
+        for older in self._older():
+            attempts.remove_files(self._directory, older, 0, 1)
+
+    def _older(self) -> list[Attempt]:
+        return [other for other in attempts.present(self._directory) if other < self._attempt]
 
 
 class _Store:
@@ -202,3 +219,9 @@ class _Store:
         path = self._directory / local.METADATA_NAME
         with contextlib.suppress(OSError):  # no loader needs it
             path.store.put(path.key, data)
+
+    def remove_older(self) -> None:
+        there = store_attempts.present(self._directory)
+        older = [other for other in there if other < self._attempt]
+        if older:
+            StorePlace(self._directory).remove(older)

@@ -144,7 +144,7 @@ class StorePlace:
             if rank == 0 and round_.attempt is not None:
                 self._copy(round_.attempt, round_.published)
             if superseded:
-                self._remove(superseded)
+                self.remove(superseded)
         except StorageError as error:
             logger.warning("after the commit to %s, tidying up failed: %s", self._directory, error)
 
@@ -161,8 +161,10 @@ class StorePlace:
         step()
         path.store.put(path.key, data)
 
-    def _remove(self, superseded: Iterable[Attempt]) -> None:  # 10
-        """Each step leaves every committed attempt whole. A withdrawal stays for good: it keeps the attempt from being
+    def remove(self, superseded: Iterable[Attempt]) -> None:  # 10
+        """Remove attempts that a newer one has replaced. Raises :class:`StorageError`.
+
+        Each step leaves every committed attempt whole. A withdrawal stays for good: it keeps the attempt from being
         committed by a process that wakes late.
         """
         directory = self._directory

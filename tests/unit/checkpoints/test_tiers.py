@@ -1,4 +1,4 @@
-"""A checkpoint in several tiers: the newest that is whole in all of them together, read from the nearest good copies."""
+"""A checkpoint in several tiers: the newest that is whole over all of them, read from the nearest good copies."""
 
 from __future__ import annotations
 
