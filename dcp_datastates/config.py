@@ -22,6 +22,7 @@ __all__ = [
     "Defer",
     "EngineConfig",
     "ReadWindow",
+    "TierOptions",
     "WhenBehind",
     "WriterConfig",
     "WriterOptions",
@@ -225,15 +226,20 @@ class BackgroundOptions(TypedDict, total=False):
     audit: bool
 
 
-class WriterOptions(BackgroundOptions, total=False):
-    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
+class TierOptions(BackgroundOptions, total=False):
+    """The :class:`WriterOptions` of one tier."""
 
     overwrite: bool
     commit: Commit
     no_dist: bool
+    storage_options: Mapping[str, Any] | None
+
+
+class WriterOptions(TierOptions, total=False):
+    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
+
     archive: str | os.PathLike[str] | None
     archive_rate: int | str | None
-    storage_options: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)

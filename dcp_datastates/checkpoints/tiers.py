@@ -14,7 +14,7 @@ from dcp_datastates.io.committed import Committed, wrong_size
 from dcp_datastates.process.work import thread_count
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["flaw_of_copies", "newest_whole", "problems_by_file"]
+__all__ = ["copies_newest_first", "flaw_of_copies", "newest_whole", "problems_by_file"]
 
 logger = logging.getLogger(__name__)
 

@@ -57,9 +57,10 @@ class SaveHandle(AsyncSaveResponse):
             )
         return self._save.archived
 
-    def archive(self, archive: Archive, then: Callable[[], object]) -> None:
-        """Have the manager's ``archive`` follow this save."""
-        self._save.archived = archive.follow(self._save, then)
+    def archive(self, archive: Archive, then: Callable[[], object] | None) -> Future[None]:
+        """Have the manager's ``archive`` follow this save: the future of :attr:`archived`."""
+        self._save.archived = archived = archive.follow(self._save, then)
+        return archived
 
     @property
     def path(self) -> Location:

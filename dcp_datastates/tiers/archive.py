@@ -63,7 +63,7 @@ class Archive:
 
     def __init__(self, slow: Location, group: CommitGroup, number: int) -> None:
         self.slow: Final = slow
-        self.exit_timeout = 0.0
+        self.exit_timeout = 600.0
         """How long the end of the process waits, in seconds."""
         self._rank_set = group.rank_set
         self._key = f"archive{number}"
@@ -152,9 +152,10 @@ class Archive:
             with _logged(f"{item.path} cannot be pinned for its archive"):
                 pin(item.path, PIN)
 
-    def _unpin(self, item: _Item) -> None:
+    def _archived(self, item: _Item) -> None:
         with _logged(f"{item.path} is archived, and stays pinned"):
             unpin(item.path, PIN)
+        self._end(item, None)
 
     # ---- the archive's thread ----------------------------------------------------------------------
 
@@ -217,11 +218,12 @@ class Archive:
             logger.info(
                 "archived %s in %s in %.1f s", item.path, self.slow, time.monotonic() - began
             )
-            self._pinner.post(lambda: self._unpin(item))
+            if item.then is not None:
+                with _logged(f"after {item.path} was archived"):
+                    item.then()
+            if self._pinner.post(lambda: self._archived(item)):
+                return
         self._end(item, None)
-        if item.then is not None and self._rank_set.rank == 0:
-            with _logged(f"after {item.path} was archived"):
-                item.then()
 
     def _end(self, item: _Item, error: BaseException | None) -> None:
         with self._lock:
@@ -271,7 +273,7 @@ def archive_save(save: SaveOperation) -> None:
             root, save.group
         )  # DCP may have said meanwhile that this process saves alone
         archive.set_rate(config.archive_rate)
-        archive.exit_timeout = max(archive.exit_timeout, config.exit_timeout)
+        archive.exit_timeout = config.exit_timeout
         archive.saved(save, archived)
 
     save.archived = archived
