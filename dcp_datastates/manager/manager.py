@@ -91,8 +91,7 @@ class CheckpointManager:
             (:attr:`SaveHandle.archived`), also after a restart. Before that they are not deleted from ``root``.
             :meth:`restore_latest` takes the newest of both, and reads from ``root`` what is whole there.
         archive_every: Archive every n-th checkpoint that is saved, the first among them.
-        archive_keep: The checkpoints to keep in the archive, as for ``keep``; None: all.
-        archive_rate: How fast each rank may copy, such as ``"500MB/s"``; None: no limit.
+        archive_keep, archive_rate: As ``keep``, and how fast each rank may copy: ``"500MB/s"``, say; None: no limit.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
@@ -124,14 +123,12 @@ class CheckpointManager:
         check_options("CheckpointManager", options, TierOptions)
         stores = options.get("storage_options")
         slow = archive_root(archive, stores)
-        roots = locate_all([root] if slow is None else [root, slow], stores)
+        roots = locate_all([root, *filter(None, [slow])], stores)
         self.root: Final = roots[0]
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
-        self._strict, self._save_last = (
-            parse_flag("strict", strict),
-            parse_flag("save_last", save_last),
-        )
+        self._strict = parse_flag("strict", strict)
+        self._save_last = parse_flag("save_last", save_last)
         self._steps = StepDirectories(roots, verify)
         rule = parse_every(every)
         self._group = process_group
