@@ -66,8 +66,7 @@ class CheckpointManager:
                     break
 
     Every rank makes the same calls. Call :meth:`save` at each step, after the optimizer; it saves when a save is due.
-    If ranks must agree on that (on time, on a signal, on costs), they exchange a few numbers after each step, and act
-    on them at the next step.
+    If ranks must agree on that (on time, signals, costs), they exchange numbers after each step, for the next.
 
     Args:
         root: The directory of the checkpoints, or its URL.
@@ -123,7 +122,7 @@ class CheckpointManager:
         check_options("CheckpointManager", options, TierOptions)
         stores = options.get("storage_options")
         slow = archive_root(archive, stores)
-        roots = locate_all([root, *filter(None, [slow])], stores)
+        roots = locate_all([root] if slow is None else [root, slow], stores)
         self.root: Final = roots[0]
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
@@ -147,8 +146,8 @@ class CheckpointManager:
             by_step("on_commit", on_commit),
             by_step("on_failure", on_failure),
         )
-        keeps = self._keep if self._rank_set.rank == 0 else None
-        self._keeping = Keeping(self._steps, self._saves, keeps, archiving)
+        keeps = self._keep, archiving, self._rank_set.rank == 0
+        self._keeping = Keeping(self._steps, self._saves, *keeps)
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""
@@ -268,6 +267,7 @@ class CheckpointManager:
                     self._keep.check(metrics)
                 parts.warn()
             path = self.path(step)
+            self._keeping.make_room(self._writer.config.commit_timeout)
             handle = self._saves.begin(
                 path, lambda: async_save(parts.parts, path, writer=self._writer, metrics=metrics)
             )
