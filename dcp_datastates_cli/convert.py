@@ -9,7 +9,7 @@ from typing import Any
 
 from dcp_datastates.conversion.convert import ConvertOptions, convert
 from dcp_datastates.errors import ConfigurationError
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import locate
 from dcp_datastates_cli.output import OK, print_json, say
 from dcp_datastates_cli.progress_bar import progress_bar
 
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
         for name in ConvertOptions.__annotations__
         if (value := getattr(options, name)) is not None
     }
-    with progress_bar("converting", local.local_path(options.source), options.quiet) as progress:
+    with progress_bar("converting", locate(options.source), options.quiet) as progress:
         done = convert(options.source, options.target, options.to, progress=progress, **given)
     if options.json:
         print_json(dataclasses.asdict(done))

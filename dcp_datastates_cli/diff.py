@@ -9,7 +9,7 @@ from typing import Any
 
 from dcp_datastates.conversion.compare import Comparison, diff
 from dcp_datastates.errors import CheckpointCorruptError
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import locate
 from dcp_datastates_cli.convert import prefixes
 from dcp_datastates_cli.output import NO, OK, TROUBLE, complain, print_json, say
 from dcp_datastates_cli.progress_bar import progress_bar
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> Comparison:
-    with progress_bar("comparing", local.local_path(options.a), options.quiet) as progress:
+    with progress_bar("comparing", locate(options.a), options.quiet) as progress:
         return diff(
             options.a,
             options.b,

@@ -84,12 +84,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for outcome in ("passed", "failed")
         for report in terminalreporter.stats.get(outcome, [])
     ]
-    if not any(report.nodeid.startswith("tests/crash/test_kill_matrix") for report in reports):
-        return
-    from support.crashes.cells import POINTS  # brings the package along, which most runs want later
-
-    lines = matrix_lines(reports, POINTS)
-    if lines:
-        terminalreporter.section("killed there: what is at the path, when the survivors knew")
-        for line in lines:
-            terminalreporter.line(line)
+    for file, where in (("test_kill_matrix", "path"), ("test_store_kill_matrix", "URL")):
+        cells = [each for each in reports if each.nodeid.startswith(f"tests/crash/{file}.py")]
+        if not cells:
+            continue
+        # They bring the package along, which most runs want later.
+        if where == "path":
+            from support.crashes.cells import POINTS as points
+        else:
+            from support.crashes.store_cells import STORE_POINTS as points
+        if lines := matrix_lines(cells, points):
+            terminalreporter.section(
+                f"killed there: what is at the {where}, when the survivors knew"
+            )
+            for line in lines:
+                terminalreporter.line(line)

@@ -15,8 +15,9 @@ from dcp_datastates.checkpoints.copy_target import (
     CopyTarget,
     checked_pieces,
     committed_at,
+    is_whole,
+    same_size,
     target_of,
-    whole,
 )
 from dcp_datastates.errors import CheckpointCorruptError, CheckpointExistsError, ConfigurationError
 from dcp_datastates.format.metadata import FileRecord
@@ -77,9 +78,10 @@ def copy(
     place.claim()
     with place.held():
         records = list(committed.note.files.values())
-        present = whole(there, records)
+        left = same_size(there, records)
         units = [
-            _unit(committed, place, record, record.relative_path in present) for record in records
+            _unit(committed, place, record, there if record.relative_path in left else None)
+            for record in records
         ]
         try:
             work(units, sum(record.nbytes for record in records), threads, progress)
@@ -91,11 +93,15 @@ def copy(
     return there
 
 
-def _unit(committed: Committed, target: CopyTarget, record: FileRecord, is_there: bool) -> Unit:
+def _unit(
+    committed: Committed, place: CopyTarget, record: FileRecord, left_in: Location | None
+) -> Unit:
+    """``left_in``: where an earlier call has left the file, with its size."""
+
     def run(done: Done) -> None:
-        if is_there:
+        if left_in is not None and is_whole(left_in, record):
             done(record.nbytes)
         else:
-            target.write(record, checked_pieces(committed, record, done))
+            place.write(record, checked_pieces(committed.directory, record, done))
 
     return run

@@ -23,7 +23,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.checksums import ChecksumTable, blocks
 from dcp_datastates.format.metadata import FileRecord
-from dcp_datastates.io.committed import Committed, open_committed
+from dcp_datastates.io.committed import open_committed
 from dcp_datastates.storage import (
     attempts,
     decisions,
@@ -37,10 +37,17 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.decisions import State
 from dcp_datastates.storage.lock import Hold
 from dcp_datastates.storage.object_path import Location, ObjectPath
-from dcp_datastates.storage.object_store import part_bytes
+from dcp_datastates.storage.object_store import put_pieces
 from dcp_datastates.storage.readable import ReadableFile, open_readable
 
-__all__ = ["CopyTarget", "checked_pieces", "committed_at", "target_of", "whole"]
+__all__ = [
+    "CopyTarget",
+    "checked_pieces",
+    "committed_at",
+    "is_whole",
+    "same_size",
+    "target_of",
+]
 
 _PIECE_BYTES: Final = 8 * BLOCK_BYTES
 _PARTS_IN_FLIGHT: Final = 4
@@ -50,12 +57,12 @@ Count = Callable[[int], object]
 """Called with the bytes that were read since the last call. Raises if the copying is to stop."""
 
 
-def checked_pieces(committed: Committed, record: FileRecord, count: Count) -> Iterator[memoryview]:
-    """The bytes of a data file, in pieces, each compared with its checksums; last the table of these.
+def checked_pieces(directory: Location, record: FileRecord, count: Count) -> Iterator[memoryview]:
+    """The bytes of a data file in ``directory``, in pieces, each compared with its checksums; last the table of these.
 
     Raises :class:`CheckpointCorruptError`, or OSError.
     """
-    with contextlib.closing(open_readable(committed.directory / record.relative_path)) as file:
+    with contextlib.closing(open_readable(directory / record.relative_path)) as file:
         words = _read(file, record, record.table_offset, record.nbytes)
         table = ChecksumTable(bytes(words))
         if file.nbytes != record.nbytes or not table.is_sound:
@@ -100,10 +107,20 @@ def committed_at(target: Location) -> Attempt | None:
         return None
 
 
-def whole(target: Location, records: Iterable[FileRecord]) -> set[str]:
-    """The paths of those of ``records`` that are at ``target``, whole: a file appears there when it is durable."""
+def same_size(target: Location, records: Iterable[FileRecord]) -> set[str]:
+    """The paths of those of ``records`` that are at ``target``. A file appears there when all of it is written."""
     sizes = sizes_of(target, records)
     return {record.relative_path for record, found in sizes if found == record.nbytes}
+
+
+def is_whole(target: Location, record: FileRecord) -> bool:
+    """Whether the bytes at ``target`` are right: a crash, or the way there, may have changed them."""
+    try:
+        for _ in checked_pieces(target, record, id):
+            pass
+    except CheckpointCorruptError:
+        return False
+    return True
 
 
 class CopyTarget(Protocol):
@@ -201,13 +218,7 @@ class _Store:
 
     def write(self, record: FileRecord, pieces: Iterator[memoryview]) -> None:
         path = self._directory / record.relative_path
-        part = part_bytes(record.nbytes)
-        if record.nbytes <= part:
-            path.store.put(path.key, b"".join(pieces))
-        else:
-            path.store.put_stream(
-                path.key, pieces, part_bytes=part, parts_in_flight=_PARTS_IN_FLIGHT
-            )
+        put_pieces(path.store, path.key, record.nbytes, pieces, _PARTS_IN_FLIGHT)
 
     def publish(self, data: bytes) -> None:
         store_index.register(self._directory, self._attempt)

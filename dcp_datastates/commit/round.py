@@ -15,7 +15,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Compose", "Document", "FailedPart", "Part", "Round"]
+__all__ = ["Compose", "Document", "DurablePart", "FailedPart", "Part", "Round"]
 
 
 class Part(Protocol):
@@ -43,6 +43,20 @@ class FailedPart:
     """A part whose files were never written, or were removed again."""
 
     error: BaseException
+    progress: int = 0
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class DurablePart:
+    """A part whose files are durable already."""
+
+    error: BaseException | None = None
     progress: int = 0
 
     def wait(self, seconds: float) -> bool:

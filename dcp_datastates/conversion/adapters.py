@@ -8,13 +8,14 @@ file under the names of the modules that they stand for. The rest of the model i
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Final
 
+from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.selection import Selected
 from dcp_datastates.conversion.source import Source, value_of
-from dcp_datastates.errors import ConfigurationError
+from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.format.stored_names import is_under
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["ADAPTER_CONFIG", "adapter_config", "adapter_of"]
 
@@ -55,16 +56,19 @@ def adapter_of(source: Source, optimizers: frozenset[str]) -> Source:
     return Selected(source, stored)
 
 
-def adapter_config(source: Source, given: Path | None) -> bytes:
+def adapter_config(source: Source, given: Location | None) -> bytes:
     """The contents of ``adapter_config.json``: from the folder ``given``, or the one that the checkpoint has.
 
     Raises :class:`ConfigurationError` if there is none.
     """
     if given is not None:
         path = given / ADAPTER_CONFIG
-        if not path.is_file():
-            raise ConfigurationError(f"config_from={str(given)!r} has no {ADAPTER_CONFIG}")
-        return _checked(path.read_bytes(), str(path))
+        try:
+            return _checked(read_whole(path), str(path))
+        except CheckpointNotFoundError:
+            raise ConfigurationError(
+                f"config_from={str(given)!r} has no {ADAPTER_CONFIG}"
+            ) from None
     for name in source.objects:
         if name.endswith(f".{ADAPTER_CONFIG}"):
             value = value_of(source, name, allow_objects=False)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
@@ -23,7 +22,7 @@ from dcp_datastates.conversion.source import Source, Want, value_of
 from dcp_datastates.errors import UnsafeObjectError
 from dcp_datastates.format.name_patterns import NamePatterns, Rename
 from dcp_datastates.process.work import Done, Progress, Unit, thread_count, work
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
 
 __all__ = ["Comparison", "Difference", "diff"]
@@ -78,8 +77,8 @@ class Difference:
 class Comparison:
     """The result of :func:`diff`."""
 
-    a: Path
-    b: Path
+    a: Location
+    b: Location
     tensors: int
     """Tensors with the same name and shape in both, whose values were compared."""
     objects: int
@@ -111,8 +110,8 @@ class Comparison:
 
 
 def diff(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
+    a: str | os.PathLike[str] | ObjectPath,
+    b: str | os.PathLike[str] | ObjectPath,
     *,
     only: str | Iterable[str] | None = None,
     rename: Rename | None = None,
@@ -127,7 +126,7 @@ def diff(
     equal if their bytes are, or if they are equal as Python values. Tensors are streamed: a thread takes some 20 MiB.
 
     Args:
-        a: A checkpoint: a file or directory.
+        a: A checkpoint: a file or directory, or its URL.
         b: Another.
         only: Compare only the values under these names: full names, or prefixes that end before a dot.
         rename: For names of ``a`` to be found in ``b``: a dict from old prefixes to new ones, or a function of a name.
@@ -145,7 +144,7 @@ def diff(
     """
     began = time.monotonic()
     threads = thread_count(threads)
-    path_a, path_b = local.local_path(a), local.local_path(b)
+    path_a, path_b = locate(a), locate(b)
     selection = Selection.checked(rename=rename)
     wanted = None if only is None else NamePatterns("only", only)
     opened, other = open_source(path_a, allow_objects), open_source(path_b, allow_objects)

@@ -14,6 +14,7 @@ import torch
 from typing_extensions import Unpack
 
 from dcp_datastates._native import BLOCK_BYTES
+from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import check_options, parse_flag, parse_host_cache_size, parse_size
 from dcp_datastates.conversion.adapters import adapter_config, adapter_of
 from dcp_datastates.conversion.destination import atomic_output, check_destination
@@ -24,6 +25,7 @@ from dcp_datastates.conversion.source import Source
 from dcp_datastates.conversion.write_datastates import datastates_output
 from dcp_datastates.conversion.write_safetensors import hf_output, peft_output, safetensors_output
 from dcp_datastates.conversion.write_stock import stock_output
+from dcp_datastates.conversion.write_store import write_to_store
 from dcp_datastates.conversion.write_torch import torch_output
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -35,6 +37,7 @@ from dcp_datastates.format.name_patterns import Rename
 from dcp_datastates.format.nesting import nested
 from dcp_datastates.process.work import Progress, thread_count
 from dcp_datastates.storage import local, operations
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 from dcp_datastates.text import count, size
 
 __all__ = ["Conversion", "convert"]
@@ -76,7 +79,7 @@ class ConvertOptions(TypedDict, total=False):
 class Conversion:
     """The result of :func:`convert`. Sizes are bytes."""
 
-    path: Path
+    path: Location
     source_format: str
     target_format: str
     files: int
@@ -104,7 +107,7 @@ class _Options:
 
     selection: Selection
     shard_bytes: int
-    config_from: Path | None
+    config_from: Location | None
     overwrite: bool
     strict: bool
     allow_objects: bool
@@ -136,8 +139,8 @@ def _refuse_optimizers(source: Source, to: Target) -> None:
 
 
 def convert(
-    source: str | os.PathLike[str],
-    target: str | os.PathLike[str],
+    source: str | os.PathLike[str] | ObjectPath,
+    target: str | os.PathLike[str] | ObjectPath,
     to: Target | None = None,
     *,
     progress: Progress | None = None,
@@ -152,8 +155,9 @@ def convert(
     was there before.
 
     Args:
-        source: A file or directory.
-        target: A directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and "torch".
+        source: A file or directory, or its URL.
+        target: A directory for "hf", "peft", "dcp" and "datastates"; a file for "safetensors" and "torch". For
+            "datastates", also a URL.
         to: "datastates": this package's format. "hf": a folder with ``model.safetensors``, or shards and an index.
             "peft": a LoRA adapter as PEFT saves it, without the model. "safetensors": one file. "dcp": for stock
             ``FileSystemReader``. "torch": one file of ``torch.save``, nested as the state was saved. None:
@@ -192,11 +196,16 @@ def convert(
         StorageError: the system refused to read or to write.
     """
     began = time.monotonic()
-    given, there = local.local_path(source), local.local_path(target)
+    given, there = locate(source), locate(target)
     checked = _checked(options)
     if to is not None and to not in get_args(Target):
         raise ConfigurationError(
             f"to={to!r} is not a format; choose one of {', '.join(map(repr, get_args(Target)))}"
+        )
+    if isinstance(there, ObjectPath) and to not in (None, "datastates"):
+        raise ConfigurationError(
+            f"target={str(there)!r} is in an object store, where the files of to={to!r} could not appear at once; "
+            f"convert to a local path, and upload that with the store's own tool"
         )
     opened = open_source(given, checked.allow_objects)
     chosen_format = _target_format(opened, to, checked)
@@ -212,18 +221,22 @@ def convert(
     if chosen_format not in _FLAT:
         _check_nesting(selected)
     limits = _limits(opened, selected, checked)
-    with atomic_output(there, checked.overwrite) as path:
-        if chosen_format not in _FILES:
-            with local.explained("creating directory", path):
-                operations.make_directory(path, "convert")
-        output = _output(selected, path, there, chosen_format, limits, checked, config)
-        write_outputs(output.files, selected, limits, progress)
-        output.finish()
+    if isinstance(there, ObjectPath):
+        files = write_to_store(selected, there, limits, checked.overwrite, progress)
+    else:
+        with atomic_output(there, checked.overwrite) as path:
+            if chosen_format not in _FILES:
+                with local.explained("creating directory", path):
+                    operations.make_directory(path, "convert")
+            output = _output(selected, path, there, chosen_format, limits, checked, config)
+            write_outputs(output.files, selected, limits, progress)
+            output.finish()
+        files = len(output.files)
     return Conversion(
         path=there,
         source_format=opened.format,
         target_format=chosen_format,
-        files=len(output.files),
+        files=files,
         tensors=len(selected.tensors),
         objects=len(selected.objects),
         nbytes=sum(info.nbytes for info in selected.tensors.values()),
@@ -268,8 +281,8 @@ def _checked(options: ConvertOptions) -> _Options:
         raise ConfigurationError("shard_size=0 leaves no room for a tensor; give more")
     config_from = given.get("config_from")
     if config_from is not None:
-        config_from = local.local_path(config_from)
-        if not config_from.is_dir():
+        config_from = locate(config_from)
+        if not is_directory(config_from):
             raise ConfigurationError(f"config_from={str(config_from)!r} is no directory")
     return _Options(
         selection,

@@ -18,36 +18,42 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from dcp_datastates.checkpoints.inventory import names_at
 from dcp_datastates.checkpoints.listing import committed_in, is_committed
 from dcp_datastates.checkpoints.pins import pins
 from dcp_datastates.errors import CheckpointExistsError, ConfigurationError
 from dcp_datastates.storage import local, operations
+from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, resolved
+from dcp_datastates.storage.store_attempts import attempts_in
 
 __all__ = ["atomic_output", "check_destination"]
 
 logger = logging.getLogger(__name__)
 
 
-def check_destination(source: Path, target: Path, is_directory: bool, overwrite: bool) -> None:
+def check_destination(
+    source: Location, target: Location, is_directory: bool, overwrite: bool
+) -> None:
     """Raise :class:`CheckpointExistsError` or :class:`ConfigurationError` unless ``target`` may be written.
 
     Moves back what a killed conversion has moved away from ``target``.
     """
+    if isinstance(target, ObjectPath):
+        _check_prefix(source, target, overwrite)
+        return
     if (old := local.moved_away(target)) is not None:
         logger.warning(
             "a conversion to %s was killed; moving the former one back from %s", target, old
         )
         with local.explained("moving back", old):
             operations.rename(old, target, "convert")
-    real, real_source = Path(os.path.realpath(target)), Path(os.path.realpath(source))
-    if (
+    real, real_source = Path(os.path.realpath(target)), resolved(source)
+    if isinstance(real_source, Path) and (
         real == real_source
         or real in real_source.parents
         or (real_source in real.parents and target.exists())
     ):
-        raise ConfigurationError(
-            f"the destination {str(target)!r} is the source, or they lie in each other; choose another place"
-        )
+        raise _overlap(target)
     if target.is_symlink():
         raise ConfigurationError(
             f"{str(target)!r} is a symbolic link; name the path that it points to: {str(real)!r}"
@@ -70,7 +76,30 @@ def check_destination(source: Path, target: Path, is_directory: bool, overwrite:
         )
 
 
-def _check_replaceable(there: Path, target: Path) -> None:
+def _check_prefix(source: Location, target: ObjectPath, overwrite: bool) -> None:
+    check_prefix(target)
+    if isinstance(source, ObjectPath) and (
+        f"{source}/".startswith(f"{target}/") or f"{target}/".startswith(f"{source}/")
+    ):
+        raise _overlap(target)
+    names = names_at(target)
+    if is_committed(target):
+        if not overwrite:
+            raise _exists(target)
+        _check_replaceable(target, target)
+    elif names and not attempts_in(names):
+        raise ConfigurationError(
+            f"there are other objects below {str(target)!r}, such as {names[0]!r}; choose another prefix"
+        )
+
+
+def _overlap(target: Location) -> ConfigurationError:
+    return ConfigurationError(
+        f"the destination {str(target)!r} is the source, or they lie in each other; choose another place"
+    )
+
+
+def _check_replaceable(there: Location, target: Location) -> None:
     """Raise :class:`ConfigurationError` unless what is, or was, at ``target``, and is now at ``there``, may go."""
     if names := pins(there):
         raise ConfigurationError(
@@ -87,7 +116,7 @@ def _is_taken(target: Path) -> bool:
     return target.exists() and not (target.is_dir() and not os.listdir(target))
 
 
-def _exists(target: Path) -> CheckpointExistsError:
+def _exists(target: Location) -> CheckpointExistsError:
     return CheckpointExistsError(
         f"{str(target)!r} exists; choose another path, or pass overwrite=True (--overwrite) to replace it"
     )

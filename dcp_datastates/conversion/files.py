@@ -1,15 +1,13 @@
-"""Reads arrays from places in files."""
+"""Reads files and objects of other programs: all of one, a part as a stream, arrays at places in it."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import io
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,38 +18,79 @@ from dcp_datastates.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
-from dcp_datastates.storage.local import explained, open_regular, read_at
+from dcp_datastates.storage.local import explained
+from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.readable import ReadableFile, open_readable
 
-__all__ = ["Array", "as_bytes", "opened", "read_parts"]
+__all__ = ["Array", "as_bytes", "opened", "read_parts", "read_whole", "stream_of"]
+
+_BUFFER_BYTES: Final = 64 << 10
+"""What a stream reads at a time: of an object, by one request."""
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[io.BufferedReader]:
+def opened(path: Location) -> Iterator[ReadableFile]:
     """The open file at ``path``. A read that fails in the block raises :class:`StorageError`.
 
     Raises :class:`CheckpointNotFoundError` or :class:`StorageError`.
     """
     try:
-        descriptor = open_regular(path)
+        file = open_readable(path)
     except OSError as error:
         kind = CheckpointNotFoundError if error.errno == errno.ENOENT else StorageError
         raise kind(error.errno, f"opening {path} failed: {error.strerror}", str(path)) from error
-    with os.fdopen(descriptor, "rb") as file, explained("reading", path):
+    with contextlib.closing(file), explained("reading", path):
         yield file
+
+
+def read_whole(path: Location, at_most: int = -1) -> bytes:
+    """The bytes of a file, or its first ``at_most``. Raises as :func:`opened`."""
+    with opened(path) as file:
+        return stream_of(file).read(at_most)
+
+
+def stream_of(file: ReadableFile, begin: int = 0, nbytes: int | None = None) -> io.BufferedReader:
+    """The bytes of an open file from ``begin`` on, or ``nbytes`` of them, as a stream that can seek."""
+    return io.BufferedReader(
+        _Stream(file, begin, file.nbytes - begin if nbytes is None else nbytes), _BUFFER_BYTES
+    )
+
+
+class _Stream(io.RawIOBase):
+    def __init__(self, file: ReadableFile, begin: int, nbytes: int) -> None:
+        super().__init__()
+        self._file, self._begin, self._nbytes, self._at = file, begin, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")[: max(0, self._nbytes - self._at)]
+        count = self._file.read_at(self._begin + self._at, into)
+        self._at += count
+        return count
 
 
 @dataclass(frozen=True)
 class Array:
     """A strided array in a file. ``offset``: the place of its first element in the file, in bytes."""
 
-    path: Path
+    path: Location
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     """In elements."""
 
-    def read(self, file: io.BufferedReader, part: Part) -> None:
+    def read(self, file: ReadableFile, part: Part) -> None:
         """Copy a part of the array from its open file.
 
         The bytes between the part's first and last element are read. If the array is row-major and the part is
@@ -66,7 +105,7 @@ class Array:
         dense = span == into.numel() and into.is_contiguous() and box.is_contiguous()
         data = into if dense else scratch_tensor(span, self.dtype)
         place, view = self.offset + first * self.dtype.itemsize, as_bytes(data)
-        if read_at(file.fileno(), place, view) < len(view):
+        if file.read_at(place, view) < len(view):
             raise CheckpointCorruptError(
                 f"{self.path} is cut short: it ends before byte {place + len(view)}"
             )
@@ -87,7 +126,7 @@ def read_parts(wanted: Iterable[tuple[Array, Part]]) -> None:
 
     Raises :class:`CheckpointCorruptError` if a file ends before, and the errors of :func:`opened`.
     """
-    by_file: dict[Path, list[tuple[Array, Part]]] = {}
+    by_file: dict[Location, list[tuple[Array, Part]]] = {}
     for array, part in wanted:
         by_file.setdefault(array.path, []).append((array, part))
     for path, here in by_file.items():

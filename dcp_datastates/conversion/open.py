@@ -6,19 +6,21 @@ import os
 from pathlib import Path
 
 from dcp_datastates.checkpoints.formats import Format, format_of
+from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.checkpoints.listing import committed_in
+from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.read_datastates import DataStatesSource
 from dcp_datastates.conversion.read_safetensors import SafetensorsSource, is_safetensors, weights_in
 from dcp_datastates.conversion.read_stock import StockSource
 from dcp_datastates.conversion.read_torch import TorchSource, is_legacy_pickle, is_torch_file
 from dcp_datastates.conversion.source import Source
 from dcp_datastates.errors import CheckpointNotFoundError, ForeignCheckpointError
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = ["open_source"]
 
 
-def open_source(path: str | os.PathLike[str], allow_objects: bool = False) -> Source:
+def open_source(path: str | os.PathLike[str] | ObjectPath, allow_objects: bool = False) -> Source:
     """Open what is at ``path``: a checkpoint of this package or of stock DCP, a Hugging Face folder, a safetensors
     file or a file of ``torch.save``.
 
@@ -31,21 +33,19 @@ def open_source(path: str | os.PathLike[str], allow_objects: bool = False) -> So
         IncompatibleStateError, UnsupportedTensorError: it has values that cannot be converted.
         ConfigurationError: it is not clear what is meant.
     """
-    found = local.local_path(path)
-    if found.is_dir():
+    found = locate(path)
+    if is_directory(found):
         return _open_directory(found, allow_objects)
-    if found.exists() and not found.is_file():
+    if isinstance(found, Path) and found.exists() and not found.is_file():
         raise ForeignCheckpointError(f"{str(found)!r} is neither a file nor a directory")
-    with local.explained("reading", found):
-        try:
-            with found.open("rb") as file:
-                first = file.read(9)
-            if is_torch_file(first):
-                return TorchSource(found, allow_objects)
-            if is_safetensors(first):
-                return SafetensorsSource(found, [found], None)
-        except FileNotFoundError:
-            raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
+    try:
+        first = read_whole(found, 9)
+        if is_torch_file(first):
+            return TorchSource(found, allow_objects)
+        if is_safetensors(first):
+            return SafetensorsSource(found, [found], None)
+    except FileNotFoundError:
+        raise CheckpointNotFoundError(f"there is nothing at {str(found)!r}") from None
     if is_legacy_pickle(first):
         raise ForeignCheckpointError(
             f"{str(found)!r} is a pickle, perhaps of torch.save before torch 1.6; load it and save it again with a "
@@ -56,7 +56,7 @@ def open_source(path: str | os.PathLike[str], allow_objects: bool = False) -> So
     )
 
 
-def _open_directory(path: Path, allow_objects: bool) -> Source:
+def _open_directory(path: Location, allow_objects: bool) -> Source:
     found = format_of(path)
     if found is Format.DATASTATES:
         return DataStatesSource(path)
@@ -66,7 +66,7 @@ def _open_directory(path: Path, allow_objects: bool) -> Source:
     if weights is not None:
         return weights
     below = committed_in(path)
-    others = sorted(each.name for each in path.iterdir())
+    others = sorted(names_at(path))
     there = (
         f"there are checkpoints below it, such as {below[-1].name!r}; pass the path of one"
         if below

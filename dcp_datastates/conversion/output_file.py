@@ -27,8 +27,18 @@ from dcp_datastates.format.checksums import blocks, table_words
 from dcp_datastates.process.work import Done, Progress, Unit, work
 from dcp_datastates.storage import operations
 from dcp_datastates.storage.local import explained
+from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Limits", "Output", "OutputFile", "Placed", "write_outputs", "write_small_file"]
+__all__ = [
+    "Contents",
+    "Limits",
+    "Output",
+    "OutputFile",
+    "Piece",
+    "Placed",
+    "write_outputs",
+    "write_small_file",
+]
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Placed:
 class OutputFile:
     """A file: the bytes that are known, and the places of tensors. What is neither is not written."""
 
-    path: Path
+    path: Location
     nbytes: int
     known: Sequence[tuple[int, bytes]]
     """Offsets and bytes."""
@@ -76,34 +86,15 @@ class Limits:
     """The most bytes of tensors in one file, where a format has several. A larger tensor has a file of its own."""
 
 
-def write_outputs(
-    outputs: Iterable[OutputFile], source: Source, limits: Limits, progress: Progress | None
-) -> None:
-    """Write ``outputs`` with tensors of ``source``; all are synced. ``progress`` is called as by :func:`work`."""
-    total = sum(info.nbytes for info in source.tensors.values())
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(closing(_Writing(output, source))) for output in outputs]
-        units = chain.from_iterable(file.units(limits.piece_bytes) for file in files)
-        work(units, total, limits.threads, progress)
-
-
-def write_small_file(path: Path, data: bytes) -> None:
-    """Write a new file at once. Its bytes are durable when this returns."""
-    with explained("writing", path, len(data)):
-        operations.write_new_file(path, data, "convert")
-
-
-class _Writing:
-    """One file that is being written."""
+class Contents:
+    """The bytes of one file, read piece by piece in any order; last the table of checksums. Any thread."""
 
     def __init__(self, output: OutputFile, source: Source) -> None:
-        self._output = output
+        self.output = output
+        self.end = output.nbytes if output.table_offset is None else output.table_offset
+        """Where the pieces end, in bytes."""
         self._source = source
-        self._end = output.nbytes if output.table_offset is None else output.table_offset
-        self._table = bytearray(4 * table_words(self._end))
-        self._lock = threading.Lock()  # guards the rest
-        self._left = 0
-        self._descriptor: int | None = None
+        self._table = bytearray(4 * table_words(self.end))
         self._tensors: list[tuple[int, int, Placed]] = []
         for placed in output.tensors:
             begin, itemsize = placed.offset, source.tensors[placed.name].dtype.itemsize
@@ -115,68 +106,121 @@ class _Writing:
             self._tensors.append(span)
         self._tensors.sort(key=lambda span: span[:2])
 
-    def units(self, piece_bytes: int) -> Iterator[Unit]:
-        begins = range(0, max(self._end, 1), piece_bytes)
-        self._left = len(begins)
-        for begin in begins:
-            end = min(begin + piece_bytes, self._end)
-            first = bisect_right(self._tensors, begin, key=lambda span: span[1])
-            last = bisect_left(self._tensors, end, key=lambda span: span[0])
-            yield self._unit(begin, end, self._tensors[first:last])
-
-    def _unit(self, begin: int, end: int, here: Sequence[tuple[int, int, Placed]]) -> Unit:
-        def write(done: Done) -> None:
-            buffer = scratch_tensor(end - begin, torch.uint8).zero_()
-            spans, wants = [], []
-            for offset, data in self._output.known:
-                low, high = max(begin, offset), min(end, offset + len(data))
-                if low < high:
-                    spans.append((low, high))
-                    as_bytes(buffer)[low - begin : high - begin] = data[
-                        low - offset : high - offset
-                    ]
-            nbytes = 0
-            for start, stop, placed in here:
-                low, high = max(begin, start), min(end, stop)
-                if low >= high:
-                    continue
+    def piece(self, begin: int, end: int) -> Piece:
+        """The bytes ``[begin, end)``; ``begin`` is a multiple of 1 MiB."""
+        buffer = scratch_tensor(end - begin, torch.uint8).zero_()
+        spans, wants = [], []
+        data = as_bytes(buffer)
+        for offset, known in self.output.known:
+            low, high = max(begin, offset), min(end, offset + len(known))
+            if low < high:
                 spans.append((low, high))
-                dtype = self._source.tensors[placed.name].dtype
-                wants.append(
-                    Want(
-                        placed.name,
-                        placed.begin + (low - start) // dtype.itemsize,
-                        placed.begin + (high - start) // dtype.itemsize,
-                        buffer[low - begin : high - begin].view(dtype),
-                    )
+                data[low - begin : high - begin] = known[low - offset : high - offset]
+        nbytes = 0
+        first = bisect_right(self._tensors, begin, key=lambda span: span[1])
+        last = bisect_left(self._tensors, end, key=lambda span: span[0])
+        for start, stop, placed in self._tensors[first:last]:
+            low, high = max(begin, start), min(end, stop)
+            if low >= high:
+                continue
+            spans.append((low, high))
+            dtype = self._source.tensors[placed.name].dtype
+            wants.append(
+                Want(
+                    placed.name,
+                    placed.begin + (low - start) // dtype.itemsize,
+                    placed.begin + (high - start) // dtype.itemsize,
+                    buffer[low - begin : high - begin].view(dtype),
                 )
-                nbytes += high - low
-            self._source.fill(wants)
-            self._put(begin, as_bytes(buffer), spans)
-            done(nbytes)
-
-        return write
-
-    def _put(self, begin: int, data: memoryview, spans: Iterable[tuple[int, int]]) -> None:
-        output = self._output
-        if output.table_offset is not None:
-            for start, stop in blocks(begin, begin + len(data)):
+            )
+            nbytes += high - low
+        self._source.fill(wants)
+        if self.output.table_offset is not None:
+            for start, stop in blocks(begin, end):
                 at = 4 * (start // BLOCK_BYTES)
                 word = crc32c(data[start - begin : stop - begin])
                 self._table[at : at + 4] = word.to_bytes(4, "little")
+        return Piece(begin, data, spans, nbytes)
+
+    def table(self) -> memoryview:
+        """The table of checksums, once all pieces were read."""
+        own = crc32c(memoryview(self._table)[:-4])
+        self._table[-4:] = own.to_bytes(4, "little")
+        return memoryview(self._table)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a file."""
+
+    begin: int
+    data: memoryview
+    spans: Sequence[tuple[int, int]]
+    """What of it is known, in bytes of the file; the rest is zero."""
+    tensor_bytes: int
+    """How many bytes of tensors are in it."""
+
+
+def write_outputs(
+    outputs: Iterable[OutputFile], source: Source, limits: Limits, progress: Progress | None
+) -> None:
+    """Write ``outputs`` with tensors of ``source``; all are synced. ``progress`` is called as by :func:`work`."""
+    total = sum(info.nbytes for info in source.tensors.values())
+    with contextlib.ExitStack() as stack:
+        files = [
+            stack.enter_context(closing(_Writing(Contents(output, source)))) for output in outputs
+        ]
+        units = chain.from_iterable(file.units(limits.piece_bytes) for file in files)
+        work(units, total, limits.threads, progress)
+
+
+def write_small_file(path: Path, data: bytes) -> None:
+    """Write a new file at once. Its bytes are durable when this returns."""
+    with explained("writing", path, len(data)):
+        operations.write_new_file(path, data, "convert")
+
+
+class _Writing:
+    """One file of a file system that is being written."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._contents = contents
+        self._lock = threading.Lock()  # guards the rest
+        self._left = 0
+        self._descriptor: int | None = None
+
+    def units(self, piece_bytes: int) -> Iterator[Unit]:
+        end = self._contents.end
+        begins = range(0, max(end, 1), piece_bytes)
+        self._left = len(begins)
+        for begin in begins:
+            yield self._unit(begin, min(begin + piece_bytes, end))
+
+    def _unit(self, begin: int, end: int) -> Unit:
+        def write(done: Done) -> None:
+            piece = self._contents.piece(begin, end)
+            self._put(piece)
+            done(piece.tensor_bytes)
+
+        return write
+
+    def _put(self, piece: Piece) -> None:
+        output = self._contents.output
         with explained("writing", output.path, output.nbytes):
             with self._lock:
                 if self._descriptor is None:
                     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                    self._descriptor = os.open(output.path, flags, 0o644)
+                    self._descriptor = os.open(str(output.path), flags, 0o644)
                     os.truncate(self._descriptor, output.nbytes)
-            for low, high in spans:
-                _write(self._descriptor, low, data[low - begin : high - begin])
+            for low, high in piece.spans:
+                _write(self._descriptor, low, piece.data[low - piece.begin : high - piece.begin])
             with self._lock:
                 self._left -= 1
                 if self._left:
                     return
-            self._finish(self._descriptor)
+            if output.table_offset is not None:
+                _write(self._descriptor, output.table_offset, self._contents.table())
+            os.fsync(self._descriptor)
             self.close()
 
     def close(self) -> None:
@@ -184,13 +228,6 @@ class _Writing:
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
-
-    def _finish(self, descriptor: int) -> None:
-        if self._output.table_offset is not None:
-            own = crc32c(memoryview(self._table)[:-4])
-            self._table[-4:] = own.to_bytes(4, "little")
-            _write(descriptor, self._output.table_offset, memoryview(self._table))
-        os.fsync(descriptor)
 
 
 def _write(descriptor: int, offset: int, data: memoryview) -> None:

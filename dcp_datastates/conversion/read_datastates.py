@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from dcp_datastates.format.metadata_objects import metadata_of
 from dcp_datastates.io.committed import open_committed
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import StoredCheckpoint, restore
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["DataStatesSource"]
 
@@ -27,7 +27,7 @@ class DataStatesSource(DCPSource):
 
     format = "dcp_datastates"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Location) -> None:
         self.path = path
         committed = open_committed(path)
         self._note = committed.note

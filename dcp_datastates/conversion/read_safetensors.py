@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from dcp_datastates.conversion.files import Array, opened, read_parts
+from dcp_datastates.checkpoints.inventory import names_at
+from dcp_datastates.conversion.files import Array, opened, read_parts, read_whole, stream_of
 from dcp_datastates.conversion.source import Source, TensorInfo, Want
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -21,7 +21,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.layout import MAX_HEADER_BYTES, SAFETENSORS_NAME
 from dcp_datastates.format.safetensors_header import Header, read_header
-from dcp_datastates.storage.local import explained, open_regular
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["NAME_OF", "SafetensorsSource", "is_safetensors", "weights_in"]
 
@@ -42,10 +42,13 @@ _INDEX_BYTES: Final = 1 << 30
 class SafetensorsSource(Source):
     """Tensors in safetensors files."""
 
-    def __init__(self, path: Path, files: Iterable[Path], only: Mapping[str, Path] | None) -> None:
+    def __init__(
+        self, path: Location, files: Iterable[Location], only: Mapping[str, Location] | None
+    ) -> None:
         """``only``: the names that count, and the file of each; None: all names."""
         self.path = path
-        self.format = "safetensors" if only is None and path.is_file() else "Hugging Face"
+        files = list(files)
+        self.format = "safetensors" if files == [path] else "Hugging Face"
         self._arrays: dict[str, Array] = {}
         for file in files:
             self._add(file, only)
@@ -62,7 +65,7 @@ class SafetensorsSource(Source):
         """See :class:`Source`."""
         read_parts((self._arrays[want.name], part) for want in wants for part in self.parts(want))
 
-    def _add(self, file: Path, only: Mapping[str, Path] | None) -> None:
+    def _add(self, file: Location, only: Mapping[str, Location] | None) -> None:
         header = _header(file)
         _check_is_whole(file, header)
         for entry in header.entries:
@@ -81,13 +84,13 @@ class SafetensorsSource(Source):
             )
 
 
-def _header(file: Path) -> Header:
-    with opened(file) as stream:
+def _header(file: Location) -> Header:
+    with opened(file) as open_file:
+        stream = stream_of(open_file)
         first = stream.read(8)
         data = first + stream.read(min(int.from_bytes(first, "little"), MAX_HEADER_BYTES))
-        nbytes = os.fstat(stream.fileno()).st_size
     try:
-        return read_header(data, nbytes)
+        return read_header(data, open_file.nbytes)
     except CheckpointCorruptError as error:
         raise CheckpointCorruptError(f"{file}: {error}") from None
 
@@ -97,18 +100,19 @@ def is_safetensors(first: bytes) -> bool:
     return first[8:] == b"{" and int.from_bytes(first[:8], "little") <= MAX_HEADER_BYTES
 
 
-def weights_in(folder: Path) -> SafetensorsSource | None:
+def weights_in(folder: Location) -> SafetensorsSource | None:
     """The weights in a Hugging Face folder: by its index, or in its only safetensors file. None: there are none.
 
     Raises :class:`CheckpointCorruptError`, :class:`CheckpointNotFoundError` or :class:`ConfigurationError`.
     """
-    indexes = sorted(folder.glob(f"*{_INDEX}"))
-    files = sorted(folder.glob("*.safetensors"))
+    names = sorted(names_at(folder))
+    indexes = [folder / name for name in names if name.endswith(_INDEX)]
+    files = [folder / name for name in names if name.endswith(".safetensors")]
     preferred = folder / f"model{_INDEX}"
     if (folder / "model.safetensors") in files:  # as transformers does
         files, indexes = [folder / "model.safetensors"], []
     elif preferred in indexes or len(indexes) == 1:
-        only = _read_index(preferred if preferred in indexes else indexes[0])
+        only = _read_index(preferred if preferred in indexes else indexes[0], names)
         return SafetensorsSource(folder, sorted(set(only.values())), only)
     if len(indexes) + len(files) > 1:
         raise ConfigurationError(
@@ -118,10 +122,10 @@ def weights_in(folder: Path) -> SafetensorsSource | None:
     return SafetensorsSource(folder, files, None) if files else None
 
 
-def _read_index(path: Path) -> dict[str, Path]:
+def _read_index(path: Location, beside: Collection[str]) -> dict[str, Location]:
+    """The file of each name. ``beside``: the names of the files beside the index."""
     try:
-        with explained("reading", path), os.fdopen(open_regular(path), "rb") as file:
-            content: Any = json.loads(file.read(_INDEX_BYTES))
+        content: Any = json.loads(read_whole(path, _INDEX_BYTES))
     except (ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"{path} is no JSON: {str(error)[:200]}") from None
     weights = content.get("weight_map") if isinstance(content, dict) else None
@@ -130,14 +134,14 @@ def _read_index(path: Path) -> dict[str, Path]:
     for file in set(weights.values()):
         if file != Path(file).name or file in ("", ".", ".."):
             raise CheckpointCorruptError(f"{path} names {file!r}, which is no file beside it")
-        if not (path.parent / file).is_file():
+        if file not in beside:
             raise CheckpointNotFoundError(
                 f"{path.parent}: {file!r}, which the index names, is missing"
             )
     return {name: path.parent / file for name, file in weights.items()}
 
 
-def _check_is_whole(file: Path, header: Header) -> None:
+def _check_is_whole(file: Location, header: Header) -> None:
     """Raise if the file holds shards of tensors, of which the header alone has the shapes."""
     if "dcp_datastates" in header.metadata:
         raise ConfigurationError(

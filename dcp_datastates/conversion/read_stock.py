@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pickle
 import types
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from dcp_datastates.conversion.files import Array, opened, read_parts
+from dcp_datastates.conversion.files import Array, opened, read_parts, stream_of
 from dcp_datastates.conversion.read_torch import array_of, load_fake
 from dcp_datastates.conversion.source import DCPSource, Want, unsafe
 from dcp_datastates.errors import (
@@ -32,6 +31,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.format.metadata_columns import catalog_of
 from dcp_datastates.format.validate import validate
 from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["StockSource"]
 
@@ -52,7 +52,7 @@ class StockSource(DCPSource):
 
     format = "stock DCP"
 
-    def __init__(self, path: Path, allow_objects: bool) -> None:
+    def __init__(self, path: Location, allow_objects: bool) -> None:
         self.path = path
         metadata = _read_metadata(path / local.METADATA_NAME, allow_objects)
         self._arrays: dict[MetadataIndex, Array] = {}
@@ -75,7 +75,7 @@ class StockSource(DCPSource):
     def object_bytes(self, name: str) -> bytes:
         """See :class:`Source`."""
         with self._stored(MetadataIndex(name)) as stored:
-            return stored.read()
+            return stored.stream.read()
 
     def _array(self, name: str, chunk: ChunkStorageMetadata) -> Array:
         """Where a chunk's elements lie: its archive says so."""
@@ -84,7 +84,7 @@ class StockSource(DCPSource):
             return known
         with self._stored(index) as stored:
             file, begin = stored.path, stored.begin
-            found, records = load_fake(stored, f"{file} at byte {begin}", False)  # type: ignore[arg-type]
+            found, records = load_fake(stored.stream, f"{file} at byte {begin}", False)
         if not isinstance(found, torch.Tensor):
             raise CheckpointCorruptError(f"{file}: the chunk of {name!r} is no tensor")
         array = array_of(found, records, file, begin, name)
@@ -97,7 +97,7 @@ class StockSource(DCPSource):
         return array
 
     @contextlib.contextmanager
-    def _stored(self, index: MetadataIndex) -> Iterator[_Slice]:
+    def _stored(self, index: MetadataIndex) -> Iterator[_Stored]:
         """What is stored under ``index``."""
         info = (self._metadata.storage_data or {}).get(index)
         if not isinstance(info, _StorageInfo):
@@ -119,39 +119,22 @@ class StockSource(DCPSource):
         with opened(path) as file:
             if (
                 not (type(begin) is type(length) is int and begin >= 0 and length >= 0)
-                or begin + length > os.fstat(file.fileno()).st_size
+                or begin + length > file.nbytes
             ):
                 raise CheckpointCorruptError(
                     f"{self.path}: {index.fqn!r} is said to lie at {begin!r} with {length!r} bytes in "
                     f"{info.relative_path}, which is cut short, or the metadata are damaged"
                 )
-            yield _Slice(path, file, begin, length)
+            yield _Stored(path, begin, stream_of(file, begin, length))
 
 
-class _Slice(io.RawIOBase):
-    """A part of an open file, as a file."""
+class _Stored(NamedTuple):
+    """What is stored under a name."""
 
-    def __init__(self, path: Path, file: io.BufferedReader, begin: int, length: int) -> None:
-        super().__init__()
-        self.path, self.begin = path, begin
-        self._file, self._length, self._at = file, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
-        self._at = max(0, origin + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        self._file.seek(self.begin + self._at)
-        count = self._file.readinto(memoryview(buffer)[: max(0, self._length - self._at)])
-        self._at += count
-        return count
+    path: Location
+    begin: int
+    """Where it begins in the file, in bytes."""
+    stream: io.BufferedReader
 
 
 class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
@@ -180,14 +163,11 @@ class _Unpickler(pickle._Unpickler):  # the one in C cannot check what it builds
         raise pickle.UnpicklingError(f"Unsupported global: {module}.{name}")
 
 
-def _read_metadata(path: Path, allow_objects: bool) -> Metadata:
+def _read_metadata(path: Location, allow_objects: bool) -> Metadata:
     kind = pickle.Unpickler if allow_objects else _Unpickler
     try:
-        with (
-            local.explained("reading", path),
-            os.fdopen(local.open_regular(path), "rb") as file,
-        ):
-            metadata = kind(file).load()
+        with opened(path) as file:
+            metadata = kind(stream_of(file)).load()
     except StorageError:
         raise
     except pickle.UnpicklingError as error:

@@ -11,13 +11,12 @@ import struct
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from dcp_datastates.conversion.files import Array, read_parts
+from dcp_datastates.conversion.files import Array, opened, read_parts, stream_of
 from dcp_datastates.conversion.source import Source, TensorInfo, Want, unsafe
 from dcp_datastates.errors import (
     CheckpointCorruptError,
@@ -28,6 +27,7 @@ from dcp_datastates.errors import (
     UnsupportedTensorError,
 )
 from dcp_datastates.format.name_patterns import KeyPath
+from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "TorchSource",
@@ -45,10 +45,10 @@ class TorchSource(Source):
 
     format = "torch.save"
 
-    def __init__(self, path: Path, allow_objects: bool) -> None:
+    def __init__(self, path: Location, allow_objects: bool) -> None:
         self.path = path
-        with path.open("rb") as file:
-            state, records = load_fake(file, str(path), allow_objects)
+        with opened(path) as file:
+            state, records = load_fake(stream_of(file), str(path), allow_objects)
         if not isinstance(state, Mapping):
             kind = "Tensor" if isinstance(state, torch.Tensor) else type(state).__name__
             raise IncompatibleStateError(
@@ -148,7 +148,7 @@ def records_in(file: BinaryIO, said: str) -> Records:
     return found
 
 
-def array_of(tensor: torch.Tensor, records: Records, path: Path, base: int, name: str) -> Array:
+def array_of(tensor: torch.Tensor, records: Records, path: Location, base: int, name: str) -> Array:
     """Where the bytes of a fake tensor lie, in an archive that begins at byte ``base`` of ``path``.
 
     torch may compute a place from how it writes archives. So the archive must say the same.

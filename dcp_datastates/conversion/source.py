@@ -13,7 +13,6 @@ import pickle
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from dcp_datastates.errors import CheckpointCorruptError, UnsafeObjectError
 from dcp_datastates.format.metadata import DCP_VERSION
 from dcp_datastates.format.name_patterns import KeyPath
 from dcp_datastates.format.validate import check_covered
+from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "DCPSource",
@@ -90,7 +90,7 @@ class Want:
 class Source(abc.ABC):
     """A checkpoint of any format, whose names, shapes and dtypes are known. Any thread may call its methods."""
 
-    path: Path
+    path: Location
     format: str
     """The format, for people."""
     tensors: Mapping[str, TensorInfo]

@@ -21,14 +21,15 @@ from dcp_datastates.format.metadata import FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.saving.document import write_results
 from dcp_datastates.storage import local, operations, readme
-from dcp_datastates.storage.attempt import next_attempt
+from dcp_datastates.storage.attempt import Attempt, next_attempt
 from dcp_datastates.storage.claims import Neighbours
+from dcp_datastates.storage.object_path import Location
 
-__all__ = ["datastates_output"]
+__all__ = ["datastates_files", "datastates_output"]
 
 
 def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: int) -> Output:
-    """A checkpoint at ``folder``, newer than those in the directory ``beside``. Objects are copied, not unpickled.
+    """A checkpoint in the directory ``folder``, newer than those in the directory ``beside``.
 
     Raises :class:`ConfigurationError` for names that the format cannot store.
     """
@@ -36,6 +37,23 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
     attempt = next_attempt(after)
     with local.explained("creating directory", folder):
         operations.make_directory(folder / attempt.name, "convert")
+    outputs, document = datastates_files(source, folder, attempt, after, shard_bytes)
+
+    def finish() -> None:
+        write_small_file(folder / local.METADATA_NAME, document)
+        readme.write(folder)
+
+    return Output(outputs, finish)
+
+
+def datastates_files(
+    source: Source, folder: Location, attempt: Attempt, after: Attempt | None, shard_bytes: int
+) -> tuple[list[OutputFile], bytes]:
+    """The data files of a checkpoint at ``folder``, and the bytes of its ``.metadata``. Objects are copied, not
+    unpickled.
+
+    Raises :class:`ConfigurationError` for names that the format cannot store.
+    """
     outputs: list[OutputFile] = []
     files: dict[str, FileRecord] = {}
     places: dict[MetadataIndex, _StorageInfo] = {}
@@ -58,13 +76,7 @@ def datastates_output(source: Source, folder: Path, beside: Path, shard_bytes: i
     chunks = {name: [info.whole] for name, info in source.tensors.items()}
     metadata = metadata_of_source(source, chunks, places, save_id=attempt.name)
     note = Note(attempt, files, after, published_at=time.time())
-    document = encode(table_of(metadata, note))  # before the data: can the names be stored?
-
-    def finish() -> None:
-        write_small_file(folder / local.METADATA_NAME, document)
-        readme.write(folder)
-
-    return Output(outputs, finish)
+    return outputs, encode(table_of(metadata, note))
 
 
 def _tensor_item(name: str, info: TensorInfo) -> WriteItem:
@@ -77,7 +89,7 @@ def _tensor_item(name: str, info: TensorInfo) -> WriteItem:
 
 
 def _output_file(
-    source: Source, folder: Path, layout: FileLayout, items: Sequence[WriteItem]
+    source: Source, folder: Location, layout: FileLayout, items: Sequence[WriteItem]
 ) -> tuple[OutputFile, SealedFile]:
     objects = [source.object_bytes(items[entry.item].index.fqn) for entry in layout.objects]
     sealed = layout.seal([len(data) for data in objects])

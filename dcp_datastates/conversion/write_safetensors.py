@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.formats import HUGGING_FACE_INDEX
+from dcp_datastates.checkpoints.inventory import is_directory, names_at
 from dcp_datastates.conversion.adapters import ADAPTER_CONFIG
+from dcp_datastates.conversion.files import read_whole
 from dcp_datastates.conversion.output_file import Output, OutputFile, Placed, write_small_file
 from dcp_datastates.conversion.read_safetensors import NAME_OF
 from dcp_datastates.conversion.source import Source, shards
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.format.layout import MAX_HEADER_BYTES
-from dcp_datastates.storage import operations
 from dcp_datastates.storage.local import explained
+from dcp_datastates.storage.object_path import Location
 
 __all__ = ["hf_output", "peft_output", "safetensors_output"]
 
@@ -39,7 +41,9 @@ def safetensors_output(source: Source, target: Path) -> Output:
     return Output([output])
 
 
-def hf_output(source: Source, folder: Path, shard_bytes: int, companions: Path | None) -> Output:
+def hf_output(
+    source: Source, folder: Path, shard_bytes: int, companions: Location | None
+) -> Output:
     """A folder as ``save_pretrained`` writes one: ``model.safetensors``, or shards with an index.
 
     ``companions``: a folder whose configuration and tokenizer files are copied.
@@ -132,9 +136,12 @@ def _write_index(source: Source, folder: Path, files: Mapping[str, Sequence[str]
     write_small_file(folder / HUGGING_FACE_INDEX, text.encode())
 
 
-def _copy_companions(companions: Path, folder: Path) -> None:
-    for file in sorted(companions.iterdir()):
-        if file.suffix in _COMPANIONS and file.is_file() and not file.name.endswith(".index.json"):
+def _copy_companions(companions: Location, folder: Path) -> None:
+    for name in sorted(names_at(companions)):
+        file = companions / name
+        if file.suffix not in _COMPANIONS or name.endswith(".index.json") or is_directory(file):
+            continue
+        write_small_file(folder / name, read_whole(file))
+        if isinstance(file, Path):
             with explained("copying", file):
-                operations.write_new_file(folder / file.name, file.read_bytes(), "convert")
-                shutil.copymode(file, folder / file.name)
+                shutil.copymode(file, folder / name)

@@ -6,6 +6,7 @@
   inherits a ``get_commit_info()`` that returns None. It stays so: DeepSpeed would write ``latest`` there itself, before
   the bytes are durable.
 * ``load_checkpoint``: the saves in flight come first. A load changes the tensors that they read, and needs ``latest``.
+* Both refuse a URL, of which DeepSpeed would make a local directory.
 * ``DataStatesCheckpointEngine.ckpt_engine``: None on the class. ``cleanup()`` deletes the attribute of the object, and
   reads it again when the object is collected, which printed an AttributeError.
 
@@ -45,28 +46,34 @@ def install() -> None:
     stock_save, stock_load = DeepSpeedEngine.save_checkpoint, DeepSpeedEngine.load_checkpoint
 
     @functools.wraps(stock_save)
-    def save_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    def save_checkpoint(
+        self: DeepSpeedEngine, save_dir: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         ours = _ours(self)
         if ours is None:
-            return stock_save(self, *args, **kwargs)
+            return stock_save(self, save_dir, *args, **kwargs)
+        local.local_path(save_dir, name="save_dir")
         if self.zero_nvme_offload_optimizer():
             raise ConfigurationError(
                 "datastates_ckpt does not save optimizer state that is offloaded to NVMe; offload it to the CPU, or "
                 "remove datastates_ckpt from the configuration"
             )
         with ours.collecting():
-            saved = stock_save(self, *args, **kwargs)
+            saved = stock_save(self, save_dir, *args, **kwargs)
         adapter = self.checkpoint_engine
         info, adapter.commit_info = adapter.commit_info, None
         ours.commit(info.save_dir, info.tag, info.save_latest, _track(self))
         return saved
 
     @functools.wraps(stock_load)
-    def load_checkpoint(self: DeepSpeedEngine, *args: Any, **kwargs: Any) -> Any:
+    def load_checkpoint(
+        self: DeepSpeedEngine, load_dir: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         ours = _ours(self)
         if ours is not None:
+            local.local_path(load_dir, name="load_dir")
             ours.settle()
-        return stock_load(self, *args, **kwargs)
+        return stock_load(self, load_dir, *args, **kwargs)
 
     DataStatesCheckpointEngine.ckpt_engine = None
     DeepSpeedEngine.save_checkpoint = save_checkpoint

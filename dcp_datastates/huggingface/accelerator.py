@@ -43,7 +43,7 @@ from dcp_datastates.manager.library_state import (
     with_files,
 )
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = ["DataStatesAccelerator"]
 
@@ -102,7 +102,7 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
         elif output_dir is None:
             raise ValueError("no output_dir, and no automatic_checkpoint_naming: name a directory")
         else:
-            path = Path(os.path.expanduser(output_dir))
+            path = _place(output_dir)
         self._check_name(path)
         models, optimizers = self._trained()
         with tempfile.TemporaryDirectory(prefix="dcp_datastates-") as folder:
@@ -187,7 +187,7 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
         if number >= 0 and self.project_configuration.automatic_checkpoint_naming:
             self.project_configuration.iteration = number + 1
 
-    def _load(self, path: Path, load_kwargs: dict[str, Any] | None) -> None:
+    def _load(self, path: Location, load_kwargs: dict[str, Any] | None) -> None:
         models, optimizers = self._trained()
         files = files_from(path)
         saved = len(list(filter(_CUSTOM.fullmatch, files)))
@@ -237,10 +237,10 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
         return bool(self.distributed_type == DistributedType.FSDP)
 
     @property
-    def _folder(self) -> Path:
-        return Path(self.project_dir) / "checkpoints"
+    def _folder(self) -> Location:
+        return _place(self.project_dir) / "checkpoints"
 
-    def _check_name(self, path: Path) -> None:
+    def _check_name(self, path: Location) -> None:
         """Raise ValueError if a checkpoint is there that must stay: at an automatic name, the first time; or one of
         Accelerate's own.
         """
@@ -260,15 +260,22 @@ class DataStatesAccelerator(SavesInBackground, Accelerator):  # type: ignore[mis
             )
         self._checked_names = automatic
 
-    def _to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
+    def _to_load(self, input_dir: str | os.PathLike[str] | None) -> Location:
         if input_dir is not None:
-            return Path(os.path.expanduser(input_dir))
+            return _place(input_dir)
         if not self.project_configuration.automatic_checkpoint_naming:
             raise ValueError("no input_dir, and no automatic_checkpoint_naming: name a directory")
         newest = newest_numbered(self._folder, _PREFIX, _is_stock)
         if newest is None:
             raise CheckpointNotFoundError(f"no committed checkpoint in {self._folder}")
-        return Path(str(newest))
+        return newest
+
+
+def _place(path: str | os.PathLike[str]) -> Location:
+    """A URL's place in its store. A path stays as it is, but for a ``~`` at its beginning."""
+    if isinstance(location := locate(path), ObjectPath):
+        return location
+    return Path(os.path.expanduser(path))
 
 
 def _among(left: list[Any], named: dict[str, Any]) -> dict[str, Any]:
@@ -276,7 +283,7 @@ def _among(left: list[Any], named: dict[str, Any]) -> dict[str, Any]:
     return {name: each for name, each in named.items() if any(each is one for one in left)}
 
 
-def _found(path: Path) -> str | None:
+def _found(path: Location) -> str | None:
     """Whose checkpoint is at ``path``: "ours", "stock" or None."""
     if _is_stock(path):
         return "stock"

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 import torch
 import transformers
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.utils import is_peft_available
 
@@ -44,6 +44,7 @@ from dcp_datastates.manager.library_state import (
 )
 from dcp_datastates.manager.step_directories import newest_numbered, number_of
 from dcp_datastates.manager.trainable import Trainable
+from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location
 
 __all__ = ["DataStatesTrainer", "DataStatesTrainerMixin"]
@@ -63,7 +64,8 @@ class DataStatesTrainerMixin(SavesInBackground):
     Takes ``strict`` and the options of :class:`~dcp_datastates.DataStatesWriter`, as :class:`SavesInBackground`, beside
     those of the trainer; with ``strict``, the end of ``train`` raises the error of a failed save, too.
 
-    Raises :class:`ConfigurationError` for an option that cannot work, and for DeepSpeed and pushing every save.
+    Raises :class:`ConfigurationError` for an option that cannot work, for DeepSpeed and pushing every save, and for an
+    ``output_dir`` that is a URL.
     """
 
     _resumed_from: str | None = None
@@ -76,6 +78,9 @@ class DataStatesTrainerMixin(SavesInBackground):
     """During a save: the temporary directory to which the Trainer writes its small files."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        for given in (*arguments, *keywords.values()):
+            if isinstance(given, TrainingArguments):
+                local.local_path(given.output_dir, name="output_dir")  # the Trainer makes it
         super().__init__(*arguments, **keywords)
         if self.is_deepspeed_enabled:  # type: ignore[attr-defined]
             raise ConfigurationError(

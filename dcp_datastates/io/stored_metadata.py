@@ -46,7 +46,7 @@ def _refuse_stock(directory: ObjectPath, listing: Listing) -> None:
     if data is not None and is_stock(data):
         raise ForeignCheckpointError(
             f"{str(directory)!r} holds a stock DCP checkpoint, not one of dcp_datastates; it has no checksums; "
-            f"torch's FsspecReader loads it, and dcp_datastates.convert converts a copy of it in a file system"
+            f"torch's FsspecReader loads it, and dcp_datastates.convert converts it"
         )
 
 

@@ -10,8 +10,9 @@ from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from dcp_datastates.checkpoints.first_rank import from_first_rank
-from dcp_datastates.errors import DataStatesError
+from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.manager.library_state import is_ours_here
+from dcp_datastates.storage.object_path import is_url
 
 __all__ = ["DataStatesModelCheckpoint"]
 
@@ -24,9 +25,17 @@ class DataStatesModelCheckpoint(ModelCheckpoint):  # type: ignore[misc]
     If a kill interrupts the very first save, Lightning's own callback finds its directory for ``"last"``, and resuming
     from it raises :class:`~dcp_datastates.CheckpointNotFoundError`. With this one, the training starts from the
     beginning.
+
+    Raises :class:`ConfigurationError` for ``"last"`` in a store, which Lightning's own takes for an empty directory.
     """
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        folder = self.dirpath or trainer.default_root_dir
+        if is_url(folder):
+            raise ConfigurationError(
+                f'ckpt_path="last": Lightning finds no checkpoint by its time at {folder!r}; pass '
+                f"ckpt_path=str(dcp_datastates.latest({folder!r}))"
+            )
         found: set[str] = super()._find_last_checkpoints(trainer)
         return from_first_rank(
             lambda: set(filter(_may_be_loaded, found)), "last", "the last checkpoints"

@@ -30,6 +30,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from dcp_datastates.checkpoints.delete import delete
+from dcp_datastates.checkpoints.inventory import remove_all
 from dcp_datastates.dcp.loading import load
 from dcp_datastates.errors import CheckpointNotFoundError, ConfigurationError
 from dcp_datastates.manager.background import SavesInBackground
@@ -44,6 +45,7 @@ from dcp_datastates.manager.library_state import (
 from dcp_datastates.manager.parts import ModelPart
 from dcp_datastates.manager.per_rank import RngState, packed, unpack
 from dcp_datastates.staging.ownership import track
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = [
     "DataStatesDDPStrategy",
@@ -102,13 +104,13 @@ class DataStatesStrategyMixin(SavesInBackground):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Start the save of ``checkpoint``. The directory ``filepath`` is a checkpoint once it is committed.
+        """Start the save of ``checkpoint``. The directory or URL ``filepath`` is a checkpoint once it is committed.
 
         After ``fit`` has ended, this waits for the outcome.
         """
         if storage_options is not None:
             raise TypeError(
-                f"{type(self).__name__} writes to local and mounted file systems, and has no storage_options"
+                f"{type(self).__name__} has no storage_options; a store's credentials come from the environment"
             )
         path = self.broadcast(str(filepath))  # type: ignore[attr-defined]
         meta = dict(checkpoint)
@@ -126,7 +128,8 @@ class DataStatesStrategyMixin(SavesInBackground):
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Delete a checkpoint in the background, once the newest save is committed."""
-        self._saves.when_committed(lambda: _remove(Path(filepath)), deletes=filepath)
+        path = locate(filepath)
+        self._saves.when_committed(lambda: _remove(path), deletes=path)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **keywords: Any
@@ -271,11 +274,14 @@ def _numbered(values: list[Any]) -> dict[str, Any]:
     return {f"optimizer_{number}": value for number, value in enumerate(values)}
 
 
-def _remove(path: Path) -> None:
+def _remove(path: Location) -> None:
     try:
         delete(path)
     except CheckpointNotFoundError:  # Lightning has saved it, or nobody
-        if path.is_dir():
+        if isinstance(path, ObjectPath):
+            remove_all(path, first=())
+            path.store.delete([path.key])
+        elif path.is_dir():
             shutil.rmtree(path)
         elif os.path.lexists(path):
             path.unlink()

@@ -8,7 +8,6 @@ import difflib
 import logging
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final, cast
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.save_tracker import SaveTracker
+from dcp_datastates.storage.object_path import ObjectPath, locate
 
 __all__ = ["BackgroundSaves", "SavesInBackground", "pop_writer_options"]
 
@@ -91,7 +91,7 @@ class BackgroundSaves(SaveTracker):
     def start(
         self,
         state: Mapping[str, Any],
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | ObjectPath,
         **options: Unpack[BackgroundOptions],
     ) -> SaveHandle | None:
         """Start the save of ``state`` to ``path``. Returns None if it could not begin, which is logged.
@@ -100,7 +100,7 @@ class BackgroundSaves(SaveTracker):
         error of this save if it cannot begin, and that of the save before it.
         """
         self.check()
-        directory = Path(os.path.abspath(path))
+        directory = locate(path)
         chosen: BackgroundOptions = {**self._options, **options}
         try:
             return self.begin(directory, lambda: async_save(state, path, **chosen))
@@ -114,7 +114,7 @@ class BackgroundSaves(SaveTracker):
             return None
 
     def when_committed(
-        self, work: Callable[[], object], deletes: str | os.PathLike[str] | None = None
+        self, work: Callable[[], object], deletes: str | os.PathLike[str] | ObjectPath | None = None
     ) -> None:
         """As :meth:`SaveTracker.when_committed`, on the first rank; nothing on the others."""
         if not dist.is_initialized() or dist.get_rank() == 0:

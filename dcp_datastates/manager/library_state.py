@@ -17,6 +17,7 @@ from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import IncompatibleStateError
 from dcp_datastates.manager.parts import ModelPart, OptimizerPart, names_below, owners_of
 from dcp_datastates.manager.trainable import Trainable
+from dcp_datastates.storage.object_path import ObjectPath
 
 __all__ = [
     "files_from",
@@ -52,7 +53,9 @@ def state_of_optimizer(models: Models, optimizer: torch.optim.Optimizer) -> dict
     return _part_of(models, optimizer).state_dict()
 
 
-def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = True) -> None:
+def load_models(
+    path: str | os.PathLike[str] | ObjectPath, models: Models, *, strict: bool = True
+) -> None:
     """Load models in place, at any number of ranks. All ranks call this.
 
     With ``strict=False``, values that were not saved stay as they are. Raises as :func:`~dcp_datastates.load`.
@@ -66,7 +69,9 @@ def load_models(path: str | os.PathLike[str], models: Models, *, strict: bool = 
     _load(path, there, strict)
 
 
-def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Optimizers) -> None:
+def load_optimizers(
+    path: str | os.PathLike[str] | ObjectPath, models: Models, optimizers: Optimizers
+) -> None:
     """Load optimizers of ``models``, like :func:`load_models`."""
     if not optimizers:
         return
@@ -82,7 +87,7 @@ def load_optimizers(path: str | os.PathLike[str], models: Models, optimizers: Op
 
 
 def _load(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | ObjectPath,
     parts: Mapping[str, ModelPart | OptimizerPart],
     strict: bool = True,
 ) -> None:
@@ -91,7 +96,7 @@ def _load(
     load_with(FittingPlanner(fit, path, replaced=whole), path, dict(parts))
 
 
-def holds(path: str | os.PathLike[str], name: str) -> bool:
+def holds(path: str | os.PathLike[str] | ObjectPath, name: str) -> bool:
     """Whether the checkpoint has values below ``name``."""
     return bool(names_below(_stored_names(path), name))
 
@@ -111,7 +116,7 @@ def with_files(state: Mapping[str, Any], files: Mapping[str, bytes]) -> dict[str
     return {**state, _FILES: {_rank_key(_rank()): dict(files)}}
 
 
-def files_from(path: str | os.PathLike[str]) -> dict[str, bytes]:
+def files_from(path: str | os.PathLike[str] | ObjectPath) -> dict[str, bytes]:
     """The files of the first rank, and, instead of those of the same names, those of this rank.
 
     Not collective. Raises as :func:`~dcp_datastates.load`.
@@ -127,12 +132,12 @@ def files_from(path: str | os.PathLike[str]) -> dict[str, bytes]:
     return {**found.get(ranks[0], {}), **found.get(ranks[1], {})}
 
 
-def is_ours(path: str | os.PathLike[str]) -> bool:
+def is_ours(path: str | os.PathLike[str] | ObjectPath) -> bool:
     """:func:`is_ours_here`, the same on every rank; all ranks call this."""
     return from_first_rank(lambda: is_ours_here(path), "is_ours", f"who saved {path}")
 
 
-def is_ours_here(path: str | os.PathLike[str]) -> bool:
+def is_ours_here(path: str | os.PathLike[str] | ObjectPath) -> bool:
     """Whether a checkpoint of this package is committed at ``path``.
 
     False for what another program saved, and for a path without any checkpoint. Raises as
@@ -142,7 +147,7 @@ def is_ours_here(path: str | os.PathLike[str]) -> bool:
     return format_of(path) is Format.DATASTATES
 
 
-def _stored_names(path: str | os.PathLike[str]) -> set[str]:
+def _stored_names(path: str | os.PathLike[str] | ObjectPath) -> set[str]:
     return set(DataStatesReader(path).read_metadata().state_dict_metadata)
 
 

@@ -13,7 +13,7 @@ from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import ProcessLock
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
 __all__ = ["SaveTracker"]
 
@@ -40,7 +40,7 @@ class _Waiting:
 
     work: Callable[[], object]
     save: _Save
-    deletes: Path | None
+    deletes: Location | None
 
     def is_due(self, newest: int) -> bool:
         """``newest``: the number of the newest committed save."""
@@ -162,7 +162,7 @@ class SaveTracker:
             self.deletions.wait()
 
     def when_committed(
-        self, work: Callable[[], object], deletes: str | os.PathLike[str] | None = None
+        self, work: Callable[[], object], deletes: str | os.PathLike[str] | ObjectPath | None = None
     ) -> None:
         """Have ``work`` done once the newest save, or a later one, is committed; at once if there is none.
 
@@ -175,7 +175,7 @@ class SaveTracker:
         if save is None:
             self.deletions.request(work)
             return
-        path = None if deletes is None else Path(os.path.abspath(deletes))
+        path = None if deletes is None else locate(deletes)
         with self._lock:
             waiting = [each for each in self._waiting if each.save.committed is False]
             if path is None:
@@ -205,6 +205,7 @@ class SaveTracker:
             self.deletions.request(each.work)
 
 
-def _remove_empty(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        path.rmdir()
+def _remove_empty(path: Location) -> None:
+    if isinstance(path, Path):
+        with contextlib.suppress(OSError):
+            path.rmdir()

@@ -35,6 +35,7 @@ from typing_extensions import Unpack
 from dcp_datastates.config import BackgroundOptions, WriterConfig, check_options
 from dcp_datastates.dcp.async_save import async_save, save
 from dcp_datastates.manager.per_rank import packed
+from dcp_datastates.storage import local
 
 __all__ = ["DataStatesSaveStrategy"]
 
@@ -87,7 +88,11 @@ class DataStatesSaveStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
 
 def _invalidate(checkpoint_dir: str | Path) -> None:
-    """Megatron has just replaced ``common.pt``: an older checkpoint at this place is not complete any more."""
+    """Megatron has just replaced ``common.pt``: an older checkpoint at this place is not complete any more.
+
+    Raises :class:`ConfigurationError` for a URL: Megatron's own files are local.
+    """
+    local.local_path(checkpoint_dir, name="checkpoint_dir")
     if dist.get_rank() == 0:
         Path(checkpoint_dir, CONFIG_FNAME).unlink(missing_ok=True)
 

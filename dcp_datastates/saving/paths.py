@@ -21,6 +21,7 @@ from dcp_datastates.storage.object_path import (
     Location,
     ObjectPath,
     check_opens,
+    check_prefix,
     is_url,
     locate,
 )
@@ -52,12 +53,9 @@ def writable(
     if isinstance(config.archive, ObjectPath) and not is_url(path):
         options = None  # they are of the archive
     location = locate(path, below, options)
-    if isinstance(location, ObjectPath) and not location.key:
-        raise ConfigurationError(
-            f"path={str(location)!r} is a bucket: a checkpoint needs a prefix, such as {location / 'run/step-100'}"
-        )
-    check_opens(location)
-    if alone and isinstance(location, Path):
+    if isinstance(location, ObjectPath):
+        check_prefix(location)
+    elif alone:
         directory, timeout = location, config.commit_timeout
         bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
     return location

@@ -40,29 +40,53 @@ __all__ = [
 
 METADATA_NAME: Final = ".metadata"
 
+_SCHEMES: Final = {
+    f"{scheme}:"
+    for scheme in (
+        "s3",
+        "s3a",
+        "gs",
+        "gcs",
+        "az",
+        "azure",
+        "adl",
+        "abfs",
+        "abfss",
+        "hdfs",
+        "memory",
+    )
+}
 
-def local_path(path: str | os.PathLike[str], below: str | None = None) -> Path:
-    """``path`` as an absolute :class:`~pathlib.Path`; refuses URLs and other types.
+
+def local_path(path: str | os.PathLike[str], below: str | None = None, name: str = "path") -> Path:
+    """``path`` as an absolute :class:`~pathlib.Path`; refuses URLs, also those that a ``Path`` has made of one, and
+    other types.
 
     ``~`` and ``~user`` at its beginning are home directories, as for fsspec and a shell. A relative path is relative to
-    ``below``; None: to the working directory.
+    ``below``; None: to the working directory. ``name``: of the argument, for messages.
 
     Raises :class:`ConfigurationError`, or :class:`StorageError` if the working directory is gone.
     """
     if not isinstance(path, (str, os.PathLike)):
-        raise ConfigurationError(f"path={path!r} must be a str or os.PathLike of a directory")
+        raise ConfigurationError(f"{name}={path!r} must be a str or os.PathLike of a directory")
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
-        raise ConfigurationError(f"path={path!r} must name a directory")
+        raise ConfigurationError(f"{name}={path!r} must name a directory")
     if "://" in text:
         raise ConfigurationError(
-            f"path={text!r} is a URL; only local and mounted file systems are supported"
+            f"{name}={text!r} is a URL, and only a local or mounted directory works there; dcp_datastates.copy takes "
+            f"checkpoints to a store"
+        )
+    if lost := _SCHEMES.intersection(text.split("/")):
+        raise ConfigurationError(
+            f"{name}={text!r} was a URL, which has lost a slash in a Path or by os.path: pass it as a str, such as "
+            f"'{min(lost)}//bucket/run'"
         )
     expanded = os.path.expanduser(text)
     if expanded.startswith("~"):
         user = text.partition("/")[0]
         raise ConfigurationError(
-            f"path={text!r}: the home directory {user!r} is not known here; write './{text}' for a directory "
+            f"{name}={text!r}: the home directory {user!r} is not known here; write './{text}' for a directory "
             f"of that name"
         )
     try:

@@ -17,6 +17,7 @@ __all__ = [
     "Location",
     "ObjectPath",
     "check_opens",
+    "check_prefix",
     "is_url",
     "locate",
     "locate_all",
@@ -181,6 +182,17 @@ def check_opens(location: Location) -> None:
     """Raise :class:`ConfigurationError` if the location's store cannot be opened. Asks no server."""
     if isinstance(location, ObjectPath):
         _ = location.store
+
+
+def check_prefix(path: ObjectPath) -> None:
+    """Raise :class:`ConfigurationError` if no checkpoint can be saved there: it is the bucket itself, or its store
+    cannot be opened. Asks no server.
+    """
+    if not path.key:
+        raise ConfigurationError(
+            f"path={str(path)!r} is a bucket: a checkpoint needs a prefix, such as {path / 'run/step-100'}"
+        )
+    check_opens(path)
 
 
 def resolved(location: Location) -> Location:

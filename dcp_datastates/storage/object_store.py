@@ -25,6 +25,7 @@ __all__ = [
     "StoredObject",
     "Version",
     "part_bytes",
+    "put_pieces",
     "url_of",
     "without_secrets",
 ]
@@ -130,6 +131,19 @@ MOST_PARTS: Final = 10_000
 def part_bytes(nbytes: int) -> int:
     """The size of the parts in which an object of ``nbytes`` is sent: a multiple of :data:`PART_BYTES`."""
     return max(1, -(-nbytes // (MOST_PARTS * PART_BYTES))) * PART_BYTES
+
+
+def put_pieces(
+    store: ObjectStore, key: str, nbytes: int, pieces: Iterator[Buffer], parts_in_flight: int
+) -> None:
+    """Store an object of ``nbytes`` bytes: in one request if it is one part, else as a stream. Raises
+    :class:`StorageError`, and what ``pieces`` raises.
+    """
+    part = part_bytes(nbytes)
+    if nbytes <= part:
+        store.put(key, b"".join(pieces))
+    else:
+        store.put_stream(key, pieces, part_bytes=part, parts_in_flight=parts_in_flight)
 
 
 _DOCUMENT: Final = re.compile(r"(?:<\?xml[^>]*\?>\s*)?<Error>.*?</Error>", re.DOTALL)

@@ -17,8 +17,9 @@ from dcp_datastates.checkpoints.copy_target import (
     CopyTarget,
     checked_pieces,
     committed_at,
+    is_whole,
+    same_size,
     target_of,
-    whole,
 )
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.commit.vote import Decision, Outcome
@@ -127,12 +128,13 @@ class Carrier:
             return committed
         mine = [record for record in committed.note.files.values() if self._is_mine(record)]
         place.claim()
-        there = whole(target, mine)
+        left = same_size(target, mine)
         for record in mine:
-            if record.relative_path not in there:
-                hit("archive.write.before")
-                place.write(record, self._slowed(checked_pieces(committed, record, id)))
-                hit("archive.write.after")
+            if record.relative_path in left and is_whole(target, record):
+                continue
+            hit("archive.write.before")
+            place.write(record, self._slowed(checked_pieces(source, record, id)))
+            hit("archive.write.after")
         return committed
 
     def _is_mine(self, record: FileRecord) -> bool:
@@ -162,7 +164,7 @@ class Carrier:
         if _is_carried(target, committed.note.attempt):
             return
         records = list(committed.note.files.values())
-        there = whole(target, records)
+        there = same_size(target, records)
         missing = [r.relative_path for r in records if r.relative_path not in there]
         if missing:
             raise StorageError(f"{target} still lacks {missing[0]}")

@@ -20,7 +20,6 @@ from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -38,12 +37,13 @@ from torchtitan.observability import structured_logger as sl
 from torchtitan.tools.utils import GarbageCollection
 
 from dcp_datastates.checkpoints.find import Verification, check_verification
+from dcp_datastates.checkpoints.inventory import is_directory
 from dcp_datastates.config import BackgroundOptions, WriterConfig
 from dcp_datastates.dcp.reader import DataStatesReader
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.manager.background import BackgroundSaves
 from dcp_datastates.manager.library_state import is_ours
-from dcp_datastates.storage import local
+from dcp_datastates.storage.object_path import is_url, locate
 from dcp_datastates.torchtitan.hugging_face import (
     hugging_face_assets,
     load_hugging_face,
@@ -106,11 +106,6 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 )
             WriterConfig.checked(**self.writer_options())
             check_verification(self.verify)
-            if "://" in self.folder:
-                raise ConfigurationError(
-                    f"checkpoint.folder={self.folder!r} is a URL; only local and mounted file systems are "
-                    f"supported: leave the manager as it is for this job"
-                )
 
         def writer_options(self) -> BackgroundOptions:
             return {
@@ -143,7 +138,9 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 "checkpoint.last_save_in_hf=True needs an sd_adapter, and the model has none: leave it False"
             )
         self.config = config
-        self.folder = str(local.local_path(os.path.join(base_folder, config.folder)))
+        folder = config.folder
+        self._folder = locate(folder if is_url(folder) else os.path.join(base_folder, folder))
+        self.folder = str(self._folder)
         self.states = states
         self.states |= {
             MODEL: ModelWrapper(parts["model_parts"]),
@@ -181,7 +178,7 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         GarbageCollection.collect("after a checkpoint was staged")
         if self.config.keep_latest_k > 0:
             keep, verify = self.config.keep_latest_k, self.config.verify
-            self._saves.when_committed(partial(delete_old, Path(self.folder), keep, verify))
+            self._saves.when_committed(partial(delete_old, self._folder, keep, verify))
         return True
 
     def _is_due(self, step: int, last_step: bool) -> bool:
@@ -259,14 +256,14 @@ class DataStatesCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         Returns whether there was one. Raises FileNotFoundError if there is none of ``step``.
         """
         config = self.config
-        found = newest_step(Path(self.folder), config.verify) if step == -1 else step
+        found = newest_step(self._folder, config.verify) if step == -1 else step
         if found != -1:
             path = self._path(found)
-            if not os.path.isdir(path):
+            if not is_directory(locate(path)):
                 raise FileNotFoundError(f"checkpoint.load_step={found}: there is no {path}")
             self._load_from(path, model_only=found == 0)
         elif config.initial_load_path:
-            if not os.path.isdir(config.initial_load_path):
+            if not is_directory(locate(config.initial_load_path)):
                 raise ConfigurationError(
                     f"checkpoint.initial_load_path={config.initial_load_path!r} is no directory"
                 )

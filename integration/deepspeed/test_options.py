@@ -129,3 +129,20 @@ def test_state_offloaded_to_nvme_is_refused() -> None:
 
 def test_an_import_registers_the_module() -> None:
     assert sys.modules["datastates"].CheckpointEngine is dcp_datastates.deepspeed.CheckpointEngine
+
+
+@pytest.mark.parametrize("given", ["s3://bucket/run", Path("s3://bucket/run")])
+def test_a_url_is_refused_before_a_directory_is_made_of_it(
+    given: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = types.SimpleNamespace(checkpoint_engine=adapter())
+    with pytest.raises(ConfigurationError, match="save_dir='s3:/"):
+        DeepSpeedEngine.save_checkpoint(engine, given, tag="tag")
+    with pytest.raises(ConfigurationError, match="save_dir='s3:/"):
+        DeepSpeedEngine.save_checkpoint(engine, save_dir=given)
+    with pytest.raises(ConfigurationError, match="load_dir='s3:/"):
+        DeepSpeedEngine.load_checkpoint(engine, given)
+    with pytest.raises(ConfigurationError, match="output='s3:/"):
+        dcp_datastates.deepspeed.export(tmp_path, given, "tag")
+    assert list(tmp_path.iterdir()) == []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.state.roots import committed_names
+from support.stores.server import BUCKET, endpoint, use
 
 import dcp_datastates as ds
 
@@ -40,7 +41,7 @@ def test_a_hook_that_takes_the_weights_gets_them_without_fsdp(tmp_path: Path) ->
     assert taken == [["bias", "weight"]]
 
 
-def _accelerator(made: Any, root: Path) -> Any:
+def _accelerator(made: Any, root: Path | str) -> Any:
     """An accelerator of a new process, with a prepared model and optimizer."""
     from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import ProjectConfiguration
@@ -251,3 +252,55 @@ def test_without_the_library_the_error_says_what_to_install(
         ImportError, match=r"pip install 'accelerate>=1\.15,<1\.16' 'transformers>=5'"
     ):
         _ = importlib.import_module("dcp_datastates.huggingface").DataStatesTrainer
+
+
+def test_accelerate_saves_to_a_store_and_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcp_datastates.huggingface import DataStatesAccelerator
+
+    use(endpoint())
+    monkeypatch.chdir(tmp_path)
+    root = f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}"
+    ours = _accelerator(DataStatesAccelerator, root)
+    for number in range(3):
+        weight = _train_a_step(ours)
+        assert ours.save_state() == f"{root}/checkpoints/checkpoint_{number}"
+    ours.wait_for_saves()
+    assert [each.name for each in ds.inspect(f"{root}/checkpoints").checkpoints] == [
+        "checkpoint_2",
+        "checkpoint_1",
+    ]
+
+    again = _accelerator(DataStatesAccelerator, root)
+    again.load_state()
+    assert torch.equal(again._models[0].weight, weight)
+    assert again.save_iteration == 3
+    again.project_configuration.automatic_checkpoint_naming = False
+    later = _train_a_step(again)
+    assert again.save_state(f"{root}/mine") == f"{root}/mine"
+    again.wait_for_saves()
+    again.load_state(f"{root}/checkpoints/checkpoint_2")
+    assert torch.equal(again._models[0].weight, weight)
+    again.load_state(f"{root}/mine")
+    assert torch.equal(again._models[0].weight, later)
+    with pytest.raises(ds.ConfigurationError, match="has lost a slash"):
+        again.save_state(Path(f"{root}/mine"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_trainer_refuses_a_url_before_it_makes_a_directory_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import TrainingArguments
+
+    from dcp_datastates.huggingface import DataStatesTrainer
+
+    monkeypatch.chdir(tmp_path)
+    for given in ("s3://bucket/run", Path("s3://bucket/run")):
+        args = TrainingArguments(output_dir=given, use_cpu=True, report_to=[])
+        for keywords in ({"args": args}, {}):
+            positional = () if keywords else (torch.nn.Linear(2, 2), args)
+            with pytest.raises(ds.ConfigurationError, match=r"output_dir='s3:/.*bucket/run'"):
+                DataStatesTrainer(*positional, **keywords)
+    assert list(tmp_path.iterdir()) == []

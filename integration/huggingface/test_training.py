@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.jobs.processes import Ended, run_ranks
+from support.stores.server import BUCKET, endpoint, use
 
 import dcp_datastates as ds
 
@@ -303,3 +305,16 @@ def test_accelerates_stateful_data_loader_goes_on_where_it_was(tmp_path: Path) -
     arguments = {"stateful": True, "resume": str(path), "every": 100}
     resumed = train(ACCELERATE, tmp_path / "jobs", tmp_path, **arguments)
     assert resumed["losses"] == from_step(whole, 5)
+
+
+def test_the_trainer_goes_on_from_a_checkpoint_in_a_store(tmp_path: Path) -> None:
+    settings = {"fsdp": False, "max_steps": 4}
+    losses = train(TRAINER, tmp_path / "whole", tmp_path, **settings)["losses"]
+    use(endpoint())
+    url = f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}/checkpoint-2"
+    ds.copy(tmp_path / "whole" / "checkpoint-2", url)
+    store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    resumed = train(
+        TRAINER, tmp_path / "other", tmp_path, resume=url, environment=store, **settings
+    )
+    assert resumed["losses"] == from_step(losses, 3)

@@ -249,3 +249,43 @@ class Compare(pl.Callback):
             assert torch.equal(full(parameter), stored["state_dict"][name])
             assert torch.equal(full(moments[parameter]["exp_avg"]), found["exp_avg"])
             self.same.append(name)
+
+
+def in_stores(folder: str, root: str) -> dict[str, Any]:
+    """Train with checkpoints in memory, which fsspec has without another library; go on from one there, and from one
+    at ``root``.
+    """
+    os.chdir(folder)
+
+    def run(steps: int, path: str | None = None) -> tuple[Tiny, pl.Trainer]:
+        saves = DataStatesModelCheckpoint(
+            dirpath="memory://run",
+            filename="{step}",
+            monitor="step",
+            mode="max",
+            every_n_train_steps=2,
+            save_top_k=2,
+        )
+        trainer = trainer_of(Path(folder, "local"), "single", steps, {}, [saves])
+        model = Tiny()
+        trainer.fit(model, Batches(), ckpt_path=path)
+        return model, trainer
+
+    whole, trainer = run(7)
+    trainer.save_checkpoint(f"{root}/step-7")
+    names = [each.name for each in ds.inspect("memory://run").checkpoints]
+    newest = str(ds.latest("memory://run"))
+    resumed, _ = run(7, "memory://run/step=4.ckpt")
+    further, _ = run(8, f"{root}/step-7")
+    last = ""
+    try:
+        run(8, "last")
+    except ds.ConfigurationError as error:
+        last = str(error)
+    return {
+        "losses": [whole.losses, resumed.losses, further.losses],
+        "names": names,
+        "newest": newest,
+        "last": last,
+        "local": [path.name for path in Path(folder).rglob("*")],
+    }

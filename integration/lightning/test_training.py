@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.jobs.processes import Ended, run_ranks
+from support.stores.server import BUCKET, endpoint, use
 
 import dcp_datastates as ds
 from dcp_datastates.lightning import DataStatesFSDPStrategy, DataStatesModelParallelStrategy
@@ -251,3 +253,21 @@ def test_without_lightning_the_error_says_what_to_install(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning>=2\.6,<2\.7'"):
         importlib.import_module("dcp_datastates.lightning")
+
+
+def test_checkpoints_in_a_store_are_saved_deleted_and_resumed_from(tmp_path: Path) -> None:
+    use(endpoint())
+    store = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    root = f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}"
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (ended,) = job("in_stores", 1, tmp_path, environment=store, folder=str(folder), root=root)
+    found = ended.result()
+    assert found["names"] == [name(6), name(4)]
+    assert found["newest"] == f"memory://run/{name(6)}"
+    whole, resumed, further = found["losses"]
+    assert resumed == from_step(whole, 5)
+    assert list(further) == [8]
+    assert "ckpt_path=str(dcp_datastates.latest('memory://run'))" in found["last"]
+    assert found["local"] == []
+    assert [each.name for each in ds.inspect(root).checkpoints] == ["step-7"]

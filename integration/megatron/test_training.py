@@ -149,3 +149,16 @@ def test_without_megatron_the_error_says_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(ImportError, match=r"pip install 'megatron-core>=0\.16,<0\.17'"):
         importlib.import_module("dcp_datastates.megatron")
+
+
+@pytest.mark.parametrize("given", ["msc://profile/run", "s3://bucket/run", Path("s3://bucket/run")])
+def test_a_url_is_refused_by_name(
+    given: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dcp_datastates.megatron import DataStatesSaveStrategy
+
+    monkeypatch.chdir(tmp_path)
+    for save in (DataStatesSaveStrategy().save, DataStatesSaveStrategy().async_save):
+        with pytest.raises(ds.ConfigurationError, match=r"checkpoint_dir='.*:/"):
+            save({}, given)
+    assert list(tmp_path.iterdir()) == []

@@ -27,6 +27,7 @@ from dcp_datastates import (
     SaveHandle,
     StorageError,
     async_save,
+    inspect,
     load,
     pin,
 )
@@ -488,7 +489,6 @@ def test_no_tensor_of_a_save_stays_without_garbage_collection(
         ({"host_cache_size": "1MiB"}, "host_cache_size='1MiB' is below"),
         ({"read_window": "sometimes"}, "read_window='sometimes'"),
         ({"verify": "trust"}, "verify='trust'"),
-        ({"folder": "gs://bucket/run"}, "is a URL"),
     ],
 )
 def test_options_that_cannot_work_are_refused_early(options: dict[str, Any], said: str) -> None:
@@ -567,3 +567,31 @@ def test_only_what_torchtitan_did_not_mean_to_leave_unread_is_warned_about(
         record.getMessage() for record in caplog.records if "stay unread" in record.getMessage()
     ]
     assert ["'optimizer." in message for message in warned] == [True] * (kind == "forgotten")
+
+
+def test_a_folder_in_a_store_is_saved_to_purged_and_resumed_from(
+    job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from support.stores.server import BUCKET, endpoint, use
+
+    use(endpoint())
+    monkeypatch.chdir(tmp_path)
+    root = f"s3://{BUCKET}/{tmp_path.parent.name}/{tmp_path.name}"
+    one = job(folder=root, keep_latest_k=2)
+    for step in (1, 2, 3):
+        one.step()
+        one.manager.save(step, last_step=step == 3)
+    one.manager.close()
+    assert one.manager.folder == root
+    assert [each.name for each in inspect(root).checkpoints] == ["step-3", "step-2"]
+
+    again = job(folder=root)
+    again.step()
+    assert again.manager.load()
+    assert torch.equal(again.model.plain, one.model.plain)
+    with pytest.raises(FileNotFoundError, match=f"{root}/step-9"):
+        again.manager.load(9)
+    begun = job(folder="local", initial_load_path=f"{root}/step-3")
+    assert begun.manager.load()
+    assert torch.equal(begun.model.plain, one.model.plain)
+    assert not [path for path in tmp_path.rglob("*") if ":" in path.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.crashes.cells import CELLS, NEVER, OLD, Cell, kill, passes
+from support.crashes.cells import CELLS, NEVER, OLD, Cell, Directory, kill, passes
 from support.crashes.matrix import PROPERTY
 from support.jobs.processes import run_ranks
 from support.state.saving import DEFERRED
@@ -45,13 +45,14 @@ def test_a_rank_is_killed(cell: Cell, committed, tmp_path, record_property):
         record_property(PROPERTY, {**about, "found": found, "seconds": seconds})
 
     note("FAILED")
-    result = kill(cell, committed[cell.world], tmp_path)
+    result = kill(cell, Directory(committed[cell.world], tmp_path), tmp_path)
     note(result.found, result.seconds)
 
 
 @pytest.mark.parametrize("kind", sorted(NEVER))
 def test_what_is_declared_never_to_be_passed_is_not(kind, committed, tmp_path):
-    assert passes(kind, NEVER[kind], committed[2], tmp_path) == []
+    assert passes(kind, NEVER[kind], Directory(committed[2], tmp_path), tmp_path) == []
     # And the way to see it works:
-    seen = passes(kind, ["plan.before", "vote.before"], committed[2], tmp_path / "seen")
+    again = tmp_path / "seen"
+    seen = passes(kind, ["plan.before", "vote.before"], Directory(committed[2], again), again)
     assert seen == ["plan.before", "vote.before"]

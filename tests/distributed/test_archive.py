@@ -47,11 +47,11 @@ def _one_fails(fast: str, slow: str) -> None:
     whole = carrying.checked_pieces
     failing = [1]
 
-    def damaged(committed, record, count):
+    def damaged(directory, record, count):
         if dist.get_rank() == 1 and failing:
             failing.pop()
             raise CheckpointCorruptError("a byte is damaged")
-        return whole(committed, record, count)
+        return whole(directory, record, count)
 
     carrying.checked_pieces = damaged  # type: ignore[assignment]
     try:
@@ -76,10 +76,10 @@ def _one_is_late(fast: str, slow: str) -> None:
     before = carrying._FIRST_PAUSE
     carrying._FIRST_PAUSE = 0.05  # type: ignore[misc]
 
-    def refused(committed, record, count):
+    def refused(directory, record, count):
         if dist.get_rank() == 1 and next(tries) < 4:
             raise StorageError("503 Slow Down")
-        return whole(committed, record, count)
+        return whole(directory, record, count)
 
     carrying.checked_pieces = refused  # type: ignore[assignment]
     try:

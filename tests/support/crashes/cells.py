@@ -11,12 +11,28 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from support.jobs.processes import Ended, run_ranks
 from support.state.saving import COMMIT_GROUP, DEFERRED, Report
 
-__all__ = ["CELLS", "NEVER", "POINTS", "Cell", "Kind", "kill", "passes"]
+__all__ = [
+    "BOTH",
+    "CELLS",
+    "COORDINATOR",
+    "NEVER",
+    "OLD",
+    "POINTS",
+    "Cell",
+    "Directory",
+    "Kind",
+    "Place",
+    "Point",
+    "both",
+    "kill",
+    "never",
+    "passes",
+]
 
 Kind = Literal["coordinator", "other"]
 BOTH: tuple[Kind, ...] = ("coordinator", "other")
@@ -42,7 +58,7 @@ class Point:
     """The same for the rest, so that the victim comes first."""
 
 
-def _both(name: str, kinds: tuple[Kind, ...] = BOTH, **more: str) -> list[Point]:
+def both(name: str, kinds: tuple[Kind, ...] = BOTH, **more: str) -> list[Point]:
     return [Point(f"{name}.{when}", kinds, **more) for when in ("before", "after")]
 
 
@@ -53,19 +69,19 @@ _NATIVE = (
 _PUBLISH = ("lock", "create", "write", "sync_file", "rename", "sync_directory")
 
 POINTS: tuple[Point, ...] = (
-    *_both("stage"),
-    *_both("plan"),
+    *both("stage"),
+    *both("plan"),
     # The rank that comes first makes the attempt's directory.
-    *_both("plan.mkdir", COORDINATOR),
-    *_both("plan.rename", COORDINATOR),
-    *(point for name in _NATIVE for point in _both(name)),
-    *_both("vote"),
-    *(point for name in _PUBLISH for point in _both(f"publish.{name}", COORDINATOR)),
-    *_both("outcome"),
-    *_both("cleanup"),
-    *_both("cleanup.unlink"),
+    *both("plan.mkdir", COORDINATOR),
+    *both("plan.rename", COORDINATOR),
+    *(point for name in _NATIVE for point in both(name)),
+    *both("vote"),
+    *(point for name in _PUBLISH for point in both(f"publish.{name}", COORDINATOR)),
+    *both("outcome"),
+    *both("cleanup"),
+    *both("cleanup.unlink"),
     # The rank that comes last finds the directory of the old attempt empty.
-    *_both("cleanup.rmdir", victim="cleanup.before=sleep:1"),
+    *both("cleanup.rmdir", victim="cleanup.before=sleep:1"),
 )
 
 
@@ -89,11 +105,43 @@ class Cell:
         return f"{self.point.name}-{self.kind}"
 
 
+def never(points: Iterable[Point]) -> Mapping[Kind, tuple[str, ...]]:
+    """By kind of rank, the failpoints that it never passes."""
+    there = list(points)
+    return {kind: tuple(point.name for point in there if kind not in point.kinds) for kind in BOTH}
+
+
 CELLS = tuple(Cell(point, kind) for point in POINTS for kind in point.kinds)
-NEVER: Mapping[Kind, tuple[str, ...]] = {
-    kind: tuple(point.name for point in POINTS if kind not in point.kinds) for kind in BOTH
-}
-"""By kind of rank, the failpoints that it never passes."""
+NEVER = never(POINTS)
+
+
+class Place(Protocol):
+    """Where checkpoint 1 is, and a cell saves."""
+
+    path: str
+    environment: Mapping[str, str]
+    """What a process needs to save there."""
+
+    def check_left(self, world: int) -> None:
+        """AssertionError unless only checkpoint 3 is left, which ``world`` ranks have saved."""
+
+
+class Directory:
+    """A copy, in the directory ``scratch``, of ``committed``, where checkpoint 1 is."""
+
+    environment: Mapping[str, str] = {}
+
+    def __init__(self, committed: Path, scratch: Path) -> None:
+        self.path = str(scratch / "checkpoint")
+        shutil.copytree(committed, self.path)
+
+    def check_left(self, world: int) -> None:
+        path = Path(self.path)
+        left = sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
+        attempt, *more = sorted({name.split("/")[0] for name in left} - {".metadata", "README"})
+        assert not more, f"left behind: {left}"
+        files = [f"{attempt}/r{rank:05}-0.safetensors" for rank in range(world)]
+        assert left == sorted([".metadata", "README", attempt, *files]), f"left behind: {left}"
 
 
 @dataclass(frozen=True)
@@ -107,8 +155,9 @@ class Result:
     errors: list[str] = field(default_factory=list)
 
 
-def _environment(fired: Path, failpoints: Iterable[str]) -> dict[str, str]:
+def _environment(place: Place, fired: Path, failpoints: Iterable[str]) -> dict[str, str]:
     return {
+        **place.environment,
         "DCP_DATASTATES_FAILPOINTS": ";".join(filter(None, failpoints)),
         "DCP_DATASTATES_FAILPOINTS_LOG": str(fired),
     }
@@ -119,16 +168,15 @@ def _fired(scratch: Path, rank: int) -> list[str]:
     return log.read_text().split() if log.exists() else []
 
 
-def kill(cell: Cell, committed: Path, scratch: Path) -> Result:
-    """Run ``cell`` on a copy of ``committed``, where checkpoint 1 is. AssertionError if it does not hold."""
-    path = scratch / "checkpoint"
-    shutil.copytree(committed, path)
+def kill(cell: Cell, place: Place, scratch: Path) -> Result:
+    """Run ``cell`` at ``place``. AssertionError if it does not hold."""
     ended = run_ranks(
         "support.state.saving:try_to_save",
         cell.world,
         scratch,
         environments=[
             _environment(
+                place,
                 scratch / f"fired{rank}",
                 [cell.point.victim, f"{cell.point.name}=kill"]
                 if rank == cell.victim
@@ -137,7 +185,7 @@ def kill(cell: Cell, committed: Path, scratch: Path) -> Result:
             for rank in range(cell.world)
         ],
         seconds=_ALL_RANKS_SECONDS,
-        path=str(path),
+        path=place.path,
         number=NEW,
         elements=DEFERRED,
         limit=LIMIT_SECONDS + 5,
@@ -149,7 +197,7 @@ def kill(cell: Cell, committed: Path, scratch: Path) -> Result:
     )
     assert victim.killed, f"rank {cell.victim} was not killed, exit code {victim.exit_code}"
     reports = [_report(one, cell) for one in ended if one.rank != cell.victim]
-    number = _load(path, cell.world, scratch)
+    number = _load(place, cell.world, scratch)
     assert number in (OLD, NEW), f"checkpoint {number} is there"
     for report in reports:
         assert number == NEW or not report.committed, (
@@ -157,7 +205,7 @@ def kill(cell: Cell, committed: Path, scratch: Path) -> Result:
         )
     failed = [report for report in reports if not report.committed]
     seconds = max((report.at - victim.ended_at for report in failed), default=None)
-    _save_next(path, cell.world, scratch)
+    _save_next(place, cell.world, scratch)
     if COMMIT_GROUP:
         _assert_told_well(failed, cell, seconds)
     return Result(
@@ -187,41 +235,37 @@ def _assert_told_well(failed: list[Report], cell: Cell, seconds: float | None) -
     assert seconds is None or seconds < LIMIT_SECONDS, f"the survivors took {seconds:.0f} s"
 
 
-def _load(path: Path, world: int, scratch: Path) -> int | None:
+def _load(place: Place, world: int, scratch: Path) -> int | None:
     (loader,) = run_ranks(
         "support.state.saving:number_found",
         1,
         scratch,
-        path=str(path),
+        environments=[place.environment],
+        path=place.path,
         world=world,
         elements=DEFERRED,
     )
     return loader.result()
 
 
-def _save_next(path: Path, world: int, scratch: Path) -> None:
+def _save_next(place: Place, world: int, scratch: Path) -> None:
     """A new job saves and loads checkpoint 3; only that is left."""
     for one in run_ranks(
         "support.state.saving:commit_checkpoint",
         world,
         scratch,
-        path=str(path),
+        environments=[place.environment] * world,
+        path=place.path,
         number=NEXT,
         elements=DEFERRED,
     ):
         one.result()
-    left = sorted(str(entry.relative_to(path)) for entry in path.rglob("*"))
-    attempt, *more = sorted({name.split("/")[0] for name in left} - {".metadata", "README"})
-    assert not more, f"left behind: {left}"
-    files = [f"{attempt}/r{rank:05}-0.safetensors" for rank in range(world)]
-    assert left == sorted([".metadata", "README", attempt, *files]), f"left behind: {left}"
+    place.check_left(world)
 
 
-def passes(kind: Kind, names: Iterable[str], committed: Path, scratch: Path) -> list[str]:
-    """Which of the failpoints a rank of ``kind`` passes while it saves over ``committed``, alive."""
+def passes(kind: Kind, names: Iterable[str], place: Place, scratch: Path) -> list[str]:
+    """Which of the failpoints a rank of ``kind`` passes while it saves to ``place``, alive."""
     world = 2
-    path = scratch / "checkpoint"
-    shutil.copytree(committed, path)
     armed = 0 if kind == "coordinator" else 1
     harmless = [f"{name}=sleep:0" for name in names]
     for one in run_ranks(
@@ -229,10 +273,10 @@ def passes(kind: Kind, names: Iterable[str], committed: Path, scratch: Path) -> 
         world,
         scratch,
         environments=[
-            _environment(scratch / f"fired{rank}", harmless if rank == armed else [])
+            _environment(place, scratch / f"fired{rank}", harmless if rank == armed else [])
             for rank in range(world)
         ],
-        path=str(path),
+        path=place.path,
         number=NEW,
         elements=DEFERRED,
     ):

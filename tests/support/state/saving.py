@@ -98,7 +98,7 @@ def part(number: int, elements: int) -> dict[str, Any]:
     }
 
 
-def number_at(path: Path, world: int, elements: int | Callable[[int], int]) -> int | None:
+def number_at(path: Path | str, world: int, elements: int | Callable[[int], int]) -> int | None:
     """Which checkpoint is at ``path``, whole; None if none is. Raises for anything in between.
 
     ``elements`` may depend on the number.
@@ -125,9 +125,9 @@ def commit_checkpoint(path: str, number: int, elements: int) -> None:
     """Save, load, and leave when what other attempts left is gone, or should be."""
     save_over(part(number, elements), path, read_window="immediate").result(60)
     if dist.get_rank() == 0:
-        assert number_at(Path(path), dist.get_world_size(), elements) == number
+        assert number_at(path, dist.get_world_size(), elements) == number
         deadline = time.monotonic() + 5
-        while len(attempts(path)) > 1 and time.monotonic() < deadline:
+        while "://" not in path and len(attempts(path)) > 1 and time.monotonic() < deadline:
             time.sleep(0.01)
     dist.barrier()
 
@@ -154,7 +154,7 @@ class Report:
 
 def number_found(path: str, world: int, elements: int) -> int | None:
     """:func:`number_at`, in a process that knows nothing."""
-    return number_at(Path(path), world, elements)
+    return number_at(path, world, elements)
 
 
 def report_of(future: Future[Any], limit: float) -> Report:

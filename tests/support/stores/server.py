@@ -13,7 +13,7 @@ import boto3
 
 from support.stores.programs import serve
 
-__all__ = ["BUCKET", "Bucket", "client", "endpoint", "use"]
+__all__ = ["BUCKET", "Bucket", "client", "endpoint", "use", "variables"]
 
 BUCKET = "test-bucket"
 
@@ -29,15 +29,20 @@ def endpoint() -> str:
     return url
 
 
+def variables(url: str) -> dict[str, str]:
+    """The environment of a process whose stores are those of the server at ``url``."""
+    return {
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
 def use(url: str) -> None:
     """Make the stores that this process opens those of the server at ``url``."""
-    os.environ.update(
-        AWS_ENDPOINT_URL=url,
-        AWS_ACCESS_KEY_ID="test",
-        AWS_SECRET_ACCESS_KEY="test",
-        AWS_REGION="us-east-1",
-        AWS_DEFAULT_REGION="us-east-1",
-    )
+    os.environ.update(variables(url))
 
 
 def client(url: str | None = None) -> Any:

@@ -295,6 +295,46 @@ def test_a_copy_that_was_cut_off_goes_on(store, three, tmp_path):
     assert verify(target).whole
 
 
+@pytest.mark.parametrize("to", ["a store", "a directory"])
+def test_what_was_damaged_on_the_way_of_a_copy_that_was_cut_off_is_copied_again(
+    to, store, three, tmp_path, monkeypatch
+):
+    target = f"{three}/copy" if to == "a store" else str(tmp_path / "copy")
+    (name,) = [key.split("/step-3/")[1] for key in _data_keys(store, f"{three}/step-3")]
+
+    def cut_off(*_):
+        raise StorageError(5, "cut off", target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dcp_datastates.storage.decisions.repeat", cut_off)
+        patch.setattr("dcp_datastates.storage.attempts.publish", cut_off)
+        with pytest.raises(StorageError, match="cut off"):
+            dcp_datastates.copy(f"{three}/step-3", target)
+    if to == "a store":
+        store.put(f"run/copy/{name}", _damaged(store.data(f"run/copy/{name}")))
+    else:
+        (tmp_path / "copy" / name).write_bytes(_damaged((tmp_path / "copy" / name).read_bytes()))
+    dcp_datastates.copy(f"{three}/step-3", target)
+    assert verify(target).whole
+
+
+def _damaged(data: bytes) -> bytes:
+    return data[:5000] + bytes([data[5000] ^ 1]) + data[5001:]
+
+
+@pytest.mark.parametrize("level", ["structure", "full"])
+def test_retention_keeps_the_only_good_one(level, store, three):
+    """A damaged one does not count, however new it is."""
+    for name in ("step-3", "step-1"):
+        (key,) = _data_keys(store, f"{three}/{name}")
+        data = store.data(key)
+        store.put(key, _damaged(data) if level == "full" else data[:-1])
+    for _ in range(2):
+        retain(three, keep=1, verify=level)
+        assert verify(f"{three}/step-2").whole
+    assert str(latest(three, verify=level)) == f"{three}/step-2"
+
+
 def test_another_checkpoint_at_the_target_stays(three, tmp_path):
     with raises(dcp_datastates.CheckpointExistsError, "step-2"):
         dcp_datastates.copy(f"{three}/step-3", f"{three}/step-2")

@@ -59,6 +59,15 @@ def test_what_names_no_place_is_refused(url, says):
         locate(url)
 
 
+@pytest.mark.parametrize(
+    "path", [Path("s3://bucket/run"), "gs:/bucket/run", "/here/memory:/run", Path("/a/az:/c/run")]
+)
+def test_a_url_that_has_lost_a_slash_is_no_directory(path):
+    with pytest.raises(ConfigurationError, match=r"lost a slash.*://bucket/run"):
+        locate(path)
+    assert locate("/a/s3:b/run:1") == Path("/a/s3:b/run:1")
+
+
 def test_credentials_in_a_url_are_refused_and_not_repeated():
     with pytest.raises(ConfigurationError) as raised:
         locate("s3://AKIAEXAMPLE:very-secret@bucket/run")
