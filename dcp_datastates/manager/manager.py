@@ -86,11 +86,11 @@ class CheckpointManager:
         on_failure: Called in the same way for each failed save, as ``on_failure(step, error)``.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
         process_group: The ranks that save; None: all.
-        archive: A slower tier, a directory or a URL, to which checkpoints are copied behind training
-            (:attr:`SaveHandle.archived`), also after a restart. Before that they are not deleted from ``root``.
-            :meth:`restore_latest` takes the newest of both, and reads from ``root`` what is whole there.
+        archive: A slower tier, a directory or URL, to which checkpoints are copied behind training, before they may be
+            deleted from ``root``. :meth:`restore_latest` takes the newest of both. See docs/tiers.md.
         archive_every: Archive every n-th checkpoint that is saved, the first among them.
-        archive_keep, archive_rate: As ``keep``, and how fast each rank may copy: ``"500MB/s"``, say; None: no limit.
+        archive_keep: The checkpoints to keep in the archive, as for ``keep``; None: all.
+        archive_rate: How fast each rank may copy, such as ``"500MB/s"``; None: no limit.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
