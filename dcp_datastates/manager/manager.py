@@ -29,7 +29,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.manager.interval import AutoInterval, parse_every
-from dcp_datastates.manager.keeping import ArchiveRule, Keeping
+from dcp_datastates.manager.keeping import Keeping
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
@@ -133,21 +133,19 @@ class CheckpointManager:
         self._group = process_group
         self._alone = bool(options.get("no_dist", False))
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
-        rules = archive_every, archive_keep, archive_rate
-        archiving = None if slow is None else ArchiveRule(self._steps, self._rank_set, *rules)
-        self._writer = DataStatesWriter(process_group=process_group, **options)
+        hooks = by_step("on_commit", on_commit), by_step("on_failure", on_failure)
+        self._saves = SaveTracker(1 if strict else max_failures, *hooks)
+        rules = self._keep, archive_every, archive_keep
+        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
+        self._writer = DataStatesWriter(
+            process_group=process_group, archive=slow, archive_rate=archive_rate, **options
+        )
         self._signals = Signals(on_signal)
         consensus: StepConsensus | None = None
         if self._signals.watched or not isinstance(rule, int):
             consensus = StepConsensus(self._rank_set)
         self._schedule = Schedule(rule, consensus)
-        self._saves = SaveTracker(
-            1 if strict else max_failures,
-            by_step("on_commit", on_commit),
-            by_step("on_failure", on_failure),
-        )
-        keeps = self._keep, archiving, self._rank_set.rank == 0
-        self._keeping = Keeping(self._steps, self._saves, *keeps)
+        self._writer.archive = self._keeping.archive
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""
