@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Final, Literal, TypedDict, get_args
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.memory_limit import default_host_cache_bytes
+from dcp_datastates.storage.object_path import Location
 
 __all__ = [
     "BackgroundOptions",
@@ -20,6 +22,7 @@ __all__ = [
     "Defer",
     "EngineConfig",
     "ReadWindow",
+    "TierOptions",
     "WhenBehind",
     "WriterConfig",
     "WriterOptions",
@@ -28,6 +31,7 @@ __all__ = [
     "parse_duration",
     "parse_flag",
     "parse_host_cache_size",
+    "parse_rate",
     "parse_size",
 ]
 
@@ -98,6 +102,19 @@ def parse_size(size: int | str, *, name: str = "size") -> int:
         f"{name}={size!r} is not a size; give bytes as a non-negative int, or a string such as "
         f'"512MiB", "4GiB" or "4GB"'
     )
+
+
+def parse_rate(rate: int | str | None, *, name: str = "rate") -> int:
+    """Bytes per second of ``rate``: as :func:`parse_size`, with or without ``"/s"``. None means no limit, 0.
+
+    Raises :class:`ConfigurationError` for anything else, and for 0.
+    """
+    if rate is None:
+        return 0
+    nbytes = parse_size(rate.removesuffix("/s") if isinstance(rate, str) else rate, name=name)
+    if not nbytes:
+        raise ConfigurationError(f"{name}={rate!r} would carry nothing; pass None for no limit")
+    return nbytes
 
 
 _SECONDS = {"MS": 0.001, "S": 1, "MIN": 60, "M": 60, "H": 3600, "D": 86400, "W": 604800}
@@ -209,13 +226,20 @@ class BackgroundOptions(TypedDict, total=False):
     audit: bool
 
 
-class WriterOptions(BackgroundOptions, total=False):
-    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
+class TierOptions(BackgroundOptions, total=False):
+    """The :class:`WriterOptions` of one tier."""
 
     overwrite: bool
     commit: Commit
     no_dist: bool
     storage_options: Mapping[str, Any] | None
+
+
+class WriterOptions(TierOptions, total=False):
+    """The options of a :class:`~dcp_datastates.DataStatesWriter`, which documents them, where a call passes them on."""
+
+    archive: str | os.PathLike[str] | None
+    archive_rate: int | str | None
 
 
 @dataclass(frozen=True)
@@ -235,6 +259,8 @@ class WriterConfig:
     max_in_flight: int = 4
     when_behind: WhenBehind = "wait"
     audit: bool = False
+    archive: Location | None = None
+    archive_rate: int = 0
 
     @staticmethod
     def checked(host_cache_size: int | str = "auto", **options: Any) -> WriterConfig:
@@ -271,4 +297,6 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
+    "archive": lambda name, value: value,
+    "archive_rate": lambda name, value: parse_rate(value, name=name),
 }

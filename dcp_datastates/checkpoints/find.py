@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal, get_args, overload
 
 import torch.distributed as dist
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
-from dcp_datastates.checkpoints.inventory import sizes_of
 from dcp_datastates.checkpoints.listing import Found, candidates, newest_first, open_found
+from dcp_datastates.checkpoints.tiers import newest_whole, problems_by_file
 from dcp_datastates.checkpoints.verify import verify as verify_bytes
 from dcp_datastates.errors import ConfigurationError, DataStatesError
-from dcp_datastates.io.committed import Committed, wrong_size
-from dcp_datastates.storage.object_path import Location, locate
+from dcp_datastates.storage.object_path import Location, locate_all
 
 __all__ = ["Verification", "check_verification", "flaw", "latest", "latest_here"]
 
@@ -26,15 +25,41 @@ Verification = Literal["metadata", "structure", "full"]
 _REPLACEMENTS: Final = 3
 
 
-def latest(
+@overload
+def latest(  # type: ignore[overload-overlap]  # a str is no list of tiers
     root: str | os.PathLike[str],
     *,
     process_group: dist.ProcessGroup | None = None,
     verify: Verification = "structure",
     timeout: float = DEFAULT_TIMEOUT,
     storage_options: Mapping[str, Any] | None = None,
-) -> Location | None:
+) -> Location | None: ...
+
+
+@overload
+def latest(
+    root: Sequence[str | os.PathLike[str]],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    verify: Verification = "structure",
+    timeout: float = DEFAULT_TIMEOUT,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Location] | None: ...
+
+
+def latest(
+    root: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    verify: Verification = "structure",
+    timeout: float = DEFAULT_TIMEOUT,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Location | list[Location] | None:
     """The newest committed checkpoint in the directory ``root``; None if there is none.
+
+    With a list of tiers, the nearest first (``["/nvme/run", "s3://bucket/run"]``), this is the newest checkpoint of
+    which each file is whole in at least one of them: the list of its places, for :func:`load` and
+    :class:`DataStatesReader`.
 
     The newest checkpoint is the one saved last, according to the attempt in its metadata, regardless of its name. If a
     checkpoint does not pass, a warning in the log says why, and the next older one is tried. Checkpoints of stock DCP
@@ -44,7 +69,8 @@ def latest(
     or raise its error. No collective runs on the group.
 
     Args:
-        root: The directory that contains the checkpoints' directories, or its URL. It need not exist yet.
+        root: The directory that contains the checkpoints' directories, or its URL; or a list of them. It need not exist
+            yet.
         process_group: The ranks that take part.
         verify: The check that a checkpoint must pass. ``"metadata"``: its metadata can be read. ``"structure"``: also,
             every data file is there, with its exact size. ``"full"``: also, every stored byte matches its checksum;
@@ -57,16 +83,22 @@ def latest(
         StorageError: ``root`` cannot be read.
         NoAnswerError: the first rank did not answer in time.
     """
-    directory = locate(root, options=storage_options)
+    roots = locate_all(root, storage_options)
     check_verification(verify)
-    found = from_first_rank(
-        lambda: latest_here(directory, verify),
-        "latest",
-        "the latest checkpoint",
-        process_group,
-        timeout,
-    )
-    return None if found is None else directory / found.name  # with this rank's storage_options
+    is_one = isinstance(root, str | os.PathLike)
+
+    def look() -> list[tuple[int, str]]:
+        if not is_one:
+            return newest_whole(roots, verify)
+        found = latest_here(roots[0], verify)
+        return [] if found is None else [(0, found.name)]
+
+    # Each rank has its own name for a tier, and its own storage_options.
+    found = from_first_rank(look, "latest", "the latest checkpoint", process_group, timeout)
+    places = [roots[index] / name for index, name in found]
+    if is_one:
+        return places[0] if places else None
+    return places or None
 
 
 def check_verification(verify: str) -> None:
@@ -110,10 +142,9 @@ def flaw(found: Found, verify: Verification) -> str | None:
 def _flaw(found: Found, verify: Verification) -> str | None:
     if found.committed is None:
         return found.problem
-    if verify == "metadata":
-        return None
-    if verify == "structure":
-        return _missing(found.path, found.committed)
+    if verify != "full":
+        problems = problems_by_file(found.path, found.committed, verify)
+        return next((f"{file}: {problem}" for file, problem in problems.items()), None)
     try:
         damages = verify_bytes(found.path).damages
     except DataStatesError as error:
@@ -122,17 +153,3 @@ def _flaw(found: Found, verify: Verification) -> str | None:
         return None
     more = f" (and {len(damages) - 1} more)" if len(damages) > 1 else ""
     return f"{damages[0].file}: {damages[0].problem}{more}"
-
-
-def _missing(directory: Location, committed: Committed) -> str | None:
-    """The problem of the first data file that is missing or has another size; None if there is none."""
-    for record, found in sizes_of(directory, committed.note.files.values()):
-        if isinstance(found, int):
-            problem = wrong_size(record, found)
-        elif isinstance(found, (FileNotFoundError, NotADirectoryError)):
-            problem = "missing"
-        else:
-            problem = f"cannot be read: {found.strerror}"
-        if problem is not None:
-            return f"{record.relative_path}: {problem}"
-    return None

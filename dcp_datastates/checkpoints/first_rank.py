@@ -24,7 +24,7 @@ from dcp_datastates.ranks.connection import Connection
 from dcp_datastates.ranks.incarnation import Incarnation
 from dcp_datastates.ranks.rank_set import RankSet, rank_set_of
 
-__all__ = ["DEFAULT_TIMEOUT", "from_first_rank"]
+__all__ = ["DEFAULT_TIMEOUT", "from_first_of", "from_first_rank"]
 
 DEFAULT_TIMEOUT: Final = 300.0
 """How long the other ranks wait, in seconds."""
@@ -76,7 +76,13 @@ def from_first_rank(
         raise ConfigurationError(
             f"process_group={process_group!r} is no group that this rank is in; only its members take part"
         )
-    rank_set = rank_set_of(process_group)
+    return from_first_of(rank_set_of(process_group), compute, key, purpose, timeout)
+
+
+def from_first_of(
+    rank_set: RankSet, compute: Callable[[], T], key: str, purpose: str, timeout: float
+) -> T:
+    """:func:`from_first_rank`, of a set of ranks. Any thread; the calls of one key come from one thread."""
     if rank_set.world == 1:
         return compute()
     number = f"{key}/{rank_set.incarnation.count(f'answers/{key}')}"

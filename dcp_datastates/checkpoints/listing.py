@@ -131,7 +131,7 @@ def newest_first(paths: Iterable[Location]) -> Iterator[Found]:
     Checkpoints that vanish meanwhile are skipped.
     """
     unopened = newest_possible(paths, _warn_once)
-    unopened.sort()
+    unopened.sort(key=lambda each: each[0])
     opened: list[Found] = []  # the newest is the last, too
     while unopened or opened:
         if opened and not (unopened and unopened[-1][0] >= opened[-1].attempt):

@@ -68,12 +68,15 @@ class DecisionLog:
 
     def forget_before(self, number: int) -> None:
         """Coordinator, once a round: delete the entries that no rank asks for any more."""
-        old = number - _KEPT
-        if self._store.check([_reasons(old)]):
+        self.forget(number - _KEPT)
+
+    def forget(self, number: int) -> None:
+        """Coordinator: delete the entries of the round."""
+        if self._store.check([_reasons(number)]):
             for place in range(_EXPLAINED):
-                self._store.delete_key(f"{_reasons(old)}/{place + 1}")
-            self._store.delete_key(_reasons(old))
-        self._store.delete_key(_decision(old))
+                self._store.delete_key(f"{_reasons(number)}/{place + 1}")
+            self._store.delete_key(_reasons(number))
+        self._store.delete_key(_decision(number))
 
 
 def _decision(number: int) -> str:

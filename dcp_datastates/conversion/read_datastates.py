@@ -70,7 +70,7 @@ class DataStatesSource(DCPSource):
             restore(
                 LoadPlan(items),
                 planner,  # type: ignore[arg-type]
-                StoredCheckpoint(self._metadata, self._note, self.path),
+                StoredCheckpoint(self._metadata, self._note, [self.path]),
                 self._engine,
                 cast=False,
             )

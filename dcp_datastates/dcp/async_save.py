@@ -29,12 +29,13 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.paths import writable
+from dcp_datastates.saving.paths import archive_root, writable
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import prepare, stage_save, state_to_plan
 from dcp_datastates.staging.traverse import check_mapping
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath
+from dcp_datastates.tiers.archive import archive_save
 
 __all__ = ["async_save", "save"]
 
@@ -135,7 +136,9 @@ def _call(
         numbers = _numbers(metrics)
         state = _without_objects(state_dict)
         if writer is None:
-            config = _config(options)
+            config = _config(
+                options, archive_root(options.get("archive"), options.get("storage_options"))
+            )
             directory = _directory(path, config, rank_set, options.get("storage_options"))
             prepare(rank_set, config)
         else:
@@ -146,6 +149,8 @@ def _call(
         )
         if writer is not None:
             writer.add(save)
+        else:
+            archive_save(save)
     except BaseException as error:
         context.refuse(path, error)
         raise
@@ -158,10 +163,11 @@ def _call(
     return save
 
 
-def _config(options: WriterOptions) -> WriterConfig:
+def _config(options: WriterOptions, archive: Location | None) -> WriterConfig:
     check_options("async_save", options, WriterOptions)
-    elsewhere = ("no_dist", "storage_options")
-    return WriterConfig.checked(**{k: v for k, v in options.items() if k not in elsewhere})  # type: ignore[arg-type]
+    elsewhere = ("no_dist", "storage_options", "archive")
+    given = {name: value for name, value in options.items() if name not in elsewhere}
+    return WriterConfig.checked(**given, archive=archive)  # type: ignore[arg-type]
 
 
 def _directory(

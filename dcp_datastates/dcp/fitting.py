@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from dcp_datastates.config import check_options
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
 from dcp_datastates.format.name_patterns import (
     NO_NAMES,
@@ -96,6 +97,12 @@ class Fit:
     missing: Answer = "error"
     unexpected: Answer = "warn"
     cast: bool = False
+
+    @staticmethod
+    def of_restore(options: LoadOptions) -> Fit:
+        """:meth:`of`, of the options of a restore. Raises as :meth:`of`, also for a name that is none of them."""
+        check_options("restore", options, LoadOptions)
+        return Fit.of(options, options.get("only"))
 
     @staticmethod
     def of(options: FitOptions, only: str | Iterable[str] | None = None) -> Fit:

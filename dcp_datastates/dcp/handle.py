@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location
@@ -40,6 +41,19 @@ class SaveHandle(AsyncSaveResponse):
         ``result()`` returns if the checkpoint is committed on all ranks, and raises the save's error otherwise.
         """
         return self.upload_completion
+
+    @property
+    def archived(self) -> Future[None]:
+        """A future, done when the copy of the checkpoint in the archive is committed on all ranks.
+
+        ``result()`` raises if the save has failed, or if it can never be archived (another checkpoint is there, say).
+        What storage refuses is tried again, so it may take long. Raises :class:`ConfigurationError` without an archive.
+        """
+        if self._save.archived is None:
+            raise ConfigurationError(
+                f"the save to {str(self._save.path)!r} is not archived: pass archive=, or see archive_every"
+            )
+        return self._save.archived
 
     @property
     def path(self) -> Location:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,13 +21,13 @@ from dcp_datastates.errors import ConfigurationError, DataStatesError
 from dcp_datastates.format.name_patterns import renamed_path
 from dcp_datastates.format.nesting import nested, path_of
 from dcp_datastates.format.validate import check_covered
-from dcp_datastates.storage.object_path import ObjectPath
+from dcp_datastates.storage.object_path import AnyPath
 
 __all__ = ["load", "load_with"]
 
 
 def load(
-    path: str | os.PathLike[str] | ObjectPath,
+    path: AnyPath | Sequence[AnyPath],
     state: dict[str, Any] | None = None,
     only: str | Iterable[str] | None = None,
     *,
@@ -49,7 +48,8 @@ def load(
     any world size, nested, with full tensors on the CPU, which must fit in memory. Every byte read is verified.
 
     Args:
-        path: Directory of the checkpoint, or a URL such as ``"s3://bucket/run/step-100"``.
+        path: Directory of the checkpoint, or a URL such as ``"s3://bucket/run/step-100"``. A list of them means tiers,
+            as ``latest([...])`` returns: each file is read from the nearest undamaged copy.
         state: The state to load into. None makes a new dict.
         only: Load only the values under these names: full names, or prefixes that end before a dot, such as ``"model"``
             or ``"model.layers.0"``; ``*`` stands for any text. In lists, skipped elements before a loaded one are None.
@@ -86,7 +86,7 @@ def load(
 
 def load_with(
     planner: FittingPlanner,
-    path: str | os.PathLike[str] | ObjectPath,
+    path: AnyPath | Sequence[AnyPath],
     state: dict[str, Any] | None,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -128,7 +128,7 @@ class _Reader(DataStatesReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | ObjectPath,
+        path: AnyPath | Sequence[AnyPath],
         planner: FittingPlanner,
         *,
         allow_objects: bool,

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -38,11 +38,18 @@ from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.metadata import Note
 from dcp_datastates.format.metadata_objects import metadata_of, note_of
 from dcp_datastates.format.stored_names import Box, is_under, unread, wrappers
-from dcp_datastates.io.committed import open_committed, replacement
+from dcp_datastates.io.committed import open_nearest, replacement
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import StoredCheckpoint, restore
 from dcp_datastates.staging.step_gate import release_memory
-from dcp_datastates.storage.object_path import Location, ObjectPath, check_opens, locate, resolved
+from dcp_datastates.storage.object_path import (
+    AnyPath,
+    Location,
+    check_opens,
+    locate,
+    locate_all,
+    resolved,
+)
 
 __all__ = ["DataStatesReader", "explain_missing"]
 
@@ -58,8 +65,9 @@ class DataStatesReader(StorageReader):
     bytes that the target state needs (rounded to checksum blocks of 1 MiB), and verifies every byte before it is used.
 
     Args:
-        path: Directory of the checkpoint, or a URL such as ``"s3://bucket/run/step-100"``. None if every load passes
-            ``checkpoint_id``.
+        path: Directory of the checkpoint, or a URL such as ``"s3://bucket/run/step-100"``. A list of them means tiers
+            with copies of it, the nearest first: each data file is read from the nearest copy that is undamaged. None
+            if every load passes ``checkpoint_id``.
         allow_objects: Whether DCP's ``torch.load`` may unpickle Python objects in the checkpoint; only for checkpoints
             from sources you trust. If False, a load whose plan needs an object fails.
         cast: Whether a tensor may be loaded into a tensor of another dtype. Stock DCP casts silently; here the default
@@ -86,7 +94,7 @@ class DataStatesReader(StorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | ObjectPath | None = None,
+        path: AnyPath | Sequence[AnyPath] | None = None,
         *,
         allow_objects: bool = True,
         cast: bool = False,
@@ -100,7 +108,7 @@ class DataStatesReader(StorageReader):
             raise ConfigurationError(f"allow_objects={allow_objects!r} must be True or False")
         self._fit = Fit.of({"cast": cast, "unexpected": unexpected, "exclude": exclude})
         self._storage_options = storage_options
-        self._path = None if path is None else self._located(path)
+        self._places = None if path is None else self._located(path)
         self._allow_objects = allow_objects
         self._host_cache_bytes = parse_host_cache_size(host_cache_size)
         self._metadata: Metadata | None = None
@@ -123,13 +131,13 @@ class DataStatesReader(StorageReader):
     @property
     def checkpoint_id(self) -> str:
         """The path, for DCP's logs."""
-        return "" if self._path is None else str(self._path)
+        return "" if self._places is None else str(self._places[0])
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Prepare for another load, from ``checkpoint_id`` if given."""
         self._metadata = self._note = self._failure = None
         if checkpoint_id is not None:
-            self._path = self._located(checkpoint_id)
+            self._places = self._located(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the checkpoint's metadata, without running any code from it.
@@ -140,7 +148,7 @@ class DataStatesReader(StorageReader):
         if "rank" in kwargs and self._failure is not None:
             return Metadata({})
         try:
-            metadata = metadata_of(open_committed(self._directory()).table)
+            metadata = metadata_of(open_nearest(self._located_places()).table)
         except DataStatesError as error:
             self._failure = error
             raise
@@ -197,7 +205,7 @@ class DataStatesReader(StorageReader):
         """Read and verify the data of the plan, and copy them into the target tensors; returns when done."""
         metadata, note = self._metadata, self._noted()
         assert metadata is not None
-        directory = self._directory()
+        places = self._located_places()
         if self._asked is not None:
             # This rank loads alone. It may hold an empty shard (with no_dist=True), which is in its state, but not in
             # its plan.
@@ -205,7 +213,7 @@ class DataStatesReader(StorageReader):
         native = engine(self._host_cache_bytes)
 
         def read(plan: LoadPlan, planner: LoadPlanner) -> None:
-            source = StoredCheckpoint(metadata, note, directory)
+            source = StoredCheckpoint(metadata, note, places)
             restore(plan, planner, source, native, self._fit.cast, _release)
 
         wrapped = {
@@ -221,7 +229,7 @@ class DataStatesReader(StorageReader):
                 load_wrappers(values, self._wrappers, metadata, read, self._say_unread)
             read(plan, planner)
         except CheckpointNotFoundError as error:
-            raise explain_missing(directory, note, error) from error
+            raise explain_missing(places[0], note, error) from error
         future: TorchFuture[None] = TorchFuture()
         future.set_result(None)
         return future
@@ -274,17 +282,21 @@ class DataStatesReader(StorageReader):
         first = self._asked is None or not dist.is_initialized() or dist.get_rank() == 0
         logger.log(logging.WARNING if first else logging.INFO, "%s", said)
 
-    def _located(self, path: str | os.PathLike[str] | ObjectPath) -> Location:
-        location = locate(path, options=self._storage_options)
-        check_opens(location)
-        return location
+    def _located(self, path: AnyPath | Sequence[AnyPath]) -> tuple[Location, ...]:
+        places = locate_all(path, self._storage_options)
+        for place in places:
+            check_opens(place)
+        return places
 
-    def _directory(self) -> Location:
-        if self._path is None:
+    def _located_places(self) -> tuple[Location, ...]:
+        if self._places is None:
             raise ConfigurationError(
                 "no path to load from: construct DataStatesReader(path), or pass checkpoint_id"
             )
-        return self._path
+        return self._places
+
+    def _directory(self) -> Location:
+        return self._located_places()[0]
 
     def _noted(self) -> Note:
         if self._note is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -41,12 +41,13 @@ from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.paths import check_path, writable
+from dcp_datastates.saving.paths import archive_root, check_path, writable
 from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import prepare, stage_save
 from dcp_datastates.staging import step_gate
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
+from dcp_datastates.tiers.archive import archive_save
 
 __all__ = ["DataStatesWriter"]
 
@@ -98,6 +99,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that
             were behind; on others it raises :class:`SaveAbandonedError`.)
         audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
+        archive: A slower tier: the directory, or the URL (``"s3://bucket/run"``), below which each committed checkpoint
+            is copied under its own name, behind training. Each rank carries its own files. :attr:`archived` tells when
+            it is there. A pin (``"archive"``) keeps the checkpoint until then, also across restarts: the first save of
+            the next start goes on. The end of the process waits for ``exit_timeout``.
+        archive_rate: How fast each rank may carry, such as ``"500MB/s"``; None for no limit.
 
     Raises:
         ConfigurationError: an option has a value that cannot work, ``path`` is a file, or the library for its store is
@@ -128,6 +134,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         max_in_flight: int = 4,
         when_behind: str = "wait",
         audit: bool = False,
+        archive: str | os.PathLike[str] | ObjectPath | None = None,
+        archive_rate: int | str | None = None,
         no_dist: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -144,6 +152,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             max_in_flight=max_in_flight,
             when_behind=when_behind,
             audit=audit,
+            archive=archive_root(archive, storage_options),
+            archive_rate=archive_rate,
         )
         self._process_group = process_group
         self._no_dist = no_dist
@@ -153,6 +163,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._here = ThisThread()
         self._saves = Saves()
         self._used = False
+        self.archive: Callable[[SaveOperation], object] = archive_save
+        """Archives a save, unless it is not its turn."""
         prepare(self.rank_set, self._config).count_unused(1)
 
     # ---- for the user --------------------------------------------------------------------------
@@ -174,6 +186,15 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         """
         newest = self._saves.newest
         return resolved() if newest is None else newest.committed
+
+    @property
+    def archived(self) -> Future[None]:
+        """A future of the newest save: done when it is committed below ``archive``. ``result()`` raises the error if
+        the save has failed, or can never be archived; what storage refuses is tried again. Done already without
+        ``archive``, and before the first save.
+        """
+        newest = self._saves.newest
+        return resolved() if newest is None or newest.archived is None else newest.archived
 
     @property
     def last_save(self) -> SaveStats | None:
@@ -219,7 +240,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             in_columns=True,
             metrics={},
         )
-        self._saves.add(save)
+        self.add(save)
         turn = Turn(save)
 
         def begin() -> dict[Any, Any]:
@@ -339,8 +360,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return self._path
 
     def add(self, save: SaveOperation) -> None:
-        """Count ``save`` among this writer's."""
+        """Count ``save`` among this writer's. It is not planned yet."""
         self._saves.add(save)
+        self.archive(save)
 
     # ---- within ------------------------------------------------------------------------------------
 
@@ -352,7 +374,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if running is None:
             self.enter()
             running = begin_synchronous(commit_group(self.rank_set), self._config, self._path)
-            self._saves.add(running.save)
+            self.add(running.save)
         here.running = running
         save = running.save
         if path is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +22,9 @@ from dcp_datastates.storage import attempts, local
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
-__all__ = ["Committed", "open_committed", "replacement", "wrong_size"]
+__all__ = ["Committed", "open_committed", "open_nearest", "replacement", "wrong_size"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,24 @@ def open_committed(directory: Location) -> Committed:
         table = _decode(data, directory)
     published_at = table.note.published_at
     return Committed(directory, table, data, written_at if published_at is None else published_at)
+
+
+def open_nearest(places: Sequence[Location]) -> Committed:
+    """:func:`open_committed` of the first of ``places`` that has the checkpoint, undamaged.
+
+    Raises the error of the first place if none has.
+    """
+    failure: DataStatesError | None = None
+    for place in places:
+        try:
+            return open_committed(place)
+        except DataStatesError as error:
+            if failure is None:
+                failure = error
+            if len(places) > 1:
+                logger.warning("%s; looking at the next place", error)
+    assert failure is not None
+    raise failure
 
 
 def replacement(directory: Location, was: Attempt, verb: str) -> CheckpointReplacedError | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -29,9 +29,10 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import Contents, some_of
 from dcp_datastates.format.metadata import FileRecord, Note
-from dcp_datastates.io import stored_files
-from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, place
+from dcp_datastates.io import devices, stored_files
+from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences
 from dcp_datastates.io.download import fetch
+from dcp_datastates.io.nearest_copy import NearestCopies
 from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor, without_bytes
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
@@ -52,7 +53,8 @@ class StoredCheckpoint:
 
     metadata: Metadata
     note: Note
-    directory: Location
+    places: Sequence[Location]
+    """Its directories, the nearest first; usually one. A file that fails in one is read from the next."""
 
 
 @dataclass
@@ -95,11 +97,14 @@ def restore(
     :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
     requests = [_request(item, planner, source.metadata, engine, cast) for item in plan.items]
-    _check_files(requests, source)
+    copies = NearestCopies(source.places)
+    _check_files(requests, source, copies)
     if release is not None:
         release({s for request in requests if (s := _storage(request)) is not None})
     for batch in _batches(requests):
-        _read(batch, source, engine)
+        left = batch
+        while left:
+            left = _read_nearest(left, source, engine, copies)
         for request in batch:
             _deliver(request, planner)
 
@@ -141,7 +146,7 @@ def _request(
     request = _Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
     memory = local_tensor(target)
     _check_loadable(memory, name)
-    device = place(engine, memory)
+    device = devices.place(engine, memory)
     if (
         device != THROUGH_TORCH
         and not is_wrapper(memory)
@@ -182,39 +187,56 @@ def _has_long_runs(memory: torch.Tensor, chunk_sizes: tuple[int, ...]) -> bool:
     return run >= min(_SHORTEST_RUN_BYTES, memory.nbytes)
 
 
-def _check_files(requests: list[_Request], source: StoredCheckpoint) -> None:
+def _file_of(request: _Request) -> str:
+    return request.info.relative_path
+
+
+def _check_files(requests: list[_Request], source: StoredCheckpoint, copies: NearestCopies) -> None:
     """Check the sizes of files with objects: the metadata determine how much memory an object gets. In a store, check
     the sizes of all files: the engine, which does not open them, cannot.
     """
-    directory = source.directory
-    if isinstance(directory, ObjectPath):
-        described = {each.info.relative_path for each in requests} & source.note.files.keys()
-        for relative_path, nbytes in stored_files.sizes(directory, sorted(described)).items():
-            _check_size(relative_path, nbytes, requests, source)
-        return
-    for relative_path in {each.info.relative_path for each in requests if each.target is None}:
-        path = directory / relative_path
+    left = requests
+    while left:
+        again: list[_Request] = []
+        for place, group in copies.by_place(left, _file_of):
+            try:
+                found = _sizes(place, group, source)
+            except (StorageError, CheckpointNotFoundError) as error:
+                copies.leave({*map(_file_of, group)}, error)
+                again += group
+                continue
+            for file, nbytes in found.items():
+                if nbytes != source.note.files[file].nbytes:
+                    copies.leave([file], _wrong_size(place, file, nbytes, requests, source))
+                    again += [request for request in group if _file_of(request) == file]
+        left = again
+
+
+def _sizes(place: Location, requests: list[_Request], source: StoredCheckpoint) -> dict[str, int]:
+    described = source.note.files.keys()
+    if isinstance(place, ObjectPath):
+        return stored_files.sizes(place, sorted({*map(_file_of, requests)} & described))
+    found = {}
+    for file in {_file_of(each) for each in requests if each.target is None} & described:
+        path = place / file
         try:
-            nbytes = path.stat().st_size
+            found[file] = path.stat().st_size
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 error.errno, f"open {path}: {error.strerror}", str(path)
             ) from error
         except OSError as error:
             raise StorageError(error.errno, f"open {path}: {error.strerror}", str(path)) from error
-        _check_size(relative_path, nbytes, requests, source)
+    return found
 
 
-def _check_size(
-    relative_path: str, nbytes: int, requests: list[_Request], source: StoredCheckpoint
-) -> None:
-    record = source.note.files.get(relative_path)
-    if record is None or nbytes == record.nbytes:
-        return
-    names = [r.item.storage_index.fqn for r in requests if r.info.relative_path == relative_path]
+def _wrong_size(
+    place: Location, file: str, nbytes: int, requests: list[_Request], source: StoredCheckpoint
+) -> CheckpointCorruptError:
+    names = [r.item.storage_index.fqn for r in requests if _file_of(r) == file]
     needed = some_of(tuple(dict.fromkeys(names)))
-    raise CheckpointCorruptError(
-        f"{source.directory / relative_path} has {nbytes} bytes and the metadata say {record.nbytes} (needed for "
+    return CheckpointCorruptError(
+        f"{place / file} has {nbytes} bytes and the metadata say {source.note.files[file].nbytes} (needed for "
         f"{needed})"
     )
 
@@ -244,7 +266,31 @@ def _batches(requests: list[_Request]) -> Iterator[list[_Request]]:
         yield batch
 
 
-def _read(requests: list[_Request], source: StoredCheckpoint, engine: Engine) -> None:
+def _read_nearest(
+    requests: list[_Request], source: StoredCheckpoint, engine: Engine, copies: NearestCopies
+) -> list[_Request]:
+    """Read each file from its nearest place; returns the requests that are to be read again, from another one."""
+    again: list[_Request] = []
+    for place, group in copies.by_place(requests, _file_of):
+        files = {*map(_file_of, group)}
+        try:
+            fault = _read(group, source, place, engine)
+        except (StorageError, CheckpointNotFoundError) as error:
+            copies.leave(files, error)
+            again += group
+            continue
+        if fault is not None:
+            failure = _error(fault, group, source, place)
+            if fault.kind not in ("corrupt", "io"):
+                raise failure
+            copies.leave({fault.path.removeprefix(f"{place}/")} & files or files, failure)
+            again += group
+    return again
+
+
+def _read(
+    requests: list[_Request], source: StoredCheckpoint, place: Location, engine: Engine
+) -> Fault | None:
     contents: dict[str, Transfer] = {}
     for request in requests:
         if request.detour:
@@ -260,7 +306,7 @@ def _read(requests: list[_Request], source: StoredCheckpoint, engine: Engine) ->
             )
         if not content.nbytes:
             continue
-        path = str(source.directory / relative_path)
+        path = str(place / relative_path)
         try:
             plan.add_file(path, record.nbytes, record.table_offset, content)
         except ValueError as error:
@@ -270,10 +316,9 @@ def _read(requests: list[_Request], source: StoredCheckpoint, engine: Engine) ->
     _say_written(requests)  # before and after: a save may begin, or look, at any moment
     # Kernels that write to the target tensors may still be running.
     after = fences(engine, {each.device for each in requests})
-    directory = source.directory
-    if isinstance(directory, ObjectPath):
+    if isinstance(place, ObjectPath):
         job = engine.restore_streamed(plan, requests, after)
-        read_range = stored_files.range_reader(directory / name for name in contents)
+        read_range = stored_files.range_reader(place / name for name in contents)
     else:
         job, read_range = engine.restore(plan, requests, after), None
     try:
@@ -287,8 +332,7 @@ def _read(requests: list[_Request], source: StoredCheckpoint, engine: Engine) ->
             pass
         raise
     _say_written(requests)
-    if job.fault is not None:
-        raise _error(job.fault, requests, source)
+    return job.fault
 
 
 def _say_written(requests: list[_Request]) -> None:
@@ -355,9 +399,13 @@ def _deliver(request: _Request, planner: LoadPlanner) -> None:
     planner.commit_tensor(request.item, request.target)
 
 
-def _error(fault: Fault, requests: list[_Request], source: StoredCheckpoint) -> DataStatesError:
+def _error(
+    fault: Fault, requests: list[_Request], source: StoredCheckpoint, place: Location
+) -> DataStatesError:
     if fault.kind == "corrupt":
-        return CheckpointCorruptError(f"{fault.message} {_affected(fault, requests, source)}")
+        return CheckpointCorruptError(
+            f"{fault.message} {_affected(fault, requests, source, place)}"
+        )
     if fault.kind == "io" and fault.errno == 2:
         return CheckpointNotFoundError(fault.errno, fault.message, fault.path)
     if fault.kind == "io":
@@ -367,9 +415,11 @@ def _error(fault: Fault, requests: list[_Request], source: StoredCheckpoint) -> 
     return DataStatesError(fault.message)
 
 
-def _affected(fault: Fault, requests: list[_Request], source: StoredCheckpoint) -> str:
+def _affected(
+    fault: Fault, requests: list[_Request], source: StoredCheckpoint, place: Location
+) -> str:
     """The tensors with bytes in the damaged block, the requested ones first."""
-    relative_path = fault.path.removeprefix(f"{source.directory}/")
+    relative_path = fault.path.removeprefix(f"{place}/")
     asked = Contents.of_places((request.item.storage_index, request.info) for request in requests)
     record: FileRecord | None = source.note.files.get(relative_path)
     whole = fault.operation == "fstat"  # a wrong size

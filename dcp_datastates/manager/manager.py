@@ -6,7 +6,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from types import TracebackType
 from typing import Any, Final, SupportsIndex, TypeVar
 
@@ -17,7 +16,7 @@ from dcp_datastates.checkpoints.find import Verification, check_verification
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_rank
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.pins import pin, unpin
-from dcp_datastates.config import WriterOptions, check_options, parse_flag
+from dcp_datastates.config import TierOptions, check_options, parse_flag
 from dcp_datastates.dcp.async_save import async_save
 from dcp_datastates.dcp.fitting import Fit, LoadOptions
 from dcp_datastates.dcp.handle import SaveHandle
@@ -28,16 +27,18 @@ from dcp_datastates.errors import (
     ConfigurationError,
     SaveStalledError,
 )
-from dcp_datastates.io.committed import open_committed
+from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.manager.interval import AutoInterval, parse_every
+from dcp_datastates.manager.keeping import Keeping
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
-from dcp_datastates.manager.step_directories import PREFIX, StepDirectories, number_of
+from dcp_datastates.manager.step_directories import StepDirectories, by_step
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
-from dcp_datastates.storage.object_path import Location, locate
+from dcp_datastates.saving.paths import archive_root
+from dcp_datastates.storage.object_path import Location, locate_all
 
 __all__ = ["CheckpointManager"]
 
@@ -46,23 +47,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def _fit_of(options: LoadOptions) -> Fit:
-    check_options("restore", options, LoadOptions)
-    return Fit.of(options, options.get("only"))
-
-
 def _has_failed(handle: SaveHandle | None) -> bool:
     return handle is None or (handle.committed.done() and handle.committed.exception() is not None)
-
-
-def _by_step(
-    name: str, hook: Callable[[int, T], object] | None
-) -> Callable[[Location, T], object] | None:
-    if hook is None:
-        return None
-    if not callable(hook):
-        raise ConfigurationError(f"{name}={hook!r} must be a function, or None")
-    return lambda path, outcome: hook(number_of(path, PREFIX), outcome)
 
 
 class CheckpointManager:
@@ -80,8 +66,7 @@ class CheckpointManager:
                     break
 
     Every rank makes the same calls. Call :meth:`save` at each step, after the optimizer; it saves when a save is due.
-    If ranks must agree on that (on time, on a signal, on costs), they exchange a few numbers after each step, and act
-    on them at the next step.
+    If ranks must agree on that (on time, signals, costs), they exchange numbers after each step, for the next.
 
     Args:
         root: The directory of the checkpoints, or its URL.
@@ -96,11 +81,16 @@ class CheckpointManager:
         strict: Whether a failed save ends the loop: then the next save that is due, or the end of the ``with`` block,
             raises its error, on all ranks. By default it is logged and counted (:attr:`failures`).
         max_failures: This many failed saves in a row end the loop; ``strict`` means 1. None: failures never end it.
-        on_commit: Called as ``on_commit(step, handle)`` for each committed save, on every rank. The next call of a
-            method calls it, in the training thread, and raises what it raises.
+        on_commit: Called as ``on_commit(step, handle)`` for each committed save, on every rank, by the next call of a
+            method, which raises what it raises.
         on_failure: Called in the same way for each failed save, as ``on_failure(step, error)``.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
         process_group: The ranks that save; None: all.
+        archive: A slower tier, a directory or URL, to which checkpoints are copied behind training, before they may be
+            deleted from ``root``. :meth:`restore_latest` takes the newest of both. See docs/tiers.md.
+        archive_every: Archive every n-th checkpoint that is saved, the first among them.
+        archive_keep: The checkpoints to keep in the archive, as for ``keep``; None: all.
+        archive_rate: How fast each rank may copy, such as ``"500MB/s"``; None: no limit.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
@@ -123,31 +113,39 @@ class CheckpointManager:
         on_failure: Callable[[int, BaseException], object] | None = None,
         verify: Verification = "structure",
         process_group: dist.ProcessGroup | None = None,
-        **options: Unpack[WriterOptions],
+        archive: str | os.PathLike[str] | None = None,
+        archive_every: int = 1,
+        archive_keep: int | Keep | None = None,
+        archive_rate: int | str | None = None,
+        **options: Unpack[TierOptions],
     ) -> None:
-        check_options("CheckpointManager", options, WriterOptions)
-        self.root: Final = locate(root, options=options.get("storage_options"))
+        check_options("CheckpointManager", options, TierOptions)
+        stores = options.get("storage_options")
+        slow = archive_root(archive, stores)
+        roots = locate_all([root] if slow is None else [root, slow], stores)
+        self.root: Final = roots[0]
         self._keep = None if keep is None else Keep.of(keep)
         check_verification(verify)
         self._strict = parse_flag("strict", strict)
         self._save_last = parse_flag("save_last", save_last)
-        self._verify: Verification = verify
-        self._steps = StepDirectories(self.root, verify)
+        self._steps = StepDirectories(roots, verify)
         rule = parse_every(every)
         self._group = process_group
         self._alone = bool(options.get("no_dist", False))
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
-        self._writer = DataStatesWriter(process_group=process_group, **options)
+        hooks = by_step("on_commit", on_commit), by_step("on_failure", on_failure)
+        self._saves = SaveTracker(1 if strict else max_failures, *hooks)
+        rules = self._keep, archive_every, archive_keep
+        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
+        self._writer = DataStatesWriter(
+            process_group=process_group, archive=slow, archive_rate=archive_rate, **options
+        )
         self._signals = Signals(on_signal)
         consensus: StepConsensus | None = None
         if self._signals.watched or not isinstance(rule, int):
             consensus = StepConsensus(self._rank_set)
         self._schedule = Schedule(rule, consensus)
-        self._saves = SaveTracker(
-            1 if strict else max_failures,
-            _by_step("on_commit", on_commit),
-            _by_step("on_failure", on_failure),
-        )
+        self._writer.archive = self._keeping.archive
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""
@@ -267,6 +265,7 @@ class CheckpointManager:
                     self._keep.check(metrics)
                 parts.warn()
             path = self.path(step)
+            self._keeping.make_room(self._writer.config.commit_timeout)
             handle = self._saves.begin(
                 path, lambda: async_save(parts.parts, path, writer=self._writer, metrics=metrics)
             )
@@ -279,8 +278,7 @@ class CheckpointManager:
             logger.error("step %d is not saved: %s", step, error)
             return None
         self._schedule.saved(began, time.monotonic() - began, handle)
-        if self._keep is not None and self._rank_set.rank == 0:
-            self._saves.when_committed(partial(self._steps.delete_old, self._keep))
+        self._keeping.follow(handle)
         return handle
 
     def _check_ranks(self) -> None:
@@ -321,7 +319,7 @@ class CheckpointManager:
             ForeignCheckpointError: there are only checkpoints of other programs, which the loop would overwrite.
             IncompatibleStateError, ConfigurationError, StorageError: as for :func:`load`.
         """
-        fit = _fit_of(options)
+        fit = Fit.of_restore(options)
         allow_objects = options.get("allow_objects", True)
         self._saves.drain()  # one may be the newest; and reads may be of tensors to fill
         damaged: list[int] = []
@@ -343,19 +341,21 @@ class CheckpointManager:
         The loop may go back to an earlier step: its next save is then the newest checkpoint. Waits for saves in flight.
         Raises the errors of :func:`load`.
         """
-        return self._restore(step, state, _fit_of(options), options.get("allow_objects", True))
+        return self._restore(
+            step, state, Fit.of_restore(options), options.get("allow_objects", True)
+        )
 
     def _restore(self, step: int, state: Mapping[str, Any], fit: Fit, allow_objects: bool) -> int:
         self._saves.drain()
         self._newest_save = self._unsaved = None
-        path = self.path(step)
+        path, places = self.path(step), self._steps.places(step)
         self._check_ranks()
         parts = TrainingState(state, self._rank_set)
         names = self._on_first_rank(
-            lambda: open_committed(path).table.catalog.names, "names", f"the names in {path}"
+            lambda: open_nearest(places).table.catalog.names, "names", f"the names in {path}"
         )
         parts.load(
-            path,
+            places,
             fit,
             frozenset(fit.names(names)),
             process_group=self._group,
@@ -376,13 +376,17 @@ class CheckpointManager:
         for handle in self._saves.in_flight(self.path(step)):
             handle.result()
         self._on_first_rank(
-            lambda: pin(self.path(step), name), "pin", "that a checkpoint is pinned"
+            lambda: self._steps.on_each(step, lambda path: pin(path, name)),
+            "pin",
+            "that a checkpoint is pinned",
         )
 
     def unpin(self, step: int, name: str = "keep") -> None:
         """Remove the pin. Every rank calls this."""
         self._on_first_rank(
-            lambda: unpin(self.path(step), name), "unpin", "that a checkpoint is unpinned"
+            lambda: self._steps.on_each(step, lambda path: unpin(path, name)),
+            "unpin",
+            "that a checkpoint is unpinned",
         )
 
     def _on_first_rank(
@@ -393,16 +397,20 @@ class CheckpointManager:
         return from_first_rank(compute, key, purpose, self._group, timeout)
 
     def wait(self) -> None:
-        """Return when the outcome of every save is known and old checkpoints are deleted.
+        """Return when the outcome of every save is known, what is to be archived is, and old checkpoints are deleted.
 
         With ``strict`` or ``max_failures``, raises the error of a failed save.
         """
-        self._saves.wait()
+        try:
+            self._saves.finish()
+        finally:
+            self._keeping.wait()
 
     # ---- ending --------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Save the last step (``save_last``), then wait for the outcome of every save and for deletions. Idempotent.
+        """Save the last step (``save_last``), then wait for the outcome of every save, for deletions, and, for at most
+        ``exit_timeout``, for the archive. Idempotent.
 
         With ``strict`` or ``max_failures``, raises the error of a failed save.
         """
@@ -420,7 +428,7 @@ class CheckpointManager:
             self._closed = True
             self._schedule.close()
             self._signals.close()
-            self._saves.deletions.wait()
+            self._keeping.wait(self._writer.config.exit_timeout)
             self._writer.close()
 
     def __enter__(self) -> CheckpointManager:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection
-from typing import Final
+from collections.abc import Callable, Collection, Sequence
+from typing import Final, TypeVar
 
 from dcp_datastates.checkpoints.find import Verification, flaw, latest_here
 from dcp_datastates.checkpoints.first_rank import from_first_rank
+from dcp_datastates.checkpoints.inventory import committed_among
 from dcp_datastates.checkpoints.keep import Keep
 from dcp_datastates.checkpoints.listing import checkpoints, directories, newest_first, step_of
 from dcp_datastates.checkpoints.retention import retain_here
-from dcp_datastates.errors import CheckpointCorruptError, ForeignCheckpointError
+from dcp_datastates.checkpoints.tiers import copies_newest_first, flaw_of_copies
+from dcp_datastates.errors import CheckpointCorruptError, ConfigurationError, ForeignCheckpointError
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["PREFIX", "StepDirectories", "newest_numbered", "number_of"]
+__all__ = ["PREFIX", "StepDirectories", "by_step", "newest_numbered", "number_of"]
 
 logger = logging.getLogger(__name__)
 
 PREFIX: Final = "step-"
+T = TypeVar("T")
+
 _NAME: Final = re.compile(PREFIX + "(0|[1-9][0-9]*)")
 
 
@@ -27,6 +31,17 @@ def number_of(path: Location, prefix: str) -> int:
     """The number of a directory whose name is ``prefix`` and a number; -1 for any other."""
     match = re.fullmatch(re.escape(prefix) + "([0-9]+)", path.name)
     return int(match[1]) if match else -1
+
+
+def by_step(
+    name: str, hook: Callable[[int, T], object] | None
+) -> Callable[[Location, T], object] | None:
+    """``hook``, a user's function of a step, as a function of a checkpoint's path."""
+    if hook is None:
+        return None
+    if not callable(hook):
+        raise ConfigurationError(f"{name}={hook!r} must be a function, or None")
+    return lambda path, outcome: hook(number_of(path, PREFIX), outcome)
 
 
 def newest_numbered(
@@ -56,15 +71,27 @@ def newest_numbered(
 
 
 class StepDirectories:
-    """The checkpoints below ``root``. Has no state: it asks storage."""
+    """The checkpoints below ``roots``, a run's tiers, the nearest first. Has no state: it asks storage."""
 
-    def __init__(self, root: Location, verify: Verification) -> None:
-        self._root = root
+    def __init__(self, roots: Sequence[Location], verify: Verification) -> None:
+        self.roots: Final = tuple(roots)
         self._verify: Verification = verify
 
     def path(self, step: int) -> Location:
-        """The directory of the checkpoint of ``step``."""
-        return self._root / f"{PREFIX}{step}"
+        """The directory of the checkpoint of ``step``, on the nearest tier."""
+        return self.roots[0] / f"{PREFIX}{step}"
+
+    def places(self, step: int) -> list[Location]:
+        """The directory of the checkpoint of ``step`` on each tier."""
+        return [root / f"{PREFIX}{step}" for root in self.roots]
+
+    def on_each(self, step: int, work: Callable[[Location], object]) -> None:
+        """Call ``work`` with the place of the checkpoint of ``step`` on each tier that has it; on the nearest if none
+        has.
+        """
+        places = self.places(step)
+        for path in committed_among(places) or places[:1]:
+            work(path)
 
     @staticmethod
     def is_one(path: Location) -> bool:
@@ -73,7 +100,7 @@ class StepDirectories:
 
     def committed(self) -> list[int]:
         """The steps with a checkpoint, in order."""
-        return sorted(number_of(path, PREFIX) for path in self._paths())
+        return sorted({number_of(path, PREFIX) for path in self._paths()})
 
     def latest(self) -> int | None:
         """The step of the newest checkpoint of this package; None if there is none."""
@@ -86,39 +113,42 @@ class StepDirectories:
         )
         return step_of(best[0].path.name) if best else None
 
-    def delete_old(self, keep: Keep) -> None:
-        """Delete the checkpoints that ``keep`` does not ask for."""
-        retained = retain_here(self._root, keep=keep, verify=self._verify, among=self.is_one)
+    def delete_old(self, tier: int, keep: Keep) -> None:
+        """Delete the checkpoints of a tier that ``keep`` does not ask for."""
+        root = self.roots[tier]
+        retained = retain_here(root, keep=keep, verify=self._verify, among=self.is_one)
         for path in retained.deleted:
             logger.info("deleted checkpoint %s", path)
 
     def _paths(self) -> list[Location]:
-        return [path for path in checkpoints(self._root) if self.is_one(path)]
+        return [path for root in self.roots for path in checkpoints(root) if self.is_one(path)]
 
     def newest(self, leave_out: Collection[int]) -> int | None:
-        """The step of the newest checkpoint that can be restored; None if there are no checkpoints.
+        """The step of the newest checkpoint that can be restored: each file from some tier. None if there are no
+        checkpoints.
 
         Raises :class:`CheckpointCorruptError` if there are some, and all are damaged; :class:`ForeignCheckpointError`
         if all are other programs'.
         """
-        paths = self._paths()
         problems = []
-        for found in newest_first(paths):
-            step = step_of(found.path.name)
+        for copies in copies_newest_first(self.roots, self.is_one):
+            path = copies[0].path
+            step = step_of(path.name)
             if step in leave_out:
-                problems.append(f"{found.path.name} cannot be loaded")
+                problems.append(f"{path.name} cannot be loaded")
                 continue
-            problem = flaw(found, self._verify)
+            problem = flaw_of_copies(copies, self._verify)
             if problem is None:
                 return step
-            logger.warning("leaving out checkpoint %s: %s", found.path, problem)
-            problems.append(f"{found.path.name}: {problem}")
+            logger.warning("leaving out checkpoint %s: %s", path, problem)
+            problems.append(f"{path.name}: {problem}")
+        roots = " and ".join(repr(str(root)) for root in self.roots)
         if problems:
             raise CheckpointCorruptError(
-                f"none of the {len(problems)} checkpoints in {str(self._root)!r} can be restored "
+                f"none of the {len(problems)} checkpoints in {roots} can be restored "
                 f"({'; '.join(problems[:3])}); repair or move them, or begin in another directory"
             )
-        if paths:
+        if paths := self._paths():
             raise ForeignCheckpointError(
                 f"{paths[-1]} is a checkpoint of another program; dcp_datastates.convert makes it one of this "
                 f"package; or begin in another directory"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -116,14 +116,17 @@ class TrainingState:
             if isinstance(part, _Own):
                 warn_of_order(name, part.value)
 
-    def load(self, path: Location, fit: Fit, stored: Collection[str], **options: Any) -> None:
-        """Load what ``fit`` takes of the checkpoint at ``path``, all ranks together.
+    def load(
+        self, places: Sequence[Location], fit: Fit, stored: Collection[str], **options: Any
+    ) -> None:
+        """Load what ``fit`` takes of the checkpoint, all ranks together.
 
         What the checkpoint has for another number of ranks fits no rank: it is left out, with a warning. Values, which
         have no ``load_state_dict()``, are put into the user's dict. Then the ranks are given their own states: the
         random generators last, since what comes before may draw from them.
 
         Args:
+            places: of the checkpoint, the nearest first.
             stored: the names of the values that ``fit`` takes.
             options: as for ``load_with``.
         """
@@ -150,8 +153,8 @@ class TrainingState:
                 replaced.append(name)
             elif not isinstance(part, torch.Tensor):
                 filled.append(name)
-        planner = FittingPlanner(fit.without(left_out), path, filled, replaced)
-        load_with(planner, path, loaded, **options)
+        planner = FittingPlanner(fit.without(left_out), places[0], filled, replaced)
+        load_with(planner, places, loaded, **options)
         own = [part for part in loaded.values() if isinstance(part, _Own)]
         for name, value in loaded.items():
             if value is self.parts[name]:

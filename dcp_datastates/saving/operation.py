@@ -45,7 +45,7 @@ from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.attempt import Ticket
+from dcp_datastates.storage.attempt import Attempt, Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location, resolved
@@ -84,6 +84,8 @@ class SaveOperation:
         self.fingerprint: Fingerprint | None = None
         """Of the staged state, at the call; None if plans for it are not cached."""
         self.committed: Final = AskedFuture(step_gate.open_windows)
+        self.archived: Future[None] | None = None
+        """Done when the checkpoint is in the archive; None if there is none."""
         self.progress: Final = Progress(call.config.read_deadline)
         self.doing = "waiting for its turn"
         """What the save is waiting for, in words."""
@@ -109,6 +111,11 @@ class SaveOperation:
     def path(self) -> Location | None:
         """The checkpoint's directory, as the user named it; None until DCP passes it."""
         return self._path
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The coordinator's choice; None before this rank knows it."""
+        return None if self._ticket is None else self._ticket.attempt
 
     @property
     def phase(self) -> Phase:
@@ -356,6 +363,7 @@ class SaveOperation:
             unused_writers=self.call.unused_writers,
             report=report,
             compose=compose,
+            archives=self.archived is not None,
         )
 
     def _decided(self, outcome: Future[None]) -> None:

@@ -16,9 +16,24 @@ from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage import local, operations
 from dcp_datastates.storage.bounded import bounded
 from dcp_datastates.storage.failpoints import hit
-from dcp_datastates.storage.object_path import Location, ObjectPath, check_prefix, locate
+from dcp_datastates.storage.object_path import (
+    AnyPath,
+    Location,
+    ObjectPath,
+    check_opens,
+    check_prefix,
+    is_url,
+    locate,
+)
 
-__all__ = ["check_at_call", "check_path", "check_shared", "directories_to_sync", "writable"]
+__all__ = [
+    "archive_root",
+    "check_at_call",
+    "check_path",
+    "check_shared",
+    "directories_to_sync",
+    "writable",
+]
 
 
 def writable(
@@ -35,6 +50,8 @@ def writable(
     Raises :class:`ConfigurationError`. With several ranks, perhaps only some find more faults: :func:`check_path`
     reports these to all. A process ``alone`` finds them now.
     """
+    if isinstance(config.archive, ObjectPath) and not is_url(path):
+        options = None  # they are of the archive
     location = locate(path, below, options)
     if isinstance(location, ObjectPath):
         check_prefix(location)
@@ -42,6 +59,18 @@ def writable(
         directory, timeout = location, config.commit_timeout
         bounded("looking at", directory, timeout, lambda: local.check_writable(directory))
     return location
+
+
+def archive_root(archive: AnyPath | None, options: Mapping[str, Any] | None) -> Location | None:
+    """The directory of archived checkpoints that a user names; ``options`` are the user's ``storage_options``.
+
+    Raises :class:`ConfigurationError`. Opens a store, and does not ask it.
+    """
+    if archive is None:
+        return None
+    root = locate(archive, options=options if is_url(archive) else None)
+    check_opens(root)
+    return root
 
 
 def check_at_call(location: Location | None, config: WriterConfig) -> None:

@@ -35,6 +35,7 @@ __all__ = [
     "decision_path",
     "mark_deleted",
     "read",
+    "repeat",
     "state_of",
     "withdraw",
 ]
@@ -169,6 +170,29 @@ def decide_unguarded(directory: ObjectPath, attempt: Attempt, data: bytes) -> St
                 raise
         else:
             return State.COMMITTED
+    if state is State.COMMITTED:
+        _check_same(path, data)
+    return state
+
+
+def repeat(directory: ObjectPath, attempt: Attempt, data: bytes) -> State:
+    """Commit an attempt that is committed elsewhere, with the metadata ``data`` of that place; returns what is decided
+    about it here. Any process, any number of times: a request that is carried out late does no harm.
+
+    Raises as :func:`decide`.
+    """
+    path = decision_path(directory, attempt)
+    failure: OSError | None = None
+    step()
+    try:
+        if path.store.put_if_absent(path.key, data):
+            return State.COMMITTED
+    except OSError as error:
+        failure = error
+    step()
+    state = state_of(directory, attempt)
+    if state is None:
+        raise failure or StorageError(errno.EBUSY, "it was deleted a moment ago", str(path))
     if state is State.COMMITTED:
         _check_same(path, data)
     return state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +12,17 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.storage import local, stores
 from dcp_datastates.storage.object_store import ObjectStore, url_of
 
-__all__ = ["Location", "ObjectPath", "check_opens", "check_prefix", "is_url", "locate", "resolved"]
+__all__ = [
+    "AnyPath",
+    "Location",
+    "ObjectPath",
+    "check_opens",
+    "check_prefix",
+    "is_url",
+    "locate",
+    "locate_all",
+    "resolved",
+]
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/]*)/*(.*)", re.DOTALL)
 
@@ -90,6 +100,9 @@ class ObjectPath:
 Location = Path | ObjectPath
 """Where a checkpoint lies, or a directory of checkpoints."""
 
+AnyPath = str | os.PathLike[str] | ObjectPath
+"""A place as users name it."""
+
 
 def is_url(path: object) -> bool:
     """Whether ``path`` has a scheme other than ``file``."""
@@ -142,6 +155,27 @@ def locate(
                 f"path={path!r} has the segment {segment!r}, which names no place in a store"
             )
     return ObjectPath(f"{scheme}://{bucket}", key, options)
+
+
+def locate_all(
+    paths: AnyPath | Sequence[AnyPath], options: Mapping[str, Any] | None = None
+) -> tuple[Location, ...]:
+    """The places that ``paths`` names, one or several tiers, the nearest first. ``options`` are those of the URLs.
+
+    Raises as :func:`locate`, and :class:`ConfigurationError` if there is none.
+    """
+    if not isinstance(paths, list | tuple):
+        return (locate(paths, options=options),)  # type: ignore[arg-type]
+    if not paths:
+        raise ConfigurationError(
+            f"path={paths!r} names no place; pass a path, a URL, or a list of them"
+        )
+    any_url = any(isinstance(path, ObjectPath) or is_url(path) for path in paths)
+    if options and not any_url:
+        raise ConfigurationError(
+            f"path={paths!r} has local paths only: storage_options are for URLs"
+        )
+    return tuple(locate(path, options=options if is_url(path) else None) for path in paths)
 
 
 def check_opens(location: Location) -> None:

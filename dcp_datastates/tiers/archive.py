@@ -1,0 +1,280 @@
+"""Carries committed checkpoints to a slower tier, behind training.
+
+Each rank carries its own files (``carrying.py``). A checkpoint that is to be archived is committed with a pin,
+:data:`PIN`, which keeps it from deletion until its copy is committed. The pin is all that a job needs after a restart,
+to go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import Final
+
+from dcp_datastates.checkpoints.delete import delete_rest
+from dcp_datastates.checkpoints.first_rank import from_first_of
+from dcp_datastates.checkpoints.inventory import attempts_at, folders_in, is_committed
+from dcp_datastates.checkpoints.listing import checkpoints, newest_first
+from dcp_datastates.checkpoints.pins import pins, unpin
+from dcp_datastates.commit.group import CommitGroup
+from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveAbandonedError
+from dcp_datastates.process.ending import Phase, at_end
+from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.worker import Worker
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.local import ARCHIVE_PIN
+from dcp_datastates.storage.object_path import Location
+from dcp_datastates.tiers.carrying import Carrier
+from dcp_datastates.tiers.run_identity import check_one_run
+
+__all__ = ["PIN", "Archive", "archive_of", "archive_save"]
+
+logger = logging.getLogger(__name__)
+
+PIN: Final = ARCHIVE_PIN.removeprefix("pin.")
+"""The pin of a checkpoint that is to be archived."""
+
+_CLOSE_SECONDS: Final = 10.0
+"""How long the end of the process waits for the part that is being written, once it has given up."""
+
+
+@dataclass(eq=False)
+class _Item:
+    """A checkpoint on its way."""
+
+    path: Location
+    """On the fast tier."""
+    attempt: Attempt
+    archived: Future[None] = field(default_factory=Future)
+    then: Callable[[], object] | None = None
+
+
+class Archive:
+    """A slower tier of a run. :func:`archive_of` makes one for each directory and set of ranks.
+
+    Threads: ``dcp_datastates-archive`` carries the checkpoints, one after another. It starts with the first, and ends
+    with the process. Any thread may call the methods.
+    """
+
+    def __init__(self, slow: Location, group: CommitGroup, number: int) -> None:
+        self.slow: Final = slow
+        self.exit_timeout = 600.0
+        """How long the end of the process waits, in seconds."""
+        self._rank_set = group.rank_set
+        self._key = f"archive{number}"
+        self._carrier = Carrier(group, number)
+        self._worker = Worker("dcp_datastates-archive")
+        self._lock = ProcessLock()  # guards what follows
+        self._items: list[_Item] = []
+        self._opened: dict[Location, Future[None]] = {}
+
+    def open(self, fast: Location) -> Future[None]:
+        """Go on with the checkpoints below ``fast`` that are still to be archived. Every rank calls this, in the same
+        order. The future is done when the two tiers are known to be of one run, or has the error.
+        """
+        with self._lock:
+            opened = self._opened.get(fast)
+            if opened is not None:
+                return opened
+            opened = self._opened[fast] = Future()
+        if not self._worker.post(lambda: self._open(fast, opened)):
+            opened.set_exception(SaveAbandonedError("the process is ending"))
+        return opened
+
+    def set_rate(self, bytes_per_second: float) -> None:
+        """Limit what this rank reads and writes for the archive; 0: no limit."""
+        self._carrier.rate = bytes_per_second
+
+    def holds(self, path: Location) -> bool:
+        """Whether this process is still to archive the checkpoint at ``path``."""
+        with self._lock:
+            return any(item.path == path for item in self._items)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return True when all that was committed is archived, or has failed to be; False after ``seconds``."""
+        with self._lock:
+            items = list(self._items)
+        return not wait([item.archived for item in items], seconds).not_done
+
+    def close(self) -> None:
+        """Give up what is not archived: a pin keeps it for the next start."""
+        self._carrier.closing.set()
+        self._worker.close(_CLOSE_SECONDS)
+
+    def saved(
+        self,
+        save: SaveOperation,
+        archived: Future[None],
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        """Archive ``save``, whose outcome is known. Never waits.
+
+        ``archived`` is done when the copy is committed on the slow tier; it has the error if the save has failed, or
+        cannot be archived. The archive's thread calls ``then`` on the first rank, after the copy's commit.
+        """
+        error, path, attempt = save.committed.peek(), save.path, save.attempt
+        # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
+        if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
+            archived.set_exception(error or SaveAbandonedError("the save has no path"))
+            return
+        self.open(path.parent)
+        self._add(_Item(path, attempt, archived, then))
+
+    # ---- within ------------------------------------------------------------------------------------
+
+    def _add(self, item: _Item) -> None:
+        with self._lock:
+            self._items.append(item)
+        if not self._worker.post(lambda: self._carry(item)):
+            self._end(
+                item, SaveAbandonedError(f"{item.path} is not archived: the process is ending")
+            )
+
+    # ---- the archive's thread ----------------------------------------------------------------------
+
+    def _open(self, fast: Location, opened: Future[None]) -> None:
+        try:
+            found = from_first_of(
+                self._rank_set,
+                lambda: self._carrier.until_done(lambda: self._unfinished(fast), self.slow),
+                self._key,
+                f"what of {fast} is still to be archived",
+                math.inf,
+            )
+        except BaseException as error:
+            logger.error("nothing of %s is archived: %s", fast, error)
+            opened.set_exception(error)
+            return
+        opened.set_result(None)
+        # Here and now: all ranks carry the same checkpoints in the same order.
+        for name, attempt in found:
+            item = _Item(fast / name, attempt)
+            logger.info("%s is not archived yet: going on", item.path)
+            with self._lock:
+                self._items.append(item)
+            self._carry(item)
+
+    def _unfinished(self, fast: Location) -> list[tuple[str, Attempt]]:
+        """On the first rank: the checkpoints that an earlier process has pinned, the oldest first. Removes the rests of
+        copies that no fast tier has any more.
+        """
+        check_one_run(fast, self.slow, [item.path for item in list(self._items)])
+        pinned = [found for found in newest_first(checkpoints(fast)) if PIN in pins(found.path)]
+        self._sweep({found.path.name for found in pinned})
+        return [
+            (found.path.name, found.attempt)
+            for found in reversed(pinned)
+            if not self.holds(found.path)
+        ]
+
+    def _sweep(self, unfinished: set[str]) -> None:
+        for name in folders_in(self.slow):
+            path = self.slow / name
+            if name in unfinished or is_committed(path) or not attempts_at(path):
+                continue
+            with _logged(f"the rest of a copy stays in {path}"):
+                if delete_rest(path):
+                    logger.info("removed the rest of a copy from %s", path)
+
+    def _carry(self, item: _Item) -> None:
+        began = time.monotonic()
+        try:
+            if (failure := self._opened[item.path.parent].exception()) is not None:
+                raise failure
+            self._carrier.carry(item.path, item.attempt, self.slow / item.path.name)
+        except BaseException as error:
+            level = logging.INFO if isinstance(error, SaveAbandonedError) else logging.ERROR
+            logger.log(level, "%s is not archived: %s", item.path, error)
+            self._end(item, error)
+            return
+        if self._rank_set.rank == 0:
+            logger.info(
+                "archived %s in %s in %.1f s", item.path, self.slow, time.monotonic() - began
+            )
+            with _logged(f"{item.path} is archived, and stays pinned"):
+                unpin(item.path, PIN)
+            if item.then is not None:
+                with _logged(f"after {item.path} was archived"):
+                    item.then()
+        self._end(item, None)
+
+    def _end(self, item: _Item, error: BaseException | None) -> None:
+        with self._lock:
+            self._items.remove(item)
+        if error is None:
+            item.archived.set_result(None)
+        else:
+            item.archived.set_exception(error)
+
+
+class _logged(contextlib.AbstractContextManager[None]):
+    """Logs an error of storage, and goes on."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, (DataStatesError, OSError)):
+            return False
+        logger.warning("%s: %s", self._what, error)
+        return True
+
+
+_lock = ProcessLock()  # guards _archives
+_archives: dict[tuple[str, Location], Archive] = {}
+
+
+def archive_of(slow: Location, group: CommitGroup) -> Archive:
+    """This process's archive below ``slow`` for the ranks of ``group``. Every rank makes the same calls."""
+    with _lock:
+        key = group.name, slow
+        if key not in _archives:
+            number = sum(name == group.name for name, _ in _archives)
+            _archives[key] = Archive(slow, group, number)
+        return _archives[key]
+
+
+def archive_save(
+    save: SaveOperation, then: Callable[[], object] | None = None
+) -> Future[None] | None:
+    """Archive ``save`` once it is committed, if its writer has an archive. Call this before the save is planned."""
+    config = save.call.config
+    if config.archive is None:
+        return None
+    root, archived = config.archive, Future[None]()
+
+    def begin(_: Future[None]) -> None:
+        archive = archive_of(
+            root, save.group
+        )  # DCP may have said meanwhile that this process saves alone
+        archive.set_rate(config.archive_rate)
+        archive.exit_timeout = config.exit_timeout
+        archive.saved(save, archived, then)
+
+    save.archived = archived
+    save.committed.add_done_callback(begin)
+    return archived
+
+
+def _finish_at_end() -> None:
+    began = time.monotonic()
+    with _lock:
+        archives = list(_archives.values())
+    for archive in archives:
+        if not archive.wait(max(0.0, archive.exit_timeout - (time.monotonic() - began))):
+            logger.warning("the process ends before all is archived below %s", archive.slow)
+        archive.close()
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _archives.clear()
+
+
+at_end(_finish_at_end, Phase.GIVE_UP)

@@ -1,0 +1,128 @@
+"""Several ranks carry their files to an archive: its commit is one for all, and so is its failure."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import torch
+import torch.distributed as dist
+from support.jobs.ranks import run_on_ranks
+from support.state.archiving import number_in
+from support.state.checkpoints import CACHE
+from support.state.saving import SMALL, part
+from support.stores.server import BUCKET, Bucket, endpoint, use
+
+import dcp_datastates
+from dcp_datastates import CheckpointCorruptError, CheckpointManager, StorageError, verify
+from dcp_datastates.tiers import carrying
+
+
+def _begin(fast: str, slow: str, number: int):
+    return dcp_datastates.async_save(
+        part(number, SMALL),
+        f"{fast}/step-{number}",
+        archive=slow,
+        read_window="immediate",
+        host_cache_size=CACHE,
+    )
+
+
+def _three(fast: str, slow: str, url: str) -> None:
+    use(url)
+    for handle in [_begin(fast, slow, number) for number in (1, 2, 3)]:
+        handle.archived.result(60)
+
+
+def test_ranks_share_the_files(tmp_path, s3_root):
+    fast = str(tmp_path / "fast")
+    run_on_ranks(3, _three, fast=fast, slow=s3_root, url=endpoint())
+    assert number_in([s3_root], 3) == 3
+    assert number_in([fast, s3_root], 3) == 3
+    assert all(verify(f"{s3_root}/step-{number}").whole for number in (1, 2, 3))
+    assert Bucket(endpoint()).uploads(s3_root.removeprefix(f"s3://{BUCKET}/")) == []
+
+
+def _one_fails(fast: str, slow: str) -> None:
+    whole = carrying.checked_pieces
+    failing = [1]
+
+    def damaged(directory, record, count):
+        if dist.get_rank() == 1 and failing:
+            failing.pop()
+            raise CheckpointCorruptError("a byte is damaged")
+        return whole(directory, record, count)
+
+    carrying.checked_pieces = damaged  # type: ignore[assignment]
+    try:
+        began = time.monotonic()
+        error = _begin(fast, slow, 1).archived.exception(60)
+        assert time.monotonic() - began < 20
+        assert isinstance(error, CheckpointCorruptError)
+        if dist.get_rank() != 1:
+            assert "rank 1 of 3: a byte is damaged" in str(error)
+        _begin(fast, slow, 2).archived.result(60)
+    finally:
+        carrying.checked_pieces = whole
+
+
+def test_a_failure_of_one_rank_is_one_of_all_and_the_next_goes_through(tmp_path):
+    run_on_ranks(3, _one_fails, fast=str(tmp_path / "fast"), slow=str(tmp_path / "slow"))
+    assert number_in([tmp_path / "slow"], 3) == 2
+
+
+def _one_is_late(fast: str, slow: str) -> None:
+    whole, tries = carrying.checked_pieces, itertools.count()
+    before = carrying._FIRST_PAUSE
+    carrying._FIRST_PAUSE = 0.05  # type: ignore[misc]
+
+    def refused(directory, record, count):
+        if dist.get_rank() == 1 and next(tries) < 4:
+            raise StorageError("503 Slow Down")
+        return whole(directory, record, count)
+
+    carrying.checked_pieces = refused  # type: ignore[assignment]
+    try:
+        handles = [_begin(fast, slow, number) for number in (1, 2)]
+        for handle in handles:
+            handle.archived.result(60)
+    finally:
+        carrying.checked_pieces = whole
+        carrying._FIRST_PAUSE = before  # type: ignore[misc]
+
+
+def test_one_rank_that_storage_refuses_is_waited_for(tmp_path):
+    run_on_ranks(3, _one_is_late, fast=str(tmp_path / "fast"), slow=str(tmp_path / "slow"))
+    assert number_in([tmp_path / "slow"], 3) == 2
+
+
+def _loop(fast: str, slow: str, first: int, last: int, resumes: int | None) -> None:
+    state = {"w": torch.full((300,), -1.0), "step": -1}
+    with CheckpointManager(
+        fast,
+        every=1,
+        keep=1,
+        archive=slow,
+        archive_every=2,
+        archive_keep=2,
+        host_cache_size=CACHE,
+    ) as manager:
+        assert manager.restore_latest(state) == resumes
+        if resumes is not None:
+            assert state["step"] == resumes
+        for step in range(first, last):
+            state["w"].fill_(step)
+            state["step"] = step
+            manager.save(step, state)
+
+
+def test_a_loop_goes_on_with_other_ranks_from_either_tier(tmp_path):
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    run_on_ranks(3, _loop, fast=str(fast), slow=str(slow), first=0, last=6, resumes=None)
+    assert {path.name for path in slow.iterdir() if path.is_dir()} == {"step-2", "step-4"}
+    run_on_ranks(2, _loop, fast=str(fast), slow=str(slow), first=6, last=7, resumes=5)
+    for path in fast.iterdir():
+        if path.is_dir():
+            path.rename(tmp_path / path.name)
+    # Of the second loop, the first save was archived.
+    run_on_ranks(2, _loop, fast=str(fast), slow=str(slow), first=7, last=8, resumes=6)

@@ -1,0 +1,61 @@
+"""Numbered checkpoints, each in a directory of its own, and carried to an archive. Bodies of jobs on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import dcp_datastates
+from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.tiers import carrying
+from support.state.checkpoints import CACHE, assert_same
+from support.state.saving import SMALL, checkpoint, part
+from support.stores.server import use
+
+__all__ = ["number_in", "save_and_archive", "try_to_archive"]
+
+
+def _async_save(fast: str, slow: str, number: int, url: str) -> Any:
+    if url:
+        use(url)
+    carrying._FIRST_PAUSE = 0.1  # type: ignore[misc]
+    return dcp_datastates.async_save(
+        part(number, SMALL),
+        f"{fast}/step-{number}",
+        archive=slow,
+        read_window="immediate",
+        host_cache_size=CACHE,
+    )
+
+
+def save_and_archive(fast: str, slow: str, number: int, url: str = "") -> None:
+    """Save a checkpoint, and return when it is in the archive, and its pin is gone."""
+    handle = _async_save(fast, slow, number, url)
+    handle.result(60)
+    handle.archived.result(60)
+    assert not pins(Path(fast) / f"step-{number}")
+    dist.barrier()
+
+
+def try_to_archive(fast: str, slow: str, number: int, url: str = "") -> tuple[str, str]:
+    """The types of the errors of the save and of its archive; empty for success."""
+    handle = _async_save(fast, slow, number, url)
+    error = handle.committed.exception(60)
+    archived = handle.archived.exception(60)
+    return ("" if error is None else type(error).__name__), (
+        "" if archived is None else f"{type(archived).__name__}: {archived}"
+    )
+
+
+def number_in(tiers: Sequence[str | Path], world: int) -> int | None:
+    """The number of the newest checkpoint in ``tiers``, which is whole; None if there is none."""
+    places = dcp_datastates.latest(list(tiers))
+    if places is None:
+        return None
+    found = dcp_datastates.load(places)
+    number = found["object"]["number"]
+    assert_same(found, checkpoint(number, world, SMALL))
+    return int(number)

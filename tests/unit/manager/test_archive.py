@@ -1,0 +1,243 @@
+"""A manager with two tiers: what is archived, what stays, and what a restart finds."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import pytest
+import torch
+from support.simulated.object_stores import Fate, MemoryStore, installed
+
+import dcp_datastates
+from dcp_datastates import CheckpointManager, ConfigurationError, Keep, verify
+from dcp_datastates.tiers import archive, carrying, eviction
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def slow(store, monkeypatch):
+    return str(installed(monkeypatch, store).parent)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(carrying, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(carrying, "_LONGEST_PAUSE", 0.05)
+
+
+def _run(fast, slow, steps, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "step": -1}
+    with CheckpointManager(fast, every=1, archive=slow, **options) as manager:
+        resumed = manager.restore_latest(state)
+        for step in steps:
+            model(torch.ones(1, 300)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            state["step"] = step
+            manager.save(step, state, {"loss": float(step)})
+        manager.wait()
+        kept = manager.steps()
+    return resumed, model.weight.detach().clone(), kept
+
+
+def _restart():
+    for each in archive._archives.values():
+        each.close()
+    archive._archives.clear()
+
+
+def _steps_in(store):
+    return sorted({int(key.split("/")[1][5:]) for key in store.objects if "/step-" in f"/{key}"})
+
+
+def test_every_third_is_archived_and_each_tier_keeps_what_it_is_told_to(tmp_path, slow, store):
+    _, _, kept = _run(tmp_path, slow, range(10), keep=2, archive_every=3, archive_keep=Keep(last=2))
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"step-8", "step-9"}
+    assert _steps_in(store) == [6, 9]
+    assert kept == [6, 8, 9]
+    assert verify(f"{slow}/step-6").whole
+
+
+def test_a_run_goes_on_from_the_archive_if_the_fast_tier_is_lost(tmp_path, slow):
+    _, whole, _ = _run(tmp_path / "whole", f"{slow}/whole", range(6))
+    _run(tmp_path / "fast", f"{slow}/parts", range(4))
+    _restart()
+    shutil.rmtree(tmp_path / "fast")
+    resumed, weights, _ = _run(tmp_path / "fast", f"{slow}/parts", range(4, 6))
+    assert resumed == 3
+    assert torch.equal(weights, whole)
+
+
+def test_a_fast_tier_that_is_whole_is_all_that_is_read(tmp_path, slow, store):
+    _run(tmp_path, slow, range(3))
+    _restart()
+    store.counts.clear()
+    assert _run(tmp_path, slow, range(0))[0] == 2
+    assert store.counts["get_range"] == 0
+
+
+def test_a_damaged_file_comes_from_the_archive(tmp_path, slow):
+    _, weights, _ = _run(tmp_path, slow, range(3))
+    _restart()
+    (path,) = (tmp_path / "step-2").glob("*/*.safetensors")
+    path.write_bytes(path.read_bytes()[:-8])
+    resumed, now, _ = _run(tmp_path, slow, range(0))
+    assert resumed == 2
+    assert torch.equal(now, weights)
+
+
+def test_nothing_is_deleted_that_is_not_archived_yet(tmp_path, slow, store):
+    away = True
+    store.on_request = lambda request: (
+        Fate.REFUSED if away and "step-" in request.key else Fate.DONE
+    )
+    torch.manual_seed(0)
+    state = {"w": torch.randn(1000)}
+    with CheckpointManager(tmp_path, every=1, archive=slow, keep=1) as manager:
+        handles = [manager.save(step, state) for step in range(4)]
+        for handle in handles:
+            handle.result(30)
+        manager._saves.wait()  # deletions, too
+        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {
+            f"step-{step}" for step in range(4)
+        }
+        away = False
+        manager.wait()
+        assert _steps_in(store) == [0, 1, 2, 3]
+        manager.save(4, state)
+        manager.wait()
+        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"step-4"}
+
+
+def test_a_save_that_is_not_archived_says_so(tmp_path, slow):
+    with CheckpointManager(tmp_path, every=1, archive=slow, archive_every=2) as manager:
+        first, second = (manager.save(step, {"w": torch.ones(3)}) for step in (0, 1))
+        first.archived.result(30)
+        with pytest.raises(ConfigurationError, match="archive_every"):
+            _ = second.archived
+        second.result(30)
+
+
+def test_another_run_is_refused_at_once(tmp_path, slow):
+    _run(tmp_path / "a", f"{slow}/a", range(1))
+    _run(tmp_path / "b", f"{slow}/b", range(1))
+    _restart()
+    with pytest.raises(ConfigurationError, match="belongs to run"):
+        CheckpointManager(tmp_path / "a", every=1, archive=f"{slow}/b")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("archive_every", 0), ("archive_rate", "fast"), ("archive_keep", -1)]
+)
+def test_bad_options_are_named(tmp_path, slow, option, value):
+    with pytest.raises(ConfigurationError, match=str(value)):
+        CheckpointManager(tmp_path, every=1, archive=slow, **{option: value})
+
+
+def test_a_pinned_checkpoint_stays_on_both_tiers(tmp_path, slow, store):
+    with CheckpointManager(tmp_path, every=1, archive=slow, keep=1, archive_keep=1) as manager:
+        manager.save(0, {"w": torch.ones(3)})
+        manager.wait()
+        manager.pin(0)
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(3)})
+        manager.wait()
+        assert _steps_in(store) == [0, 2]
+        manager.unpin(0)
+        manager.save(3, {"w": torch.ones(3)})
+        manager.wait()
+    assert _steps_in(store) == [3]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-3"]
+
+
+# ---- a full fast tier ------------------------------------------------------------------------------
+
+
+class _Disk:
+    """A file system with room for some checkpoints: what lies below a directory counts."""
+
+    def __init__(self, root, nbytes):
+        self.root, self.nbytes = root, nbytes
+
+    def usage(self, path):
+        used = sum(each.stat().st_size for each in self.root.rglob("*.safetensors"))
+        return type("Usage", (), {"free": self.nbytes - used})
+
+
+def test_a_full_fast_tier_gives_up_what_is_archived_and_loses_nothing(
+    tmp_path, slow, store, monkeypatch
+):
+    fast = tmp_path / "fast"
+    disk = _Disk(fast, 4_000_000)  # three of 1.2 MB
+    monkeypatch.setattr(eviction.shutil, "disk_usage", disk.usage)
+    most = 0
+    state = {"w": torch.randn(300_000), "step": 0}
+    with CheckpointManager(fast, every=1, archive=slow) as manager:
+        for step in range(8):
+            state["step"] = step
+            handle = manager.save(step, state)
+            handle.result(30)
+            manager._saves.deletions.wait()
+            most = max(most, disk.nbytes - disk.usage(fast).free)
+            assert disk.usage(fast).free >= 0
+        manager.wait()
+    assert most > 2_000_000
+    assert _steps_in(store) == list(range(8))
+    assert len([path for path in fast.iterdir() if path.is_dir()]) <= 3
+    assert _loaded_step(fast, slow) == 7
+
+
+def _loaded_step(fast, slow):
+    return dcp_datastates.load(dcp_datastates.latest([fast, slow]))["step"]
+
+
+def test_saves_wait_where_nothing_is_archived_yet(tmp_path, slow, store, monkeypatch, caplog):
+    fast = tmp_path / "fast"
+    disk = _Disk(fast, 4_000_000)
+    monkeypatch.setattr(eviction.shutil, "disk_usage", disk.usage)
+    monkeypatch.setattr(eviction, "_LOOK_SECONDS", 0.01)
+    away = True
+    store.on_request = lambda request: (
+        Fate.REFUSED if away and "step-" in request.key else Fate.DONE
+    )
+    state = {"w": torch.randn(300_000)}
+
+    def come_back():
+        nonlocal away
+        away = False
+
+    with CheckpointManager(fast, every=1, archive=slow) as manager:
+        for step in range(3):
+            manager.save(step, state).result(30)
+            manager._saves.deletions.wait()
+        timer = threading.Timer(0.5, come_back)
+        timer.start()
+        manager.save(3, state).result(30)
+        assert not away, "it waited"
+        timer.join()
+        manager.wait()
+    assert "needs room" in caplog.text
+    assert _steps_in(store) == [0, 1, 2, 3]
+    assert disk.usage(fast).free >= 0
+
+
+def test_a_pinned_checkpoint_is_not_evicted(tmp_path, slow, monkeypatch, caplog):
+    fast = tmp_path / "fast"
+    monkeypatch.setattr(eviction.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
+    state = {"w": torch.randn(300_000)}
+    with CheckpointManager(fast, every=1, archive=slow) as manager:
+        manager.save(0, state)
+        manager.pin(0)
+        for step in (1, 2, 3):
+            manager.save(step, state)
+            manager.wait()
+    assert (fast / "step-0/.metadata").exists()
+    assert not (fast / "step-1").exists()

@@ -1,0 +1,254 @@
+"""Checkpoints that are carried to an archive behind training, by one process."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+
+import pytest
+import torch
+from support.simulated.object_stores import Fate, MemoryStore, Request, installed
+from support.state.checkpoints import async_save, save, writer
+from support.state.states import filled
+
+import dcp_datastates
+from dcp_datastates import (
+    CheckpointExistsError,
+    ConfigurationError,
+    StorageError,
+    latest,
+    retain,
+    verify,
+)
+from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.storage.object_path import locate
+from dcp_datastates.tiers import archive, carrying
+
+STATE = {"w": filled((300_000,), torch.float32, 1), "b": filled((7,), torch.float32, 2)}
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch):
+    monkeypatch.setattr(carrying, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(carrying, "_LONGEST_PAUSE", 0.05)
+
+
+@pytest.fixture
+def slow(store, monkeypatch):
+    return str(installed(monkeypatch, store).parent)
+
+
+@pytest.fixture(params=["directory", "store"])
+def either(request, tmp_path, slow):
+    return slow if request.param == "store" else str(tmp_path / "slow")
+
+
+def _save(path, slow, **options):
+    return dcp_datastates.async_save(STATE, path, archive=slow, read_window="immediate", **options)
+
+
+def _restart():
+    """What a restart leaves of this process: nothing but the tiers."""
+    for each in archive._archives.values():
+        each.close()
+    archive._archives.clear()
+
+
+def test_a_committed_checkpoint_comes_to_be_in_the_archive(tmp_path, either):
+    fast = tmp_path / "fast/step-1"
+    handle = _save(fast, either)
+    handle.archived.result(30)
+    assert verify(f"{either}/step-1").whole
+    assert latest([tmp_path / "fast", either]) == [fast, locate(f"{either}/step-1")]
+    assert not pins(fast)
+
+
+def test_by_dcp_as_well(tmp_path, slow):
+    saves = writer(None, archive=slow)
+    async_save(STATE, None, by=saves, checkpoint_id=tmp_path / "fast/step-1").result()
+    saves.archived.result(30)
+    assert verify(f"{slow}/step-1").whole
+    saves = writer(tmp_path / "fast/step-2", archive=slow)
+    torch.distributed.checkpoint.save(dict(STATE), storage_writer=saves)
+    saves.archived.result(30)
+    assert verify(f"{slow}/step-2").whole
+
+
+def test_without_an_archive_there_is_nothing_to_wait_for(tmp_path):
+    handle = dcp_datastates.async_save(STATE, tmp_path / "step-1")
+    with pytest.raises(ConfigurationError, match="archive="):
+        _ = handle.archived
+    handle.result()
+
+
+def test_a_save_that_fails_is_not_archived(tmp_path, slow, store):
+    (tmp_path / "fast").write_text("in the way")
+    with pytest.raises((StorageError, ConfigurationError)):
+        _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    assert not store.objects
+
+
+def test_a_store_that_is_away_costs_nothing_but_time(tmp_path, slow, store, caplog):
+    away = True
+    store.on_request = lambda request: Fate.REFUSED if away else Fate.DONE
+    handles = [_save(tmp_path / f"fast/step-{step}", slow) for step in (1, 2, 3)]
+    for handle in handles:
+        handle.result(30)
+    assert not any(handle.archived.done() for handle in handles)
+    # No retention touches what is not archived, also that of another process.
+    retain(tmp_path / "fast", keep=1)
+    away = False
+    for handle in handles:
+        handle.archived.result(30)
+    assert all(verify(f"{slow}/step-{step}").whole for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("kind", ["put", "put_if_absent", "list", "get_range"])
+@pytest.mark.parametrize("fate", [Fate.REFUSED, Fate.LOST])
+def test_any_request_may_fail_or_lose_its_answer(tmp_path, slow, store, kind, fate):
+    """The first two of its kind."""
+    left = [2]
+
+    def on_request(request: Request) -> Fate:
+        if request.kind == kind and left[0] and threading.current_thread().name.endswith("archive"):
+            left[0] -= 1
+            return fate
+        return Fate.DONE
+
+    store.on_request = on_request
+    _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    assert verify(f"{slow}/step-1").whole
+
+
+def test_a_restart_goes_on_where_the_process_ended(tmp_path, either, store):
+    fast = tmp_path / "fast"
+    for step in (1, 2):
+        save(STATE, fast / f"step-{step}")
+        dcp_datastates.pin(fast / f"step-{step}", archive.PIN)
+    save(STATE, fast / "step-3")
+    _save(fast / "step-4", either).archived.result(30)
+    assert [verify(f"{either}/step-{step}").whole for step in (1, 2, 4)] == [True] * 3
+    assert latest(either).name == "step-4"
+    assert not (tmp_path / "slow/step-3").exists()
+    assert not [key for key in store.objects if "/step-3/" in key]
+    assert not any(pins(fast / f"step-{step}") for step in (1, 2, 4))
+
+
+def test_what_the_end_of_the_process_cuts_off_is_pinned(tmp_path, slow, store):
+    store.on_request = lambda request: Fate.REFUSED
+    handle = _save(tmp_path / "fast/step-1", slow)
+    handle.result(30)
+    assert pins(tmp_path / "fast/step-1")
+    _restart()
+    with pytest.raises(dcp_datastates.SaveAbandonedError):
+        handle.archived.result(30)
+    store.on_request = lambda request: Fate.DONE
+    _save(tmp_path / "fast/step-2", slow).archived.result(30)
+    assert verify(f"{slow}/step-1").whole
+
+
+def test_the_rest_of_a_copy_that_no_fast_tier_has_is_removed(tmp_path, either, store):
+    fast = tmp_path / "fast"
+    save(STATE, fast / "step-1")
+    dcp_datastates.copy(fast / "step-1", f"{either}/step-1")
+    rest = locate(f"{either}/step-1")
+    (attempt,) = (path.name for path in (fast / "step-1").iterdir() if path.is_dir())
+    if either.startswith("mem"):
+        for key in [key for key in store.objects if key.endswith(("decision", ".metadata"))]:
+            del store.objects[key]
+    else:
+        (rest / ".metadata").unlink()
+    shutil.rmtree(fast)
+    _save(fast / "step-2", either).archived.result(30)
+    assert not [key for key in store.objects if "/step-1/" in key and key.endswith("safetensors")]
+    assert not (tmp_path / "slow/step-1" / attempt).exists()
+
+
+def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path, either, store):
+    _save(tmp_path / "fast/step-1", either).archived.result(30)
+    again = {name: tensor + 1 for name, tensor in STATE.items()}
+    handle = dcp_datastates.async_save(again, tmp_path / "fast/step-1", archive=either)
+    handle.archived.result(30)
+    loaded = dcp_datastates.load(f"{either}/step-1")
+    assert torch.equal(loaded["b"], again["b"])
+    files = [key for key in store.objects if key.endswith("safetensors")]
+    assert len(files or [*(tmp_path / "slow/step-1").glob("*/*.safetensors")]) == 1
+
+
+def test_an_older_checkpoint_never_replaces_a_newer_one(tmp_path, either):
+    save(STATE, tmp_path / "fast/step-1")
+    dcp_datastates.pin(tmp_path / "fast/step-1", archive.PIN)
+    newer = {name: tensor + 1 for name, tensor in STATE.items()}
+    save(newer, f"{either}/step-1")
+    _save(tmp_path / "fast/step-2", either).archived.result(30)
+    assert torch.equal(dcp_datastates.load(f"{either}/step-1")["b"], newer["b"])
+
+
+def test_a_stock_checkpoint_in_the_archive_stays(tmp_path):
+    torch.distributed.checkpoint.save(dict(STATE), checkpoint_id=tmp_path / "slow/step-1")
+    with pytest.raises(CheckpointExistsError):
+        _save(tmp_path / "fast/step-1", str(tmp_path / "slow")).archived.result(30)
+
+
+def test_damage_on_the_fast_tier_is_not_archived(tmp_path, slow, store):
+    gate = threading.Event()
+
+    def on_request(request: Request) -> Fate:
+        gate.wait(30)
+        return Fate.DONE
+
+    store.on_request = on_request
+    handle = _save(tmp_path / "fast/step-1", slow)
+    handle.result(30)
+    (path,) = (tmp_path / "fast/step-1").glob("*/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    gate.set()
+    with pytest.raises(dcp_datastates.CheckpointCorruptError):
+        handle.archived.result(30)
+    assert latest(slow) is None
+
+
+def test_a_rate_holds_the_carrying_back(tmp_path, slow, monkeypatch):
+    waited = []
+    monkeypatch.setattr(carrying.Carrier, "_wait", lambda self, seconds: waited.append(seconds))
+    _save(tmp_path / "fast/step-1", slow, archive_rate="1MB/s").archived.result(30)
+    assert max(waited) == pytest.approx(1.2, abs=0.3)  # 1.2 MB
+    with pytest.raises(ConfigurationError, match="archive_rate"):
+        _save(tmp_path / "fast/step-2", slow, archive_rate=0)
+
+
+# ---- tiers of one run ------------------------------------------------------------------------------
+
+
+def test_a_reused_directory_is_of_another_run(tmp_path, slow):
+    _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    _save(tmp_path / "reused/step-1", f"{slow}/other").archived.result(30)
+    _restart()
+    with pytest.raises(ConfigurationError, match="belongs to run"):
+        _save(tmp_path / "reused/step-2", slow).archived.result(30)
+    assert latest(slow).name == "step-1"
+
+
+def test_a_new_fast_tier_joins_the_run(tmp_path, slow):
+    _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    _save(tmp_path / "new-node/step-2", slow).archived.result(30)
+    assert latest([tmp_path / "new-node", slow])[0] == tmp_path / "new-node/step-2"
+
+
+def test_checkpoints_of_no_known_run_do_not_join_one(tmp_path, slow):
+    _save(tmp_path / "fast/step-1", slow).archived.result(30)
+    save(STATE, tmp_path / "reused/step-7")
+    with pytest.raises(ConfigurationError, match="does not say of which run"):
+        _save(tmp_path / "reused/step-8", slow).archived.result(30)
+
+
+def test_the_archive_is_another_directory(tmp_path):
+    with pytest.raises(ConfigurationError, match="is the directory of the saves"):
+        _save(tmp_path / "step-1", str(tmp_path)).archived.result(30)
