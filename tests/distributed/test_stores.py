@@ -18,7 +18,8 @@ from support.state.checkpoints import (
     save,
     writer,
 )
-from support.stores.server import BUCKET, Bucket, endpoint, use
+from support.stores.proxy import Proxy
+from support.stores.server import BUCKET, Bucket, bucket_behind, endpoint, use
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -129,6 +130,36 @@ def _fail_on_one(url: str, root: str) -> None:
 def test_one_ranks_store_error_fails_all_ranks_by_name(s3_root):
     run_on_ranks(2, _fail_on_one, url=endpoint(), root=s3_root)
     assert Bucket(endpoint()).uploads(_prefix(s3_root)) == []
+
+
+def _away(url: str, root: str) -> None:
+    use(url)
+    mine = {
+        f"w{dist.get_rank()}": torch.full((6 << 20,), 2.0)
+    }  # copied at the call, into the host cache
+    began = time.monotonic()
+    handle = dcp_datastates.async_save(
+        mine, f"{root}/step-1", host_cache_size=CACHE, commit_timeout=3.0
+    )
+    with raises(DataStatesError, "without any progress"):
+        handle.result(120)
+    assert time.monotonic() - began < 60
+
+
+def test_a_store_that_goes_away_in_an_upload_fails_all_ranks_within_their_timeout():
+    proxy = Proxy(endpoint())
+    try:
+        root = bucket_behind(proxy.url)
+        gone = proxy.inject(
+            lambda exchange: (setattr(proxy, "down", True), exchange.cut()), "PUT", "partNumber="
+        )
+        run_on_ranks(2, _away, url=proxy.url, root=root)
+        assert gone.seen == 1
+        proxy.down = False
+        assert dcp_datastates.latest(root) is None
+    finally:
+        proxy.close()
+        use(endpoint())
 
 
 def _no_bucket(url: str) -> None:
