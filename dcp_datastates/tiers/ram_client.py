@@ -176,12 +176,10 @@ class OtherNode:
                 line.close()
             if not isinstance(error, OSError):
                 raise
-            number, text = error.errno, error.strerror or str(error) or type(error).__name__
-            if number is None and isinstance(error, TimeoutError):
-                number, text = errno.ETIMEDOUT, "it does not answer"
+            text = error.strerror or str(error) or type(error).__name__
             where = ", ".join(f"{server.host}:{server.port}" for server in self._servers[:3])
             kind = ConnectionError if isinstance(error, ConnectionError) else OSError
-            raise kind(number or errno.EIO, f"node {self.name} ({where}): {text}") from None
+            raise kind(error.errno or errno.EIO, f"node {self.name} ({where}): {text}") from None
 
     def _ask(self, kind: Kind, data: Buffer, decode: Callable[[memoryview], T]) -> Answer[T]:
         begun = self._begin(kind, data)
@@ -249,10 +247,14 @@ class _OtherWriting:
     def write(self, piece: Buffer) -> None:
         self._pace.take(memoryview(piece).nbytes)
         with self._node.named(self._line):
-            if self._line.has_news():  # an error, or the end
-                _answer_of(self._line)
-                raise protocol.DamagedError
-            self._line.send(Kind.PIECE, piece)
+            if not self._line.has_news():
+                with contextlib.suppress(ConnectionError):
+                    self._line.send(Kind.PIECE, piece)
+                    return
+            _answer_of(
+                self._line
+            )  # raises what the node has said, or that the connection has ended
+            raise protocol.DamagedError
 
     def complete(self) -> Answer[object]:
         return self._ask(Kind.COMPLETE)

@@ -18,7 +18,7 @@ import select
 import socket
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Final
 
@@ -102,9 +102,12 @@ class Line:
 
     @classmethod
     def to(cls, host: str, port: int) -> Line:
-        return cls(socket.create_connection((host, port), _CONNECT_SECONDS))
+        """A connection to a server. Raises OSError."""
+        with _explained(_CONNECT_SECONDS):
+            return cls(socket.create_connection((host, port), _CONNECT_SECONDS))
 
     def send(self, kind: Kind, *parts: Buffer) -> None:
+        """Send a message of ``parts``, one behind the other."""
         views = [memoryview(part).cast("B") for part in parts]
         length = sum(view.nbytes for view in views)
         checksum = crc32c(_COVERED.pack(kind, length))
@@ -115,25 +118,27 @@ class Line:
             views = [memoryview(b"".join([header, *views]))]
         else:
             views.insert(0, memoryview(header))
-        for view in views:
-            while view.nbytes:  # sendall() has one limit of time for all
-                view = view[self._socket.send(view) :]
+        with _explained(PROGRESS_SECONDS):
+            for view in views:
+                while view.nbytes:  # sendall() has one limit of time for all
+                    view = view[self._socket.send(view) :]
 
     def receive(
         self,
         *,
         most: int = _MOST_BYTES,
-        seconds: float | None = PROGRESS_SECONDS,
+        is_idle: bool = False,
         pieces_to: Callable[[memoryview], object] | None = None,
     ) -> tuple[Kind, memoryview]:
-        """The next message: its kind and its bytes. Waits for its begin for ``seconds`` (None: without a limit).
+        """The next message: its kind and its bytes, at most ``most``. If the connection ``is_idle``, waits without a
+        limit until it begins.
 
         The bytes of a ``PIECE`` go to ``pieces_to``, as they come. They count only if this returns.
 
         Raises ConnectionError if the connection has ended, TimeoutError, :class:`DamagedError`, and what ``pieces_to``
         raises.
         """
-        self._socket.settimeout(seconds)
+        self._socket.settimeout(None if is_idle else PROGRESS_SECONDS)
         number, expected, length = _HEADER.unpack(self._exactly(_HEADER.size))
         self._socket.settimeout(PROGRESS_SECONDS)
         checksum = crc32c(_COVERED.pack(number, length))
@@ -174,12 +179,23 @@ class Line:
     def _exactly(self, nbytes: int, buffer: bytearray | None = None) -> memoryview:
         view = memoryview(bytearray(nbytes) if buffer is None else buffer)[:nbytes]
         rest = view
-        while rest.nbytes:
-            count = self._socket.recv_into(rest)
-            if not count:
-                raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
-            rest = rest[count:]
+        with _explained(PROGRESS_SECONDS):
+            while rest.nbytes:
+                count = self._socket.recv_into(rest)
+                if not count:
+                    raise ConnectionResetError(errno.ECONNRESET, "the connection has ended")
+                rest = rest[count:]
         return view
+
+
+@contextlib.contextmanager
+def _explained(seconds: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise TimeoutError(
+            errno.ETIMEDOUT, f"it does not answer: nothing has passed for {seconds:g} s"
+        ) from error
 
 
 def listen(host: str) -> socket.socket:

@@ -111,7 +111,7 @@ class RamServer:
         return True
 
     def _answer(self, line: Line) -> None:
-        kind, data = line.receive(most=_MOST_REQUEST_BYTES, seconds=None)
+        kind, data = line.receive(most=_MOST_REQUEST_BYTES, is_idle=True)
         if kind is Kind.PUT:
             with contextlib.closing(
                 self._files.unpublished(messages.unpacked_keys(data)[0])
@@ -148,7 +148,7 @@ class RamServer:
     def _take(self, line: Line, new: Unpublished) -> None:
         """Receive an object. What this raises ends the connection, and removes the object."""
         while True:
-            kind, data = line.receive(pieces_to=new.write, seconds=None)
+            kind, data = line.receive(pieces_to=new.write, is_idle=True)
             if kind is Kind.COMPLETE:
                 line.send(Kind.OK)
             elif kind is Kind.PUBLISH:

@@ -23,6 +23,7 @@ from typing_extensions import Buffer
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.storage import stores
+from dcp_datastates.storage.failpoints import hit
 from dcp_datastates.storage.object_store import (
     Listing,
     ObjectMissingError,
@@ -138,16 +139,20 @@ class RamStore:
                 copies = _sound(begun)
             for piece in pieces:  # its errors are the caller's own
                 with self._explained("storing", key):
+                    hit("ram.piece.before")
                     for copy in copies:
                         copy.write(piece)
                 del piece  # while waiting for the next
             with self._explained("storing", key):
                 _all(copy.complete() for copy in copies)
+                hit("ram.publish.before")
                 if how is not Publish.ALWAYS:
                     first = copies.pop(0)
                     if not first.publish(how, modified_ns, before)():
                         return False
+                    hit("ram.publish.between")
                 _all(copy.publish(how, modified_ns, before) for copy in copies)
+                hit("ram.publish.after")
         return True
 
     def _spread(self, key: str) -> Entry | None:
@@ -270,9 +275,9 @@ _opened: dict[str, RamStore] = {}
 
 
 def _open(root: str) -> RamStore:
-    ram_nodes.join()
     if root.partition("://")[2].startswith("."):
         raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
+    ram_nodes.join()
     with _lock:
         if root not in _opened:
             _opened[root] = RamStore(root, ram_nodes.nodes)

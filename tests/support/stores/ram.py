@@ -5,8 +5,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from dcp_datastates.tiers.ram_client import Node, OtherNode, OwnNode, Pace, ServerAddress
 from dcp_datastates.tiers.ram_files import RamFiles
@@ -31,8 +32,14 @@ class RamCluster:
         server = self.servers[name]
         return ServerAddress("127.0.0.1", server.port, server.token)
 
+    def other(self, name: str) -> OtherNode:
+        return OtherNode(name, [self.address(name)], Pace(0))
+
     def store(
-        self, own: str, bucket: str = "run", addresses: dict[str, Sequence[ServerAddress]] = {}
+        self,
+        own: str,
+        bucket: str = "run",
+        addresses: Mapping[str, Sequence[ServerAddress]] = MappingProxyType({}),
     ) -> RamStore:
         """The store as a process of node ``own`` has it; it reaches others at other ``addresses``."""
         ring: list[Node] = [
@@ -50,7 +57,9 @@ class RamCluster:
 
     def rests(self) -> list[Path]:
         """What was not published, on all nodes."""
-        return [path for name in self.names for path in (self.folders[name] / ".unfinished").iterdir()]
+        return [
+            path for name in self.names for path in (self.folders[name] / ".unfinished").iterdir()
+        ]
 
     def close(self) -> None:
         for server in self.servers.values():

@@ -1,6 +1,4 @@
-"""What every store promises, asked of each kind: in memory by fsspec; moto, rclone and azurite by obstore; the memory of
-nodes.
-"""
+"""What every store promises, asked of each kind: in memory by fsspec; moto, rclone and azurite by obstore; ``ram://``."""
 
 from __future__ import annotations
 
