@@ -52,6 +52,7 @@ The others (of paths: absolute)::
                      largest, relative: a number, null or "inf"
 
     latest --json    root, latest, step                                   latest: a path, or null
+                     tiers, places (if there are several ROOTs)           places: of the same checkpoint, nearest first
     retain --json    root, dry_run, kept: [path], deleted: [path]         newest first
     rm --json        dry_run, deleted: [path], failed: [{path, problem}]
 """

@@ -16,17 +16,29 @@ __all__ = ["run"]
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the path of the newest checkpoint in ``options.root``; returns the exit status."""
-    root = locate(options.root)
-    found = latest(options.root, verify=options.verify)
-    if options.json:
-        step = None if found is None else step_of(found.name)
-        print_json({"root": root, "latest": found, "step": step})
-    elif found is not None:
-        with pipe_may_close():
-            # A program that reads it wants the path as it is.
-            print(printable(found) if sys.stdout.isatty() else found)
+    """Print the path of the newest checkpoint in ``options.root``; of several tiers, all its places, the nearest first.
+    Returns the exit status.
+    """
+    roots = [locate(root) for root in options.root]
+    if len(roots) == 1:
+        found = latest(options.root[0], verify=options.verify)
+        places = [] if found is None else [found]
     else:
-        there = "no whole checkpoint in it" if is_directory(root) else "there is no such directory"
-        complain(f"{root}: {there}")
-    return NO if found is None else OK
+        places = latest(list(options.root), verify=options.verify) or []
+    if options.json:
+        found = places[0] if places else None
+        step = None if found is None else step_of(found.name)
+        answer = {"root": roots[0], "latest": found, "step": step}
+        print_json(answer if len(roots) == 1 else {**answer, "tiers": roots, "places": places})
+    elif places:
+        with pipe_may_close():
+            for place in places:
+                # A program that reads it wants the path as it is.
+                print(printable(place) if sys.stdout.isatty() else place)
+    else:
+        for root in roots:
+            there = (
+                "no whole checkpoint in it" if is_directory(root) else "there is no such directory"
+            )
+            complain(f"{root}: {there}")
+    return OK if places else NO

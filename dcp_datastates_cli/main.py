@@ -209,7 +209,12 @@ def _add_latest(commands: _Commands) -> None:
         description="Print the path of the newest checkpoint in a directory that passes --verify; say which "
         "are left out, and why. Exit status: 0 found, 1 there is none, 2 the directory cannot be read.",
     )
-    latest.add_argument("root", metavar="ROOT", help="a directory of checkpoints")
+    latest.add_argument(
+        "root",
+        metavar="ROOT",
+        nargs="+",
+        help="a directory of checkpoints; or the tiers of a run, the nearest first",
+    )
     _add_level(latest)
 
 

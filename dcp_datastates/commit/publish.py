@@ -88,6 +88,8 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
             warn_if_replaced(directory)
             _withdraw_older(directory, attempt)
             _check_not_superseded(directory, attempt, claim.seen)
+            if round_.archives:
+                (directory / local.ARCHIVE_PIN).touch()  # durable with .metadata
             try:
                 attempts.publish(directory, attempt, data)
                 published = True
@@ -250,5 +252,9 @@ def tidy_after_commit(round_: Round, superseded: Sequence[Attempt], rank: int, w
 
 def tidy_after_failure(round_: Round, rank: int, world: int) -> None:
     """Remove ``rank``'s files of the round's own attempt. Never raises."""
-    if isinstance(round_.directory, Path) and round_.attempt is not None:
-        attempts.remove_files(round_.directory, round_.attempt, rank, world)
+    directory = round_.directory
+    if isinstance(directory, Path) and round_.attempt is not None:
+        attempts.remove_files(directory, round_.attempt, rank, world)
+        if round_.archives and rank == 0 and not (directory / local.METADATA_NAME).exists():
+            with contextlib.suppress(OSError):
+                (directory / local.ARCHIVE_PIN).unlink(missing_ok=True)

@@ -109,6 +109,8 @@ class Round:
     """What this rank tells the coordinator with its vote."""
     compose: Compose | None = None
     """Coordinator: makes the document of all ranks' reports. None: DCP gathers the results, see :meth:`provide`."""
+    archives: bool = False
+    """Whether the checkpoint is to be archived: it is committed with the pin that keeps it until then."""
     published: bytes | None = field(init=False, default=None)
     """Coordinator: the metadata that were committed, until the round is over."""
     committed: Future[None] = field(init=False, default_factory=_pending)

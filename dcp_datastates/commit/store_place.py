@@ -26,7 +26,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.local import METADATA_NAME
+from dcp_datastates.storage.local import ARCHIVE_PIN, METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.store_claims import StoreClaim
 from dcp_datastates.storage.store_probe import creates_once
@@ -71,6 +71,9 @@ class StorePlace:
         data = document(StorageMeta(checkpoint_id=str(round_.path), save_id=attempt.name), claim)
         if not (claim.alone and round_.overwrite):
             self._withdraw_older(attempt, round_.overwrite)
+        if round_.archives:
+            path = directory / ARCHIVE_PIN
+            path.store.put(path.key, b"")
         store_index.register(directory, attempt)  # 5
         self._decide(attempt, data)
         round_.published = data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
@@ -11,7 +10,6 @@ from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage.object_path import Location
-from dcp_datastates.tiers.archive import Archive
 
 __all__ = ["SaveHandle"]
 
@@ -56,11 +54,6 @@ class SaveHandle(AsyncSaveResponse):
                 f"the save to {str(self._save.path)!r} is not archived: pass archive=, or see archive_every"
             )
         return self._save.archived
-
-    def archive(self, archive: Archive, then: Callable[[], object] | None) -> Future[None]:
-        """Have the manager's ``archive`` follow this save: the future of :attr:`archived`."""
-        self._save.archived = archived = archive.follow(self._save, then)
-        return archived
 
     @property
     def path(self) -> Location:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -163,6 +163,8 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         self._here = ThisThread()
         self._saves = Saves()
         self._used = False
+        self.archive: Callable[[SaveOperation], object] = archive_save
+        """Archives a save, unless it is not its turn."""
         prepare(self.rank_set, self._config).count_unused(1)
 
     # ---- for the user --------------------------------------------------------------------------
@@ -358,9 +360,9 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         return self._path
 
     def add(self, save: SaveOperation) -> None:
-        """Count ``save`` among this writer's."""
+        """Count ``save`` among this writer's. It is not planned yet."""
         self._saves.add(save)
-        archive_save(save)
+        self.archive(save)
 
     # ---- within ------------------------------------------------------------------------------------
 

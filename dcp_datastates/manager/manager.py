@@ -29,7 +29,7 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.manager.interval import AutoInterval, parse_every
-from dcp_datastates.manager.keeping import ArchiveRule, Keeping
+from dcp_datastates.manager.keeping import Keeping
 from dcp_datastates.manager.save_tracker import SaveTracker
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
@@ -86,11 +86,11 @@ class CheckpointManager:
         on_failure: Called in the same way for each failed save, as ``on_failure(step, error)``.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
         process_group: The ranks that save; None: all.
-        archive: A slower tier, a directory or a URL, to which checkpoints are copied behind training
-            (:attr:`SaveHandle.archived`), also after a restart. Before that they are not deleted from ``root``.
-            :meth:`restore_latest` takes the newest of both, and reads from ``root`` what is whole there.
+        archive: A slower tier, a directory or URL, to which checkpoints are copied behind training, before they may be
+            deleted from ``root``. :meth:`restore_latest` takes the newest of both. See docs/tiers.md.
         archive_every: Archive every n-th checkpoint that is saved, the first among them.
-        archive_keep, archive_rate: As ``keep``, and how fast each rank may copy: ``"500MB/s"``, say; None: no limit.
+        archive_keep: The checkpoints to keep in the archive, as for ``keep``; None: all.
+        archive_rate: How fast each rank may copy, such as ``"500MB/s"``; None: no limit.
         options: The options of :class:`DataStatesWriter`, such as ``host_cache_size``.
 
     Threads: one thread uses a manager. With ``on_signal``, the main thread must construct it.
@@ -133,21 +133,19 @@ class CheckpointManager:
         self._group = process_group
         self._alone = bool(options.get("no_dist", False))
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
-        rules = archive_every, archive_keep, archive_rate
-        archiving = None if slow is None else ArchiveRule(self._steps, self._rank_set, *rules)
-        self._writer = DataStatesWriter(process_group=process_group, **options)
+        hooks = by_step("on_commit", on_commit), by_step("on_failure", on_failure)
+        self._saves = SaveTracker(1 if strict else max_failures, *hooks)
+        rules = self._keep, archive_every, archive_keep
+        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
+        self._writer = DataStatesWriter(
+            process_group=process_group, archive=slow, archive_rate=archive_rate, **options
+        )
         self._signals = Signals(on_signal)
         consensus: StepConsensus | None = None
         if self._signals.watched or not isinstance(rule, int):
             consensus = StepConsensus(self._rank_set)
         self._schedule = Schedule(rule, consensus)
-        self._saves = SaveTracker(
-            1 if strict else max_failures,
-            by_step("on_commit", on_commit),
-            by_step("on_failure", on_failure),
-        )
-        keeps = self._keep, archiving, self._rank_set.rank == 0
-        self._keeping = Keeping(self._steps, self._saves, *keeps)
+        self._writer.archive = self._keeping.archive
         self._newest_save: tuple[int, SaveHandle | None] | None = None
         self._unsaved: tuple[int, Mapping[str, Any], Mapping[str, float] | None] | None = None
         """The arguments of the last call of :meth:`save`, if it did not save."""

@@ -113,14 +113,10 @@ class StepDirectories:
         )
         return step_of(best[0].path.name) if best else None
 
-    def delete_old(self, tier: int, keep: Keep, spared: Callable[[Location], bool]) -> None:
-        """Delete the checkpoints of a tier that ``keep`` does not ask for, without those that are ``spared``."""
-        retained = retain_here(
-            self.roots[tier],
-            keep=keep,
-            verify=self._verify,
-            among=lambda path: self.is_one(path) and not spared(path),
-        )
+    def delete_old(self, tier: int, keep: Keep) -> None:
+        """Delete the checkpoints of a tier that ``keep`` does not ask for."""
+        root = self.roots[tier]
+        retained = retain_here(root, keep=keep, verify=self._verify, among=self.is_one)
         for path in retained.deleted:
             logger.info("deleted checkpoint %s", path)
 

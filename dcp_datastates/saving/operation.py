@@ -363,6 +363,7 @@ class SaveOperation:
             unused_writers=self.call.unused_writers,
             report=report,
             compose=compose,
+            archives=self.archived is not None,
         )
 
     def _decided(self, outcome: Future[None]) -> None:

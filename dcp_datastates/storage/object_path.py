@@ -166,9 +166,9 @@ def locate_all(
 
     Raises as :func:`locate`, and :class:`ConfigurationError` if there is none.
     """
-    if isinstance(paths, str | os.PathLike | ObjectPath):
-        return (locate(paths, options=options),)
-    if not isinstance(paths, Sequence) or not paths:
+    if not isinstance(paths, list | tuple):
+        return (locate(paths, options=options),)  # type: ignore[arg-type]
+    if not paths:
         raise ConfigurationError(
             f"path={paths!r} names no place; pass a path, a URL, or a list of them"
         )

@@ -1,7 +1,8 @@
 """Carries committed checkpoints to a slower tier, behind training.
 
-Each rank carries its own files (``carrying.py``). On the fast tier a pin, :data:`PIN`, keeps a checkpoint from deletion
-until its copy is committed. The pin is all that a job needs after a restart, to go on.
+Each rank carries its own files (``carrying.py``). A checkpoint that is to be archived is committed with a pin,
+:data:`PIN`, which keeps it from deletion until its copy is committed. The pin is all that a job needs after a restart,
+to go on.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dcp_datastates.checkpoints.delete import delete_rest
 from dcp_datastates.checkpoints.first_rank import from_first_of
 from dcp_datastates.checkpoints.inventory import attempts_at, folders_in, is_committed
 from dcp_datastates.checkpoints.listing import checkpoints, newest_first
-from dcp_datastates.checkpoints.pins import pin, pins, unpin
+from dcp_datastates.checkpoints.pins import pins, unpin
 from dcp_datastates.commit.group import CommitGroup
 from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveAbandonedError
 from dcp_datastates.process.ending import Phase, at_end
@@ -27,6 +28,7 @@ from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
+from dcp_datastates.storage.local import ARCHIVE_PIN
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.carrying import Carrier
 from dcp_datastates.tiers.run_identity import check_one_run
@@ -35,7 +37,7 @@ __all__ = ["PIN", "Archive", "archive_of", "archive_save"]
 
 logger = logging.getLogger(__name__)
 
-PIN: Final = "archive"
+PIN: Final = ARCHIVE_PIN.removeprefix("pin.")
 """The pin of a checkpoint that is to be archived."""
 
 _CLOSE_SECONDS: Final = 10.0
@@ -56,9 +58,8 @@ class _Item:
 class Archive:
     """A slower tier of a run. :func:`archive_of` makes one for each directory and set of ranks.
 
-    Threads: ``dcp_datastates-archive`` carries the checkpoints, one after another; on the first rank,
-    ``dcp_datastates-pin`` writes and removes the pins. Both start with the first work, and end with the process. Any
-    thread may call the methods.
+    Threads: ``dcp_datastates-archive`` carries the checkpoints, one after another. It starts with the first, and ends
+    with the process. Any thread may call the methods.
     """
 
     def __init__(self, slow: Location, group: CommitGroup, number: int) -> None:
@@ -69,7 +70,6 @@ class Archive:
         self._key = f"archive{number}"
         self._carrier = Carrier(group, number)
         self._worker = Worker("dcp_datastates-archive")
-        self._pinner = Worker("dcp_datastates-pin")
         self._lock = ProcessLock()  # guards what follows
         self._items: list[_Item] = []
         self._opened: dict[Location, Future[None]] = {}
@@ -91,16 +91,6 @@ class Archive:
         """Limit what this rank reads and writes for the archive; 0: no limit."""
         self._carrier.rate = bytes_per_second
 
-    def follow(self, save: SaveOperation, then: Callable[[], object] | None = None) -> Future[None]:
-        """Archive ``save`` once it is committed. Every rank calls this for the same saves. The future is done when the
-        copy is committed on the slow tier; it has the error if the save fails, or cannot be archived.
-
-        ``then`` is called on the first rank, after the copy's commit, in the archive's thread.
-        """
-        archived: Future[None] = Future()
-        save.committed.add_done_callback(lambda _: self.saved(save, archived, then))
-        return archived
-
     def holds(self, path: Location) -> bool:
         """Whether this process is still to archive the checkpoint at ``path``."""
         with self._lock:
@@ -116,7 +106,6 @@ class Archive:
         """Give up what is not archived: a pin keeps it for the next start."""
         self._carrier.closing.set()
         self._worker.close(_CLOSE_SECONDS)
-        self._pinner.close(_CLOSE_SECONDS)
 
     def saved(
         self,
@@ -124,7 +113,11 @@ class Archive:
         archived: Future[None],
         then: Callable[[], object] | None = None,
     ) -> None:
-        """Archive ``save``, whose outcome is known. Never waits."""
+        """Archive ``save``, whose outcome is known. Never waits.
+
+        ``archived`` is done when the copy is committed on the slow tier; it has the error if the save has failed, or
+        cannot be archived. The archive's thread calls ``then`` on the first rank, after the copy's commit.
+        """
         error, path, attempt = save.committed.peek(), save.path, save.attempt
         # A commit whose outcome is not known here may be known to the other ranks: they wait for this one's files.
         if path is None or attempt is None or not isinstance(error, CommitOutcomeUnknown | None):
@@ -138,24 +131,10 @@ class Archive:
     def _add(self, item: _Item) -> None:
         with self._lock:
             self._items.append(item)
-        if self._rank_set.rank == 0:
-            self._pinner.post(lambda: self._pin(item))
         if not self._worker.post(lambda: self._carry(item)):
             self._end(
                 item, SaveAbandonedError(f"{item.path} is not archived: the process is ending")
             )
-
-    # ---- the pinning thread ------------------------------------------------------------------------
-
-    def _pin(self, item: _Item) -> None:
-        if self.holds(item.path):
-            with _logged(f"{item.path} cannot be pinned for its archive"):
-                pin(item.path, PIN)
-
-    def _archived(self, item: _Item) -> None:
-        with _logged(f"{item.path} is archived, and stays pinned"):
-            unpin(item.path, PIN)
-        self._end(item, None)
 
     # ---- the archive's thread ----------------------------------------------------------------------
 
@@ -218,11 +197,11 @@ class Archive:
             logger.info(
                 "archived %s in %s in %.1f s", item.path, self.slow, time.monotonic() - began
             )
+            with _logged(f"{item.path} is archived, and stays pinned"):
+                unpin(item.path, PIN)
             if item.then is not None:
                 with _logged(f"after {item.path} was archived"):
                     item.then()
-            if self._pinner.post(lambda: self._archived(item)):
-                return
         self._end(item, None)
 
     def _end(self, item: _Item, error: BaseException | None) -> None:
@@ -261,11 +240,13 @@ def archive_of(slow: Location, group: CommitGroup) -> Archive:
         return _archives[key]
 
 
-def archive_save(save: SaveOperation) -> None:
-    """Archive ``save`` once it is committed, if its writer has an archive."""
+def archive_save(
+    save: SaveOperation, then: Callable[[], object] | None = None
+) -> Future[None] | None:
+    """Archive ``save`` once it is committed, if its writer has an archive. Call this before the save is planned."""
     config = save.call.config
     if config.archive is None:
-        return
+        return None
     root, archived = config.archive, Future[None]()
 
     def begin(_: Future[None]) -> None:
@@ -274,10 +255,11 @@ def archive_save(save: SaveOperation) -> None:
         )  # DCP may have said meanwhile that this process saves alone
         archive.set_rate(config.archive_rate)
         archive.exit_timeout = config.exit_timeout
-        archive.saved(save, archived)
+        archive.saved(save, archived, then)
 
     save.archived = archived
     save.committed.add_done_callback(begin)
+    return archived
 
 
 def _finish_at_end() -> None:

@@ -162,6 +162,7 @@ class Carrier:
 
     def _commit(self, committed: Committed, target: Location, place: CopyTarget) -> None:
         if _is_carried(target, committed.note.attempt):
+            place.remove_older()
             return
         records = list(committed.note.files.values())
         there = same_size(target, records)

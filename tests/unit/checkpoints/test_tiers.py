@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 
 import pytest
 import torch
+from support.commands import run_cli
 from support.simulated.object_stores import MemoryStore, installed
 from support.state.checkpoints import save
 from support.state.states import filled
@@ -150,3 +152,14 @@ def test_latest_agrees_with_a_search_of_all_damages(tmp_path):
             assert _is(_loaded(found), max(whole))
         for path in moved:
             path.with_suffix(".gone").rename(path)
+
+
+def test_the_command_prints_all_places(tiers):
+    fast, _ = tiers
+    other = fast.with_name(f"{fast.name}-other")
+    places = [str(fast / "step-3"), str(other / "step-3")]
+    dcp_datastates.copy(*places)
+    assert run_cli("latest", fast, other).stdout.splitlines() == places
+    answer = json.loads(run_cli("latest", "--json", fast, other).stdout)
+    assert (answer["step"], answer["places"]) == (3, places)
+    assert run_cli("latest", fast.with_name("none"), other).stdout.splitlines() == places[1:]
