@@ -18,8 +18,8 @@ __all__ = [
     "configure",
     "files_on",
     "find_in_memory",
+    "go_on_in_memory",
     "loop_in_memory",
-    "retain_in_memory",
     "save_configured",
     "save_in_memory",
     "try_to_save_in_memory",
@@ -59,8 +59,10 @@ def find_in_memory(root: str, number: int | None, saved_by: int, nodes: int = 2)
     assert found == number
 
 
-def retain_in_memory(root: str) -> None:
-    configure(root)
+def go_on_in_memory(root: str, number: int) -> None:
+    """Save ``number`` and the next, and keep one checkpoint."""
+    save_in_memory(root, number)
+    save_configured(number + 1)
     dcp_datastates.retain(URL, keep=1)
 
 
