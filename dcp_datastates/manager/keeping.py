@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.first_rank import DEFAULT_TIMEOUT, from_first_of
@@ -82,7 +81,7 @@ class Keeping:
         most ``seconds``.
         """
         fast, archive = self._steps.roots[0], self._archive
-        if self._deletes and archive is not None and self._nbytes and isinstance(fast, Path):
+        if self._deletes and archive is not None and self._nbytes:
             saves = len(self._saves.in_flight()) + 1
             make_room(fast, archive, int(saves * _SPARE * self._nbytes), seconds)
 

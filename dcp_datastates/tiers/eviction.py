@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
-from pathlib import Path
 from typing import Final
 
 from dcp_datastates.checkpoints.copy_target import committed_at
 from dcp_datastates.checkpoints.delete import delete_committed
 from dcp_datastates.checkpoints.listing import Found, checkpoints, newest_first
-from dcp_datastates.errors import DataStatesError
+from dcp_datastates.errors import DataStatesError, StorageError
 from dcp_datastates.process.waiting import WaitLog
+from dcp_datastates.storage.object_path import Location, ObjectPath
 from dcp_datastates.text import size
 from dcp_datastates.tiers.archive import Archive
+from dcp_datastates.tiers.ram_store import RamStore
 
 __all__ = ["make_room"]
 
@@ -23,8 +25,8 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS: Final = 0.5
 
 
-def make_room(fast: Path, archive: Archive, nbytes: int, seconds: float) -> None:
-    """Return when the file system of ``fast`` has room for ``nbytes``.
+def make_room(fast: Location, archive: Archive, nbytes: int, seconds: float) -> None:
+    """Return when ``fast`` has room for ``nbytes``: its file system, or the memory of the nodes.
 
     Deletes checkpoints that are archived, the oldest first, but never the newest of all. If that is not enough, waits
     until more is archived, for at most ``seconds``: the save that follows may then fail, for want of space.
@@ -50,8 +52,16 @@ def make_room(fast: Path, archive: Archive, nbytes: int, seconds: float) -> None
         archive.wait(_LOOK_SECONDS)
 
 
-def _free(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
+def _free(fast: Location) -> float:
+    if not isinstance(fast, ObjectPath):
+        return shutil.disk_usage(fast).free
+    if not isinstance(fast.store, RamStore):  # no store tells
+        return math.inf
+    try:
+        return fast.store.left()
+    except StorageError as error:  # the save will say so, too
+        logger.warning("whether there is room for a save is not known: %s", error)
+        return math.inf
 
 
 def _evict(found: Found, archive: Archive) -> None:

@@ -23,6 +23,9 @@ from dcp_datastates.tiers.ram_protocol import Kind, Line
 
 __all__ = ["Answer", "Node", "OtherNode", "OwnNode", "Pace", "ServerAddress", "Writing"]
 
+_MOST_IDLE: Final = 2
+"""Connections to a node that are kept: with many nodes a process must not need many descriptors."""
+
 T = TypeVar("T")
 
 Answer = Callable[[], T]
@@ -55,6 +58,7 @@ class Node(Protocol):
     def walk(self, prefix: str) -> Answer[list[Entry]]: ...
     def list(self, prefix: str) -> Answer[list[Entry]]: ...
     def delete(self, keys: Iterable[str]) -> Answer[object]: ...
+    def left(self) -> Answer[int]: ...
     def writing(self, key: str) -> Answer[Writing]: ...
 
 
@@ -98,6 +102,9 @@ class OwnNode:
 
     def delete(self, keys: Iterable[str]) -> Answer[object]:
         return lambda: self._files.delete(keys)
+
+    def left(self) -> Answer[int]:
+        return self._files.left
 
     def writing(self, key: str) -> Answer[Writing]:
         return lambda: _OwnWriting(self._files.unpublished(key))
@@ -150,6 +157,9 @@ class OtherNode:
     def delete(self, keys: Iterable[str]) -> Answer[object]:
         return self._ask(Kind.DELETE, messages.packed_keys(keys), lambda data: None)
 
+    def left(self) -> Answer[int]:
+        return self._ask(Kind.LEFT, b"", messages.unpacked_number)
+
     def writing(self, key: str) -> Answer[Writing]:
         begun = self._begin(Kind.PUT, messages.packed_keys([key]))
         return lambda: _OtherWriting(self, begun()[0], self._pace)
@@ -164,7 +174,10 @@ class OtherNode:
     def give_back(self, line: Line) -> None:
         """Keep a connection, whose request was answered, for another request."""
         with self._lock:
-            self._idle.append(line)
+            if len(self._idle) < _MOST_IDLE:
+                self._idle.append(line)
+                return
+        line.close()
 
     @contextlib.contextmanager
     def named(self, line: Line | None = None) -> Iterator[None]:

@@ -144,6 +144,13 @@ class RamFiles:
                     os.unlink(path)
                 self._remove_empty(os.path.dirname(path))
 
+    def left(self) -> int:
+        """The bytes that still have room."""
+        found = (_entry_of("", each) for each in _files_below(self._directory))
+        used = sum(entry.nbytes for entry in found if entry is not None)
+        system = os.statvfs(self._directory)
+        return max(0, min(self._most - used, system.f_bavail * system.f_frsize))
+
     def take(self, nbytes: int) -> None:
         """Ask for room for ``nbytes`` more. Raises OSError with ENOSPC if there is none.
 
@@ -151,18 +158,17 @@ class RamFiles:
         little.
         """
         with self._lock:
-            if self._granted < nbytes:
-                left = self._most - sum(
-                    each.stat(follow_symlinks=False).st_size
-                    for each in _files_below(self._directory)
-                )
-                if left < nbytes:
-                    raise OSError(
-                        errno.ENOSPC,
-                        f"the directory {self._directory} may have {self._most} bytes, and has {max(0, left)} left",
-                    )
-                self._granted = max(nbytes, min(_GRANT_BYTES, left // 16))
-            self._granted -= nbytes
+            if self._granted >= nbytes:
+                self._granted -= nbytes
+                return
+        left = self.left()
+        if left < nbytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"the directory {self._directory} may have {self._most} bytes, and has room for {left}",
+            )
+        with self._lock:
+            self._granted = max(0, min(_GRANT_BYTES, left // 16) - nbytes)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

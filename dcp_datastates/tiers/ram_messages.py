@@ -16,11 +16,13 @@ __all__ = [
     "packed_entries",
     "packed_error",
     "packed_keys",
+    "packed_number",
     "packed_publish",
     "packed_range",
     "unpacked_entries",
     "unpacked_error",
     "unpacked_keys",
+    "unpacked_number",
     "unpacked_publish",
     "unpacked_range",
 ]
@@ -39,6 +41,16 @@ def packed_keys(keys: Iterable[str]) -> bytes:
 def unpacked_keys(data: Buffer) -> list[str]:
     """The keys of :func:`packed_keys`."""
     return [os.fsdecode(key) for key in bytes(data).split(b"\0")]
+
+
+def packed_number(number: int) -> bytes:
+    """What the answer to ``LEFT`` contains."""
+    return number.to_bytes(8, "big")
+
+
+def unpacked_number(data: memoryview) -> int:
+    """The number of :func:`packed_number`."""
+    return int.from_bytes(data, "big")
 
 
 def packed_range(key: str, begin: int, end: int) -> bytes:

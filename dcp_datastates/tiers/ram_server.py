@@ -132,6 +132,8 @@ class RamServer:
         if kind is Kind.READ:
             found = files.read(*messages.unpacked_range(data))
             return [] if found is None else [packed([found[0]]), found[1]]
+        if kind is Kind.LEFT:
+            return [messages.packed_number(files.left())]
         keys = messages.unpacked_keys(data)
         if kind is Kind.FIND:
             entry = files.find(keys[0])

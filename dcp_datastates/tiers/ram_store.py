@@ -118,6 +118,13 @@ class RamStore:
         found = self._union("listing", prefix, lambda node, name: node.walk(name))
         return map(_object, found.values())
 
+    def left(self) -> int:
+        """The bytes of data files that still have room, if each node stores equally many."""
+        nodes = self._nodes()
+        with self._explained("looking for room", ""):
+            least = min(_all(node.left() for node in nodes.ring))
+        return least * len(nodes.ring) // min(len(nodes.ring), 1 + nodes.peers)
+
     # ---- within ------------------------------------------------------------------------------------
 
     def _put(

@@ -6,10 +6,11 @@ import itertools
 import shutil
 
 import pytest
+import torch
 import torch.distributed as dist
 from support.jobs.processes import run_ranks
 from support.jobs.ranks import run_on_ranks
-from support.state.checkpoints import raises
+from support.state.checkpoints import CACHE, raises
 from support.state.in_memory import (
     URL,
     configure,
@@ -22,7 +23,7 @@ from support.state.in_memory import (
 from support.tiers import sampled
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError, StorageError
+from dcp_datastates import CheckpointManager, ConfigurationError, StorageError
 from dcp_datastates.tiers import ram_nodes
 
 
@@ -102,6 +103,28 @@ def test_a_full_node_fails_the_save_and_the_next_works(tmp_path):
     run_on_ranks(2, _a_node_is_full, root=str(tmp_path))
     assert {name.split("/")[0] for name in files_on(tmp_path)} == {"step-3"}
     assert list(tmp_path.glob("node*/.unfinished/*")) == []
+
+
+def _saves_more_than_fits(root: str, archive: str) -> None:
+    node = f"node{dist.get_rank()}"
+    dcp_datastates.configure_ram(directory=f"{root}/{node}", node=node, size="40MB")
+    state = {"w": torch.zeros(3_000_000), "step": 0}
+    with CheckpointManager(URL, every=1, keep=9, archive=archive, host_cache_size=CACHE) as manager:
+        for step in range(6):
+            state["w"].fill_(step)
+            state["step"] = step
+            manager.save(step, state).result(60)
+        manager.wait()
+
+
+def test_full_memory_gives_up_what_is_archived(tmp_path):
+    archive = tmp_path / "archive"
+    run_on_ranks(2, _saves_more_than_fits, root=str(tmp_path), archive=str(archive))
+    steps = {f"step-{number}" for number in range(6)}
+    assert {path.name for path in archive.iterdir() if path.is_dir()} == steps
+    in_memory = {name.split("/")[0] for name in files_on(tmp_path)}
+    assert "step-5" in in_memory
+    assert in_memory < steps
 
 
 @pytest.mark.parametrize(
