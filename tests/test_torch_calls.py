@@ -32,6 +32,7 @@ WEAK = {
     "process/forks.py": "locks",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",
+    "tiers/ram_protocol.py": "sockets",
 }
 """The files with weak references, and what they refer to. Never to tensors: torch does not swap tensors that have weak
 references, so ``Module.to`` would fail under FSDP2."""
