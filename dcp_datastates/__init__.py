@@ -53,6 +53,8 @@ from dcp_datastates.io.engine import configure_engine
 from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
 from dcp_datastates.staging.ownership import track
 from dcp_datastates.stats import SaveStats
+from dcp_datastates.tiers.ram_nodes import configure_ram
+from dcp_datastates.tiers.ram_store import RamStore as _RamStore  # noqa: F401  (registers ram://)
 
 __all__ = [
     "AutoInterval",
@@ -96,6 +98,7 @@ __all__ = [
     "UnsupportedTensorError",
     "async_save",
     "configure_engine",
+    "configure_ram",
     "convert",
     "copy",
     "delete",

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal, TypedDict, get_args
 
 from dcp_datastates._native import MIN_HOST_CACHE_BYTES, SEGMENT_BYTES
@@ -21,6 +22,7 @@ __all__ = [
     "Commit",
     "Defer",
     "EngineConfig",
+    "RamConfig",
     "ReadWindow",
     "TierOptions",
     "WhenBehind",
@@ -57,6 +59,9 @@ MAX_IN_FLIGHT = 32
 
 MAX_THREADS = 256
 """Most threads of one kind."""
+
+MAX_PEERS = 16
+"""Most nodes on which a data file of a ``ram://`` store lies, besides its own."""
 
 MIN_COPY_RATE = 64 << 20
 """Smallest ``copy_rate``, in bytes per second: below it, the end of the process would wait for single copies."""
@@ -210,6 +215,41 @@ class EngineConfig:
                 f"that, or None for no limit"
             )
         return EngineConfig(**counts, copy_rate=rate)
+
+
+@dataclass(frozen=True)
+class RamConfig:
+    """Checked options of ``ram://`` stores; :func:`~dcp_datastates.configure_ram` documents them."""
+
+    peers: int = 1
+    nbytes: int | None = None
+    """None: half of the file system."""
+    rate: int = 0
+    """0: no limit."""
+    directory: Path | None = None
+    node: str | None = None
+
+    @staticmethod
+    def checked(
+        *,
+        peers: int,
+        size: int | str,
+        rate: int | str | None,
+        directory: str | os.PathLike[str] | None,
+        node: str | None,
+    ) -> RamConfig:
+        """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
+        if isinstance(peers, bool) or not isinstance(peers, int) or not 0 <= peers <= MAX_PEERS:
+            raise ConfigurationError(f"peers={peers!r} must be an int between 0 and {MAX_PEERS}")
+        nbytes = None if size == "auto" else parse_size(size, name="size")
+        if nbytes == 0:
+            raise ConfigurationError(f"size={size!r} has room for nothing")
+        if node is not None and not (isinstance(node, str) and node.strip()):
+            raise ConfigurationError(f"node={node!r} must be a name, or None for the host's name")
+        if directory is not None and not isinstance(directory, str | os.PathLike):
+            raise ConfigurationError(f"directory={directory!r} must be a path, or None")
+        place = None if directory is None else Path(os.path.abspath(directory))
+        return RamConfig(peers, nbytes, parse_rate(rate), place, node)
 
 
 class BackgroundOptions(TypedDict, total=False):

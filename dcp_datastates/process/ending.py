@@ -31,6 +31,8 @@ class Phase(enum.IntEnum):
     """Wait for saves in flight, within a bound."""
     GIVE_UP = 2
     """From now on, give up file operations that do not return, too."""
+    LEAVE = 3
+    """Last: wait, within a bound, for other processes that use this one."""
 
 
 _functions: Final[dict[Phase, list[Callable[[], None]]]] = {phase: [] for phase in Phase}

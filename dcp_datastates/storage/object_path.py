@@ -116,7 +116,7 @@ def locate(
 ) -> Location:
     """The place that ``path`` names: a URL's in its store, anything else in the file system (:func:`local.local_path`).
 
-    ``options`` are fsspec's ``storage_options``. Opens nothing.
+    ``options`` are fsspec's ``storage_options``. Opens nothing but stores of registered schemes (:mod:`stores`).
 
     Raises :class:`ConfigurationError`: the URL has no bucket, has credentials, or a segment that no key can have; or
     there are ``options`` for a path that is no URL.
@@ -154,7 +154,9 @@ def locate(
             raise ConfigurationError(
                 f"path={path!r} has the segment {segment!r}, which names no place in a store"
             )
-    return ObjectPath(f"{scheme}://{bucket}", key, options)
+    root = f"{scheme}://{bucket}"
+    stores.name_root(root)
+    return ObjectPath(root, key, options)
 
 
 def locate_all(

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from dcp_datastates.errors import ConfigurationError, StorageError
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.storage.object_store import ObjectStore
 
-__all__ = ["store_of"]
+__all__ = ["name_root", "register", "store_of"]
 
 _OBSTORE_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
 
 _lock = ProcessLock()  # guards what follows
 _opened: dict[tuple[str, str], ObjectStore] = {}
+_openers: dict[str, Callable[[str], ObjectStore]] = {}
 _lost = False
 """Whether this process was forked from one that had opened a store."""
 
 
+def register(scheme: str, opener: Callable[[str], ObjectStore]) -> None:
+    """Let ``opener`` open the stores of ``scheme``: for stores of rooms above this one.
+
+    It is called each time that such a store is named or used, and returns the same object for the same root. It must
+    not wait.
+    """
+    _openers[scheme] = opener
+
+
+def name_root(root: str) -> None:
+    """Open the store at ``root`` if its scheme is registered: the processes of a job that only name such a store have
+    a part in it, too. Raises as :func:`store_of`.
+    """
+    if root.partition("://")[0] in _openers:
+        store_of(root)
+
+
 def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore:
-    """The store at ``root``, such as ``s3://bucket``: through obstore, or through fsspec for other schemes and if there
-    are ``options`` (fsspec's ``storage_options``). Any thread.
+    """The store at ``root``, such as ``s3://bucket``: through obstore, as :func:`register` says, or through fsspec for
+    other schemes and if there are ``options`` (fsspec's ``storage_options``). Any thread.
 
     Raises :class:`ConfigurationError` if the library is not installed or refuses the options; :class:`StorageError` in
     a process that was forked from one that had opened a store, as the libraries' threads do not live on in it.
@@ -35,9 +53,12 @@ def store_of(root: str, options: Mapping[str, Any] | None = None) -> ObjectStore
                 "'forkserver' for processes that read or write checkpoints there",
                 root,
             )
-        if (store := _opened.get((root, by_options))) is None:
-            store = _opened[root, by_options] = _open(root, options)
-        return store
+        scheme = root.partition("://")[0]
+        if scheme in _openers and not options:
+            _opened[root, by_options] = _openers[scheme](root)
+        elif (root, by_options) not in _opened:
+            _opened[root, by_options] = _open(root, options)
+        return _opened[root, by_options]
 
 
 @after_fork

@@ -50,12 +50,12 @@ def try_to_archive(fast: str, slow: str, number: int, url: str = "") -> tuple[st
     )
 
 
-def number_in(tiers: Sequence[str | Path], world: int) -> int | None:
+def number_in(tiers: Sequence[str | Path], world: int, elements: int = SMALL) -> int | None:
     """The number of the newest checkpoint in ``tiers``, which is whole; None if there is none."""
     places = dcp_datastates.latest(list(tiers))
     if places is None:
         return None
     found = dcp_datastates.load(places)
     number = found["object"]["number"]
-    assert_same(found, checkpoint(number, world, SMALL))
+    assert_same(found, checkpoint(number, world, elements))
     return int(number)

@@ -23,6 +23,7 @@ from dcp_datastates.storage.object_store import ObjectStore
 from dcp_datastates.storage.obstore_adapter import ObstoreStore
 from support.stores import server
 from support.stores.programs import serve
+from support.stores.ram import temporary_store
 
 __all__ = ["KINDS", "new_store"]
 
@@ -115,4 +116,5 @@ KINDS: dict[str, Callable[[], ObjectStore]] = {
     "moto": _moto,
     "rclone": _rclone,
     "azurite": _azurite,
+    "ram": lambda: temporary_store(_new_name()),
 }

@@ -1,4 +1,4 @@
-"""What every store promises, asked of each kind: in memory by fsspec; moto, rclone and azurite by obstore."""
+"""What every store promises, asked of each kind: in memory by fsspec; moto, rclone and azurite by obstore; ``ram://``."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_an_object_is_created_once(store, request):
 
 
 def test_an_object_is_replaced_only_as_it_was_seen(store, request):
-    if not {"moto", "azurite"} & set(request.node.callspec.params.values()):
+    if not {"moto", "azurite", "ram"} & set(request.node.callspec.params.values()):
         pytest.skip("the store has no such condition")
     assert store.put_if_unchanged("a", b"1", None)
     assert not store.put_if_unchanged("a", b"2", None)

@@ -1,0 +1,296 @@
+"""The objects that lie in the memory of one node: files below one directory, which all processes of the node share.
+
+An object is written to a file in :data:`_UNFINISHED`, and then published under its key by a link or a rename. Changes
+are made under a lock of the kernel, which ends with the process that holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Final
+
+from typing_extensions import Buffer
+
+from dcp_datastates.process.forks import ProcessLock
+
+__all__ = ["Entry", "Publish", "RamFiles", "Unpublished", "default_directory", "half_of"]
+
+_UNFINISHED: Final = ".unfinished"
+_LOCK: Final = ".lock"
+
+_GRANT_BYTES: Final = 64 << 20
+"""The most bytes that a process writes before it looks again how full the directory is."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object, or a folder, whose key ends in a slash."""
+
+    key: str
+    nbytes: int
+    modified_ns: int
+    """By the clock of the process that has stored it: the same on all nodes, so it tells one state of an object from
+    another.
+    """
+
+
+class Publish(Enum):
+    """When an object may appear under its key."""
+
+    ALWAYS = 0
+    IF_ABSENT = 1
+    IF_UNCHANGED = 2
+    """If the object there has a given size and time."""
+
+
+def default_directory() -> Path:
+    """Of this user, on this node."""
+    return Path("/dev/shm") / f"dcp_datastates-{os.getuid()}"
+
+
+def half_of(directory: Path) -> int:
+    """Half of the bytes of the file system that ``directory`` lies in."""
+    found = os.statvfs(directory)
+    return found.f_blocks * found.f_frsize // 2
+
+
+class RamFiles:
+    """The objects below ``directory``, which is made if it is missing. Any thread, any process of the node.
+
+    Keys have no empty segment, ``.`` or ``..``, and do not begin with a dot. All methods raise OSError.
+
+    Args:
+        most_bytes: of all objects together; None: half of the file system.
+    """
+
+    def __init__(self, directory: Path, most_bytes: int | None = None) -> None:
+        self._directory: Final = directory
+        self._make()
+        if directory == default_directory() and os.lstat(directory).st_uid != os.getuid():
+            raise PermissionError(
+                errno.EACCES, "the directory is another user's", os.fspath(directory)
+            )
+        self._most = half_of(directory) if most_bytes is None else most_bytes
+        self._lock = ProcessLock()  # guards _granted
+        self._granted = 0
+        self._remove_unfinished()
+
+    @property
+    def identity(self) -> str:
+        """The same for two processes only if they share the directory."""
+        found = os.stat(self._directory)
+        return f"{found.st_dev}/{found.st_ino}"
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def find(self, key: str) -> Entry | None:
+        """The object; None if there is none."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return _entry(key, os.stat(self._path(key)))
+        return None
+
+    def read(self, key: str, begin: int, end: int) -> tuple[Entry, bytes] | None:
+        """The object, and its bytes ``[begin, end)``; fewer if it ends before. None if there is none."""
+        try:
+            file = open(self._path(key), "rb")  # noqa: SIM115
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+        with file:
+            entry = _entry(key, os.fstat(file.fileno()))
+            if entry is None:
+                return None
+            file.seek(begin)
+            return entry, file.read(max(0, min(end, entry.nbytes) - begin))
+
+    def walk(self, prefix: str) -> list[Entry]:
+        """All objects below ``prefix``, in no order."""
+        root = self._path(prefix)
+        below = ((f"{prefix}{each.path[len(root) :]}", each) for each in _files_below(root))
+        return [entry for key, each in below if (entry := _entry_of(key, each)) is not None]
+
+    def list(self, prefix: str) -> list[Entry]:
+        """The objects and the folders directly below ``prefix``, in no order."""
+        found = []
+        for each in _scan(self._path(prefix)):
+            key = f"{prefix}/{each.name}"
+            if each.is_dir(follow_symlinks=False):
+                if next(_files_below(each.path), None) is not None:
+                    found.append(Entry(f"{key}/", 0, 0))
+            elif (entry := _entry_of(key, each)) is not None:
+                found.append(entry)
+        return found
+
+    # ---- changing ----------------------------------------------------------------------------------
+
+    def unpublished(self, key: str) -> Unpublished:
+        """A new object, empty so far, that is to appear under ``key``."""
+        return Unpublished(self, self._path(key), self._directory / _UNFINISHED)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; ones that are missing are no error."""
+        paths = [self._path(key) for key in keys]
+        with self.locked():
+            for path in paths:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                    os.unlink(path)
+                self._remove_empty(os.path.dirname(path))
+
+    def take(self, nbytes: int) -> None:
+        """Ask for room for ``nbytes`` more. Raises OSError with ENOSPC if there is none.
+
+        Processes ask by turns of up to 64 MiB, less when little is left, so together they may exceed the limit a
+        little.
+        """
+        with self._lock:
+            if self._granted < nbytes:
+                left = self._most - sum(
+                    each.stat(follow_symlinks=False).st_size
+                    for each in _files_below(self._directory)
+                )
+                if left < nbytes:
+                    raise OSError(
+                        errno.ENOSPC,
+                        f"the directory {self._directory} may have {self._most} bytes, and has {max(0, left)} left",
+                    )
+                self._granted = max(nbytes, min(_GRANT_BYTES, left // 16))
+            self._granted -= nbytes
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the directory: no other thread or process changes what is published."""
+        self._make()
+        descriptor = os.open(self._directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    # ---- within ------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        os.makedirs(self._directory, mode=0o700, exist_ok=True)
+        os.makedirs(self._directory / _UNFINISHED, mode=0o700, exist_ok=True)
+
+    def _path(self, key: str) -> str:
+        if key.startswith(".") or any(part in ("", ".", "..") for part in key.split("/")):
+            raise OSError(errno.EINVAL, f"{key!r} is no key")
+        return os.path.join(self._directory, key)
+
+    def _remove_empty(self, folder: str) -> None:
+        while len(folder) > len(os.fspath(self._directory)):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return
+            folder = os.path.dirname(folder)
+
+    def _remove_unfinished(self) -> None:
+        """Remove what processes that were killed have left."""
+        for each in _scan(self._directory / _UNFINISHED):
+            with contextlib.suppress(OSError):
+                descriptor = os.open(each.path, os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    os.unlink(each.path)
+                finally:
+                    os.close(descriptor)
+
+
+class Unpublished:
+    """An object that is being written. One thread at a time. :meth:`close` removes what is not published."""
+
+    def __init__(self, files: RamFiles, target: str, folder: Path) -> None:
+        self._files, self._target = files, target
+        self._path: Final = os.fspath(folder / secrets.token_hex(12))
+        self._file = self._create()
+
+    def write(self, piece: Buffer) -> None:
+        view = memoryview(piece).cast("B")
+        self._files.take(view.nbytes)
+        while view.nbytes:
+            view = view[os.write(self._file, view) :]
+
+    def publish(self, how: Publish, modified_ns: int, before: Entry | None = None) -> bool:
+        """Let the object appear under its key, with this time; returns whether it has.
+
+        ``before``: the object that it may replace, with :attr:`Publish.IF_UNCHANGED`.
+        """
+        os.utime(self._file, ns=(modified_ns, modified_ns))
+        with self._files.locked():
+            os.makedirs(os.path.dirname(self._target), mode=0o700, exist_ok=True)
+            if how is Publish.IF_ABSENT:
+                try:
+                    os.link(self._path, self._target)
+                except FileExistsError:
+                    return False
+                os.unlink(self._path)
+                return True
+            if how is Publish.IF_UNCHANGED and not self._is_there(before):
+                return False
+            os.replace(self._path, self._target)
+            return True
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._file >= 0:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+            os.close(self._file)
+            self._file = -1
+
+    def _is_there(self, before: Entry | None) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(self._target)
+            return before is not None and (found.st_size, found.st_mtime_ns) == (
+                before.nbytes,
+                before.modified_ns,
+            )
+        return before is None
+
+    def _create(self) -> int:
+        """The file, locked: a file without a lock is one that a killed process has left."""
+        os.makedirs(os.path.dirname(self._path), mode=0o700, exist_ok=True)
+        while True:
+            descriptor = os.open(
+                self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600
+            )
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if os.fstat(descriptor).st_nlink:
+                return descriptor
+            os.close(descriptor)  # another process has removed it before it was locked
+
+
+def _entry(key: str, found: os.stat_result) -> Entry | None:
+    return Entry(key, found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+
+
+def _entry_of(key: str, found: os.DirEntry[str]) -> Entry | None:
+    with contextlib.suppress(FileNotFoundError):  # it was deleted a moment ago
+        return _entry(key, found.stat(follow_symlinks=False))
+    return None
+
+
+def _scan(directory: str | Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(os.fspath(directory)) as entries:
+            return list(entries)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _files_below(directory: str | Path) -> Iterator[os.DirEntry[str]]:
+    for each in _scan(directory):
+        if each.is_dir(follow_symlinks=False):
+            yield from _files_below(each.path)
+        else:
+            yield each

@@ -1,0 +1,292 @@
+"""The memory of the job's nodes as an object store: ``ram://run/step-100``.
+
+A data file lies on the node of the process that wrote it and on the next nodes in the ring of their names; every other
+object is small, and lies on all. So a checkpoint outlives the loss of as many nodes as a file has copies elsewhere. The
+idea is that of Gemini (Wang et al., SOSP'23).
+
+An object is sent to all its nodes, under no name. When each has it whole, it is published on them, one by one. A node
+that fails in between leaves it on some: then the call raises, and reads find it. The first node of the ring decides
+which of several creations comes first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, TypeVar
+
+from typing_extensions import Buffer
+
+from dcp_datastates.errors import ConfigurationError, StorageError
+from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.storage import stores
+from dcp_datastates.storage.failpoints import hit
+from dcp_datastates.storage.object_store import (
+    Listing,
+    ObjectMissingError,
+    StoredObject,
+    Version,
+    url_of,
+)
+from dcp_datastates.tiers import ram_nodes
+from dcp_datastates.tiers.ram_client import Answer, Node
+from dcp_datastates.tiers.ram_files import Entry, Publish
+from dcp_datastates.tiers.ram_nodes import RamNodes
+
+__all__ = ["RamStore"]
+
+_REMEMBERED: Final = 4096
+"""Of how many objects that lie elsewhere a store knows on which node."""
+
+_WHOLE: Final = 1 << 62
+
+T = TypeVar("T")
+
+
+class RamStore:
+    """An :class:`~dcp_datastates.storage.object_store.ObjectStore`.
+
+    Args:
+        url: ``ram://run``.
+        nodes: returns the job's nodes; it may wait, and raise :class:`StorageError`.
+    """
+
+    def __init__(self, url: str, nodes: Callable[[], RamNodes]) -> None:
+        self.url: Final = url
+        self._bucket = url.partition("://")[2]
+        self._nodes = nodes
+        self._lock = ProcessLock()  # guards _found
+        self._found: OrderedDict[str, str] = OrderedDict()
+
+    # ---- changing ----------------------------------------------------------------------------------
+
+    def put(self, key: str, data: Buffer) -> None:
+        self._put(key, [data], self._nodes().places(key))
+
+    def put_stream(
+        self, key: str, pieces: Iterator[Buffer], *, part_bytes: int, parts_in_flight: int
+    ) -> None:
+        # One piece is in flight: each node has it, or its socket has, before the next is taken.
+        self._put(key, pieces, self._nodes().places(key))
+
+    def put_if_absent(self, key: str, data: Buffer) -> bool:
+        with self._explained("creating", key):
+            if self._spread(key) is not None:
+                return False
+        return self._put(key, [data], self._nodes().ring, Publish.IF_ABSENT)
+
+    def put_if_unchanged(self, key: str, data: Buffer, version: Version | None) -> bool:
+        if version is None:
+            return self.put_if_absent(key, data)
+        with self._explained("replacing", key):
+            before = self._spread(key)
+        if before is None or _version(before) != version:
+            return False
+        return self._put(key, [data], self._nodes().ring, Publish.IF_UNCHANGED, before)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        names = list(keys)
+        if names:
+            with self._explained("deleting", names[0]):
+                _all(node.delete(map(self._name, names)) for node in self._nodes().ring)
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def get(self, key: str) -> tuple[bytes, Version, float]:
+        entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
+        return bytes(data), _version(entry), entry.modified_ns / 1e9
+
+    def get_range(self, key: str, begin: int, end: int) -> Buffer:
+        end = max(begin, end)
+        return self._first("reading", key, lambda node, name: node.read(name, begin, end))[1]
+
+    def size(self, key: str) -> int:
+        return self._first("looking at", key, lambda node, name: node.find(name)).nbytes
+
+    def list(self, prefix: str) -> Listing:
+        found = self._union("listing", prefix, lambda node, name: node.list(name))
+        folders = (key[:-1].rpartition("/")[2] for key in found if key.endswith("/"))
+        return Listing(
+            tuple(folders),
+            tuple(map(_object, (e for k, e in found.items() if not k.endswith("/")))),
+        )
+
+    def walk(self, prefix: str) -> Iterator[StoredObject]:
+        found = self._union("listing", prefix, lambda node, name: node.walk(name))
+        return map(_object, found.values())
+
+    # ---- within ------------------------------------------------------------------------------------
+
+    def _put(
+        self,
+        key: str,
+        pieces: Iterable[Buffer],
+        places: Sequence[Node],
+        how: Publish = Publish.ALWAYS,
+        before: Entry | None = None,
+    ) -> bool:
+        """Store an object on ``places``; with a condition, if it holds on the first of them."""
+        modified_ns = time.time_ns()
+        with contextlib.ExitStack() as stack:
+            with self._explained("storing", key):
+                begun = _gathered(node.writing(self._name(key)) for node in places)
+                for each in begun:
+                    if not isinstance(each, OSError):
+                        stack.callback(each.close)
+                copies = _sound(begun)
+            for piece in pieces:  # its errors are the caller's own
+                with self._explained("storing", key):
+                    hit("ram.piece.before")
+                    for copy in copies:
+                        copy.write(piece)
+                del piece  # while waiting for the next
+            with self._explained("storing", key):
+                _all(copy.complete() for copy in copies)
+                hit("ram.publish.before")
+                if how is not Publish.ALWAYS:
+                    first = copies.pop(0)
+                    if not first.publish(how, modified_ns, before)():
+                        return False
+                    hit("ram.publish.between")
+                _all(copy.publish(how, modified_ns, before) for copy in copies)
+                hit("ram.publish.after")
+        return True
+
+    def _spread(self, key: str) -> Entry | None:
+        """The object, which from now on lies on all nodes: one that was lost and comes back has nothing. None if there
+        is no such object. Raises OSError.
+        """
+        ring = self._nodes().ring
+        found = _all(node.find(self._name(key)) for node in ring)
+        if not any(found) or all(found):
+            return next(filter(None, found), None)
+        entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
+        for node, there in zip(ring, found, strict=True):
+            if there is None:
+                with contextlib.closing(node.writing(self._name(key))()) as copy:
+                    copy.write(data)
+                    copy.complete()()
+                    copy.publish(Publish.IF_ABSENT, entry.modified_ns, None)()
+        return entry
+
+    def _first(self, doing: str, key: str, ask: Callable[[Node, str], Answer[T | None]]) -> T:
+        """What the nearest node answers that has the object."""
+        nodes, name = self._nodes(), self._name(key)
+        others = nodes.others
+        with self._lock:
+            known = self._found.get(name)
+        failure: OSError | None = None
+        for node in [nodes.own, *(node for node in others if node.name == known)]:
+            try:
+                if (answer := ask(node, name)()) is not None:
+                    return answer
+            except OSError as error:
+                failure = error
+        found = _gathered(node.find(name) for node in others)
+        for node, there in zip(others, found, strict=True):
+            try:
+                if isinstance(there, OSError):
+                    raise there
+                if there is not None and (answer := ask(node, name)()) is not None:
+                    self._remember(name, node)
+                    return answer
+            except OSError as error:
+                failure = error
+        if failure is None:
+            raise ObjectMissingError(url_of(self.url, key))
+        with self._explained(doing, key):
+            raise failure
+
+    def _union(
+        self, doing: str, prefix: str, ask: Callable[[Node, str], Answer[Sequence[Entry]]]
+    ) -> dict[str, Entry]:
+        """What all nodes have, by key, in order; of an object that differs, what was stored last."""
+        name = self._name(prefix)
+        with self._explained(doing, prefix):
+            answers = _all(ask(node, name) for node in self._nodes().ring)
+        found: dict[str, Entry] = {}
+        for entry in sorted(
+            (each for answer in answers for each in answer), key=lambda each: each.modified_ns
+        ):
+            found[entry.key.removeprefix(f"{self._bucket}/")] = entry
+        return {key: Entry(key, found[key].nbytes, found[key].modified_ns) for key in sorted(found)}
+
+    def _remember(self, name: str, node: Node) -> None:
+        with self._lock:
+            self._found[name] = node.name
+            if len(self._found) > _REMEMBERED:
+                self._found.popitem(last=False)
+
+    def _name(self, key: str) -> str:
+        """The object's name on the nodes."""
+        return f"{self._bucket}/{key}" if key else self._bucket
+
+    @contextlib.contextmanager
+    def _explained(self, doing: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            text = error.strerror or str(error)
+            raise StorageError(
+                error.errno or errno.EIO, f"{doing} failed: {text}", url_of(self.url, key)
+            ) from error
+
+
+def _gathered(answers: Iterable[Answer[T]]) -> list[T | OSError]:
+    """All answers, or the errors in their place. The requests are on their way at once."""
+    found: list[T | OSError] = []
+    for answer in list(answers):
+        try:
+            found.append(answer())
+        except OSError as error:
+            found.append(error)
+    return found
+
+
+def _all(answers: Iterable[Answer[T]]) -> list[T]:
+    """All answers. Raises the first error, once all have come."""
+    return _sound(_gathered(answers))
+
+
+def _sound(found: Iterable[T | OSError]) -> list[T]:
+    answers: list[T] = []
+    for each in found:
+        if isinstance(each, OSError):
+            raise each
+        answers.append(each)
+    return answers
+
+
+def _version(entry: Entry) -> Version:
+    return Version(f"{entry.modified_ns:x}-{entry.nbytes:x}", None)
+
+
+def _object(entry: Entry) -> StoredObject:
+    return StoredObject(entry.key, entry.nbytes, entry.modified_ns / 1e9)
+
+
+_lock = ProcessLock()  # guards _opened
+_opened: dict[str, RamStore] = {}
+
+
+def _open(root: str) -> RamStore:
+    if root.partition("://")[2].startswith("."):
+        raise ConfigurationError(f"{root} cannot be opened: its name begins with a dot")
+    ram_nodes.join()
+    with _lock:
+        if root not in _opened:
+            _opened[root] = RamStore(root, ram_nodes.nodes)
+        return _opened[root]
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _opened.clear()
+
+
+stores.register("ram", _open)

@@ -1,0 +1,153 @@
+"""Ranks keep checkpoints in the memory of nodes. These are directories here: a node that is lost comes back empty."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pytest
+import torch.distributed as dist
+from support.jobs.processes import run_ranks
+from support.jobs.ranks import run_on_ranks
+from support.state.checkpoints import raises
+from support.state.in_memory import (
+    URL,
+    configure,
+    files_on,
+    find_in_memory,
+    loop_in_memory,
+    save_configured,
+    save_in_memory,
+)
+from support.tiers import sampled
+
+import dcp_datastates
+from dcp_datastates import ConfigurationError, StorageError
+from dcp_datastates.tiers import ram_nodes
+
+
+@pytest.mark.parametrize(
+    ("lost", "world"), sampled(itertools.product([0, 1], [4, 2, 3]), keep=[(0, 4), (1, 2)])
+)
+def test_the_newest_checkpoint_outlives_a_node(tmp_path, lost, world):
+    root = str(tmp_path)
+    for number in (1, 2):
+        run_on_ranks(4, save_in_memory, root=root, number=number)
+    shutil.rmtree(tmp_path / f"node{lost}")
+    run_on_ranks(world, find_in_memory, root=root, number=2, saved_by=4)
+    run_on_ranks(world, save_in_memory, root=root, number=3)
+    run_on_ranks(4, find_in_memory, root=root, number=3, saved_by=world)
+
+
+def test_a_job_on_one_node_finds_what_two_have_saved(tmp_path):
+    run_on_ranks(4, save_in_memory, root=str(tmp_path), number=1)
+    run_on_ranks(2, find_in_memory, root=str(tmp_path), number=1, saved_by=4, nodes=1)
+
+
+@pytest.mark.parametrize(
+    ("peers", "copies"), sampled([(0, 1), (1, 2), (2, 3), (9, 4)], keep=[(1, 2), (9, 4)])
+)
+def test_each_data_file_lies_on_its_node_and_its_peers(tmp_path, peers, copies):
+    run_on_ranks(4, save_in_memory, root=str(tmp_path), number=1, nodes=4, peers=peers)
+    found = files_on(tmp_path)
+    assert len(found) == 4
+    for name, nodes in found.items():
+        rank = int(name.rpartition("/r")[2][:5])
+        assert set(nodes) == {f"node{(rank + after) % 4}" for after in range(copies)}
+    for kind in ("decision", ".metadata"):
+        (nodes,) = files_on(tmp_path, kind).values()
+        assert len(nodes) == 4
+
+
+def _some_name_no_store(root: str) -> None:
+    ram_nodes._MEETING_SECONDS = 0.5  # type: ignore[misc]
+    try:
+        configure(root)
+        if dist.get_rank() == 0:
+            with raises(StorageError, "rank 1, 2 of 3", "named no ram:// path"):
+                dcp_datastates.verify(f"{URL}/step-1")
+        dist.barrier()
+    finally:
+        ram_nodes._MEETING_SECONDS = 60.0  # type: ignore[misc]
+
+
+def test_ranks_that_name_no_store_are_named(tmp_path):
+    run_on_ranks(3, _some_name_no_store, root=str(tmp_path))
+
+
+def _one_name_for_two_nodes(root: str) -> None:
+    dcp_datastates.configure_ram(directory=f"{root}/{dist.get_rank()}", node="same")
+    with raises(StorageError, "several hosts", "'same'", "configure_ram(node=...)"):
+        dcp_datastates.latest(URL)
+    with raises(ConfigurationError, "comes too late"):
+        dcp_datastates.configure_ram(node="other")
+    dist.barrier()
+
+
+def test_two_nodes_of_one_name_are_refused(tmp_path):
+    run_on_ranks(2, _one_name_for_two_nodes, root=str(tmp_path))
+
+
+def _a_node_is_full(root: str) -> None:
+    node = f"node{dist.get_rank()}"
+    size = "5MB" if node == "node1" else "auto"
+    dcp_datastates.configure_ram(directory=f"{root}/{node}", node=node, size=size)
+    with raises(dcp_datastates.DataStatesError, "node1", "5000000 bytes"):
+        save_configured(2)
+    dcp_datastates.save({"small": dist.get_rank()}, f"{URL}/step-3")
+    dist.barrier()
+
+
+def test_a_full_node_fails_the_save_and_the_next_works(tmp_path):
+    run_on_ranks(2, _a_node_is_full, root=str(tmp_path))
+    assert {name.split("/")[0] for name in files_on(tmp_path)} == {"step-3"}
+    assert list(tmp_path.glob("node*/.unfinished/*")) == []
+
+
+@pytest.mark.parametrize(
+    ("point", "victim"),
+    sampled(
+        itertools.product(
+            ["ram.piece.before@2", "ram.publish.before", "ram.publish.after"], [0, 3]
+        ),
+        keep=[("ram.piece.before@2", 3)],
+    ),
+)
+def test_a_rank_is_killed_in_the_middle_of_a_save(tmp_path, point, victim):
+    root, fired = str(tmp_path), tmp_path / "fired"
+    run_on_ranks(4, save_in_memory, root=root, number=1)
+    environments = [
+        {
+            "DCP_DATASTATES_FAILPOINTS": f"{point}=kill" if rank == victim else "",
+            "DCP_DATASTATES_FAILPOINTS_LOG": str(fired) if rank == victim else "",
+        }
+        for rank in range(4)
+    ]
+    body = "support.state.in_memory:try_to_save_in_memory"
+    ended = run_ranks(body, 4, tmp_path, environments=environments, root=root, number=2)
+    assert fired.read_text()
+    assert ended[victim].killed
+    for rank in ended:
+        if rank.rank != victim:
+            assert not rank.result().committed
+            assert rank.result().ours, rank.result().text
+    run_on_ranks(4, find_in_memory, root=root, number=1, saved_by=4)
+    # Processes that are older than those that were killed would leave a newer attempt alone.
+    body = "support.state.in_memory:go_on_in_memory"
+    for rank in run_ranks(body, 4, tmp_path, root=root, number=2):
+        rank.result()
+    run_on_ranks(4, find_in_memory, root=root, number=3, saved_by=4)
+    assert list(tmp_path.glob("node*/.unfinished/*")) == []
+    (attempt,) = {name.rpartition("/")[0] for name in files_on(tmp_path)}
+    assert attempt.startswith("step-3/")
+
+
+def test_a_loop_goes_on_from_memory_or_from_the_archive(tmp_path):
+    root, archive = str(tmp_path), str(tmp_path / "archive")
+    run_on_ranks(4, loop_in_memory, root=root, archive=archive, first=0, last=5, resumes=None)
+    assert len({name.split("/")[0] for name in files_on(tmp_path)}) == 2
+    shutil.rmtree(tmp_path / "node1")
+    run_on_ranks(4, loop_in_memory, root=root, archive=archive, first=5, last=6, resumes=4)
+    for node in ("node0", "node1"):
+        shutil.rmtree(tmp_path / node)
+    run_on_ranks(2, loop_in_memory, root=root, archive=archive, first=6, last=7, resumes=5)

@@ -1,0 +1,80 @@
+"""Several nodes of a ``ram://`` store in one process: each has a directory and a server."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from dcp_datastates.tiers.ram_client import Node, OtherNode, OwnNode, Pace, ServerAddress
+from dcp_datastates.tiers.ram_files import RamFiles
+from dcp_datastates.tiers.ram_nodes import RamNodes
+from dcp_datastates.tiers.ram_server import RamServer
+from dcp_datastates.tiers.ram_store import RamStore
+
+__all__ = ["RamCluster", "temporary_store"]
+
+
+class RamCluster:
+    """Nodes ``a``, ``b``, ``c``, …, each with a directory below ``root``."""
+
+    def __init__(self, root: Path, count: int, *, most_bytes: int | None = None, peers: int = 1):
+        self.names = [chr(97 + number) for number in range(count)]
+        self.folders = {name: root / name for name in self.names}
+        self.files = {name: RamFiles(self.folders[name], most_bytes) for name in self.names}
+        self.servers = {name: RamServer(self.files[name], "127.0.0.1") for name in self.names}
+        self.peers = peers
+
+    def address(self, name: str) -> ServerAddress:
+        server = self.servers[name]
+        return ServerAddress("127.0.0.1", server.port, server.token)
+
+    def other(self, name: str) -> OtherNode:
+        return OtherNode(name, [self.address(name)], Pace(0))
+
+    def store(
+        self,
+        own: str,
+        bucket: str = "run",
+        addresses: Mapping[str, Sequence[ServerAddress]] = MappingProxyType({}),
+    ) -> RamStore:
+        """The store as a process of node ``own`` has it; it reaches others at other ``addresses``."""
+        ring: list[Node] = [
+            OwnNode(name, self.files[name])
+            if name == own
+            else OtherNode(name, addresses.get(name, [self.address(name)]), Pace(0))
+            for name in self.names
+        ]
+        nodes = RamNodes(ring[self.names.index(own)], ring, self.peers)
+        return RamStore(f"ram://{bucket}", lambda: nodes)
+
+    def has(self, key: str, bucket: str = "run") -> list[str]:
+        """The nodes that have the object."""
+        return [name for name in self.names if (self.folders[name] / bucket / key).is_file()]
+
+    def rests(self) -> list[Path]:
+        """What was not published, on all nodes."""
+        return [
+            path for name in self.names for path in (self.folders[name] / ".unfinished").iterdir()
+        ]
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
+
+
+def temporary_store(bucket: str) -> RamStore:
+    """Of a process on the second of three nodes, so that another decides. Its directories go with it."""
+    root = tempfile.mkdtemp(prefix="ram-")
+    cluster = RamCluster(Path(root), 3)
+    store = cluster.store("b", bucket)
+
+    def remove() -> None:
+        cluster.close()
+        shutil.rmtree(root, ignore_errors=True)
+
+    weakref.finalize(store, remove)
+    return store

@@ -1,0 +1,248 @@
+"""Nodes of a ``ram://`` store fail: connections break, bytes change, memory is full, a node is silent."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.stores.harm import HarmProxy, cut_after, cut_once, flipped_at, held_after
+from support.stores.ram import RamCluster
+from support.waiting import await_that
+
+from dcp_datastates import StorageError
+from dcp_datastates.storage.object_store import ObjectMissingError
+from dcp_datastates.tiers import ram_protocol
+from dcp_datastates.tiers.ram_client import ServerAddress
+
+DATA = "step-1/x/r00000-0.safetensors"
+OTHER = "step-1/x/decision"
+PIECE = os.urandom(3 << 20)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    made = RamCluster(tmp_path, 3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def proxied(cluster):
+    """A store on node ``a``, and the proxy through which it reaches ``b``."""
+    proxy = HarmProxy(cluster.servers["b"].port)
+    address = ServerAddress("127.0.0.1", proxy.port, cluster.servers["b"].token)
+    yield cluster.store("a", addresses={"b": [address]}), proxy
+    proxy.close()
+
+
+def put(store, key=DATA, count=3):
+    store.put_stream(key, iter([PIECE] * count), part_bytes=len(PIECE), parts_in_flight=2)
+
+
+def assert_clean(cluster):
+    await_that(lambda: not cluster.rests(), otherwise="rests stay")
+
+
+def test_a_data_file_lies_on_two_nodes_and_all_else_on_all(cluster):
+    for own, nodes in (("a", ["a", "b"]), ("b", ["b", "c"]), ("c", ["a", "c"])):
+        put(cluster.store(own), f"{own}/r00000-0.safetensors")
+        cluster.store(own).put(f"{own}/r00000-1.safetensors", b"small")
+        cluster.store(own).put(f"{own}/decision", b"")
+        assert cluster.has(f"{own}/r00000-0.safetensors") == nodes
+        assert cluster.has(f"{own}/r00000-1.safetensors") == nodes
+        assert cluster.has(f"{own}/decision") == ["a", "b", "c"]
+
+
+def test_every_node_reads_what_one_has(cluster):
+    put(cluster.store("a"))
+    for own in "abc":
+        store = cluster.store(own)
+        assert store.get(DATA)[0] == PIECE * 3
+        assert bytes(store.get_range(DATA, 5, 9)) == PIECE[5:9]
+        assert store.size(DATA) == 3 * len(PIECE)
+        assert store.get(DATA)[1:] == cluster.store("a").get(DATA)[1:]
+
+
+@pytest.mark.parametrize("nbytes", [0, 100, 1 << 20, 5 << 20])
+def test_a_put_whose_connection_is_cut_leaves_nothing(cluster, proxied, nbytes):
+    store, proxy = proxied
+    proxy.up = cut_after(nbytes)
+    with pytest.raises(StorageError, match="node b") as raised:
+        put(store)
+    assert raised.value.filename == f"ram://run/{DATA}"
+    assert cluster.has(DATA) == []
+    assert_clean(cluster)
+    proxy.up = None
+    put(store)
+    assert cluster.has(DATA) == ["a", "b"]
+
+
+@pytest.mark.parametrize("offset", [300, 5000, 4 << 20])
+def test_a_byte_that_changes_on_the_way_fails_the_put(cluster, proxied, offset):
+    store, proxy = proxied
+    proxy.up = flipped_at(offset)
+    with pytest.raises(StorageError, match=r"node b .*checksum differs"):
+        put(store)
+    assert cluster.has(DATA) == []
+    assert_clean(cluster)
+
+
+def only_on_b(cluster):
+    """An object that a process of node ``a`` must fetch."""
+    put(cluster.store("b"))
+    shutil.rmtree(cluster.folders["c"] / "run")
+
+
+def test_a_get_whose_connection_is_cut_or_changed_is_an_error_and_then_works(cluster, proxied):
+    store, proxy = proxied
+    only_on_b(cluster)
+    for harm, said in ((cut_after(1 << 20), "ended"), (flipped_at(1 << 20), "checksum differs")):
+        proxy.down = harm
+        with pytest.raises(StorageError, match=f"node b .*{said}") as raised:
+            store.get(DATA)
+        assert not isinstance(raised.value, ObjectMissingError)
+    proxy.down = None
+    assert store.get(DATA)[0] == PIECE * 3
+
+
+def test_a_get_goes_on_with_another_node(cluster, proxied):
+    store, proxy = proxied
+    put(cluster.store("b"))
+    proxy.down = cut_after(1 << 20)
+    assert store.get(DATA)[0] == PIECE * 3
+
+
+def test_a_node_that_is_gone_is_never_a_missing_object(cluster):
+    store = cluster.store("a")
+    cluster.store("a").put(OTHER, b"here")
+    cluster.servers["b"].close()
+    assert store.get(OTHER)[0] == b"here"
+    calls = [
+        lambda: store.get("missing"),
+        lambda: store.size("missing"),
+        lambda: store.list("step-1"),
+        lambda: list(store.walk("")),
+        lambda: store.delete([OTHER]),
+        lambda: store.put(OTHER, b"new"),
+        lambda: store.put_if_absent("new", b""),
+    ]
+    for call in calls:
+        with pytest.raises(StorageError, match=r"node b \(127.0.0.1:\d+\)") as raised:
+            call()
+        assert not isinstance(raised.value, ObjectMissingError)
+    assert cluster.has("new") == []
+
+
+def test_a_node_that_is_silent_is_named(cluster, proxied, monkeypatch):
+    store, proxy = proxied
+    monkeypatch.setattr(ram_protocol, "PROGRESS_SECONDS", 0.3)
+    for way, nbytes in (("up", 0), ("up", 1 << 20), ("down", 0), ("down", 13)):
+        setattr(proxy, way, held_after(nbytes))
+        with pytest.raises(
+            StorageError, match=rf"node b \(127.0.0.1:{proxy.port}\): it does not answer"
+        ):
+            put(store)
+        setattr(proxy, way, None)
+        assert cluster.has(DATA) == []
+    assert_clean(cluster)
+
+
+def test_a_connection_that_ended_while_it_was_idle_is_made_again(cluster, proxied):
+    store, proxy = proxied
+    store.put(OTHER, b"1")
+    proxy.up = cut_once()
+    store.put(OTHER, b"2")
+    assert cluster.store("b").get(OTHER)[0] == b"2"
+
+
+def test_another_process_of_the_node_answers_for_one_that_has_ended(cluster):
+    ended = ServerAddress("127.0.0.1", 1, bytes(ram_protocol.TOKEN_BYTES))
+    store = cluster.store("a", addresses={"b": [ended, cluster.address("b")]})
+    put(store)
+    assert cluster.has(DATA) == ["a", "b"]
+
+
+@pytest.mark.parametrize("token", [bytes(ram_protocol.TOKEN_BYTES), b"", b"x" * 1000])
+def test_a_wrong_token_is_refused(cluster, token):
+    address = ServerAddress("127.0.0.1", cluster.servers["b"].port, token)
+    store = cluster.store("a", addresses={"b": [address]})
+    with pytest.raises(StorageError, match="node b"):
+        put(store)
+    assert cluster.has(DATA) == []
+
+
+@pytest.mark.parametrize("key", ["../outside", "/etc/x", "run/../../x", ".unfinished/x", "a//b"])
+def test_a_server_serves_only_what_lies_below_its_directory(cluster, key):
+    node = cluster.other("b")
+    for ask in (node.find, node.list, node.walk, lambda key: node.delete([key]), node.writing):
+        with pytest.raises(OSError, match="is no key"):
+            ask(key)()
+
+
+def test_a_full_node_fails_the_put_with_enospc(tmp_path):
+    cluster = RamCluster(tmp_path, 2, most_bytes=10 << 20)
+    store = cluster.store("a")
+    put(store, "r00000-0.safetensors", 2)
+    with pytest.raises(StorageError, match="10485760 bytes") as raised:
+        put(store, "r00001-0.safetensors", 2)
+    assert raised.value.errno == errno.ENOSPC
+    assert cluster.has("r00001-0.safetensors") == []
+    assert_clean(cluster)
+    store.delete(["r00000-0.safetensors"])
+    put(store, "r00001-0.safetensors", 2)
+    cluster.close()
+
+
+def test_one_of_the_processes_that_create_an_object_wins(cluster):
+    stores = [cluster.store(own) for own in "abcabc"]
+    for number in range(20):
+        begin = threading.Barrier(len(stores))
+
+        def create(at, key=f"race-{number}", begin=begin):
+            begin.wait()
+            return stores[at].put_if_absent(key, str(at).encode())
+
+        with ThreadPoolExecutor(len(stores)) as pool:
+            won = list(pool.map(create, range(len(stores))))
+        assert sum(won) == 1
+        expected = str(won.index(True)).encode()
+        assert [cluster.store(own).get(f"race-{number}")[0] for own in "abc"] == [expected] * 3
+
+
+@pytest.mark.parametrize("lost", "abc")
+def test_an_object_is_created_once_although_a_node_was_lost(cluster, lost):
+    cluster.store("b").put_if_absent(OTHER, b"first")
+    shutil.rmtree(cluster.folders[lost])
+    cluster.folders[lost].mkdir()
+    for own in "abc":
+        assert not cluster.store(own).put_if_absent(OTHER, b"second")
+    assert cluster.has(OTHER) == ["a", "b", "c"], "it lies on all nodes again"
+    _, version, _ = cluster.store("a").get(OTHER)
+    assert cluster.store("c").put_if_unchanged(OTHER, b"third", version)
+    assert [cluster.store(own).get(OTHER)[0] for own in "abc"] == [b"third"] * 3
+
+
+def test_a_creation_that_a_node_did_not_see_is_found(cluster, proxied):
+    store, proxy = proxied
+    store.put_if_absent("before", b"")
+    # The first node, a, has created it when the request to b breaks.
+    proxy.up = cut_after(0)
+    with pytest.raises(StorageError, match="node b"):
+        store.put_if_absent(OTHER, b"first")
+    proxy.up = None
+    found = cluster.has(OTHER)
+    assert cluster.store("b").put_if_absent(OTHER, b"second") == (not found)
+
+
+def test_what_a_killed_process_was_writing_is_removed_at_the_next_start(tmp_path):
+    cluster = RamCluster(tmp_path, 1)
+    (cluster.folders["a"] / ".unfinished" / "left").write_bytes(b"x")
+    living = cluster.files["a"].unpublished("run/a")
+    RamCluster(tmp_path, 1).close()
+    assert len(cluster.rests()) == 1, "what a living process writes stays"
+    living.close()
+    cluster.close()
