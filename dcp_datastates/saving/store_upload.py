@@ -102,9 +102,8 @@ class StoreUpload:
             else:
                 in_flight = max(1, PARTS_IN_FLIGHT // self._at_once)
                 self._store.put_stream(key, pieces, part_bytes=part, parts_in_flight=in_flight)
-            if (
-                self._job.fault is not None
-            ):  # all was sent before it failed, and nobody may wait any more
+            if self._job.fault is not None:
+                # All was sent before the job failed. Whoever cleans up may have done so.
                 self._store.delete([key])
             hit("upload.after")
         except BaseException as error:
