@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -242,7 +243,7 @@ def configure_ram(
     peers: int = 1,
     size: int | str = "auto",
     rate: int | str | None = None,
-    directory: str | None = None,
+    directory: str | os.PathLike[str] | None = None,
     node: str | None = None,
 ) -> None:
     """Set the options of this process's ``ram://`` stores. Call it on every rank, before the job names such a store.

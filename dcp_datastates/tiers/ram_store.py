@@ -4,9 +4,9 @@ A data file lies on the node of the process that wrote it and on the next nodes 
 object is small, and lies on all. So a checkpoint outlives the loss of as many nodes as a file has copies elsewhere. The
 idea is that of Gemini (Wang et al., SOSP'23).
 
-An object is sent to all its nodes, under no name. When each has it whole, it is published on them, one by one. A node
-that fails in between leaves it on some: then the call raises, and reads find it. The first node of the ring decides
-which of several creations comes first.
+An object is sent to all its nodes, under no name. When each has it whole, it is published on them. A node that fails in
+between leaves it on some: then the call raises, and reads find it. The first node of the ring decides which of several
+creations comes first, once no node has such an object: that node may have been lost, and have come back empty.
 """
 
 from __future__ import annotations
@@ -170,7 +170,10 @@ class RamStore:
         found = _all(node.find(self._name(key)) for node in ring)
         if not any(found) or all(found):
             return next(filter(None, found), None)
-        entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
+        try:
+            entry, data = self._first("reading", key, lambda node, name: node.read(name, 0, _WHOLE))
+        except ObjectMissingError:  # it was deleted a moment ago
+            return None
         for node, there in zip(ring, found, strict=True):
             if there is None:
                 with contextlib.closing(node.writing(self._name(key))()) as copy:
