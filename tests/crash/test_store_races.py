@@ -1,13 +1,16 @@
-"""Commits that race with ranks that settle them, over HTTP, at a server of its own: one outcome each."""
+"""Commits that race with ranks that settle them, at a server of its own and in the memory of nodes: one outcome each."""
 
 from __future__ import annotations
 
 import errno
+import itertools
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
+from support.stores.ram import RamCluster
 from support.stores.server import BUCKET, strict_endpoint, variables
 from support.tiers import tries
 
@@ -26,35 +29,54 @@ SETTLERS = 2
 METADATA = b"\x80" + b"metadata" * 20
 
 
-class Racing(obstore_adapter.ObstoreStore):
+class Racing:
     """One process's store: it creates objects at the same time as the others'."""
 
-    def __init__(self, together: threading.Barrier) -> None:
-        super().__init__(f"s3://{BUCKET}")
+    def __init__(self, store, together: threading.Barrier) -> None:
+        self._store = store
         self.together = together
         self.races = False
+
+    def __getattr__(self, name):
+        return getattr(self._store, name)
 
     def put_if_absent(self, key, data):
         if self.races:
             self.races = False
             self.together.wait()
-        return super().put_if_absent(key, data)
+        return self._store.put_if_absent(key, data)
 
 
 @pytest.fixture
-def path(monkeypatch):
+def cluster(tmp_path):
+    made = RamCluster(tmp_path, 3)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["s3", "ram"])
+def path(request, monkeypatch, cluster):
     """A path whose store is a separate one for each thread."""
-    for name, value in variables(strict_endpoint()).items():
-        monkeypatch.setenv(name, value)
+    if request.param == "s3":
+        for name, value in variables(strict_endpoint()).items():
+            monkeypatch.setenv(name, value)
+        root = f"s3://{BUCKET}"
+        open_store = partial(obstore_adapter.ObstoreStore, root)
+    else:
+        root, nodes = "ram://run", itertools.cycle("abc")
+
+        def open_store():
+            return cluster.store(next(nodes))
+
     mine, together = threading.local(), threading.Barrier(1 + SETTLERS)
 
     def store_of(root, options=None):
         if not hasattr(mine, "store"):
-            mine.store = Racing(together)
+            mine.store = Racing(open_store(), together)
         return mine.store
 
     monkeypatch.setattr(stores, "store_of", store_of)
-    return ObjectPath(f"s3://{BUCKET}", "run")
+    return ObjectPath(root, "run")
 
 
 def _commit(path, round_):
