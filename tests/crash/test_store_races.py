@@ -1,4 +1,4 @@
-"""Commits that race with ranks that settle them, at a server of its own and in the memory of nodes: one outcome each."""
+"""Commits that race with ranks that settle them, at a server of its own and in the memory of nodes: one outcome."""
 
 from __future__ import annotations
 
