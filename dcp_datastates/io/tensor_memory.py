@@ -122,7 +122,7 @@ def tensors_over(
         if dtype not in whole:
             whole[dtype] = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
         if shape not in strides:
-            strides[shape] = torch.empty(shape, device="meta").stride()
+            strides[shape] = torch.empty(shape, dtype=torch.uint8, device="meta").stride()
         yield whole[dtype].as_strided(shape, strides[shape], (first + offset) // dtype.itemsize)
 
 
