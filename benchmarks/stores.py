@@ -1,16 +1,22 @@
-"""What uploads cost: put_stream, and bare puts of the same bytes, in turns, at a server on this machine.
+"""What uploads cost: put_stream, and others' uploads of the same bytes, in turns, at a server on this machine.
 
     python benchmarks/stores.py [--gb 0.5] [--turns 7] [--server rclone]
 
-Prints medians of seconds and of this process's processor seconds, per GB, and the ratios.
+Beside it: bare ``obstore.put``; ``rclone copyto`` of a file in memory; at moto ``s3torchconnector``, if it is installed
+(rclone's server answers its requests too early). Prints medians of seconds and of processor seconds (of this process
+and the programs that it starts, without the server), per GB, and the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
+import shutil
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,12 +35,46 @@ PART = 8 << 20
 IN_FLIGHT = 4
 
 
-def cost(call: Callable[[], None]) -> tuple[float, float]:
+def processor_seconds() -> float:
+    """Of this process, and of the programs that it has started and that have ended."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in usage)
+
+
+def cost(call: Callable[[], object]) -> tuple[float, float]:
     """Seconds by the clock, and of the processor."""
-    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    before, began = processor_seconds(), time.perf_counter()
     call()
-    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
-    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.perf_counter() - began, processor_seconds() - before
+
+
+def rclone(url: str, file: Path) -> Callable[[], object] | None:
+    """``rclone copyto`` of ``file``; None without rclone."""
+    program = shutil.which("rclone", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        return None
+    bucket = url.removeprefix("s3://")
+    remote = f":s3,provider=Other,env_auth=true,endpoint='{os.environ['AWS_ENDPOINT_URL']}'"
+    command = [program, "copyto", str(file), f"{remote}:{bucket}/c", "--ignore-times"]
+    options = ["--s3-chunk-size", f"{PART}B", "--s3-upload-concurrency", str(IN_FLIGHT)]
+    return lambda: subprocess.run([*command, *options], check=True, capture_output=True)
+
+
+def connector(url: str, parts: list[memoryview]) -> Callable[[], object] | None:
+    """The writer of ``s3torchconnector``; None if it is not installed."""
+    try:
+        from s3torchconnector import S3Checkpoint, S3ClientConfig
+    except ImportError:
+        return None
+    config = S3ClientConfig(force_path_style=True, part_size=PART)
+    checkpoint = S3Checkpoint("us-east-1", os.environ["AWS_ENDPOINT_URL"], s3client_config=config)
+
+    def write() -> None:
+        with checkpoint.writer(f"{url}/d") as file:
+            for part in parts:
+                file.write(bytes(part))
+
+    return write
 
 
 def main() -> None:
@@ -64,6 +104,13 @@ def main() -> None:
         "bare put": lambda: put(whole),  # obstore copies it part by part
         "bare put of parts": lambda: put(iter(parts)),
     }
+    file = Path(tempfile.mkdtemp(dir="/dev/shm")) / "file"
+    file.write_bytes(data)
+    if given.server != "azurite":
+        others = {"rclone copyto": rclone(store.url, file)}
+        if given.server == "moto":
+            others["s3torchconnector"] = connector(store.url, parts)
+        ways |= {name: way for name, way in others.items() if way is not None}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for turn in range(given.turns + 1):
         for name, way in ways.items():
@@ -74,12 +121,13 @@ def main() -> None:
         name: [statistics.median(column) / nbytes * 1e9 for column in zip(*rows, strict=True)]
         for name, rows in found.items()
     }
+    shutil.rmtree(file.parent)
     for name, (seconds, processor) in medians.items():
         print(f"{name:18} {seconds:7.3f} s/GB   {processor:7.3f} s/GB of the processor")
     ours = medians.pop("put_stream")
-    for name, others in medians.items():
+    for name, theirs in medians.items():
         time_ratio, processor_ratio = (
-            mine / other for mine, other in zip(ours, others, strict=True)
+            mine / other for mine, other in zip(ours, theirs, strict=True)
         )
         print(
             f"put_stream: {time_ratio:.2f} x the time, {processor_ratio:.2f} x the processor of {name}"
