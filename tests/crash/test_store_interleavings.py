@@ -83,14 +83,14 @@ def _settles_by_the_mark_alone(patch):
 
 def _cleans_marks_up(patch):
     """The cleanup removes withdrawals, too."""
-    real = StorePlace._remove
+    real = StorePlace.remove
 
     def remove(self, superseded):
         real(self, superseded)
         keys = [decisions.decision_path(self._directory, each).key for each in superseded]
         self._directory.store.delete(keys)
 
-    patch.setattr(StorePlace, "_remove", remove)
+    patch.setattr(StorePlace, "remove", remove)
 
 
 def _latest_decision_wins(patch):

@@ -141,7 +141,7 @@ def _away(url: str, root: str) -> None:
     handle = dcp_datastates.async_save(
         mine, f"{root}/step-1", host_cache_size=CACHE, commit_timeout=3.0
     )
-    with raises(DataStatesError, "without any progress"):
+    with raises(DataStatesError, "progress"):
         handle.result(120)
     assert time.monotonic() - began < 60
 

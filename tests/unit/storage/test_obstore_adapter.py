@@ -33,7 +33,7 @@ def proxy():
 
 @pytest.fixture
 def bucket():
-    name = f"faults-{os.getpid()}-{next(_numbers)}"
+    name = f"adapter-{os.getpid()}-{next(_numbers)}"
     client().create_bucket(Bucket=name)
     return Bucket(endpoint(), name)
 
