@@ -122,7 +122,8 @@ def delete_rest(path: Path, dry_run: bool) -> bool:
         _withdraw(path, claimed)
         if os.path.lexists(path / local.METADATA_NAME):
             raise NotDeleted(path, "it was committed a moment ago")
-        (path / local.ARCHIVE_PIN).unlink(missing_ok=True)  # of a save that was killed
+        for attempt in claimed:
+            (path / attempt.archive_pin).unlink(missing_ok=True)  # of a save that was killed
         return _remove(path, claimed)
 
 

@@ -53,7 +53,7 @@ def delete_rest(path: ObjectPath, dry_run: bool) -> bool:
     states = {attempt: withdraw(path, attempt) for attempt in there}
     if State.COMMITTED in states.values():
         raise NotDeleted(path, "it was committed a moment ago")
-    path.store.delete([(path / local.ARCHIVE_PIN).key])  # of a save that was killed
+    path.store.delete([(path / attempt.archive_pin).key for attempt in there])  # of killed saves
     return _remove(path, there, states)
 
 

@@ -89,7 +89,7 @@ def publish(round_: Round, document: Document, waiting: Callable[[], None] = lam
             _withdraw_older(directory, attempt)
             _check_not_superseded(directory, attempt, claim.seen)
             if round_.archives:
-                (directory / local.ARCHIVE_PIN).touch()  # durable with .metadata
+                (directory / attempt.archive_pin).touch()  # durable with .metadata
             try:
                 attempts.publish(directory, attempt, data)
                 published = True
@@ -255,6 +255,6 @@ def tidy_after_failure(round_: Round, rank: int, world: int) -> None:
     directory = round_.directory
     if isinstance(directory, Path) and round_.attempt is not None:
         attempts.remove_files(directory, round_.attempt, rank, world)
-        if round_.archives and rank == 0 and not (directory / local.METADATA_NAME).exists():
+        if round_.archives and rank == 0:
             with contextlib.suppress(OSError):
-                (directory / local.ARCHIVE_PIN).unlink(missing_ok=True)
+                (directory / round_.attempt.archive_pin).unlink(missing_ok=True)

@@ -26,7 +26,7 @@ from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.bounded import step
 from dcp_datastates.storage.claims import Claim, Neighbours
 from dcp_datastates.storage.decisions import State
-from dcp_datastates.storage.local import ARCHIVE_PIN, METADATA_NAME
+from dcp_datastates.storage.local import METADATA_NAME
 from dcp_datastates.storage.object_path import ObjectPath
 from dcp_datastates.storage.store_claims import StoreClaim
 from dcp_datastates.storage.store_probe import creates_once
@@ -72,7 +72,7 @@ class StorePlace:
         if not (claim.alone and round_.overwrite):
             self._withdraw_older(attempt, round_.overwrite)
         if round_.archives:
-            path = directory / ARCHIVE_PIN
+            path = directory / attempt.archive_pin
             path.store.put(path.key, b"")
         store_index.register(directory, attempt)  # 5
         self._decide(attempt, data)
@@ -192,6 +192,9 @@ class StorePlace:
             return
         try:
             store_attempts.remove_data(self._directory, round_.attempt, rank, world)
+            if round_.archives and rank == 0:
+                path = self._directory / round_.attempt.archive_pin
+                path.store.delete([path.key])
         except StorageError as error:
             logger.warning("files of a failed save stay at %s: %s", self._directory, error)
 

@@ -101,7 +101,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
         archive: A slower tier: the directory, or the URL (``"s3://bucket/run"``), below which each committed checkpoint
             is copied under its own name, behind training. Each rank carries its own files. :attr:`archived` tells when
-            it is there. A pin (``"archive"``) keeps the checkpoint until then, also across restarts: the first save of
+            it is there. A pin keeps the checkpoint until then, also across restarts: the first save of
             the next start goes on. The end of the process waits for ``exit_timeout``.
         archive_rate: How fast each rank may carry, such as ``"500MB/s"``; None for no limit.
 

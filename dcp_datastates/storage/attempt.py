@@ -38,6 +38,11 @@ class Attempt:
         """The name of the attempt's directory, below the checkpoint's."""
         return f"{self.incarnation:016x}-{self.sequence:08d}"
 
+    @property
+    def archive_pin(self) -> str:
+        """The file in the checkpoint's directory that keeps it from deletion until it is archived."""
+        return f"pin.archive.{self.name}"
+
     @staticmethod
     def parse(name: str) -> Attempt | None:
         """The attempt whose directory has this name, or None for any other name."""

@@ -20,7 +20,6 @@ from dcp_datastates.storage import operations
 from dcp_datastates.text import size as show_size
 
 __all__ = [
-    "ARCHIVE_PIN",
     "CONVERTING",
     "METADATA_NAME",
     "Signature",
@@ -40,9 +39,6 @@ __all__ = [
 ]
 
 METADATA_NAME: Final = ".metadata"
-
-ARCHIVE_PIN: Final = "pin.archive"
-"""The file of a checkpoint that is to be archived: it must not be deleted until it is."""
 
 _SCHEMES: Final = {
     f"{scheme}:"

@@ -1,8 +1,8 @@
 """Carries committed checkpoints to a slower tier, behind training.
 
-Each rank carries its own files (``carrying.py``). A checkpoint that is to be archived is committed with a pin,
-:data:`PIN`, which keeps it from deletion until its copy is committed. The pin is all that a job needs after a restart,
-to go on.
+Each rank carries its own files (``carrying.py``). A checkpoint that is to be archived is committed with a pin of its
+attempt, which keeps it from deletion until its copy is committed. The pin is all that a job needs after a restart, to
+go on.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from dcp_datastates.checkpoints.inventory import attempts_at, folders_in, is_com
 from dcp_datastates.checkpoints.listing import checkpoints, newest_first
 from dcp_datastates.checkpoints.pins import pins, unpin
 from dcp_datastates.commit.group import CommitGroup
-from dcp_datastates.errors import CommitOutcomeUnknown, DataStatesError, SaveAbandonedError
+from dcp_datastates.errors import (
+    CheckpointReplacedError,
+    CommitOutcomeUnknown,
+    DataStatesError,
+    SaveAbandonedError,
+)
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import ProcessLock, after_fork
 from dcp_datastates.process.worker import Worker
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.storage.attempt import Attempt
-from dcp_datastates.storage.local import ARCHIVE_PIN
 from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.carrying import Carrier
 from dcp_datastates.tiers.run_identity import check_one_run
 
-__all__ = ["PIN", "Archive", "archive_of", "archive_save"]
+__all__ = ["Archive", "archive_of", "archive_save"]
 
 logger = logging.getLogger(__name__)
-
-PIN: Final = ARCHIVE_PIN.removeprefix("pin.")
-"""The pin of a checkpoint that is to be archived."""
 
 _CLOSE_SECONDS: Final = 10.0
 """How long the end of the process waits for the part that is being written, once it has given up."""
@@ -165,7 +166,14 @@ class Archive:
         copies that no fast tier has any more.
         """
         check_one_run(fast, self.slow, [item.path for item in list(self._items)])
-        pinned = [found for found in newest_first(checkpoints(fast)) if PIN in pins(found.path)]
+        pinned = []
+        for found in newest_first(checkpoints(fast)):
+            for name in pins(found.path):
+                attempt = Attempt.parse(name.removeprefix("archive."))
+                if attempt == found.attempt:
+                    pinned.append(found)
+                elif attempt is not None and attempt < found.attempt:
+                    unpin(found.path, name)  # the checkpoint that it kept was replaced
         self._sweep({found.path.name for found in pinned})
         return [
             (found.path.name, found.attempt)
@@ -191,18 +199,23 @@ class Archive:
         except BaseException as error:
             level = logging.INFO if isinstance(error, SaveAbandonedError) else logging.ERROR
             logger.log(level, "%s is not archived: %s", item.path, error)
+            if isinstance(error, CheckpointReplacedError) and self._rank_set.rank == 0:
+                self._unpin(item)
             self._end(item, error)
             return
         if self._rank_set.rank == 0:
             logger.info(
                 "archived %s in %s in %.1f s", item.path, self.slow, time.monotonic() - began
             )
-            with _logged(f"{item.path} is archived, and stays pinned"):
-                unpin(item.path, PIN)
+            self._unpin(item)
             if item.then is not None:
                 with _logged(f"after {item.path} was archived"):
                     item.then()
         self._end(item, None)
+
+    def _unpin(self, item: _Item) -> None:
+        with _logged(f"{item.path} stays pinned"):
+            unpin(item.path, item.attempt.archive_pin.removeprefix("pin."))
 
     def _end(self, item: _Item, error: BaseException | None) -> None:
         with self._lock:

@@ -52,6 +52,12 @@ def _save(path, slow, **options):
     return dcp_datastates.async_save(STATE, path, archive=slow, read_window="immediate", **options)
 
 
+def _pin(path):
+    """As the checkpoint was committed by an earlier process, and not archived."""
+    (attempt,) = (each.name for each in path.iterdir() if each.is_dir())
+    dcp_datastates.pin(path, f"archive.{attempt}")
+
+
 def _restart():
     """What a restart leaves of this process: nothing but the tiers."""
     for each in archive._archives.values():
@@ -129,7 +135,7 @@ def test_a_restart_goes_on_where_the_process_ended(tmp_path, either, store):
     fast = tmp_path / "fast"
     for step in (1, 2):
         save(STATE, fast / f"step-{step}")
-        dcp_datastates.pin(fast / f"step-{step}", archive.PIN)
+        _pin(fast / f"step-{step}")
     save(STATE, fast / "step-3")
     _save(fast / "step-4", either).archived.result(30)
     assert [verify(f"{either}/step-{step}").whole for step in (1, 2, 4)] == [True] * 3
@@ -182,7 +188,7 @@ def test_a_step_that_is_saved_again_replaces_the_older_one(tmp_path, either, sto
 
 def test_an_older_checkpoint_never_replaces_a_newer_one(tmp_path, either):
     save(STATE, tmp_path / "fast/step-1")
-    dcp_datastates.pin(tmp_path / "fast/step-1", archive.PIN)
+    _pin(tmp_path / "fast/step-1")
     newer = {name: tensor + 1 for name, tensor in STATE.items()}
     save(newer, f"{either}/step-1")
     _save(tmp_path / "fast/step-2", either).archived.result(30)
