@@ -263,9 +263,8 @@ def archive_save(
     root, archived = config.archive, Future[None]()
 
     def begin(_: Future[None]) -> None:
-        archive = archive_of(
-            root, save.group
-        )  # DCP may have said meanwhile that this process saves alone
+        # DCP may have said meanwhile that this process saves alone.
+        archive = archive_of(root, save.group)
         archive.set_rate(config.archive_rate)
         archive.exit_timeout = config.exit_timeout
         archive.saved(save, archived, then)

@@ -104,8 +104,7 @@ class Carrier:
                     self._hear(vote, attempt, target)
                     return
                 self.until_done(lambda: held.enter_context(place.held()), target)
-                if vote is not None:
-                    self._await_others(vote, target)
+                self._await_files(vote, committed, target)
                 self.until_done(lambda: self._commit(committed, target, place), target)
             except BaseException as error:
                 if vote is not None and not self._decided:
@@ -149,29 +148,31 @@ class Carrier:
             self._wait(0)
             yield piece
 
-    def _await_others(self, vote: ArchiveVote, target: Location) -> None:
+    def _await_files(
+        self, vote: ArchiveVote | None, committed: Committed, target: Location
+    ) -> None:
+        """Return when the files of all ranks are there. Raises the error of a rank that has failed."""
+        files = committed.note.files
         log = WaitLog(logger, f"archiving to {target}", 60.0)
-        while not vote.may_be_complete():
-            decision = vote.failures()
-            if decision is not None:
+        while True:
+            asks = vote is None or vote.may_be_complete()
+            if asks and self.until_done(
+                lambda: files.keys() <= same_size(target, files.values()), target
+            ):
+                return
+            decision = None if vote is None else vote.failures()
+            if vote is not None and decision is not None:
                 vote.decide(decision)
                 raise self._error(decision, target)
             log.look("the files of the other ranks")
             self._check_losses()
-            self._wait(self._pause)
+            self._wait(_FIRST_PAUSE if asks else self._pause)
 
     def _commit(self, committed: Committed, target: Location, place: CopyTarget) -> None:
-        if _is_carried(target, committed.note.attempt):
-            place.remove_older()
-            return
-        records = list(committed.note.files.values())
-        there = same_size(target, records)
-        missing = [r.relative_path for r in records if r.relative_path not in there]
-        if missing:
-            raise StorageError(f"{target} still lacks {missing[0]}")
-        hit("archive.commit.before")
-        place.publish(committed.data)
-        hit("archive.commit.after")
+        if not _is_carried(target, committed.note.attempt):
+            hit("archive.commit.before")
+            place.publish(committed.data)
+            hit("archive.commit.after")
         place.remove_older()
 
     def _hear(self, vote: ArchiveVote | None, attempt: Attempt, target: Location) -> None:
