@@ -9,30 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.jobs.ranks import run_on_ranks
-from support.state.archiving import number_in
+from support.state.archiving import begin, number_in
 from support.state.checkpoints import CACHE
-from support.state.saving import SMALL, part
 from support.stores.server import BUCKET, Bucket, endpoint, use
 
-import dcp_datastates
 from dcp_datastates import CheckpointCorruptError, CheckpointManager, StorageError, verify
 from dcp_datastates.tiers import carrying
 from dcp_datastates.tiers.archive_vote import ArchiveVote
 
 
-def _begin(fast: str, slow: str, number: int):
-    return dcp_datastates.async_save(
-        part(number, SMALL),
-        f"{fast}/step-{number}",
-        archive=slow,
-        read_window="immediate",
-        host_cache_size=CACHE,
-    )
-
-
 def _three(fast: str, slow: str, url: str) -> None:
     use(url)
-    for handle in [_begin(fast, slow, number) for number in (1, 2, 3)]:
+    for handle in [begin(fast, slow, number) for number in (1, 2, 3)]:
         handle.archived.result(60)
 
 
@@ -58,12 +46,12 @@ def _one_fails(fast: str, slow: str) -> None:
     carrying.checked_pieces = damaged  # type: ignore[assignment]
     try:
         began = time.monotonic()
-        error = _begin(fast, slow, 1).archived.exception(60)
+        error = begin(fast, slow, 1).archived.exception(60)
         assert time.monotonic() - began < 20
         assert isinstance(error, CheckpointCorruptError)
         if dist.get_rank() != 1:
             assert "rank 1 of 3: a byte is damaged" in str(error)
-        _begin(fast, slow, 2).archived.result(60)
+        begin(fast, slow, 2).archived.result(60)
     finally:
         carrying.checked_pieces = whole
 
@@ -98,7 +86,7 @@ def _one_is_late(fast: str, slow: str) -> None:
 
     carrying.checked_pieces = refused  # type: ignore[assignment]
     try:
-        handles = [_begin(fast, slow, number) for number in (1, 2)]
+        handles = [begin(fast, slow, number) for number in (1, 2)]
         for handle in handles:
             handle.archived.result(60)
     finally:

@@ -15,13 +15,11 @@ from support.state.checkpoints import CACHE, assert_same
 from support.state.saving import SMALL, checkpoint, part
 from support.stores.server import use
 
-__all__ = ["number_in", "save_and_archive", "try_to_archive"]
+__all__ = ["begin", "number_in", "save_and_archive", "try_to_archive"]
 
 
-def _async_save(fast: str, slow: str, number: int, url: str) -> Any:
-    if url:
-        use(url)
-    carrying._FIRST_PAUSE = 0.1  # type: ignore[misc]
+def begin(fast: str, slow: str, number: int) -> Any:
+    """The handle of a save to a directory of its own below ``fast``, with ``slow`` as archive."""
     return dcp_datastates.async_save(
         part(number, SMALL),
         f"{fast}/step-{number}",
@@ -31,9 +29,16 @@ def _async_save(fast: str, slow: str, number: int, url: str) -> Any:
     )
 
 
+def _begin_at(url: str, fast: str, slow: str, number: int) -> Any:
+    if url:
+        use(url)
+    carrying._FIRST_PAUSE = 0.1  # type: ignore[misc]
+    return begin(fast, slow, number)
+
+
 def save_and_archive(fast: str, slow: str, number: int, url: str = "") -> None:
     """Save a checkpoint, and return when it is in the archive, and its pin is gone."""
-    handle = _async_save(fast, slow, number, url)
+    handle = _begin_at(url, fast, slow, number)
     handle.result(60)
     handle.archived.result(60)
     assert not pins(Path(fast) / f"step-{number}")
@@ -42,7 +47,7 @@ def save_and_archive(fast: str, slow: str, number: int, url: str = "") -> None:
 
 def try_to_archive(fast: str, slow: str, number: int, url: str = "") -> tuple[str, str]:
     """The types of the errors of the save and of its archive; empty for success."""
-    handle = _async_save(fast, slow, number, url)
+    handle = _begin_at(url, fast, slow, number)
     error = handle.committed.exception(60)
     archived = handle.archived.exception(60)
     return ("" if error is None else type(error).__name__), (
