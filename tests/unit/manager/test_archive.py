@@ -241,3 +241,16 @@ def test_a_pinned_checkpoint_is_not_evicted(tmp_path, slow, monkeypatch, caplog)
             manager.wait()
     assert (fast / "step-0/.metadata").exists()
     assert not (fast / "step-1").exists()
+
+
+def test_what_was_never_archived_is_not_evicted(tmp_path, slow, monkeypatch, caplog):
+    fast = tmp_path / "fast"
+    monkeypatch.setattr(eviction.shutil, "disk_usage", _Disk(fast, 3_000_000).usage)
+    with CheckpointManager(fast, every=1, archive=slow, archive_every=2) as manager:
+        for step in range(4):
+            manager.save(step, {"w": torch.randn(300_000)})
+            manager.wait()
+    there = {path.name for path in fast.iterdir() if path.is_dir()}
+    # For step 2, step 0 went, which is archived. For step 3 nothing could: step 1 is not, and 2 was the newest.
+    assert there == {"step-1", "step-2", "step-3"}
+    assert "a save needs about" in caplog.text

@@ -21,6 +21,8 @@ from dcp_datastates import (
     verify,
 )
 from dcp_datastates.checkpoints.pins import pins
+from dcp_datastates.storage import attempts
+from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import locate
 from dcp_datastates.tiers import archive, carrying
 
@@ -143,6 +145,23 @@ def test_a_restart_goes_on_where_the_process_ended(tmp_path, either, store):
     assert not (tmp_path / "slow/step-3").exists()
     assert not [key for key in store.objects if "/step-3/" in key]
     assert not any(pins(fast / f"step-{step}") for step in (1, 2, 4))
+
+
+def test_what_was_damaged_on_the_way_before_a_restart_is_carried_again(tmp_path, either, store):
+    save(STATE, tmp_path / "fast/step-1")
+    _pin(tmp_path / "fast/step-1")
+    (path,) = (tmp_path / "fast/step-1").glob("*/*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1  # and it has its size
+    left = locate(f"{either}/step-1") / path.parent.name / path.name
+    if either.startswith("mem"):
+        store.put(left.key, bytes(data))
+    else:
+        left.parent.parent.mkdir(parents=True)
+        assert attempts.claim(left.parent.parent, Attempt.parse(left.parent.name))
+        left.write_bytes(data)
+    _save(tmp_path / "fast/step-2", either).archived.result(30)
+    assert verify(f"{either}/step-1").whole
 
 
 def test_what_the_end_of_the_process_cuts_off_is_pinned(tmp_path, slow, store):
