@@ -135,11 +135,11 @@ class CheckpointManager:
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
         hooks = by_step("on_commit", on_commit), by_step("on_failure", on_failure)
         self._saves = SaveTracker(1 if strict else max_failures, *hooks)
-        rules = self._keep, archive_every, archive_keep
-        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
         self._writer = DataStatesWriter(
             process_group=process_group, archive=slow, archive_rate=archive_rate, **options
         )
+        rules = self._keep, archive_every, archive_keep
+        self._keeping = Keeping(self._steps, self._saves, self._rank_set, *rules)
         self._signals = Signals(on_signal)
         consensus: StepConsensus | None = None
         if self._signals.watched or not isinstance(rule, int):

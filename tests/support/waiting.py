@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
-__all__ = ["await_that"]
+from dcp_datastates.io import engine
+
+__all__ = ["await_free_host_cache", "await_that"]
 
 
 def await_that(holds: Callable[[], object], seconds: float = 60.0, otherwise: str = "") -> None:
@@ -14,3 +17,16 @@ def await_that(holds: Callable[[], object], seconds: float = 60.0, otherwise: st
     while not holds():
         assert time.monotonic() < deadline, otherwise or f"not within {seconds:g} s"
         time.sleep(0.005)
+
+
+def await_free_host_cache() -> None:
+    """Return when no save holds a part of the host cache. What the last save's threads hold goes soon after its outcome
+    is known.
+    """
+    gc.collect()
+
+    def is_free() -> bool:
+        stats = engine.stats()
+        return stats is None or (stats.free_segments == stats.total_segments and not stats.waiting)
+
+    await_that(is_free, 30, "a save kept its part of the host cache")

@@ -26,6 +26,7 @@ from support.state.checkpoints import (
     zeros,
 )
 from support.state.states import large
+from support.waiting import await_free_host_cache
 
 from dcp_datastates import DataStatesError, track
 from dcp_datastates.io import engine as engine_module
@@ -222,11 +223,7 @@ def test_saves_leave_nothing_in_the_host_cache_and_no_threads(tmp_path):
     threads = threading.active_count()
     for number in range(5):
         async_save(large(16), tmp_path / str(number), read_window="immediate").result(60)
-    gc.collect()
-    stats = engine_module.stats()
-    assert stats is not None
-    assert stats.free_segments == stats.total_segments
-    assert stats.waiting == 0
+    await_free_host_cache()
     assert threading.active_count() <= threads + 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import threading
 
@@ -21,7 +22,8 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def slow(store, monkeypatch):
-    return str(installed(monkeypatch, store).parent)
+    # Of its own: the process has one archive for each directory.
+    return str(installed(monkeypatch, store, f"{secrets.token_hex(4)}/step-1").parent)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import threading
 
@@ -42,7 +43,8 @@ def short_pauses(monkeypatch):
 
 @pytest.fixture
 def slow(store, monkeypatch):
-    return str(installed(monkeypatch, store).parent)
+    # Of its own: the process has one archive for each directory.
+    return str(installed(monkeypatch, store, f"{secrets.token_hex(4)}/step-1").parent)
 
 
 @pytest.fixture(params=["directory", "store"])
