@@ -19,7 +19,7 @@ def await_that(holds: Callable[[], object], seconds: float = 60.0, otherwise: st
         time.sleep(0.005)
 
 
-def await_free_host_cache() -> None:
+def await_free_host_cache(seconds: float = 30.0) -> None:
     """Return when no save holds a part of the host cache. What the last save's threads hold goes soon after its outcome
     is known.
     """
@@ -29,4 +29,4 @@ def await_free_host_cache() -> None:
         stats = engine.stats()
         return stats is None or (stats.free_segments == stats.total_segments and not stats.waiting)
 
-    await_that(is_free, 30, "a save kept its part of the host cache")
+    await_that(is_free, seconds, "a save kept its part of the host cache")

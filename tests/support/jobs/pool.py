@@ -2,7 +2,8 @@
 
 Ranks are forked from a server that has imported torch and nothing else of weight. Each job gets a
 process group of its own, met through a file, so pools of parallel test runners never collide. After a crash
-or a timeout the pool kills what is left; its owner makes a new one.
+or a timeout the pool kills what is left; its owner makes a new one. So it does after a job that has left work behind,
+such as an upload that a store's library still tries: the next test would find its memory taken.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -50,6 +51,8 @@ class Outcome:
     rank: int
     kind: str  # "passed", "failed" or "skipped"
     text: str = ""
+    at_work: bool = False
+    """Whether the rank still holds a part of the host cache."""
 
 
 def _module(job: Job) -> ModuleType:
@@ -102,7 +105,18 @@ def _serve(rank: int, pipe: Connection, directory: str) -> None:
         except (EOFError, OSError):
             return
         store = dist.FileStore(str(Path(directory, f"store{number}")), job.world)
-        pipe.send(call_on_rank(job, rank, store))
+        outcome = call_on_rank(job, rank, store)
+        pipe.send(replace(outcome, at_work=_is_at_work()))
+
+
+def _is_at_work() -> bool:
+    from support.waiting import await_free_host_cache
+
+    try:
+        await_free_host_cache(1.0)
+    except AssertionError:
+        return True
+    return False
 
 
 class RankPool:
@@ -153,6 +167,7 @@ class RankPool:
                 except (EOFError, OSError):
                     outcome = self._dead(rank)
                 outcomes.append(outcome)
+                self.broken = self.broken or outcome.at_work
                 if outcome.kind != "passed":
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return sorted(outcomes, key=lambda outcome: outcome.rank)
