@@ -44,6 +44,9 @@ Instead disturbed(const Event& event, Storage storage, Random& random, Tally& ta
         return returning(kErrors.at(random_below(random, kErrors.size())));
     }
     const bool moves = event.call == Call::kWrite || event.call == Call::kRead;
+    if (event.call == Call::kReadCached && !one_in(8)) {
+        return {.result = {}, .cut = one_in(4) ? 1 + random_below(random, event.size) : event.size};
+    }
     if (event.call == Call::kSetDirect && event.size == 1 && one_in(8)) return returning(EINVAL);
     if ((moves || event.call == Call::kOpen) && one_in(16)) return returning(EINTR);
     if (moves && one_in(16)) {

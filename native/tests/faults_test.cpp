@@ -1,5 +1,8 @@
 // Every file operation fails in turn: the job says so, nothing leaks, and the next job works.
 
+#include <fcntl.h>
+
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <functional>
@@ -228,6 +231,61 @@ void each_failing_call_fails_its_restore() {
     check(missing && missing->kind == FaultKind::kIo && missing->error == ENOENT);
 }
 
+/// Whether this file system can say what of a file is in the page cache.
+bool can_read_cached(const std::string& path) {
+    const auto system = posix_file_ops();
+    const int fd = static_cast<int>(system->open(path, O_RDONLY | O_CLOEXEC, 0).value);
+    Bytes page(4096);
+    const bool can = system->read_cached(fd, page, 0).value == 4096;
+    system->close(fd);
+    return can;
+}
+
+void what_the_page_cache_has_is_read_from_there() {
+    Broken broken;
+    write_file(broken.directory.file("f"), reference_file(broken.source.stream));
+    const bool supported = can_read_cached(broken.directory.file("f"));
+    std::atomic<std::uint64_t> cached = 0;
+    // All of it; then some of it, up to any place, and the rest past the cache.
+    for (const std::uint64_t limit : {std::uint64_t{1} << 40U, std::uint64_t{0}, 3 * kMiB + 4096,
+                                      5 * kMiB + 1, std::uint64_t{100'001}}) {
+        const auto before = broken.ops->trace().size();
+        cached = 0;
+        broken.set([&](const Event& event) {
+            if (event.call != Call::kReadCached) return Instead{};
+            const std::uint64_t done = cached.fetch_add(event.size);
+            if (done >= limit) return failing(EAGAIN);
+            return Instead{.result = {}, .cut = std::min(event.size, limit - done)};
+        });
+        check(!broken.restore("f"));
+        const auto events = broken.ops->trace();
+        const bool past =
+            std::any_of(events.begin() + static_cast<std::ptrdiff_t>(before), events.end(),
+                        [](const Event& event) {
+                            return event.call == Call::kRead || event.call == Call::kSetDirect;
+                        });
+        check_equal(past, !supported || limit < 1ULL << 40U);
+    }
+    // An error of the cache is no error of the file.
+    for (const int error : {EOPNOTSUPP, EINVAL, EIO, EINTR}) {
+        std::atomic<int> calls = 0;
+        broken.set([&](const Event& event) {
+            return event.call == Call::kReadCached && calls++ == 0 ? failing(error) : Instead{};
+        });
+        check(!broken.restore("f"));
+    }
+    // A file that is not what was saved is refused, wherever it is read from.
+    Bytes damaged = reference_file(broken.source.stream);
+    damaged[kMiB] ^= std::byte{1};
+    write_file(broken.directory.file("damaged"), damaged);
+    broken.set([](const Event& event) {
+        return event.call == Call::kReadCached ? Instead{.result = {}, .cut = event.size}
+                                               : Instead{};
+    });
+    const auto fault = broken.restore("damaged");
+    check(fault && fault->kind == FaultKind::kCorrupt);
+}
+
 void an_existing_file_is_left_alone() {
     Broken broken;
     const Bytes old = random_bytes(100, 9);
@@ -265,6 +323,7 @@ int main() {
          {"unsupported_fallocate_is_no_failure", unsupported_fallocate_is_no_failure},
          {"short_and_interrupted_calls_go_on", short_and_interrupted_calls_go_on},
          {"each_failing_call_fails_its_restore", each_failing_call_fails_its_restore},
+         {"what_the_page_cache_has_is_read_from_there", what_the_page_cache_has_is_read_from_there},
          {"an_existing_file_is_left_alone", an_existing_file_is_left_alone},
          {"bytes_are_durable_before_entries", bytes_are_durable_before_entries}});
 }

@@ -214,6 +214,14 @@ SysResult HookedFileOps::read(int fd, std::span<std::byte> data, std::uint64_t o
     return system_->read(fd, data, offset);
 }
 
+SysResult HookedFileOps::read_cached(int fd, std::span<std::byte> data, std::uint64_t offset) {
+    const auto instead = observe(Call::kReadCached, fd, offset, data.size());
+    if (instead.result) return *instead.result;
+    if (!instead.cut) return {.value = -1, .error = EAGAIN};
+    return system_->read_cached(fd, data.first(std::min<std::size_t>(data.size(), *instead.cut)),
+                                offset);
+}
+
 SysResult HookedFileOps::start_writeback(int fd, Range range) {
     const auto instead = observe(Call::kStartWriteback, fd, range.begin, range.size()).result;
     return instead ? *instead : system_->start_writeback(fd, range);

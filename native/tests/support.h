@@ -121,6 +121,7 @@ class HookedFileOps final : public FileOps {
         kAllocate,
         kWrite,
         kRead,
+        kReadCached,  ///< as if nothing were cached, unless the hook cuts it
         kStartWriteback,
         kWaitWriteback,
         kDropCached,
@@ -154,6 +155,7 @@ class HookedFileOps final : public FileOps {
     SysResult allocate(int fd, std::uint64_t nbytes) override;
     SysResult write(int fd, std::span<const std::byte> data, std::uint64_t offset) override;
     SysResult read(int fd, std::span<std::byte> data, std::uint64_t offset) override;
+    SysResult read_cached(int fd, std::span<std::byte> data, std::uint64_t offset) override;
     SysResult start_writeback(int fd, Range range) override;
     SysResult wait_writeback(int fd, Range range) override;
     SysResult drop_cached(int fd, Range range) override;

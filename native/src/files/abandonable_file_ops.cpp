@@ -141,6 +141,10 @@ SysResult AbandonableFileOps::read(int fd, std::span<std::byte> data, std::uint6
     return during("pread", fd, [&] { return inner_->read(fd, data, offset); });
 }
 
+SysResult AbandonableFileOps::read_cached(int fd, std::span<std::byte> data, std::uint64_t offset) {
+    return during("preadv2", fd, [&] { return inner_->read_cached(fd, data, offset); });
+}
+
 SysResult AbandonableFileOps::start_writeback(int fd, Range range) {
     return during("sync_file_range", fd, [&] { return inner_->start_writeback(fd, range); });
 }

@@ -48,6 +48,7 @@ class AbandonableFileOps final : public FileOps {
     SysResult allocate(int fd, std::uint64_t nbytes) override;
     SysResult write(int fd, std::span<const std::byte> data, std::uint64_t offset) override;
     SysResult read(int fd, std::span<std::byte> data, std::uint64_t offset) override;
+    SysResult read_cached(int fd, std::span<std::byte> data, std::uint64_t offset) override;
     SysResult start_writeback(int fd, Range range) override;
     SysResult wait_writeback(int fd, Range range) override;
     SysResult drop_cached(int fd, Range range) override;

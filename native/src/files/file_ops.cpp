@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 namespace datastates {
@@ -44,6 +45,11 @@ class PosixFileOps final : public FileOps {
 
     SysResult read(int fd, std::span<std::byte> data, std::uint64_t offset) override {
         return result_of(::pread(fd, data.data(), data.size(), file_offset(offset)));
+    }
+
+    SysResult read_cached(int fd, std::span<std::byte> data, std::uint64_t offset) override {
+        const iovec part{.iov_base = data.data(), .iov_len = data.size()};
+        return result_of(::preadv2(fd, &part, 1, file_offset(offset), RWF_NOWAIT));
     }
 
     SysResult start_writeback(int fd, Range range) override {

@@ -37,6 +37,11 @@ class FileOps : public Immovable {
     virtual SysResult allocate(int fd, std::uint64_t nbytes) = 0;
     virtual SysResult write(int fd, std::span<const std::byte> data, std::uint64_t offset) = 0;
     virtual SysResult read(int fd, std::span<std::byte> data, std::uint64_t offset) = 0;
+    /// Reads what the page cache has of it, without waiting: EAGAIN if it does not begin there.
+    virtual SysResult read_cached(int fd, std::span<std::byte> data, std::uint64_t offset) {
+        static_cast<void>(fd), static_cast<void>(data), static_cast<void>(offset);
+        return {.value = -1, .error = EAGAIN};
+    }
     /// Starts to write a range of the page cache back, without waiting.
     virtual SysResult start_writeback(int fd, Range range) = 0;
     /// Waits until a range is written back.

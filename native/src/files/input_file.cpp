@@ -33,7 +33,6 @@ Status InputFile::open(std::uint64_t nbytes) {
         return fault;
     }
     fd_ = static_cast<int>(opened.value);
-    if (!ops_->set_direct(fd_, true).ok()) direct_ = false;
     const auto size = ops_->size(fd_);
     if (!size.ok()) {
         fault.error = size.error;
@@ -52,7 +51,13 @@ Status InputFile::open(std::uint64_t nbytes) {
     return {};
 }
 
-Status InputFile::fall_back() {
+void InputFile::leave_cache() {
+    const std::scoped_lock lock(switching_);
+    if (way_ == Way::kCached)
+        way_ = ops_->set_direct(fd_, true).ok() ? Way::kDirect : Way::kBuffered;
+}
+
+Status InputFile::leave_direct() {
     const auto result = ops_->set_direct(fd_, false);
     if (!result.ok()) {
         return Fault{.kind = FaultKind::kIo,
@@ -61,20 +66,31 @@ Status InputFile::fall_back() {
                      .operation = "open",
                      .detail = {}};
     }
-    direct_ = false;
+    way_ = Way::kBuffered;
     return {};
 }
 
 Status InputFile::read(std::span<std::byte> buffer, std::uint64_t offset, std::uint64_t nbytes) {
     std::uint64_t done = 0;
     while (done < nbytes) {
-        const bool direct = direct_;
-        const std::uint64_t wanted =
-            direct ? round_up(nbytes, kDirectAlignment) - done : nbytes - done;
-        const auto result = uninterrupted(
-            [&] { return ops_->read(fd_, buffer.subspan(done, wanted), offset + done); });
+        const Way way = way_;
+        const bool direct = way == Way::kDirect;
+        if (direct) done = done / kDirectAlignment * kDirectAlignment;
+        const auto place = buffer.subspan(
+            done, direct ? round_up(nbytes, kDirectAlignment) - done : nbytes - done);
+        if (way == Way::kCached) {
+            const auto cached =
+                uninterrupted([&] { return ops_->read_cached(fd_, place, offset + done); });
+            if (cached.ok() && cached.value > 0) {
+                done += static_cast<std::uint64_t>(cached.value);
+            } else {
+                leave_cache();
+            }
+            continue;
+        }
+        const auto result = uninterrupted([&] { return ops_->read(fd_, place, offset + done); });
         if (direct && is_unsupported(result.error)) {
-            if (auto status = fall_back(); !status.ok()) return status;
+            if (auto status = leave_direct(); !status.ok()) return status;
             continue;
         }
         const auto got = static_cast<std::uint64_t>(std::max<std::int64_t>(0, result.value));
@@ -93,7 +109,7 @@ Status InputFile::read(std::span<std::byte> buffer, std::uint64_t offset, std::u
         // A short direct read goes on from the last aligned place; one shorter than that, buffered.
         done += got / kDirectAlignment * kDirectAlignment;
         if (got < kDirectAlignment) {
-            if (auto status = fall_back(); !status.ok()) return status;
+            if (auto status = leave_direct(); !status.ok()) return status;
         }
     }
     return {};

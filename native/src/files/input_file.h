@@ -1,4 +1,4 @@
-// A file that is read past the page cache.
+// A file that is read from the page cache if it is there, and past it otherwise.
 
 #pragma once
 
@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 
@@ -15,7 +16,8 @@
 
 namespace datastates {
 
-/// Reads with O_DIRECT where the filesystem takes it. Any thread may read any part once it is open.
+/// Reads what the page cache has; from the first part on that it does not have, reads with O_DIRECT
+/// where the filesystem takes it. Any thread may read any part once it is open.
 class InputFile : public Immovable {
   public:
     InputFile(std::shared_ptr<FileOps> ops, std::string path);
@@ -28,17 +30,24 @@ class InputFile : public Immovable {
     /// kDirectAlignment, and the buffer has room for `nbytes` rounded up to one.
     Status read(std::span<std::byte> buffer, std::uint64_t offset, std::uint64_t nbytes);
 
+    /// Whether the page cache has had all that was read so far.
+    [[nodiscard]] bool is_cached() const { return way_ == Way::kCached; }
+
     /// Nothing closes it any more but the end of the process: it may take for ever. No thread
     /// reads.
     void leave_open() { fd_ = -1; }
 
   private:
-    Status fall_back();
+    enum class Way : std::uint8_t { kCached, kDirect, kBuffered };
+
+    void leave_cache();
+    Status leave_direct();
 
     std::shared_ptr<FileOps> ops_;
     std::string path_;
     int fd_ = -1;
-    std::atomic<bool> direct_ = true;
+    std::mutex switching_;  // leaves kCached once
+    std::atomic<Way> way_ = Way::kCached;
 };
 
 }  // namespace datastates

@@ -141,6 +141,9 @@ Result<std::vector<RestoreStep>> RestoreJob::take_table(const RestoreStep& step,
 std::vector<RestoreStep> RestoreJob::plan_reads(std::size_t index, const File& file) {
     const StreamContent& content = *file.spec.content;
     std::vector<RestoreStep> steps;
+    // From the page cache block by block: what was just read is still in the processor's cache when
+    // it is verified and scattered.
+    const std::uint64_t limit = file.input.is_cached() ? kBlockBytes : kSegmentBytes;
     Range run;  // needed blocks that follow each other, so far
     const auto end_run = [&] {
         if (run.size() > 0) steps.push_back({.file = index, .table = false, .bytes = run});
@@ -153,7 +156,7 @@ std::vector<RestoreStep> RestoreJob::plan_reads(std::size_t index, const File& f
             continue;
         }
         run = {.begin = run.size() > 0 ? run.begin : at, .end = block.end};
-        if (run.size() == kSegmentBytes) end_run();
+        if (run.size() >= limit) end_run();
     }
     end_run();
     return steps;
