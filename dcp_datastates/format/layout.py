@@ -23,6 +23,7 @@ import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.format.checksums import file_bytes, table_words
+from dcp_datastates.process.garbage import collection_paused
 
 __all__ = [
     "MAX_HEADER_BYTES",
@@ -139,6 +140,7 @@ class FileLayout:
     data_start: int
     tensors_end: int
 
+    @collection_paused()
     def seal(self, object_sizes: Sequence[int]) -> SealedFile:
         """Complete the layout with the size in bytes of each object, in the order of ``objects``."""
         if len(object_sizes) != len(self.objects):
@@ -201,6 +203,7 @@ class FileLayout:
         return capacity.to_bytes(8, "little") + text
 
 
+@collection_paused()
 def lay_out(items: Sequence[WriteItem], rank: int) -> tuple[FileLayout, ...]:
     """Lay out the write items of one rank's final plan. Without items there are no files.
 

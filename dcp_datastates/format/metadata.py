@@ -22,6 +22,7 @@ from dcp_datastates.format.dcp_stub import stub_of
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.local import open_regular
 from dcp_datastates.storage.object_path import Location
 
@@ -40,6 +41,7 @@ DCP_VERSION: Final = "1.0.0"
 """The value that stock DCP of torch 2.11 to 2.13 writes as ``Metadata.version``."""
 
 
+@collection_paused()
 def encode(table: MetadataTable) -> bytes:
     """The bytes of a ``.metadata`` file.
 
@@ -82,6 +84,7 @@ def read(path: Path) -> tuple[bytes, float]:
         return file.read(), status.st_mtime
 
 
+@collection_paused()
 def decode(data: bytes, path: Location) -> MetadataTable:
     """The table in the bytes of the ``.metadata`` file at ``path``, checked for everything that DCP and this package
     rely on.

@@ -38,6 +38,7 @@ from dcp_datastates.planning.save_planning import Compose
 from dcp_datastates.planning.serializer import Serializer
 from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.staging.fingerprint import Fingerprint
 from dcp_datastates.staging.stage import StagedState
 from dcp_datastates.storage.attempt import Attempt
@@ -101,6 +102,7 @@ class ColumnPlanning:
         self._reported = b""  # digest
         self.items: Sequence[WriteItem] = ()
 
+    @collection_paused()
     def propose(self, group: str, rank: int) -> bytes:
         planner, options, state = self._planner, self._options, self._state
         assert state is not None, "the state was released"
@@ -121,6 +123,7 @@ class ColumnPlanning:
             self._known = agreed or KnownPlan(local)
         return offer.encode()
 
+    @collection_paused()
     def assign(self, proposals: Sequence[bytes]) -> Sequence[bytes]:
         options, planner = self._options, self._planner
         offers = list(map(Offer.decode, proposals))
@@ -133,6 +136,7 @@ class ColumnPlanning:
             )
         return [answer.encode() for answer in answers]
 
+    @collection_paused()
     def take(self, answer: bytes) -> None:
         assert self._known is not None, "propose() comes first"
         options, planner, decoded = self._options, self._planner, Answer.decode(answer)
@@ -144,6 +148,7 @@ class ColumnPlanning:
             planner.of_rank.finish(self._group, self._known if options.cache else None)
         self.items = self._share.items
 
+    @collection_paused()
     def prepared(self) -> Prepared | None:
         if self._found is None or self._flat is not None or not self._staged.is_plain():
             return None

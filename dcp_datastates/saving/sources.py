@@ -21,6 +21,7 @@ from dcp_datastates.io.devices import HOST, THROUGH_TORCH, dense, place
 from dcp_datastates.io.tensor_memory import add_region, check_storable, local_tensor
 from dcp_datastates.planning.prepared_write import finish_file
 from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.process.progress import Progress
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.ownership import STABLE
@@ -81,6 +82,7 @@ def resolve_object(planning: SavePlanning, item: WriteItem) -> memoryview:
     return data.getbuffer()
 
 
+@collection_paused()
 def _add_tensors(
     content: Transfer,
     items: Sequence[WriteItem],

@@ -15,6 +15,7 @@ from dcp_datastates.io.devices import capturing, open_used
 from dcp_datastates.io.engine import engine, next_order
 from dcp_datastates.planning.column_planning import StateToPlan
 from dcp_datastates.planning.save_planning import SavePlanning
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.ranks.rank_set import RankSet
 from dcp_datastates.saving.admission import enter, make_room
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall, SaveOrigin
@@ -77,9 +78,10 @@ def stage_save(
     try:
         hit("stage.before")
         if failure is None:
-            reads = _stage(call, state_dict, stats, config.defer, config.read_window)
-            if in_columns:
-                fingerprint = reads.staged.fingerprint()
+            with collection_paused():
+                reads = _stage(call, state_dict, stats, config.defer, config.read_window)
+                if in_columns:
+                    fingerprint = reads.staged.fingerprint()
         hit("stage.after")
     except BaseException as error:
         failure = error
