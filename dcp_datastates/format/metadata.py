@@ -22,6 +22,7 @@ from dcp_datastates.format.dcp_stub import stub_of
 from dcp_datastates.format.metadata_check import MetadataError, check
 from dcp_datastates.format.metadata_document import read_document, write_document
 from dcp_datastates.format.metadata_table import MetadataTable, Note
+from dcp_datastates.process.garbage import CollectionPaused
 from dcp_datastates.storage.local import open_regular
 from dcp_datastates.storage.object_path import Location
 
@@ -91,7 +92,8 @@ def decode(data: bytes, path: Location) -> MetadataTable:
     """
     document, columns = trailer.parse(data, path)
     try:
-        table = read_document(document, columns)
+        with CollectionPaused():
+            table = read_document(document, columns)
         check(table.catalog, table.placement, table.note.files)
     except (MetadataError, values.ValueRefused) as error:
         raise UnreadableMetadataError(f"{path}: not checkpoint metadata: {error}") from error
