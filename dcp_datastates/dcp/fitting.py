@@ -22,9 +22,10 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     Metadata,
+    MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_datastates.config import check_options
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
@@ -39,12 +40,15 @@ from dcp_datastates.format.name_patterns import (
 )
 from dcp_datastates.format.nesting import path_of, put
 from dcp_datastates.format.stored_names import is_under, prefixes_of, wrappers
+from dcp_datastates.process.garbage import collection_paused
 
 __all__ = ["Answer", "Fit", "FitOptions", "FittingPlanner", "LoadOptions"]
 
 logger = logging.getLogger(__name__)
 
 Answer = Literal["error", "warn", "ignore"]
+
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 _GUESSES: Final = 1000
 """How many unexpected names are compared with a missing one, to guess what it was called."""
@@ -145,7 +149,7 @@ class Fit:
             chosen = self.only.choose(names)
             names = {name: names[name] for name in chosen}
         if self.exclude:
-            names = {name: old for name, old in names.items() if not self.exclude.match(name)}
+            names = {name: names[name] for name in self.exclude.others(names)}
         return names
 
 
@@ -203,6 +207,10 @@ class FittingPlanner(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         """Match the names; raise :class:`IncompatibleStateError` for all that does not fit."""
+        with collection_paused():
+            return self._plan()
+
+    def _plan(self) -> LoadPlan:
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         boxed = wrappers(stored)
@@ -225,11 +233,11 @@ class FittingPlanner(DefaultLoadPlanner):
                 len(missing),
                 ", ".join(map(repr, missing)),
             )
-        named = {name: value for name, value in wanted.items() if name in self._names}
-        plan = create_default_local_load_plan(
-            named, Metadata({name: stored[self._names[name]] for name in named})
-        )
-        return replace(plan, items=[self._as_stored(item) for item in plan.items])
+        items: list[ReadItem] = []
+        for name, value in wanted.items():
+            if (old := self._names.get(name)) is not None:
+                items += _read_items(name, value, old, stored[old])
+        return LoadPlan(items)
 
     @property
     def held(self) -> list[str]:
@@ -253,12 +261,6 @@ class FittingPlanner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         if (path := self._grown.get(name)) is not None:
             put(self.original_state_dict, path, self.state_dict[name])
-
-    def _as_stored(self, item: ReadItem) -> ReadItem:
-        old = self._names[item.storage_index.fqn]
-        if old == item.storage_index.fqn:
-            return item
-        return replace(item, storage_index=replace(item.storage_index, fqn=old))
 
     def _prune(self) -> None:
         """Remove what is not stored from what is to become exactly what is stored; and a None, or an empty list,
@@ -310,10 +312,7 @@ class FittingPlanner(DefaultLoadPlanner):
         if name not in self.state_dict or not is_under(name, self._replaced):
             return False
         value = self.state_dict[name]
-        return not isinstance(value, torch.Tensor) or type(value) in (
-            torch.Tensor,
-            torch.nn.Parameter,
-        )
+        return not isinstance(value, torch.Tensor) or type(value) in _PLAIN
 
     def _unasked(self) -> list[str]:
         """The names to load that the state does not have, neither itself nor in a wrapper."""
@@ -365,6 +364,33 @@ class FittingPlanner(DefaultLoadPlanner):
         raise IncompatibleStateError(
             "\n".join(lines), missing=missing, unexpected=unexpected, unfit=unfit
         )
+
+
+def _read_items(name: str, value: Any, old: str, entry: STORAGE_TYPES) -> list[ReadItem]:
+    """What the value called ``name`` needs of what is stored as ``old``, as DCP plans it."""
+    if (
+        isinstance(entry, TensorStorageMetadata)
+        and type(value) in _PLAIN
+        and len(entry.chunks) == 1
+    ):
+        (chunk,) = entry.chunks
+        if (
+            chunk.sizes == value.shape and value.numel()
+        ):  # all of it: DCP's planner takes long to see that
+            return [
+                ReadItem(
+                    LoadItemType.TENSOR,
+                    dest_index=MetadataIndex(name, chunk.offsets, 0),
+                    dest_offsets=chunk.offsets,
+                    storage_index=MetadataIndex(old, chunk.offsets, 0),
+                    storage_offsets=chunk.offsets,
+                    lengths=chunk.sizes,
+                )
+            ]
+    items = create_default_local_load_plan({name: value}, Metadata({name: entry})).items
+    if name == old:
+        return items
+    return [replace(item, storage_index=replace(item.storage_index, fqn=old)) for item in items]
 
 
 def _guess(name: str, unexpected: list[str]) -> str:

@@ -138,8 +138,8 @@ class _Reader(DataStatesReader):
         self._fit = planner.fit
         self._planner = planner
 
-    def _leaves(self, name: str) -> bool:
-        return self._planner.leaves(name)
+    def _not_left(self, unread: list[str]) -> list[str]:
+        return [name for name in unread if not self._planner.leaves(name)]
 
     def _held(self, planner: LoadPlanner) -> Iterable[str]:
         return self._planner.held if planner is self._planner else super()._held(planner)

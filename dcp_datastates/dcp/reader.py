@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future as TorchFuture
@@ -36,8 +36,8 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.format.contents import some_of
 from dcp_datastates.format.metadata import Note
-from dcp_datastates.format.metadata_objects import metadata_of, note_of
-from dcp_datastates.format.stored_names import Box, is_under, unread, wrappers
+from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, note_of
+from dcp_datastates.format.stored_names import Box, is_under, wrappers
 from dcp_datastates.io.committed import open_nearest, replacement
 from dcp_datastates.io.engine import DEFAULT_HOST_CACHE_BYTES, engine
 from dcp_datastates.io.restore import StoredCheckpoint, restore
@@ -238,9 +238,9 @@ class DataStatesReader(StorageReader):
         """Whether the item is a wrapper subclass: DCP plans it as an object, for want of metadata of its own."""
         return item.storage_index.fqn in self._wrappers
 
-    def _leaves(self, name: str) -> bool:
-        """Whether the value with this name is left unread on purpose."""
-        return self._fit.exclude.match(name)
+    def _not_left(self, unread: list[str]) -> list[str]:
+        """Those of the names of values that are not left unread on purpose."""
+        return self._fit.exclude.others(unread)
 
     def _held(self, planner: LoadPlanner) -> Iterable[str]:
         """The stored names of what is in the planner's state."""
@@ -249,23 +249,20 @@ class DataStatesReader(StorageReader):
 
     def _check_unread(self, asked: set[str]) -> None:
         assert self._metadata is not None
-        stored = self._metadata.state_dict_metadata
+        stored = names_with_data(self._metadata.state_dict_metadata, self._allow_objects)
         wrapped = frozenset(asked.intersection(self._wrappers))
         self._say_unread(
-            [
-                name
-                for name in unread(stored, asked)
-                if not is_under(name, wrapped)
-                and (self._allow_objects or isinstance(stored[name], TensorStorageMetadata))
-            ]
+            [name for name in stored if name not in asked and not is_under(name, wrapped)]
         )
 
     def _say_unread(self, left: list[str]) -> None:
         assert self._metadata is not None
-        stored = self._metadata.state_dict_metadata
-        names = [name for name in left if not self._leaves(name)]
-        if not names or self._fit.unexpected == "ignore":
+        if self._fit.unexpected == "ignore":
             return
+        names = self._not_left(left)
+        if not names:
+            return
+        stored = self._metadata.state_dict_metadata
         said = (
             f"{self._directory()}: {len(names)} of the {len(stored)} stored tensors and objects stay unread, as the "
             f"state to load into does not have them: {some_of(names)}. "

@@ -16,7 +16,7 @@ import numpy as np
 
 from dcp_datastates.format.checksums import file_bytes
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Ints, Placement
-from dcp_datastates.format.ragged import volumes
+from dcp_datastates.format.ragged import starts_of, volumes
 from dcp_datastates.format.validate import Undecided, validate
 
 __all__ = ["MAX_BYTES", "MetadataError", "check", "described"]
@@ -134,17 +134,20 @@ def _check_lengths(catalog: Catalog) -> None:
 
 def _largest(catalog: Catalog, itemsize: Ints) -> tuple[int, str]:
     """Bytes of the largest tensor, and its name."""
-    largest, largest_name = 0, ""
-    columns = (catalog.names, catalog.tensor_shapes(), itemsize.tolist())
-    for name, shape, nbytes in zip(*columns, strict=True):
-        dense = math.prod(shape) * nbytes
-        if dense > MAX_BYTES:
+    if not catalog.names:
+        return 0, ""
+    starts = starts_of(catalog.ndims)
+    with np.errstate(over="ignore", invalid="ignore"):
+        roughly = volumes(catalog.ndims, catalog.shapes.astype(np.float64)) * itemsize
+    for number in np.flatnonzero(~(roughly < MAX_BYTES / 2)).tolist():  # an infinity times 0 too
+        shape = catalog.shapes[starts[number] : starts[number] + catalog.ndims[number]].tolist()
+        if math.prod(shape) * int(itemsize[number]) > MAX_BYTES:
             raise MetadataError(
-                f"{described(name)}: {described(str(list(shape)))} is larger than any tensor"
+                f"{described(catalog.names[number])}: {described(str(shape))} is larger than any tensor"
             )
-        if dense > largest:
-            largest, largest_name = dense, name
-    return largest, largest_name
+    dense = volumes(catalog.ndims, catalog.shapes) * itemsize
+    number = int(np.argmax(dense))
+    return int(dense[number]), catalog.names[number]
 
 
 def _check_range(what: str, values: Ints, limit: int, least: int = 0) -> None:
@@ -226,9 +229,12 @@ def _check_paths(planner_data: Any, entries: Iterable[str]) -> None:
     indices = 0
     for fqn in entries:
         path = planner_data.get(fqn)
-        if not isinstance(path, (tuple, list)) or not any(isinstance(key, int) for key in path):
+        if not isinstance(path, (tuple, list)):
             continue
-        if not set(map(type, path)) <= {str, int}:
+        kinds = set(map(type, path))
+        if kinds <= {str} or not any(issubclass(kind, int) for kind in kinds):
+            continue
+        if not kinds <= {str, int}:
             raise MetadataError(f"the path of {described(fqn)} has a part that is no key or index")
         parent = 0
         for key in path:

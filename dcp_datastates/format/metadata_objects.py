@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from itertools import compress
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
@@ -25,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.metadata_table import MISSING, MetadataTable, Note
-from dcp_datastates.format.ragged import starts_of
+from dcp_datastates.format.ragged import starts_of, sums
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.format.stored_names import wrappers
 from dcp_datastates.process.garbage import collection_paused
 
-__all__ = ["catalog_metadata", "metadata_of", "note_of"]
+__all__ = ["catalog_metadata", "metadata_of", "names_with_data", "note_of"]
 
 _NOTE: Final = "dcp_datastates"
 """The attribute with the :class:`Note` of a ``Metadata`` from a file of this package."""
@@ -72,6 +73,17 @@ def catalog_metadata(catalog: Catalog) -> Metadata:
     return Metadata(dict(_Entries(_Columns(catalog, {}))), planner_data=mappings)
 
 
+def names_with_data(stored: Mapping[str, STORAGE_TYPES], objects: bool) -> list[str]:
+    """The names of tensors that have elements, and of objects if ``objects``, in their order. Makes no entries."""
+    if isinstance(stored, _Entries) and not stored.is_plain:
+        return list(stored.names_with_data(objects))
+    return [
+        name
+        for name, entry in stored.items()
+        if (0 not in entry.size if isinstance(entry, TensorStorageMetadata) else objects)
+    ]
+
+
 class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
     """A dict whose values are made when they are looked up. A change makes all of them."""
 
@@ -90,6 +102,11 @@ class _Lazy(MutableMapping[Key, Value], Generic[Key, Value]):
         if self._all is None:
             self._all = {key: self._made(key) for key in self._keys()}
         return self._all
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether this has become a plain dict."""
+        return self._all is not None
 
     def __getitem__(self, key: Key) -> Value:
         return self._made(key) if self._all is None else self._all[key]
@@ -120,15 +137,34 @@ class _Columns:
         self.catalog = catalog
         self.further = further
         self.number = {name: number for number, name in enumerate(catalog.names)}
-        self.shapes = catalog.tensor_shapes()
+        self.counts = catalog.counts.tolist()
         self.first_chunk = starts_of(catalog.counts).tolist()
+        self._ndims = catalog.ndims.tolist()
+        self._sizes: dict[tuple[int, ...], torch.Size] = {}
+        self._first_dimension = starts_of(catalog.ndims).tolist()
         self._first_value = starts_of(catalog.ndims * catalog.counts).tolist()
 
-    def rows(self, column: Ints, number: int) -> Ints:
-        """(chunks, dimensions): the part of ``catalog.offsets`` or ``catalog.sizes`` for a tensor's chunks."""
-        count, ndim = int(self.catalog.counts[number]), int(self.catalog.ndims[number])
+    def size(self, size: tuple[int, ...]) -> torch.Size:
+        """The one object for all equal sizes: most chunks have the same."""
+        return self._sizes.get(size) or self._sizes.setdefault(size, torch.Size(size))
+
+    def shape(self, number: int) -> torch.Size:
+        """The size of the global tensor."""
+        begin = self._first_dimension[number]
+        return self.size(tuple(self.catalog.shapes[begin : begin + self._ndims[number]].tolist()))
+
+    def rows(self, column: Ints, number: int) -> Iterable[tuple[int, ...]]:
+        """The parts of ``catalog.offsets`` or ``catalog.sizes`` for a tensor's chunks, made lazily."""
+        count, ndim = self.counts[number], self._ndims[number]
         begin = self._first_value[number]
-        return column[begin : begin + count * ndim].reshape(count, ndim)
+        values = column[begin : begin + count * ndim].tolist()
+        return zip(*[iter(values)] * ndim, strict=True) if ndim else [()] * count
+
+    def row(self, column: Ints, number: int, place: int) -> tuple[int, ...]:
+        """The part for one of the tensor's chunks."""
+        ndim = self._ndims[number]
+        begin = self._first_value[number] + place * ndim
+        return tuple(column[begin : begin + ndim].tolist())
 
 
 class _Entries(_Lazy[str, STORAGE_TYPES]):
@@ -159,38 +195,35 @@ class _Entries(_Lazy[str, STORAGE_TYPES]):
             self._kept[key] = entry
         return entry
 
+    def names_with_data(self, objects: bool) -> Iterable[str]:
+        """:func:`names_with_data`, if nothing was changed."""
+        catalog = self._columns.catalog
+        chosen = sums(catalog.ndims, (catalog.shapes == 0).astype(np.int64)) == 0
+        if not objects:
+            chosen &= catalog.properties >= 0
+        return compress(catalog.names, chosen.tolist())
+
     @functools.cached_property
     def _wrappers(self) -> Container[str]:
         return wrappers(self._columns.catalog.names)
 
     def _make(self, number: int) -> STORAGE_TYPES:
         columns, catalog = self._columns, self._columns.catalog
-        if catalog.properties[number] < 0:
+        kind = int(catalog.properties[number])
+        if kind < 0:
             return _carry(BytesStorageMetadata(), columns.further, number)
+        boxes = zip(
+            columns.rows(catalog.offsets, number), columns.rows(catalog.sizes, number), strict=True
+        )
         with collection_paused():
-            sizes: dict[tuple[int, ...], torch.Size] = {}  # most chunks have equal sizes
             chunks = [
-                ChunkStorageMetadata(
-                    torch.Size(begin), sizes.get(size) or sizes.setdefault(size, torch.Size(size))
-                )
-                for begin, size in zip(
-                    _tuples(columns.rows(catalog.offsets, number)),
-                    _tuples(columns.rows(catalog.sizes, number)),
-                    strict=True,
-                )
+                ChunkStorageMetadata(torch.Size(begin), columns.size(size)) for begin, size in boxes
             ]
         if columns.further:
             for row, chunk in enumerate(chunks, columns.first_chunk[number]):
                 _carry(chunk, columns.further, row)
-        properties = catalog.table[int(catalog.properties[number])]
-        entry = TensorStorageMetadata(properties, torch.Size(columns.shapes[number]), chunks)
+        entry = TensorStorageMetadata(catalog.table[kind], columns.shape(number), chunks)
         return _carry(entry, columns.further, number)
-
-
-def _tuples(rows: Ints) -> Iterable[tuple[int, ...]]:
-    """The rows as tuples, made lazily."""
-    count, ndim = rows.shape
-    return zip(*[iter(rows.ravel().tolist())] * ndim, strict=True) if ndim else [()] * count
 
 
 class _Places(_Lazy[MetadataIndex, _StorageInfo]):
@@ -208,7 +241,7 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
     def _keys(self) -> Iterator[MetadataIndex]:
         columns, names = self._columns, self._columns.catalog.names
         for number, name in enumerate(names):
-            for place, begin in enumerate(columns.rows(columns.catalog.offsets, number).tolist()):
+            for place, begin in enumerate(columns.rows(columns.catalog.offsets, number)):
                 row = columns.first_chunk[number] + place
                 yield _carry(MetadataIndex(name, begin, place), columns.further, row)
         for number, row in self._objects.items():
@@ -216,7 +249,7 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
 
     def _made(self, key: MetadataIndex) -> _StorageInfo:
         row = self._row(key)
-        file, offset, length = (int(column[row]) for column in self._rows)
+        file, offset, length = [column.item(row) for column in self._rows]
         info = _StorageInfo(self._paths[file], offset, length, TRANSFORM_DESCRIPTORS)
         return _carry(info, self._columns.further, row)
 
@@ -228,14 +261,18 @@ class _Places(_Lazy[MetadataIndex, _StorageInfo]):
             raise KeyError(key)
         if key.offset is None:
             return self._objects[number]
-        begins = self._columns.rows(self._columns.catalog.offsets, number)
-        wanted, hint = list(key.offset), key.index
-        if hint is None or not 0 <= hint < len(begins) or begins[hint].tolist() != wanted:
+        columns, begins = self._columns, self._columns.catalog.offsets
+        wanted, hint = tuple(key.offset), key.index
+        if (
+            hint is None
+            or not 0 <= hint < columns.counts[number]
+            or columns.row(begins, number, hint) != wanted
+        ):
             try:
-                hint = begins.tolist().index(wanted)
+                hint = list(columns.rows(begins, number)).index(wanted)
             except ValueError:
                 raise KeyError(key) from None
-        return int(self._columns.first_chunk[number] + hint)
+        return int(columns.first_chunk[number] + hint)
 
 
 _Instance = TypeVar("_Instance")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from dcp_datastates.errors import ConfigurationError, IncompatibleStateError
-from dcp_datastates.format.stored_names import as_keys, is_under, near, prefixes_of
+from dcp_datastates.format.stored_names import as_keys, near, prefixes_of
 
 __all__ = [
     "NO_NAMES",
@@ -55,9 +55,14 @@ class NamePatterns:
 
     def match(self, name: str) -> bool:
         """Whether a pattern fits ``name``, or a prefix of it that ends before a dot."""
-        if is_under(name, self._plain):
-            return True
-        return any(_fits(glob, name) for glob in self._globs.values())
+        return bool(self) and not self.others([name])
+
+    def others(self, names: Iterable[str]) -> list[str]:
+        """The ``names`` that do not match, in their order."""
+        rest = [name for name in names if self._plain.isdisjoint(prefixes_of(name))]
+        for glob in self._globs.values():
+            rest = [name for name in rest if not _fits(glob, name)]
+        return rest
 
     def without(self, name: str) -> str:
         """What is left of ``name`` behind the shortest prefix that fits; ``name`` itself if that leaves nothing."""
@@ -72,7 +77,8 @@ class NamePatterns:
         Raises :class:`IncompatibleStateError`, listing similar names, for a pattern that fits none.
         """
         known = list(names)
-        found = [name for name in known if self.match(name)]
+        others = set(self.others(known))
+        found = [name for name in known if name not in others]
         used = {prefix for name in found for prefix in prefixes_of(name)}
         unused = [each for each in self._plain if each not in used]
         unused += [

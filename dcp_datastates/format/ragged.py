@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
 from dcp_datastates.format.chunk_table import Ints
 
 __all__ = ["Hashes", "fingerprints", "leaders", "positions", "starts_of", "sums", "volumes"]
+
+Number = TypeVar("Number", np.int64, np.float64)
 
 Hashes = npt.NDArray[np.uint64]
 
@@ -25,9 +29,9 @@ def positions(starts: Ints, lengths: Ints) -> Ints:
     return np.arange(total) + np.repeat(starts - starts_of(lengths), lengths)
 
 
-def volumes(lengths: Ints, values: Ints) -> Ints:
+def volumes(lengths: Ints, values: npt.NDArray[Number]) -> npt.NDArray[Number]:
     """(N,): the product of each row's values; 1 for an empty row."""
-    product = np.ones(len(lengths), dtype=np.int64)
+    product = np.ones(len(lengths), dtype=values.dtype)
     starts = starts_of(lengths)
     for place in range(int(lengths.max(initial=0))):
         rows = lengths > place

@@ -1,4 +1,4 @@
-"""The names of stored values: selection by keys, and names left unread.
+"""The names of stored values, and their selection by keys.
 
 A stored name (FQN) is the path of a value in the saved state, joined by dots. A key is a name, or a prefix of names
 that ends before a dot.
@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
-
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_datastates.errors import ConfigurationError
 
@@ -23,7 +21,6 @@ __all__ = [
     "near",
     "prefixes_of",
     "shard_name",
-    "unread",
     "wrappers",
 ]
 
@@ -77,21 +74,12 @@ def is_under(name: str, keys: frozenset[str]) -> bool:
     return bool(keys) and not keys.isdisjoint(prefixes_of(name))
 
 
-def unread(stored: Mapping[str, object], asked: set[str]) -> list[str]:
-    """The names in ``stored`` that were not ``asked`` for, without values that have no bytes."""
-    left = [name for name in stored if name not in asked]  # looks up no entries of the others
-    return [name for name in left if not _is_empty(stored[name])]
-
-
-def _is_empty(saved: object) -> bool:
-    return isinstance(saved, TensorStorageMetadata) and 0 in saved.size
-
-
 def prefixes_of(name: str) -> Iterator[str]:
     """The prefixes of ``a.b.c`` are ``a``, ``a.b`` and itself."""
-    for place, character in enumerate(name):
-        if character == ".":
-            yield name[:place]
+    place = name.find(".")
+    while place >= 0:
+        yield name[:place]
+        place = name.find(".", place + 1)
     yield name
 
 

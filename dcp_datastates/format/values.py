@@ -30,6 +30,7 @@ __all__ = ["ValueRefused", "dump", "from_json", "load", "to_json"]
 
 _MAX_DEPTH: Final = 50
 _HEXADECIMAL: Final = re.compile(r"([0-9a-f]{2})*")
+_NESTED: Final = frozenset({list, dict})
 _MAX_DIGITS: Final = 100  # parsing time is quadratic in the number of digits
 
 _NAMED: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -75,18 +76,18 @@ def to_json(value: Any, depth: int = 0) -> Any:
 def from_json(found: Any, depth: int = 0) -> Any:
     """The value that :func:`to_json` converted; raises :class:`ValueRefused` if ``found`` cannot be its result."""
     kind = type(found)
-    if kind is not list and kind is not dict:
+    if kind not in _NESTED:
         return found
     if depth > _MAX_DEPTH:
         raise ValueRefused(f"values nested deeper than {_MAX_DEPTH}")
     if kind is list:
-        return [from_json(item, depth + 1) for item in found]
+        return _items(found, depth + 1)
     if len(found) != 1:
         raise ValueRefused(f"an object with {len(found)} keys")
     ((tag, content),) = found.items()
     if type(content) is list:
         if tag == "tuple":
-            return tuple([from_json(item, depth + 1) for item in content])
+            return tuple(_items(content, depth + 1))
         if tag == "Size" and set(map(type, content)) <= {int}:
             return _size(content)
         if tag == "enum" and list(map(type, content)) == [str, str]:
@@ -99,6 +100,12 @@ def from_json(found: Any, depth: int = 0) -> Any:
         if tag == "bytes" and _HEXADECIMAL.fullmatch(content):
             return bytes.fromhex(content)
     raise ValueRefused(f"a value of an unknown kind, {str(tag)[:100]!r}")
+
+
+def _items(found: list[Any], depth: int) -> list[Any]:
+    if _NESTED.isdisjoint(map(type, found)):
+        return found
+    return [from_json(item, depth) for item in found]
 
 
 def _size(items: list[int]) -> torch.Size:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,14 @@ from dcp_datastates.io import devices, stored_files
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences
 from dcp_datastates.io.download import fetch
 from dcp_datastates.io.nearest_copy import NearestCopies
-from dcp_datastates.io.tensor_memory import is_wrapper, local_tensor, without_bytes
+from dcp_datastates.io.tensor_memory import (
+    add_region,
+    dense_strides,
+    is_wrapper,
+    local_tensor,
+    without_bytes,
+)
+from dcp_datastates.process.garbage import collection_paused
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
 __all__ = ["StoredCheckpoint", "restore"]
@@ -96,7 +104,9 @@ def restore(
     Raises :class:`IncompatibleStateError`, :class:`CheckpointCorruptError` (tensors may be partly overwritten by then),
     :class:`CheckpointNotFoundError` if a data file is missing, or :class:`StorageError`.
     """
-    requests = [_request(item, planner, source.metadata, engine, cast) for item in plan.items]
+    with collection_paused():
+        requests = [_request(item, planner, source.metadata, cast) for item in plan.items]
+    _place(requests, engine)
     copies = NearestCopies(source.places)
     _check_files(requests, source, copies)
     if release is not None:
@@ -117,9 +127,7 @@ def _storage(request: _Request) -> torch.UntypedStorage | None:
         return None
 
 
-def _request(
-    item: ReadItem, planner: LoadPlanner, metadata: Metadata, engine: Engine, cast: bool
-) -> _Request:
+def _request(item: ReadItem, planner: LoadPlanner, metadata: Metadata, cast: bool) -> _Request:
     name = item.storage_index.fqn
     info = metadata.storage_data.get(item.storage_index)
     if not isinstance(info, _StorageInfo):
@@ -146,17 +154,25 @@ def _request(
     request = _Request(item, info, target, chunk_sizes=tuple(chunk.sizes), dtype=dtype)
     memory = local_tensor(target)
     _check_loadable(memory, name)
-    device = devices.place(engine, memory)
     if (
-        device != THROUGH_TORCH
-        and not is_wrapper(memory)
+        not is_wrapper(memory)
         and memory.dtype == dtype
         and not (memory.is_conj() or memory.is_neg())
-        and (device == HOST or _has_long_runs(memory, request.chunk_sizes))
     ):
         request.memory = memory
-        request.device = device
     return request
+
+
+def _place(requests: list[_Request], engine: Engine) -> None:
+    """Set the devices of requests with memory. Those that the engine had better not write to take a detour."""
+    direct = [(each, each.memory) for each in requests if each.memory is not None]
+    numbers = devices.numbers(engine, [memory for _, memory in direct])
+    for (request, memory), device in zip(direct, numbers, strict=True):
+        request.device = device
+        if device == THROUGH_TORCH or not (
+            device == HOST or _has_long_runs(memory, request.chunk_sizes)
+        ):
+            request.memory, request.device = None, HOST
 
 
 def _check_loadable(memory: torch.Tensor, name: str) -> None:
@@ -164,8 +180,10 @@ def _check_loadable(memory: torch.Tensor, name: str) -> None:
     unfit = None if memory.is_quantized else without_bytes(memory)  # torch quantizes what it casts
     reason, way_out = unfit or (None, "")
     if reason is None and not is_wrapper(memory):
-        strides = zip(memory.stride(), memory.shape, strict=True)
-        if any(stride == 0 and size > 1 for stride, size in strides):
+        strides = memory.stride()
+        if 0 in strides and any(
+            stride == 0 and size > 1 for stride, size in zip(strides, memory.shape, strict=True)
+        ):
             reason, way_out = "expanded: elements share memory", "load into a clone() of it"
     if reason is not None:
         raise IncompatibleStateError(f"{name!r} cannot be loaded: it is {reason}; {way_out}")
@@ -337,9 +355,8 @@ def _read(
 
 def _say_written(requests: list[_Request]) -> None:
     """Move the version counters: the engine's writes bypass torch."""
-    for request in requests:
-        if request.memory is not None:
-            torch.autograd.graph.increment_version(request.memory)
+    written = [request.memory for request in requests if request.memory is not None]
+    torch.autograd.graph.increment_version(written)
 
 
 def _add(content: Transfer, request: _Request) -> None:
@@ -354,17 +371,18 @@ def _add(content: Transfer, request: _Request) -> None:
     if not memory.numel():
         return
     itemsize = request.dtype.itemsize
-    strides = [0] * len(request.chunk_sizes)
-    step = itemsize
-    for dimension in reversed(range(len(strides))):
-        strides[dimension] = step
-        step *= request.chunk_sizes[dimension]
-    if step != request.info.length:
+    nbytes = math.prod(request.chunk_sizes) * itemsize
+    if nbytes != request.info.length:
         raise CheckpointCorruptError(
             f"the metadata give {request.item.storage_index.fqn!r} {request.info.length} bytes; its chunk "
-            f"of {request.chunk_sizes} {request.dtype} has {step}"
+            f"of {request.chunk_sizes} {request.dtype} has {nbytes}"
         )
     start = request.info.offset
+    is_whole = request.item.lengths == memory.shape == request.chunk_sizes
+    if is_whole and not any(request.item.storage_offsets):
+        add_region(content, start, memory, nbytes, device=request.device)
+        return
+    strides = dense_strides(request.chunk_sizes, itemsize)
     for offset, length, size, stride in zip(
         request.item.storage_offsets,
         request.item.lengths,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "check_storable",
     "copy_sharded",
     "copy_unusual",
+    "dense_strides",
     "is_unusual",
     "is_wrapper",
     "local_tensor",
@@ -116,8 +118,21 @@ def tensor_over(
     return result.set_(buffer.untyped_storage(), start, shape)  # type: ignore[call-overload, no-any-return]
 
 
+def dense_strides(sizes: Sequence[int], itemsize: int) -> list[int]:
+    """The strides of a row-major array of these sizes, in bytes."""
+    strides = [itemsize] * len(sizes)
+    for dimension in reversed(range(1, len(sizes))):
+        strides[dimension - 1] = strides[dimension] * sizes[dimension]
+    return strides
+
+
 def add_region(
-    content: Transfer, offset: int, tensor: torch.Tensor, nbytes: int, group: int, device: int
+    content: Transfer,
+    offset: int,
+    tensor: torch.Tensor,
+    nbytes: int,
+    group: int = 0,
+    device: int = -1,
 ) -> None:
     """Add the dense (row-major) bytes of a tensor to ``content`` at ``offset``. Device -1 is the host."""
     if tensor.is_contiguous():
@@ -125,11 +140,7 @@ def add_region(
         return
     itemsize = tensor.element_size()
     sizes = list(tensor.shape)
-    dense = [0] * len(sizes)
-    step = itemsize
-    for dimension in reversed(range(len(sizes))):
-        dense[dimension] = step
-        step *= sizes[dimension]
+    dense = dense_strides(sizes, itemsize)
     strides = [stride * itemsize for stride in tensor.stride()]
     content.add_strided(offset, itemsize, sizes, dense, tensor.data_ptr(), strides, group, device)
 

@@ -12,9 +12,16 @@ from support.state.checkpoints import assert_same, save
 from support.state.wrapped import Blocks
 from support.tiers import tries
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import dcp_datastates
-from dcp_datastates import ConfigurationError, DataStatesError, IncompatibleStateError, load
+from dcp_datastates import (
+    ConfigurationError,
+    DataStatesError,
+    DataStatesReader,
+    IncompatibleStateError,
+    load,
+)
 from dcp_datastates.dcp.fitting import Fit, FittingPlanner
 from dcp_datastates.dcp.loading import load_with
 
@@ -37,6 +44,23 @@ def _zeros():
 def path(tmp_path):
     save(_state(), tmp_path / "c")
     return tmp_path / "c"
+
+
+def test_a_load_plans_what_stock_dcp_plans(tmp_path):
+    state = {
+        "full": torch.ones(2, 3),
+        "parameter": torch.nn.Parameter(torch.ones(4)),
+        "scalar": torch.tensor(1.0),
+        "empty": torch.ones(0, 3),
+        "transposed": torch.ones(2, 3).T,
+        "step": 7,
+    }
+    save(state, tmp_path / "c")
+    metadata = DataStatesReader(tmp_path / "c").read_metadata()
+    ours, stock = FittingPlanner(Fit.of({}), tmp_path / "c"), DefaultLoadPlanner()
+    for planner in (ours, stock):
+        planner.set_up_planner(dict(state), metadata, True)
+    assert ours.create_local_plan() == stock.create_local_plan()
 
 
 def _taken(state):

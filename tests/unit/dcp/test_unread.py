@@ -8,9 +8,11 @@ import pytest
 import torch
 from support.state.checkpoints import load as load_by_dcp
 from support.state.checkpoints import raises, save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from dcp_datastates import ConfigurationError, DataStatesReader, IncompatibleStateError, load
+from dcp_datastates.format import metadata_objects
 
 
 def _trained():
@@ -132,6 +134,23 @@ def test_leave_is_about_whole_parts_of_names(path, caplog):
     load_by_dcp({"model": _fresh()["model"]}, path, exclude=["opt", "ste"])
     (said,) = _said(caplog)
     assert "'optimizer" in said
+
+
+@pytest.mark.parametrize("options", [{}, {"exclude": "model"}, {"unexpected": "ignore"}])
+def test_a_load_of_one_tensor_makes_no_metadata_of_the_others(options, tmp_path, monkeypatch):
+    save({"model": {f"w{i}": torch.ones(4, 4) for i in range(100)}}, tmp_path / "c")
+    made = []
+
+    def counted(*args):
+        made.append(args)
+        return ChunkStorageMetadata(*args)
+
+    monkeypatch.setattr(metadata_objects, "ChunkStorageMetadata", counted)
+    target = {"model": {"w7": torch.zeros(4, 4)}}
+    load_by_dcp(target, tmp_path / "c", **options)
+    assert target["model"]["w7"].all()
+    load(tmp_path / "c", target, only="model.w7")
+    assert len(made) == 2, "one for each load"
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,8 @@ def _one(shape: tuple[int, ...], path: tuple[Any, ...] = ("w",)) -> Example:
         (_one((1 << 18,)), None),  # 1 MiB, and the files have 16 bytes: 65,536 times as much
         (_one(((1 << 18) + 1,)), "'w' has 1048580"),
         (_one((1 << 61,)), "larger than any tensor"),
+        (_one((1 << 60,) * 64), "larger than any tensor"),
+        (_one((*(1 << 60,) * 63, 0)), None),
         (_one((1 << 40, 1 << 40)), "larger than any tensor"),
         (_one((1 << 40, 1 << 40, 0)), None),
         (_one((1,), ("w", 1 << 20)), None),

@@ -7,6 +7,7 @@ import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,10 +24,10 @@ from support.state.metadata_examples import (
 )
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from dcp_datastates.format import trailer
+from dcp_datastates.format import metadata_objects, trailer
 from dcp_datastates.format.metadata import MetadataTable, decode, encode
 from dcp_datastates.format.metadata_columns import table_of
-from dcp_datastates.format.metadata_objects import metadata_of, note_of
+from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, note_of
 
 
 @settings(max_examples=150, deadline=None)
@@ -83,11 +84,23 @@ def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_loo
         assert MetadataIndex(index.fqn, wrong) not in metadata_of(table).storage_data
 
 
+@settings(max_examples=100, deadline=None)
+@given(examples().filter(storable), st.booleans())
+def test_names_with_data_are_known_without_making_entries(case: Example, objects: bool) -> None:
+    packed, note = packed_example(case)
+    stored = metadata_of(MetadataTable(*packed.columns(), note, META, "1.0.0")).state_dict_metadata
+    with mock.patch.object(metadata_objects, "TensorStorageMetadata", side_effect=AssertionError):
+        found = names_with_data(stored, objects)
+    assert found == names_with_data(packed.metadata().state_dict_metadata, objects)
+    assert found == names_with_data(copy.deepcopy(stored), objects)
+
+
 def test_entries_can_be_changed() -> None:
     packed, note = packed_example(sharded(3, 2))
     found = metadata_of(MetadataTable(*packed.columns(), note, META, "1.0.0"))
     kept = found.state_dict_metadata["w1"]
     found.state_dict_metadata["more"] = kept
+    assert names_with_data(found.state_dict_metadata, objects=False)[-1] == "more"
     assert found.state_dict_metadata.pop("w0").chunks
     assert list(found.state_dict_metadata) == ["w1", "more"]
     assert found.state_dict_metadata["w1"] is kept
