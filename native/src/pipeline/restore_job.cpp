@@ -138,12 +138,12 @@ Result<std::vector<RestoreStep>> RestoreJob::take_table(const RestoreStep& step,
     return plan_reads(step.file, file);
 }
 
-std::vector<RestoreStep> RestoreJob::plan_reads(std::size_t index, const File& file) {
+std::vector<RestoreStep> RestoreJob::plan_reads(std::size_t index, const File& file) const {
     const StreamContent& content = *file.spec.content;
     std::vector<RestoreStep> steps;
     // From the page cache block by block: what was just read is still in the processor's cache when
     // it is verified and scattered.
-    const std::uint64_t limit = file.input.is_cached() ? kBlockBytes : kSegmentBytes;
+    const std::uint64_t limit = !streamed() && file.input.is_cached() ? kBlockBytes : kSegmentBytes;
     Range run;  // needed blocks that follow each other, so far
     const auto end_run = [&] {
         if (run.size() > 0) steps.push_back({.file = index, .table = false, .bytes = run});

@@ -135,7 +135,7 @@ class RestoreJob {
     [[nodiscard]] RestoreStep table_step(std::size_t file, std::uint64_t begin) const;
     Result<std::vector<RestoreStep>> take_table(const RestoreStep& step, const std::byte* memory);
     static Result<std::map<int, DeviceWork>> scatter(File& file, Range blocks, std::byte* memory);
-    static std::vector<RestoreStep> plan_reads(std::size_t index, const File& file);
+    [[nodiscard]] std::vector<RestoreStep> plan_reads(std::size_t index, const File& file) const;
     void pin();
     void unpin();
 
