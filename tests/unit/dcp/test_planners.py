@@ -25,7 +25,7 @@ from support.state.planners import (
 )
 from support.state.states import filled
 from support.tiers import tries
-from support.waiting import await_free_host_cache
+from support.waiting import await_free_host_cache, host_cache_in_use
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 import dcp_datastates
@@ -192,6 +192,7 @@ def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
     optimizer.step()
     state = {"w": parameter, "small": torch.ones(4)}
     ours = writer(read_deadline=30)
+    held = host_cache_in_use()
     bad, good = tmp_path / "bad", tmp_path / "good"
     with raises(PlannerRefusal, where):
         if how == "save":
@@ -208,4 +209,4 @@ def test_a_failing_planner_fails_its_save_only(where, how, tmp_path):
     optimizer.step()
     future.result(60)
     assert_same(load_everything(good), {"w": expected, "small": torch.ones(4)})
-    await_free_host_cache()
+    await_free_host_cache(but_for=held)
