@@ -27,11 +27,18 @@ def host_cache_in_use() -> int:
     return 0 if stats is None else stats.total_segments - stats.free_segments
 
 
+def _waiting() -> int:
+    stats = engine.stats()
+    return 0 if stats is None else stats.waiting
+
+
 def await_free_host_cache(seconds: float = 30.0, but_for: int = 0) -> None:
     """Return when no save holds a part of the host cache, but for so many segments. What the last save's threads hold
     goes soon after its outcome is known.
     """
     gc.collect()
     await_that(
-        lambda: host_cache_in_use() <= but_for, seconds, "a save kept its part of the host cache"
+        lambda: host_cache_in_use() <= but_for and not _waiting(),
+        seconds,
+        "a save kept its part of the host cache",
     )

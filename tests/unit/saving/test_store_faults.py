@@ -111,6 +111,13 @@ def test_training_does_not_wait_for_a_slow_store_that_goes_away_and_comes_back(r
     assert_same(load(f"{root}/step-1"), {"w": expected})
 
 
+@pytest.fixture(autouse=True)
+def leaves_no_upload():
+    """The store's library may try on for a while; the next test would see its thread, and the memory that it holds."""
+    yield
+    await_that(lambda: all(t.name != "dcp_datastates-upload" for t in threading.enumerate()), 300)
+
+
 @pytest.mark.parametrize("how", ["away", "stalled"])
 def test_a_store_that_does_not_come_back_fails_the_save_within_its_timeout(how, proxy, root):
     save(OLD, f"{root}/step-1")
