@@ -115,7 +115,11 @@ def test_training_does_not_wait_for_a_slow_store_that_goes_away_and_comes_back(r
 def leaves_no_upload():
     """The store's library may try on for a while; the next test would see its thread, and the memory that it holds."""
     yield
-    await_that(lambda: all(t.name != "dcp_datastates-upload" for t in threading.enumerate()), 300)
+    _await_uploads()
+
+
+def _await_uploads() -> None:
+    await_that(lambda: all(t.name != "dcp_datastates-upload" for t in threading.enumerate()))
 
 
 @pytest.mark.parametrize("how", ["away", "stalled"])
@@ -175,6 +179,9 @@ def test_a_server_that_dies_in_an_upload_fails_the_save_by_name(then):
             assert latest(root) is None
             save(NEW, f"{root}/step-1")
             assert_same(load(f"{root}/step-1"), NEW)
+        for method in ("PUT", "POST", "DELETE"):  # what the library still tries is not tried again
+            proxy.inject(answered(403, "AccessDenied"), method, times=99)
+        _await_uploads()
     finally:
         proxy.close()
         use(endpoint())
