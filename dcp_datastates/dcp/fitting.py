@@ -205,12 +205,9 @@ class FittingPlanner(DefaultLoadPlanner):
                 "the state cannot be loaded into: a dict or list in it contains itself"
             ) from error
 
+    @collection_paused()
     def create_local_plan(self) -> LoadPlan:
         """Match the names; raise :class:`IncompatibleStateError` for all that does not fit."""
-        with collection_paused():
-            return self._plan()
-
-    def _plan(self) -> LoadPlan:
         assert self.metadata is not None
         stored = self.metadata.state_dict_metadata
         boxed = wrappers(stored)
@@ -368,29 +365,33 @@ class FittingPlanner(DefaultLoadPlanner):
 
 def _read_items(name: str, value: Any, old: str, entry: STORAGE_TYPES) -> list[ReadItem]:
     """What the value called ``name`` needs of what is stored as ``old``, as DCP plans it."""
-    if (
-        isinstance(entry, TensorStorageMetadata)
-        and type(value) in _PLAIN
-        and len(entry.chunks) == 1
-    ):
-        (chunk,) = entry.chunks
-        if (
-            chunk.sizes == value.shape and value.numel()
-        ):  # all of it: DCP's planner takes long to see that
-            return [
-                ReadItem(
-                    LoadItemType.TENSOR,
-                    dest_index=MetadataIndex(name, chunk.offsets, 0),
-                    dest_offsets=chunk.offsets,
-                    storage_index=MetadataIndex(old, chunk.offsets, 0),
-                    storage_offsets=chunk.offsets,
-                    lengths=chunk.sizes,
-                )
-            ]
+    if _takes_one_chunk(value, entry):  # DCP's planner takes long to see that
+        chunk = entry.chunks[0]  # type: ignore[union-attr]
+        return [
+            ReadItem(
+                LoadItemType.TENSOR,
+                dest_index=MetadataIndex(name, chunk.offsets, 0),
+                dest_offsets=chunk.offsets,
+                storage_index=MetadataIndex(old, chunk.offsets, 0),
+                storage_offsets=chunk.offsets,
+                lengths=chunk.sizes,
+            )
+        ]
     items = create_default_local_load_plan({name: value}, Metadata({name: entry})).items
     if name == old:
         return items
     return [replace(item, storage_index=replace(item.storage_index, fqn=old)) for item in items]
+
+
+def _takes_one_chunk(value: Any, entry: STORAGE_TYPES) -> bool:
+    """Whether ``value`` is a plain tensor with elements, and all of it is stored as one chunk."""
+    return (
+        isinstance(entry, TensorStorageMetadata)
+        and type(value) in _PLAIN
+        and len(entry.chunks) == 1
+        and entry.chunks[0].sizes == value.shape
+        and value.numel() > 0
+    )
 
 
 def _guess(name: str, unexpected: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import threading
 
@@ -24,7 +25,6 @@ from support.state.checkpoints import (
 )
 from support.state.planners import FailingPlanner, PlannerRefusal
 from support.tiers import sampled
-from support.waiting import await_free_host_cache
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from dcp_datastates import (
@@ -34,6 +34,7 @@ from dcp_datastates import (
     UnsupportedTensorError,
 )
 from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.io import engine as engine_module
 from dcp_datastates.ranks.beats import Loss
 
 
@@ -54,7 +55,10 @@ def _saves_well(ours, group, path):
     optimizer.step()
     future.result(60)
     assert_same(load_everything(path), expected)
-    await_free_host_cache()
+    gc.collect()
+    stats = engine_module.stats()
+    assert stats is not None
+    assert stats.free_segments == stats.total_segments
 
 
 @ranks(4)
