@@ -43,6 +43,8 @@ class Ended:
     """time.monotonic(), the same clock in all processes."""
     log: str = ""
     """The end of what it printed."""
+    elsewhere: str = ""
+    """The errors of the other ranks: this one's may be their consequence."""
 
     @property
     def killed(self) -> bool:
@@ -52,7 +54,7 @@ class Ended:
         """Its value; AssertionError with all that is known unless it ended well."""
         if self.error or self.exit_code != 0:
             raise AssertionError(
-                f"rank {self.rank} ended with exit code {self.exit_code}\n{self.error}\n{self.log}"
+                f"rank {self.rank} ended with exit code {self.exit_code}\n{self.error}\n{self.log}\n{self.elsewhere}"
             )
         return self.value
 
@@ -107,6 +109,11 @@ def run_ranks(
     for one in ended:
         log = directory / f"rank{one.rank}.log"
         one.log = log.read_text(errors="replace")[-_LOG_TAIL:] if log.exists() else ""
+        one.elsewhere = "\n".join(
+            f"rank {other.rank}: {other.error}"
+            for other in ended
+            if other is not one and other.error
+        )
     return ended
 
 
