@@ -32,6 +32,9 @@ GRACE_SECONDS = 20.0
 
 COLLECTIVE_TIMEOUT_SECONDS = 60.0
 
+STACKS_SECONDS = 45.0
+"""When a rank prints its stacks: before a collective times out, so that all ranks show where they wait."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -105,7 +108,9 @@ def _serve(rank: int, pipe: Connection, directory: str) -> None:
         except (EOFError, OSError):
             return
         store = dist.FileStore(str(Path(directory, f"store{number}")), job.world)
+        faulthandler.dump_traceback_later(STACKS_SECONDS)
         outcome = call_on_rank(job, rank, store)
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(replace(outcome, at_work=_is_at_work()))
 
 
@@ -166,6 +171,9 @@ class RankPool:
                     outcome = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     outcome = self._dead(rank)
+                else:
+                    if outcome.kind == "failed":
+                        outcome = replace(outcome, text=f"{outcome.text}\n{self._log(rank)}")
                 outcomes.append(outcome)
                 self.broken = self.broken or outcome.at_work
                 if outcome.kind != "passed":
