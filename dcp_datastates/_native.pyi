@@ -314,6 +314,9 @@ class SaveJob:
     @property
     def total_seconds(self) -> float:
         """From the window's opening (or the submission, if later) to durable; 0 until then."""
+    @property
+    def cache_seconds(self) -> float:
+        """How long copy threads have waited for room in the host cache so far, all of them together."""
 
 @final
 class Segment:

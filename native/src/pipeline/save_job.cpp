@@ -183,6 +183,10 @@ double SaveJob::total_seconds() const {
     return seconds_between(std::max(submitted_, window_->opened_at()), durable_at_);
 }
 
+double SaveJob::cache_seconds() const {
+    return std::chrono::duration<double>(Clock::duration(waited_)).count();
+}
+
 bool SaveJob::is_last(const Unit& unit) const {
     return unit.segment + 1 == files_[unit.file]->segments;
 }

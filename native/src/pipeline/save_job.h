@@ -125,6 +125,8 @@ class SaveJob {
     [[nodiscard]] bool direct() const;
     [[nodiscard]] double read_seconds() const;
     [[nodiscard]] double total_seconds() const;
+    /// How long copy threads have waited for room in the host cache, all of them together.
+    [[nodiscard]] double cache_seconds() const;
 
     // Of a streamed job. They throw std::invalid_argument for a file that it has not.
 
@@ -156,6 +158,9 @@ class SaveJob {
         std::optional<DeviceRead> unread;  ///< the caller has it read, and calls `end_read`
         Status status;                     ///< the job has not failed yet: the caller makes it
     };
+    /// Reports that the caller has waited for the memory of a taken unit.
+    void waited(Clock::duration time) { waited_ += time.count(); }
+
     /// Gathers a taken unit into `memory`, and reports it. Returns what may be written now, if any:
     /// the file's last segment waits here for the checksums of those before it.
     Gathered read(const Unit& unit, Lease memory);
@@ -262,6 +267,7 @@ class SaveJob {
 
     std::atomic<bool> failed_ = false;
     std::atomic<std::uint64_t> bytes_read_ = 0;
+    std::atomic<Clock::rep> waited_ = 0;  // for memory
     const std::shared_ptr<std::atomic<std::uint64_t>> bytes_written_ =
         std::make_shared<std::atomic<std::uint64_t>>(0);  // pieces may outlive the job
 

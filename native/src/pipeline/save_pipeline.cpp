@@ -143,17 +143,21 @@ void SavePipeline::join() {
 // --- copy threads ------------------------------------------------------------------------------
 
 void SavePipeline::copy_loop(Thread& self) {
+    Clock::duration waited{};
     while (true) {
         self.works_on({});
         const std::uint64_t epoch = cache_->epoch();
         const auto next = wait_for_open_job();
         if (!next) return;
+        const auto asked = Clock::now();
         Lease memory = acquire_segment(next, epoch);
+        waited += Clock::now() - asked;
         if (!memory) continue;  // something changed: an older job may have become readable
         auto reading = take_unit();
         if (!reading) continue;
         const auto& [job, taken] = *reading;
         self.works_on(job.job());
+        job->waited(std::exchange(waited, {}));
         if (taken.last) wake_copy_threads();  // a newer, streamed job may be read now
         try {
             proceed(job, job->read(taken.unit, std::move(memory)));

@@ -226,8 +226,11 @@ void bind_save(const py::module_& module) {
         .def_property_readonly(
             "read_seconds",
             [](const PySaveJob& self) { return (*handle_of(self))->read_seconds(); })
-        .def_property_readonly("total_seconds", [](const PySaveJob& self) {
-            return (*handle_of(self))->total_seconds();
+        .def_property_readonly(
+            "total_seconds",
+            [](const PySaveJob& self) { return (*handle_of(self))->total_seconds(); })
+        .def_property_readonly("cache_seconds", [](const PySaveJob& self) {
+            return (*handle_of(self))->cache_seconds();
         });
 }
 
