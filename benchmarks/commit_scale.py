@@ -166,7 +166,7 @@ def _save(groups: list[CommitGroup], number: int, root: Path) -> None:
             timeout=300,
         )
         if rank == 0:
-            round_.provide(lambda meta, claim: document(meta, claim, Metadata({}), [], {}))
+            round_.provide(lambda meta, claim, trace: document(meta, claim, Metadata({}), [], {}))
         groups[rank].submit(round_)
         round_.committed.result()
 

@@ -51,8 +51,9 @@ from dcp_datastates.errors import (
 )
 from dcp_datastates.io.engine import configure_engine
 from dcp_datastates.manager import AutoInterval, CheckpointManager, PerRank, RngState, Trainable
+from dcp_datastates.saving.outcome import on_save
 from dcp_datastates.staging.ownership import track
-from dcp_datastates.stats import SaveStats
+from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.tiers.ram_nodes import configure_ram
 from dcp_datastates.tiers.ram_store import RamStore as _RamStore  # noqa: F401  (registers ram://)
 
@@ -87,6 +88,7 @@ __all__ = [
     "SaveAbandonedError",
     "SaveFailedError",
     "SaveHandle",
+    "SaveRecord",
     "SaveStalledError",
     "SaveStats",
     "SnapshotTornError",
@@ -106,6 +108,7 @@ __all__ = [
     "inspect",
     "latest",
     "load",
+    "on_save",
     "parse_size",
     "pin",
     "prime",

@@ -1,10 +1,88 @@
-"""What one save cost, as measured on this rank."""
+"""What one save cost, as measured on this rank: while it runs (:class:`SaveStats`), and at its end
+(:class:`SaveRecord`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final, Literal
 
-__all__ = ["SaveStats"]
+__all__ = ["PHASES", "Outcome", "SaveRecord", "SaveStats", "Timeline"]
+
+PHASES: Final = {
+    "call": "the call, until it returns",
+    "queue": "waiting for earlier saves to be planned",
+    "planning": "planning with the other ranks, until this rank's part is with the engine",
+    "window": "waiting for the read window",
+    "reading": "reading the tensors",
+    "flushing": "until the files are on stable storage",
+    "voting": "waiting for earlier commits, and for the other ranks' files",
+    "publishing": "the first rank publishes the metadata; others wait for that",
+    "ending": "telling the ranks, and removing what the commit replaced",
+}
+"""The phases of a save on one rank, in order: each ends when the next begins."""
+
+_NUMBERS: Final = {phase: number for number, phase in enumerate(PHASES)}
+
+Outcome = Literal["committed", "skipped", "abandoned", "unknown", "failed"]
+
+
+class Timeline:
+    """When the phases of one save began on this rank, by one clock. Any thread may use it.
+
+    Args:
+        clock: in seconds, never goes back.
+        wall: seconds since the epoch, for the beginning.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
+        self.began_at: Final = wall()
+        self.began: Final = clock()
+        self._marks: list[tuple[str, float]] = [("call", self.began)]
+        self._ended: float | None = None
+        self.gated_after: float | None = None
+        """Seconds from the call to the first wait of an ``optimizer.step()``."""
+
+    def begin(self, phase: str, ago: float = 0.0, after: float = math.inf) -> None:
+        """A phase of :data:`PHASES` began, ``ago`` seconds before now, and at the latest ``after`` seconds after the
+        latest one that is known. No effect if it or a later one has begun.
+        """
+        latest, since = self._marks[-1]
+        if _NUMBERS[phase] > _NUMBERS[latest]:
+            at = min(self._clock() - ago, since + after)
+            self._marks.append((phase, max(since, at)))
+
+    def gated(self, seconds: float) -> None:
+        """A step has waited for ``seconds``, until now."""
+        if self.gated_after is None:
+            self.gated_after = max(0.0, self._clock() - seconds - self.began)
+
+    def end(self) -> bool:
+        """The outcome is known. Returns whether this is the first call; it counts."""
+        if self._ended is not None:
+            return False
+        self._ended = self._clock()
+        return True
+
+    @property
+    def seconds(self) -> float:
+        """From the call to the outcome, or until now."""
+        return (self._clock() if self._ended is None else self._ended) - self.began
+
+    def phases(self) -> dict[str, float]:
+        """The seconds of each phase that has begun, in order. Their sum is :attr:`seconds`."""
+        end = self.began + self.seconds
+        marks = [*((phase, min(since, end)) for phase, since in self._marks), ("", end)]
+        return {phase: until - since for (phase, since), (_, until) in pairwise(marks)}
 
 
 @dataclass
@@ -14,6 +92,9 @@ class SaveStats:
     Attributes:
         stage_seconds: Time in the call of ``async_save`` (0 for a synchronous save that DCP runs).
         gate_seconds: Time for which ``optimizer.step()`` waited for this save's reads.
+        room_seconds: Time for which the call waited because ``max_in_flight`` saves were in flight.
+        cache_seconds: Time for which the copies waited for room in the host cache: that of the engine's copy threads,
+            added up, and that of the call.
         eager_bytes: Bytes copied at the call.
         deferred_bytes: Bytes read after the call.
         bytes_written: The size of this rank's files.
@@ -21,10 +102,13 @@ class SaveStats:
         total_seconds: Time from the opening of the read window to durable files.
         direct: Whether all files were written past the page cache (O_DIRECT).
         steady: Whether the save used a cached plan and layout (:class:`DataStatesSavePlanner`).
+        timeline: When the phases of the save began.
     """
 
     stage_seconds: float = 0.0
     gate_seconds: float = 0.0
+    room_seconds: float = 0.0
+    cache_seconds: float = 0.0
     eager_bytes: int = 0
     deferred_bytes: int = 0
     bytes_written: int | None = None
@@ -32,3 +116,64 @@ class SaveStats:
     total_seconds: float | None = None
     direct: bool | None = None
     steady: bool | None = None
+    timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
+
+
+@dataclass(frozen=True)
+class SaveRecord:
+    """What came of one save on this rank, and what it cost. Made once, when the outcome is known.
+
+    Attributes:
+        path: The checkpoint's path or URL.
+        step: The number at the end of the path's name; None without one.
+        rank: This rank, among those that save together.
+        world: How many they are.
+        api: The function that ran the save: ``dcp_datastates.async_save`` (also for ``save`` and the manager),
+            ``dcp.async_save`` or ``dcp.save``; empty in a record that was read from a checkpoint.
+        attempt: The name of the attempt; None if the save failed before there was one.
+        outcome: ``committed``; ``skipped`` (by ``when_behind``); ``abandoned`` (given up: the process ended, say);
+            ``unknown`` (it may be committed); or ``failed``.
+        error: The type and message of the error; None if it is committed.
+        began_at: The time of the call, in seconds since the epoch by this machine's clock.
+        seconds: From the call to the outcome.
+        phases: The seconds of each phase that was begun, by name, in order. Each phase ends when the next begins; their
+            sum is ``seconds``.
+        call_seconds: Time in the call; training waited for it. (A ``dcp.save`` is a call from beginning to end.)
+        gate_seconds: Time for which ``optimizer.step()`` waited for this save's reads.
+        gated_after: The seconds from the call to the first such wait; None if there was none.
+        room_seconds: The part of ``call_seconds`` that was spent waiting for earlier saves (``max_in_flight``).
+        cache_seconds: Time for which the copies waited for room in the host cache: that of the engine's copy threads,
+            added up, and that of the call.
+        eager_bytes: Bytes copied at the call.
+        deferred_bytes: Bytes read after the call.
+        written_bytes: The size of this rank's files; 0 if they are not durable.
+        read_rate: Bytes per second from the opening of the read window to the last read; 0 if nothing was read.
+        write_rate: Bytes per second from the opening of the read window to durable files; 0 if they are not durable.
+    """
+
+    path: str
+    step: int | None
+    rank: int
+    world: int
+    api: str
+    attempt: str | None
+    outcome: Outcome
+    error: str | None
+    began_at: float
+    seconds: float
+    phases: Mapping[str, float]
+    call_seconds: float = 0.0
+    gate_seconds: float = 0.0
+    gated_after: float | None = None
+    room_seconds: float = 0.0
+    cache_seconds: float = 0.0
+    eager_bytes: int = 0
+    deferred_bytes: int = 0
+    written_bytes: int = 0
+    read_rate: float = 0.0
+    write_rate: float = 0.0
+
+    @property
+    def stall_seconds(self) -> float:
+        """For how long training waited for this save."""
+        return self.call_seconds + self.gate_seconds

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
-__all__ = ["columns", "count", "date", "duration", "numbers", "printable", "size"]
+__all__ = ["columns", "count", "date", "duration", "numbers", "printable", "size", "step_of"]
 
 
 def count(number: int, noun: str) -> str:
@@ -28,6 +29,12 @@ def size(nbytes: float) -> str:
 def date(seconds: float | None) -> str:
     """Local date and time of seconds since the epoch; nothing for None."""
     return "" if seconds is None else f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M:%S}"
+
+
+def step_of(name: str) -> int | None:
+    """The number at the end of a checkpoint's name."""
+    match = re.search(r"[0-9]+$", name)
+    return int(match[0]) if match else None
 
 
 def numbers(named: Mapping[str, float]) -> str:

@@ -34,6 +34,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.committed import Committed, open_committed
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.object_path import Location
+from dcp_datastates.text import step_of
 
 __all__ = [
     "Found",
@@ -78,12 +79,6 @@ def natural_order(name: str) -> list[int | str]:
     return [
         int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", name))
     ]
-
-
-def step_of(name: str) -> int | None:
-    """The number at the end of a checkpoint's name."""
-    match = re.search(r"[0-9]+$", name)
-    return int(match[0]) if match else None
 
 
 def directories(root: Location) -> list[Location]:

@@ -230,6 +230,7 @@ class CommitGroup:
     def _finish(self, round_: Round) -> None:
         self._expected = round_.number + 1
         agreed = self._voter.agree(round_)
+        round_.timeline.begin("ending")
         if self.is_coordinator and self._decisions is not None:
             with contextlib.suppress(RuntimeError):
                 self._decisions.forget_before(round_.number)

@@ -11,11 +11,13 @@ from typing import Any, Protocol
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_datastates.errors import SaveFailedError
+from dcp_datastates.format.metadata_table import Trace
+from dcp_datastates.stats import Timeline
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
 from dcp_datastates.storage.object_path import Location
 
-__all__ = ["Compose", "Document", "DurablePart", "FailedPart", "Part", "Round"]
+__all__ = ["Compose", "Document", "DurablePart", "FailedPart", "Part", "Round", "TracedDocument"]
 
 
 class Part(Protocol):
@@ -70,7 +72,11 @@ Document = Callable[[StorageMeta, Claim], bytes]
 """Makes the bytes of ``.metadata``. The commit thread calls it once."""
 
 
-Compose = Callable[[Sequence[bytes]], Document]
+TracedDocument = Callable[[StorageMeta, Claim, Trace], bytes]
+"""The same, once it is known what the save has cost."""
+
+
+Compose = Callable[[Sequence[bytes]], TracedDocument]
 """Makes the document of all ranks' reports, which came with their votes."""
 
 
@@ -111,13 +117,17 @@ class Round:
     """Coordinator: makes the document of all ranks' reports. None: DCP gathers the results, see :meth:`provide`."""
     archives: bool = False
     """Whether the checkpoint is to be archived: it is committed with the pin that keeps it until then."""
+    timeline: Timeline = field(default_factory=Timeline)
+    """When the phases of the save began."""
+    trace: Callable[[], bytes] = bytes
+    """Makes what this rank tells of the save's cost with its vote."""
     published: bytes | None = field(init=False, default=None)
     """Coordinator: the metadata that were committed, until the round is over."""
     committed: Future[None] = field(init=False, default_factory=_pending)
     """The commit thread resolves it with the round's outcome on this rank."""
-    _document: Future[Document] = field(init=False, default_factory=_pending)
+    _document: Future[TracedDocument] = field(init=False, default_factory=_pending)
 
-    def provide(self, document: Document) -> None:
+    def provide(self, document: TracedDocument) -> None:
         """Coordinator: set the metadata, once DCP has gathered every rank's results. Any thread.
 
         The first call of this or :meth:`abandon` counts.
@@ -141,7 +151,7 @@ class Round:
         """Wait up to ``seconds`` for :meth:`provide` or :meth:`abandon`; return whether one was called."""
         return bool(wait([self._document], seconds).done)
 
-    def document(self, reports: Sequence[bytes]) -> Document:
+    def document(self, reports: Sequence[bytes]) -> TracedDocument:
         """The document of the ranks' ``reports``, or the one that :meth:`provide` set. Raises the error of ``compose``,
         or the one that :meth:`abandon` set.
         """

@@ -27,7 +27,7 @@ _LONGEST: Final = 768
 _SHOWN: Final = 3
 """How many ranks' reasons an error message contains."""
 
-_VOTE: Final = struct.Struct("<?20s")
+_VOTE: Final = struct.Struct("<?20sB")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class RankVote:
     ``unused_writers``: for a save that DCP runs, how many writers this rank's program had made and not used. If a call
     of ``dcp.async_save`` failed on one rank before it reached the writer, DCP pairs the rank's next call with the other
     ranks' present one. ``report``: what the coordinator needs to know of this rank's files, in any encoding.
+    ``trace``: what this rank's part has cost (``format/save_trace.py``); 255 bytes at most.
     """
 
     ok: bool
@@ -46,10 +47,11 @@ class RankVote:
     world: int
     unused_writers: int = 0
     report: bytes = b""
+    trace: bytes = b""
 
     def encode(self) -> bytes:
-        """Yes or no, a digest of the save, and the report."""
-        return _VOTE.pack(self.ok, self._digest()) + self.report
+        """Yes or no, a digest of the save, the trace, and the report."""
+        return _VOTE.pack(self.ok, self._digest(), len(self.trace)) + self.trace + self.report
 
     def _digest(self) -> bytes:
         # Only the last part of the path: other machines may mount the directory elsewhere.
@@ -70,14 +72,16 @@ class Count(Enum):
     """The ranks vote for different saves."""
 
 
-def count_votes(votes: Sequence[bytes]) -> tuple[Count, list[bytes]]:
-    """What the ranks' encoded votes come to, and the ranks' reports."""
+def count_votes(votes: Sequence[bytes]) -> tuple[Count, list[bytes], list[bytes]]:
+    """What the ranks' encoded votes come to, and the ranks' reports and traces."""
     heads = [_VOTE.unpack_from(vote) for vote in votes]
-    reports = [vote[_VOTE.size :] for vote in votes]
-    if not all(ok for ok, _ in heads):
-        return Count.FAILED, reports
-    same = len({digest for _, digest in heads}) == 1
-    return Count.UNANIMOUS if same else Count.DIFFERENT, reports
+    ends = [_VOTE.size + length for _, _, length in heads]
+    reports = [vote[end:] for vote, end in zip(votes, ends, strict=True)]
+    traces = [vote[_VOTE.size : end] for vote, end in zip(votes, ends, strict=True)]
+    if not all(ok for ok, _, _ in heads):
+        return Count.FAILED, reports, traces
+    same = len({digest for _, digest, _ in heads}) == 1
+    return Count.UNANIMOUS if same else Count.DIFFERENT, reports, traces
 
 
 class Outcome(Enum):

@@ -18,6 +18,7 @@ from dcp_datastates.commit.places import place_of
 from dcp_datastates.commit.round import Round
 from dcp_datastates.commit.vote import Count, Decision, Outcome, RankVote, Reason, count_votes
 from dcp_datastates.errors import CommitOutcomeUnknown, SaveStalledError
+from dcp_datastates.format import save_trace
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.failure_detector import SILENCE_SECONDS, FailureDetector
@@ -88,6 +89,8 @@ class Voter:
         self._older: list[Attempt] = []
         self._failure: BaseException | None = None  # see Agreed
         self._reports: Sequence[bytes] = ()  # coordinator: all ranks'
+        self._traces: Sequence[bytes] = ()
+        self._counted_at = 0.0  # in seconds since the epoch
         # The failure detector's thread reads these:
         self.round: Round | None = None
         """The current round."""
@@ -116,7 +119,7 @@ class Voter:
             return Agreed(decision, self._older, self._failure)
         finally:
             self._say("idle", round_)
-            self._reports = ()
+            self._reports = self._traces = ()
             self.voted = self.ended = max(self.voted, round_.number)
             self.round = None
             if self._detector is not None:
@@ -269,16 +272,19 @@ class Voter:
             self._rank_set.world,
             round_.unused_writers,
             round_.report,
+            round_.trace(),
         ).encode()
         hit("vote.before")
         if self._rank_set.world > 1:
             self.voted = round_.number
             found = self._wait(round_, lambda tree, check: self._count(tree, vote, check))
         else:
-            found, self._reports = count_votes([vote])
+            found, self._reports, self._traces = count_votes([vote])
         if not isinstance(found, Count):
             return found
-        self._apart = None
+        self._apart, self._counted_at = None, time.time()
+        if found is Count.UNANIMOUS:
+            round_.timeline.begin("publishing")
         hit("vote.after")
         different = Reason.of(round_.different()) if found is Count.DIFFERENT else None
         return protocol.Counted(found is Count.UNANIMOUS, different)
@@ -288,7 +294,7 @@ class Voter:
         votes = tree.gather(vote, check)
         if votes is None:
             return Count(tree.broadcast(None, check))
-        count, self._reports = count_votes(votes)
+        count, self._reports, self._traces = count_votes(votes)
         tree.broadcast(count.value, check)
         return count
 
@@ -304,12 +310,14 @@ class Voter:
         assert directory is not None
         try:
             document = round_.document(self._reports)
-            place = place_of(directory)
+            place, trace = place_of(directory), save_trace.join(self._traces, self._counted_at)
             bounded(  # 8 to 10
                 "publishing",
                 directory,
                 timeout,
-                lambda: place.publish(round_, document, self._tick),
+                lambda: place.publish(
+                    round_, lambda meta, claim: document(meta, claim, trace), self._tick
+                ),
             )
         except HungError as error:
             self._failure = error
@@ -323,6 +331,7 @@ class Voter:
         return protocol.Decided(Decision(Outcome.COMMITTED))
 
     def _tell(self, round_: Round, decision: Decision) -> protocol.Event:  # 11
+        round_.timeline.begin("ending")
         if self._rank_set.world == 1:
             return protocol.Done()
         hit("outcome.before")

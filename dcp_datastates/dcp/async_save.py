@@ -29,6 +29,7 @@ from dcp_datastates.planning.save_planning import SavePlanning
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.outcome import conclude_call
 from dcp_datastates.saving.paths import archive_root, writable
 from dcp_datastates.saving.rank_context import context_of
 from dcp_datastates.saving.start import prepare, stage_save, state_to_plan
@@ -128,6 +129,7 @@ def _call(
         )
     else:
         rank_set = writer.rank_set
+    stats = SaveStats()
     end_here()
     context = context_of(commit_group(rank_set))
     try:
@@ -144,14 +146,14 @@ def _call(
         else:
             config, directory = writer.config, writer.path_of(path)
         in_columns = planner is None or is_unchanged(planner)
-        save = stage_save(
-            context.group, config, SaveOrigin.PACKAGE, directory, state, in_columns, numbers
-        )
+        origin, group = SaveOrigin.PACKAGE, context.group
+        save = stage_save(group, config, origin, directory, state, in_columns, numbers, stats=stats)
         if writer is not None:
             writer.add(save)
         else:
             archive_save(save)
     except BaseException as error:
+        conclude_call(SaveOrigin.PACKAGE, rank_set, path, stats, error)
         context.refuse(path, error)
         raise
     try:

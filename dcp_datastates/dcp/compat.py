@@ -259,7 +259,9 @@ def begin_synchronous(group: CommitGroup, config: WriterConfig, path: Location |
     Raises :class:`SaveStalledError` if the earlier saves make no progress.
     """
     step_gate.open_windows()  # no backward pass can begin while this thread waits
-    save = SaveOperation(new_call(group, config, SaveOrigin.DCP, path, {}), SaveStats())
+    stats = SaveStats()
+    stats.timeline.begin("queue")
+    save = SaveOperation(new_call(group, config, SaveOrigin.DCP, path, {}), stats)
     bind(save)  # DCP may raise without calling finish(): Ctrl-C, say
     # If this is a signal handler, the interrupted frame may hold what the earlier saves need: so the wait must end.
     stall = Stall(logger, "this save", config.commit_timeout)

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.stats import SaveStats
+from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage.object_path import Location
 
 __all__ = ["SaveHandle"]
@@ -64,6 +64,11 @@ class SaveHandle(AsyncSaveResponse):
     def stats(self) -> SaveStats:
         """The save's statistics on this rank; complete once it is committed."""
         return self._save.stats
+
+    @property
+    def record(self) -> SaveRecord | None:
+        """What came of the save on this rank, and what it cost; None until the outcome is known."""
+        return self._save.record
 
     def result(self, timeout: float | None = None) -> None:
         """Return when the checkpoint is committed on all ranks.

@@ -115,6 +115,6 @@ class ObjectPlanning(GivenPlan):
 
         def compose(reports: Sequence[bytes]) -> Any:
             results = list(map(pickle.loads, reports))
-            return lambda meta, claim: document(meta, claim, mine, results, metrics)
+            return lambda meta, claim, trace: document(meta, claim, mine, results, metrics, trace)
 
         return compose

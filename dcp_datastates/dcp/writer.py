@@ -41,6 +41,7 @@ from dcp_datastates.process.futures import resolved
 from dcp_datastates.ranks.rank_set import ALONE, RankSet, rank_set_of
 from dcp_datastates.saving.call import SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.saving.outcome import conclude_call
 from dcp_datastates.saving.paths import archive_root, check_path, writable
 from dcp_datastates.saving.saves import Saves
 from dcp_datastates.saving.start import prepare, stage_save
@@ -231,15 +232,21 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         if not self._no_dist:
             warn_if_shared()
         self.enter()
-        save = stage_save(
-            commit_group(self.rank_set),
-            self._config,
-            SaveOrigin.DCP_ASYNC,
-            self._path,
-            state_dict,
-            in_columns=True,
-            metrics={},
-        )
+        stats = SaveStats()
+        try:
+            save = stage_save(
+                commit_group(self.rank_set),
+                self._config,
+                SaveOrigin.DCP_ASYNC,
+                self._path,
+                state_dict,
+                in_columns=True,
+                metrics={},
+                stats=stats,
+            )
+        except BaseException as error:
+            conclude_call(SaveOrigin.DCP_ASYNC, self.rank_set, self._path, stats, error)
+            raise
         self.add(save)
         turn = Turn(save)
 

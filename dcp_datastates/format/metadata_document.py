@@ -5,6 +5,7 @@ It has these keys; a "value" is encoded by :mod:`dcp_datastates.format.values`:
 - ``attempt``, ``after``: the name of the attempt, and of the newest attempt that was seen when it was claimed, or null
 - ``metrics``: numbers by name; left out if there are none
 - ``published_at``: seconds since the epoch; older versions left it out
+- ``trace``: what each rank's part of the save cost (:mod:`dcp_datastates.format.save_trace`); may be left out
 - ``files``: a list of ``[path, nbytes, table_offset]``, in the order of ``Placement.paths``
 - ``names``: ``Catalog.names``
 - ``properties``: ``Catalog.table``; for each entry, its fields by name, as values
@@ -56,6 +57,7 @@ def write_document(table: MetadataTable) -> bytes:
             "attempt": note.attempt.name,
             "after": None if note.after is None else note.after.name,
             **({} if note.published_at is None else {"published_at": note.published_at}),
+            **({} if note.trace is None else {"trace": note.trace}),
             "files": [
                 [each.relative_path, each.nbytes, each.table_offset] for each in note.files.values()
             ],
@@ -110,6 +112,7 @@ def read_document(data: bytes, columns: Mapping[str, Ints]) -> MetadataTable:
         None if found.get("after") is None else _attempt(found["after"], "after"),
         _metrics(found.get("metrics", {})),
         _time(found.get("published_at")),
+        found.get("trace"),
     )
     if len(note.files) != len(files):
         raise MetadataError("a data file is named twice")

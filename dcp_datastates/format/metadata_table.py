@@ -11,7 +11,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_datastates.format.chunk_table import Catalog, FileRecord, Placement
 from dcp_datastates.storage.attempt import Attempt
 
-__all__ = ["MISSING", "MetadataTable", "Note"]
+__all__ = ["MISSING", "MetadataTable", "Note", "Trace"]
+
+Trace = Mapping[str, Any] | None
+"""The value of ``trace`` in the document."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,8 @@ class Note:
 
     ``after``: the newest attempt at the path or beside it when this one was claimed; None if unknown. ``metrics``: the
     numbers by which the user compares checkpoints. ``published_at``: when the metadata were written, right before the
-    commit, in seconds since the epoch by the coordinator's clock; None in checkpoints of older versions.
+    commit, in seconds since the epoch by the coordinator's clock; None in checkpoints of older versions. ``trace``:
+    what each rank's part cost (``save_trace.py``, which checks it); None in those of older versions.
     """
 
     attempt: Attempt
@@ -28,6 +32,7 @@ class Note:
     after: Attempt | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     published_at: float | None = None
+    trace: Trace = None
 
 
 MISSING: Final = object()

@@ -30,7 +30,7 @@ from dcp_datastates.errors import (
 from dcp_datastates.io.committed import open_nearest
 from dcp_datastates.manager.interval import AutoInterval, parse_every
 from dcp_datastates.manager.keeping import Keeping
-from dcp_datastates.manager.save_tracker import SaveTracker
+from dcp_datastates.manager.save_tracker import SaveTracker, has_failed
 from dcp_datastates.manager.schedule import Schedule
 from dcp_datastates.manager.signals import Signals
 from dcp_datastates.manager.step_consensus import StepConsensus
@@ -38,6 +38,7 @@ from dcp_datastates.manager.step_directories import StepDirectories, by_step
 from dcp_datastates.manager.training_state import TrainingState
 from dcp_datastates.ranks.rank_set import ALONE, rank_set_of
 from dcp_datastates.saving.paths import archive_root
+from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location, locate_all
 
 __all__ = ["CheckpointManager"]
@@ -45,10 +46,6 @@ __all__ = ["CheckpointManager"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-def _has_failed(handle: SaveHandle | None) -> bool:
-    return handle is None or (handle.committed.done() and handle.committed.exception() is not None)
 
 
 class CheckpointManager:
@@ -84,6 +81,8 @@ class CheckpointManager:
         on_commit: Called as ``on_commit(step, handle)`` for each committed save, on every rank, by the next call of a
             method, which raises what it raises.
         on_failure: Called in the same way for each failed save, as ``on_failure(step, error)``.
+        on_save: Called in the same way for each save, whatever came of it, as ``on_save(step, record)``
+            (:class:`SaveRecord`). Before the others; it is told of every save, also if it raises for one.
         verify: The check that a checkpoint must pass to be restored, and to count for ``keep``, as for :func:`latest`.
         process_group: The ranks that save; None: all.
         archive: A slower tier, a directory or URL, to which checkpoints are copied behind training, before they may be
@@ -111,6 +110,7 @@ class CheckpointManager:
         max_failures: int | None = None,
         on_commit: Callable[[int, SaveHandle], object] | None = None,
         on_failure: Callable[[int, BaseException], object] | None = None,
+        on_save: Callable[[int, SaveRecord], object] | None = None,
         verify: Verification = "structure",
         process_group: dist.ProcessGroup | None = None,
         archive: str | os.PathLike[str] | None = None,
@@ -134,7 +134,8 @@ class CheckpointManager:
         self._alone = bool(options.get("no_dist", False))
         self._rank_set = ALONE if self._alone else rank_set_of(process_group)
         hooks = by_step("on_commit", on_commit), by_step("on_failure", on_failure)
-        self._saves = SaveTracker(1 if strict else max_failures, *hooks)
+        recorded = by_step("on_save", on_save)
+        self._saves = SaveTracker(1 if strict else max_failures, *hooks, recorded)
         self._writer = DataStatesWriter(
             process_group=process_group, archive=slow, archive_rate=archive_rate, **options
         )
@@ -241,7 +242,7 @@ class CheckpointManager:
             self._saves.finish()  # so that this save is not left out, whatever when_behind says
         self._saves.check()
         before = self._newest_save
-        if before is not None and before[0] == step and not _has_failed(before[1]):
+        if before is not None and before[0] == step and not has_failed(before[1]):
             self._schedule.not_saved()
             return before[1]
         if decision.stop:

@@ -13,9 +13,11 @@ from dcp_datastates.checkpoints.deletions import Deletions
 from dcp_datastates.dcp.handle import SaveHandle
 from dcp_datastates.errors import CheckpointSkipped, ConfigurationError
 from dcp_datastates.process.forks import ProcessLock
+from dcp_datastates.saving.outcome import record_of_call
+from dcp_datastates.stats import SaveRecord
 from dcp_datastates.storage.object_path import Location, ObjectPath, locate
 
-__all__ = ["SaveTracker"]
+__all__ = ["SaveTracker", "has_failed"]
 
 
 @dataclass(eq=False)
@@ -24,6 +26,8 @@ class _Save:
     number: int
     handle: SaveHandle | None = None
     """None: it could not begin."""
+    noted: bool = False
+    """Whether its record is on its way to the hook."""
 
     @property
     def committed(self) -> bool | None:
@@ -49,6 +53,11 @@ class _Waiting:
         return self.save.committed is True
 
 
+def has_failed(handle: SaveHandle | None) -> bool:
+    """Whether a save could not begin (None), or has failed."""
+    return handle is None or (handle.committed.done() and handle.committed.exception() is not None)
+
+
 class SaveTracker:
     """The saves in flight, what came of those before them, and the work that waits for their commits.
 
@@ -57,6 +66,7 @@ class SaveTracker:
             number does.
         on_commit: is called with the path and the handle of each committed save.
         on_failure: is called with the path and the error of each failed save.
+        on_save: is called with the path and the record of each save, whatever came of it.
 
     Raises :class:`ConfigurationError` for an argument that cannot work.
 
@@ -69,6 +79,7 @@ class SaveTracker:
         max_failures: int | None = None,
         on_commit: Callable[[Location, SaveHandle], object] | None = None,
         on_failure: Callable[[Location, BaseException], object] | None = None,
+        on_save: Callable[[Location, SaveRecord], object] | None = None,
     ) -> None:
         if max_failures is not None and (
             isinstance(max_failures, bool) or not isinstance(max_failures, int) or max_failures < 1
@@ -77,7 +88,8 @@ class SaveTracker:
                 f"max_failures={max_failures!r} must be a whole number, 1 or more; None for no limit"
             )
         self._most = max_failures
-        self._on_commit, self._on_failure = on_commit, on_failure
+        self._on_commit, self._on_failure, self._on_save = on_commit, on_failure, on_save
+        self._records: list[tuple[Location, SaveRecord]] = []  # of which the hook is not told yet
         self.deletions = Deletions()
         self.failures = 0
         """How many saves have failed, without those that ``when_behind`` left out."""
@@ -102,7 +114,11 @@ class SaveTracker:
         self._newest = save = _Save(path, self._begun)
         with self._lock:
             self._waiting = [each for each in self._waiting if each.deletes != path]
-        save.handle = self._open[save] = handle = call()
+        try:
+            save.handle = self._open[save] = handle = call()
+        except BaseException as error:
+            self._note(save, record_of_call(error))
+            raise
         handle.committed.add_done_callback(lambda _: self._ended(save))
         return handle
 
@@ -117,9 +133,36 @@ class SaveTracker:
 
     def take(self) -> None:
         """Learn what came of the saves that have ended. Raises what a hook raises."""
-        for save, handle in list(self._open.items()):
+        ended = [each for each in list(self._open.items()) if each[1].committed.done()]
+        for save, handle in ended:
+            self._note(save, handle.record)
+        try:
+            self._tell_records()
+        finally:
+            self._tell_outcomes(ended)
+
+    def _note(self, save: _Save, record: SaveRecord | None) -> None:
+        if record is not None and not save.noted:
+            save.noted = True
+            self._records.append((save.path, record))
+
+    def _tell_records(self) -> None:
+        """Call the hook with each record once, also if it raises for one; then raises the first error."""
+        failure: Exception | None = None
+        while self._records:
+            told = self._records.pop(0)
+            try:
+                if self._on_save is not None:
+                    self._on_save(*told)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _tell_outcomes(self, ended: list[tuple[_Save, SaveHandle]]) -> None:
+        for save, handle in ended:
             # A signal handler that saves may have come in between.
-            if not handle.committed.done() or self._open.pop(save, None) is None:
+            if self._open.pop(save, None) is None:
                 continue
             self._ended(save)  # the callback may come later
             error = handle.committed.exception()

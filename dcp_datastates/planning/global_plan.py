@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -14,11 +14,12 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from dcp_datastates.errors import DataStatesError
 from dcp_datastates.format.chunk_table import Catalog, Ints, Placement
 from dcp_datastates.format.metadata import DCP_VERSION, FileRecord, MetadataTable, Note, encode
+from dcp_datastates.format.metadata_table import Trace
 from dcp_datastates.planning.exchange import RankReport, Report
 from dcp_datastates.planning.local_plan import LocalPlan
 from dcp_datastates.planning.rank_plan import RankPlan
 from dcp_datastates.planning.replicas import Samples
-from dcp_datastates.planning.save_planning import Compose
+from dcp_datastates.planning.save_planning import Compose, Document
 from dcp_datastates.process.lazily import lazily
 from dcp_datastates.storage.claims import Claim
 
@@ -50,11 +51,11 @@ class GlobalPlan:
     def compose(self, metrics: Mapping[str, float]) -> Compose:
         """What makes the metadata of all ranks' reports. It raises :class:`DataStatesError` if replicas differ, say."""
 
-        def compose(reports: Sequence[bytes]) -> Callable[[StorageMeta, Claim], bytes]:
+        def compose(reports: Sequence[bytes]) -> Document:
             sent = list(map(RankReport.decode, reports))
             places = [self._take(rank, each) for rank, each in enumerate(sent)]
             self._samples.check([each.samples for each in sent])
-            return lambda meta, claim: self._document(places, meta, claim, metrics)
+            return lambda meta, claim, trace: self._document(places, meta, claim, metrics, trace)
 
         return compose
 
@@ -64,6 +65,7 @@ class GlobalPlan:
         meta: StorageMeta,
         claim: Claim,
         metrics: Mapping[str, float],
+        trace: Trace,
     ) -> bytes:
         prefix = claim.attempt.name
         files = {}
@@ -71,7 +73,7 @@ class GlobalPlan:
             for name, nbytes, table_offset in report.files:
                 path = f"{prefix}/{name}"
                 files[path] = FileRecord(path, nbytes, table_offset)
-        note = Note(claim.attempt, files, claim.after, metrics, time.time())
+        note = Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
         return encode(
             MetadataTable(self.catalog, self._placement(places, prefix), note, meta, DCP_VERSION)
         )

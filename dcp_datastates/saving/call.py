@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -57,8 +56,6 @@ class SaveCall:
     """The numbers by which the user compares checkpoints."""
     working_directory: str | None = field(default_factory=local.working_directory)
     """The process's working directory at the call."""
-    began: float = field(default_factory=time.monotonic)
-    """The time of the call, in seconds of :func:`time.monotonic`."""
 
     @property
     def asynchronous(self) -> bool:

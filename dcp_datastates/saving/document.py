@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_datastates.format.layout import FileLayout, SealedFile
 from dcp_datastates.format.metadata import DCP_VERSION, FileRecord, Note, encode
 from dcp_datastates.format.metadata_columns import table_of
+from dcp_datastates.format.metadata_table import Trace
 from dcp_datastates.format.refusal import TRANSFORM_DESCRIPTORS
 from dcp_datastates.storage.attempt import Attempt
 from dcp_datastates.storage.claims import Claim
@@ -53,6 +54,7 @@ def document(
     metadata: Metadata,
     results: Sequence[Sequence[WriteResult]],
     metrics: Mapping[str, float],
+    trace: Trace = None,
 ) -> bytes:
     """The bytes of ``.metadata``. Completes ``metadata`` in place.
 
@@ -62,6 +64,7 @@ def document(
         metadata: the planner's metadata.
         results: every rank's results.
         metrics: the numbers by which the user compares checkpoints.
+        trace: what the save has cost so far.
 
     Raises :class:`ConfigurationError` if the metadata contain a value that could not be read back.
     """
@@ -76,4 +79,5 @@ def document(
     metadata.storage_data = storage_data
     metadata.storage_meta = meta
     metadata.version = DCP_VERSION
-    return encode(table_of(metadata, Note(claim.attempt, files, claim.after, metrics, time.time())))
+    note = Note(claim.attempt, files, claim.after, metrics, time.time(), trace)
+    return encode(table_of(metadata, note))

@@ -31,6 +31,7 @@ from dcp_datastates.errors import (
     RankLostError,
     SaveAbandonedError,
 )
+from dcp_datastates.format import save_trace
 from dcp_datastates.process.forks import ProcessLock
 from dcp_datastates.process.futures import AskedFuture
 from dcp_datastates.process.progress import Progress
@@ -39,12 +40,12 @@ from dcp_datastates.ranks.beats import Loss
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import LEFT_OUT, SaveCall
 from dcp_datastates.saving.document import document
-from dcp_datastates.saving.outcome import log_outcome
+from dcp_datastates.saving.outcome import conclude, record_of
 from dcp_datastates.saving.phase import Phase
 from dcp_datastates.staging import step_gate
 from dcp_datastates.staging.deferred_reads import DeferredReads
 from dcp_datastates.staging.fingerprint import Fingerprint
-from dcp_datastates.stats import SaveStats
+from dcp_datastates.stats import SaveRecord, SaveStats
 from dcp_datastates.storage.attempt import Attempt, Ticket
 from dcp_datastates.storage.bounded import bounded, check_not_hung
 from dcp_datastates.storage.claims import Claim
@@ -103,6 +104,7 @@ class SaveOperation:
         self._ticket: Ticket | None = None
         self._claim: Claim | None = None
         self._round: Round | None = None
+        self._record: SaveRecord | None = None
         self.committed.add_done_callback(self._told)
 
     # ---- any thread ----------------------------------------------------------------------------------
@@ -134,6 +136,17 @@ class SaveOperation:
     def left_out(self) -> int:
         """Why this rank leaves the save out, a key of :data:`LEFT_OUT`; 0 if it does not."""
         return self._left_out
+
+    @property
+    def record(self) -> SaveRecord | None:
+        """What came of the save; None until the outcome is known."""
+        if not self.committed.done():
+            return None
+        with self._lock:
+            if self._record is None:
+                self.stats.timeline.end()
+                self._record = self._recorded(self.committed.peek())
+            return self._record
 
     @property
     def exit_timeout(self) -> float:
@@ -212,6 +225,7 @@ class SaveOperation:
                 return
             self._listens = detector is not None
         self.doing = "planning"
+        self.stats.timeline.begin("planning")
         if detector is not None:
             detector.save_started()
             detector.listen(self._lost)
@@ -306,7 +320,9 @@ class SaveOperation:
         """Coordinator: provide DCP's metadata and all ranks' results, if DCP has planned the save."""
         assert self._round is not None, "the part comes first"
         metrics = self.call.metrics
-        self._round.provide(lambda meta, claim: document(meta, claim, metadata, results, metrics))
+        self._round.provide(
+            lambda meta, claim, trace: document(meta, claim, metadata, results, metrics, trace)
+        )
 
     def await_decision(self) -> None:
         """Coordinator: return when the save is committed, or raise why it is not."""
@@ -364,6 +380,8 @@ class SaveOperation:
             report=report,
             compose=compose,
             archives=self.archived is not None,
+            timeline=self.stats.timeline,
+            trace=lambda: save_trace.pack(self._recorded(None)),
         )
 
     def _decided(self, outcome: Future[None]) -> None:
@@ -382,7 +400,12 @@ class SaveOperation:
         self.doing = "over"
         if (error := self.committed.peek()) is not None:
             self.submit_failure(error)  # later rounds wait for this save's
-        log_outcome(self.call, self.path, self.stats, self.committed.peek())
+        if (record := self.record) is not None:
+            conclude(record, self.committed.peek())
+
+    def _recorded(self, error: BaseException | None) -> SaveRecord:
+        ranks, name = self.group.rank_set, None if self.attempt is None else self.attempt.name
+        return record_of(self.call.origin, ranks, self.path, name, self.stats, error)
 
     def _lost(self, losses: list[Loss]) -> None:
         """Called by the failure detector's thread: ranks are lost, and DCP may wait for them until its process group

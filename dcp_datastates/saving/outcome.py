@@ -1,44 +1,150 @@
-"""The line of the log that every save ends with."""
+"""What becomes known at the end of a save: its record, which goes to the log and to listeners."""
 
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Callable
+from typing import Any, Final
 
-from dcp_datastates.errors import CheckpointSkipped
-from dcp_datastates.saving.call import SaveCall
-from dcp_datastates.stats import SaveStats
-from dcp_datastates.storage.object_path import Location
+from dcp_datastates import stats as stats_of
+from dcp_datastates.errors import CheckpointSkipped, CommitOutcomeUnknown, SaveAbandonedError
+from dcp_datastates.process.forks import after_fork
+from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.saving.call import SaveOrigin
+from dcp_datastates.stats import SaveRecord, SaveStats
+from dcp_datastates.text import step_of
 
-__all__ = ["log_outcome"]
+__all__ = ["conclude", "conclude_call", "on_save", "record_of", "record_of_call"]
 
 logger = logging.getLogger(__name__)
 
-
-def log_outcome(
-    call: SaveCall, path: Location | None, stats: SaveStats, error: BaseException | None
-) -> None:
-    """Log the outcome of the save to ``path``: committed, or failed with ``error``."""
-    seconds = time.monotonic() - call.began
-    if error is None:
-        level = logging.INFO if call.group.is_coordinator else logging.DEBUG
-        logger.log(level, "%s", _committed(call, path, stats, seconds))
-        return
-    text = str(error) or type(error).__name__
-    if not text.startswith("the save to "):
-        text = f"the save to {str(path)!r} failed: {text}"
-    level = logging.WARNING if isinstance(error, CheckpointSkipped) else logging.ERROR
-    logger.log(level, "%s (%s, %.1f s after the call)", text, type(error).__name__, seconds)
+_listeners: dict[object, Callable[[SaveRecord], object]] = {}
+"""No lock: single dict operations are atomic."""
 
 
-def _committed(call: SaveCall, path: Location | None, stats: SaveStats, seconds: float) -> str:
-    nbytes = stats.bytes_written or 0
-    rate = nbytes / stats.total_seconds / 1e9 if stats.total_seconds else 0.0
-    world = call.group.rank_set.world
-    of = f" of {world} ranks" if world > 1 else ""
-    stall = 1e3 * (stats.stage_seconds + stats.gate_seconds)
-    waited = f", training waited {stall:.1f} ms" if call.asynchronous else ""
-    return (
-        f"committed {str(path)!r}{of} in {seconds:.2f} s; this rank wrote {nbytes / 2**20:.1f} MiB "
-        f"({rate:.2f} GB/s){waited}"
+def on_save(listener: Callable[[SaveRecord], object]) -> Callable[[], None]:
+    """Call ``listener`` with the :class:`SaveRecord` of each save of this process, when its outcome is known.
+
+    It runs in the thread that learns the outcome, often the commit thread: it must be quick, and must not wait for
+    another save. What it raises is logged. In a forked child it is gone.
+
+    Returns:
+        A function that ends this.
+    """
+    key = object()
+    _listeners[key] = listener
+    return lambda: _drop(key)
+
+
+def _drop(key: object) -> None:
+    _listeners.pop(key, None)
+
+
+def record_of(
+    origin: SaveOrigin,
+    rank_set: RankSet,
+    path: object,
+    attempt: str | None,
+    stats: SaveStats,
+    error: BaseException | None,
+) -> SaveRecord:
+    """The record of a save as it stands now."""
+    name, timeline = str(path), stats.timeline
+    written, seconds = stats.bytes_written or 0, timeline.seconds
+    return SaveRecord(
+        path=name,
+        step=step_of(name),
+        rank=rank_set.rank,
+        world=rank_set.world,
+        api=origin.value,
+        attempt=attempt,
+        outcome=_outcome(error),
+        error=None if error is None else f"{type(error).__name__}: {error}",
+        began_at=timeline.began_at,
+        seconds=seconds,
+        phases=timeline.phases(),
+        call_seconds=seconds if origin is SaveOrigin.DCP else stats.stage_seconds,
+        gate_seconds=stats.gate_seconds,
+        gated_after=timeline.gated_after,
+        room_seconds=stats.room_seconds,
+        cache_seconds=stats.cache_seconds,
+        eager_bytes=stats.eager_bytes,
+        deferred_bytes=stats.deferred_bytes,
+        written_bytes=written,
+        read_rate=written / stats.read_seconds if stats.read_seconds else 0.0,
+        write_rate=written / stats.total_seconds if stats.total_seconds else 0.0,
     )
+
+
+def _outcome(error: BaseException | None) -> stats_of.Outcome:
+    match error:
+        case None:
+            return "committed"
+        case CheckpointSkipped():
+            return "skipped"
+        case SaveAbandonedError():
+            return "abandoned"
+        case CommitOutcomeUnknown():
+            return "unknown"
+    return "failed"
+
+
+def conclude(record: SaveRecord, error: BaseException | None) -> None:
+    """Log the outcome, committed or failed with ``error``, and tell the listeners. Never raises."""
+    extra = {"save_record": record}
+    if error is None:
+        level = logging.INFO if record.rank == 0 else logging.DEBUG
+        logger.log(level, "%s", _committed(record), extra=extra)
+    else:
+        text = str(error) or type(error).__name__
+        if not text.startswith("the save to "):
+            text = f"the save to {record.path!r} failed: {text}"
+        level = logging.WARNING if isinstance(error, CheckpointSkipped) else logging.ERROR
+        kind, after = type(error).__name__, record.seconds
+        logger.log(level, "%s (%s, %.1f s after the call)", text, kind, after, extra=extra)
+    _tell(record)
+
+
+_RECORD: Final = "_dcp_datastates_record"
+
+
+def conclude_call(
+    origin: SaveOrigin, rank_set: RankSet, path: object, stats: SaveStats, error: BaseException
+) -> None:
+    """A call raises ``error``, and no save has begun. The caller has the error, so the log has it at DEBUG only."""
+    if stats.timeline.end():  # else there was a save, which has its record
+        record = record_of(origin, rank_set, path, None, stats, error)
+        vars(error)[_RECORD] = record
+        logger.debug(
+            "the call for %r raised %s", record.path, record.error, extra={"save_record": record}
+        )
+        _tell(record)
+
+
+def record_of_call(error: BaseException) -> SaveRecord | None:
+    """The record of the call that raised ``error``; None if it was none for a save."""
+    found: Any = vars(error).get(_RECORD)
+    return found if isinstance(found, SaveRecord) else None
+
+
+def _tell(record: SaveRecord) -> None:
+    for listener in list(_listeners.values()):
+        try:
+            listener(record)
+        except Exception:  # the outcome stands, and the other listeners are told
+            logger.exception("a listener of the save to %r raised", record.path)
+
+
+def _committed(record: SaveRecord) -> str:
+    of = f" of {record.world} ranks" if record.world > 1 else ""
+    is_call = record.api == SaveOrigin.DCP.value
+    waited = "" if is_call else f", training waited {1e3 * record.stall_seconds:.1f} ms"
+    return (
+        f"committed {record.path!r}{of} in {record.seconds:.2f} s; this rank wrote "
+        f"{record.written_bytes / 2**20:.1f} MiB ({record.write_rate / 1e9:.2f} GB/s){waited}"
+    )
+
+
+@after_fork
+def _forget_in_child() -> None:
+    _listeners.clear()

@@ -33,13 +33,15 @@ class WrittenPart:
         self._nbytes = nbytes
 
     def wait(self, seconds: float) -> bool:
-        job = self._job
+        job, stats = self._job, self._stats
         if not job.wait(seconds):
             return False
-        if job.fault is None:
-            self._stats.bytes_written = self._nbytes
-            self._stats.read_seconds = job.read_seconds
-            self._stats.total_seconds = job.total_seconds
+        if job.fault is None and stats.bytes_written is None:
+            stats.bytes_written = self._nbytes
+            stats.read_seconds = job.read_seconds
+            stats.total_seconds = job.total_seconds
+            stats.cache_seconds += job.cache_seconds
+            stats.timeline.begin("voting", after=max(0.0, job.total_seconds - job.read_seconds))
         return True
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +51,8 @@ def stage_save(
     state_dict: Mapping[str, Any],
     in_columns: bool,
     metrics: Mapping[str, float],
+    *,
+    stats: SaveStats,
 ) -> SaveOperation:
     """The part of ``async_save`` in the training thread: stage the state, and arm the step gate for deferred reads.
 
@@ -60,6 +61,7 @@ def stage_save(
         path: the checkpoint's directory; None if DCP passes it later.
         in_columns: whether the save may be planned in columns, and so wants a fingerprint.
         metrics: the numbers by which the user compares checkpoints.
+        stats: made when the call began; the save's from now on.
 
     May wait for earlier saves (``when_behind``). If staging fails, a rank alone raises here; with several ranks, the
     save carries the error, and planning tells the others.
@@ -68,10 +70,10 @@ def stage_save(
         raise ConfigurationError(
             "async_save was called while a CUDA graph is being captured; call it outside"
         )
-    began = time.perf_counter()
+    before = stats.timeline.seconds
     left_out = make_room(config.max_in_flight, config.when_behind)
+    stats.room_seconds = stats.timeline.seconds - before
     call = new_call(group, config, origin, path, metrics)
-    stats = SaveStats()
     failure: BaseException | None = CheckpointSkipped(LEFT_OUT[left_out]) if left_out else None
     reads: DeferredReads | None = None
     fingerprint: Fingerprint | None = None
@@ -100,7 +102,8 @@ def stage_save(
         save.fail(save.record_error(error))
         save.end()
         raise
-    stats.stage_seconds = time.perf_counter() - began
+    stats.stage_seconds = stats.timeline.seconds
+    stats.timeline.begin("queue")
     return save
 
 
@@ -157,7 +160,7 @@ def _stage(
     except BaseException:
         buffers.release()
         raise
-    stats.eager_bytes = staged.eager_bytes
+    stats.eager_bytes, stats.cache_seconds = staged.eager_bytes, buffers.waited_seconds
     stats.deferred_bytes = sum(staged.deferred.sizes)
     try:
         if not immediate and staged.deferred.sizes and not step_gate.arm_backward():

@@ -74,6 +74,8 @@ class Writing:
         except BaseException:
             _cancel(job)
             raise
+        save.stats.timeline.begin("reading", job.read_seconds)
+        save.stats.timeline.begin("flushing")
         content.keep.clear()  # all is read: release the copies and the tensors
         report = planning.report(self._attempt, content, self._samples)
         save.committed.add_done_callback(lambda _: planning.ended(save.committed.peek() is None))
@@ -116,6 +118,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
         return job
 
     job = start(Window(0.0)) if reads is None else reads.hand_over(start, content.readers)
+    stats.timeline.begin("window")
     return Writing(save, planning, attempt, content, job, output, samples)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Final
 
 import torch
@@ -27,6 +28,8 @@ class EagerBuffers:
         self._engine = native
         self._order = order
         self.slab: Slab | None = None
+        self.waited_seconds = 0.0
+        """How long it has waited for room in the cache."""
 
     def allocate(self, nbytes: int, pinned: bool) -> torch.Tensor:
         """A ``uint8`` tensor of ``nbytes``: from the cache, which is pinned, unless it is small and not ``pinned``, or
@@ -44,11 +47,13 @@ class EagerBuffers:
             )
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.slab = self._engine.slab(nbytes, self._order, 0.0)
+        began = time.monotonic()
         while self.slab is None:
             # Other saves hold the space. Start their reads: the backward pass that they wait for cannot begin before
             # this call returns.
             step_gate.open_windows()
             self.slab = self._engine.slab(nbytes, self._order, _POLL_SECONDS)
+        self.waited_seconds += time.monotonic() - began
         return torch.frombuffer(self.slab, dtype=torch.uint8)
 
     def release(self) -> None:

@@ -220,7 +220,9 @@ class DeferredReads:
             if isinstance(error, SaveStalledError):
                 logger.error("save %d is given up, and training goes on: %s", self.order, error)
             self.fail(error)
-        self._stats.gate_seconds += time.perf_counter() - began
+        waited = time.perf_counter() - began
+        self._stats.gate_seconds += waited
+        self._stats.timeline.gated(waited)
 
     def _await_hand_over(self, stall: Stall) -> None:
         if self._job is None:

@@ -49,7 +49,7 @@ def test_one_no_is_enough_whatever_it_is_about():
 def test_reports_come_in_the_order_of_the_ranks_whatever_bytes_they_have():
     reports = [b"", b"\0\1", VOTE.encode(), b"x" * 100_000]
     votes = [dataclasses.replace(VOTE, report=report).encode() for report in reports]
-    assert count_votes(votes) == (Count.UNANIMOUS, reports)
+    assert count_votes(votes)[:2] == (Count.UNANIMOUS, reports)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def _sent(reports, by_digest=()):
 
 def _places(composed):
     """By name: the file, offset and length of each chunk or object."""
-    table = decode(composed(StorageMeta(), Claim(ATTEMPT, None)), Path("m"))
+    table = decode(composed(StorageMeta(), Claim(ATTEMPT, None), None), Path("m"))
     files, offsets, lengths = (column.tolist() for column in table.placement.rows())
     rows = zip(table.catalog.owners().tolist(), files, offsets, lengths, strict=True)
     found = {}

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import logging
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dcp_datastates import CheckpointSkipped, StorageError
-from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import SaveFailedError
-from dcp_datastates.saving.call import SaveCall, SaveOrigin
-from dcp_datastates.saving.outcome import log_outcome
-from dcp_datastates.stats import SaveStats
+from dcp_datastates.ranks.rank_set import RankSet
+from dcp_datastates.saving.call import SaveOrigin
+from dcp_datastates.saving.outcome import conclude, record_of
+from dcp_datastates.stats import SaveStats, Timeline
 
 PATH = Path("/ckpt/step-7")
 
 
 def _line(caplog, error=None, *, world=1, rank=0, origin=SaveOrigin.DCP_ASYNC, **stats):
-    group = SimpleNamespace(
-        is_coordinator=rank == 0, rank_set=SimpleNamespace(world=world, rank=rank)
-    )
-    call = SaveCall(group, WriterConfig(64 << 20), origin, PATH, 1, 1, began=time.monotonic() - 100)
+    stats = SaveStats(**stats, timeline=_timeline(0.0, 100.0))
+    ranks = RankSet(rank, tuple(range(world)), None)
+    record = record_of(origin, ranks, PATH, "a-1", stats, error)
     with caplog.at_level(logging.DEBUG, "dcp_datastates"):
-        log_outcome(call, PATH, SaveStats(**stats), error)
-    (record,) = caplog.records
-    return record.levelno, record.getMessage()
+        conclude(record, error)
+    (line,) = caplog.records
+    assert line.save_record is record
+    return line.levelno, line.getMessage()
+
+
+def _timeline(*times):
+    """A timeline whose clock shows these times, and then the last one again and again."""
+    left = list(times)
+    return Timeline(clock=lambda: left.pop(0) if len(left) > 1 else left[0], wall=lambda: 1e9)
 
 
 def test_a_commit_tells_ranks_time_size_rate_and_stall(caplog):
