@@ -44,6 +44,11 @@ known is null. Fields may be added, and keep their names.
     kind: "directory", path, latest
     checkpoints: [{name, step, format, committed, attempt, nbytes, ranks, committed_at, problem}]
 
+``trace --json`` is a trace in Chrome's format::
+
+    traceEvents: [{ph, pid, tid, name, ts, dur, args}]                    pid: the rank; ts, dur: microseconds
+    otherData: path, attempt, began_at                                    began_at: of ts 0
+
 The others (of paths: absolute)::
 
     convert --json   path, source_format, target_format, files, tensors, objects, nbytes, skipped: [name], seconds

@@ -12,7 +12,7 @@ from typing import Final
 
 from dcp_datastates.errors import CheckpointCorruptError, DataStatesError
 from dcp_datastates.text import printable
-from dcp_datastates_cli import convert, copy, delete, describe, diff, find, verify, watch
+from dcp_datastates_cli import convert, copy, delete, describe, diff, find, trace, verify, watch
 from dcp_datastates_cli.output import DAMAGED, TROUBLE, complain
 
 __all__ = ["run"]
@@ -21,6 +21,7 @@ _COMMANDS: Final[Mapping[str, Callable[[argparse.Namespace], int]]] = {
     "verify": verify.run,
     "inspect": describe.run,
     "watch": watch.run,
+    "trace": trace.run,
     "convert": convert.run,
     "copy": copy.run,
     "diff": diff.run,

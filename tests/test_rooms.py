@@ -22,6 +22,7 @@ BELOW = {
     "lightning": ("manager",),
     "huggingface": ("manager",),
     "megatron": ("manager",),
+    "monitoring": ("tiers",),
     "manager": ("dcp", "checkpoints"),
     "conversion": ("dcp", "checkpoints"),
     "dcp": ("tiers",),

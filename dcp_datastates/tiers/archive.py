@@ -37,7 +37,7 @@ from dcp_datastates.storage.object_path import Location
 from dcp_datastates.tiers.carrying import Carrier
 from dcp_datastates.tiers.run_identity import check_one_run
 
-__all__ = ["Archive", "archive_of", "archive_save"]
+__all__ = ["Archive", "archive_lag", "archive_of", "archive_save"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class _Item:
     attempt: Attempt
     archived: Future[None] = field(default_factory=Future)
     then: Callable[[], object] | None = None
+    since: float = field(default_factory=time.monotonic)
 
 
 class Archive:
@@ -96,6 +97,11 @@ class Archive:
         """Whether this process is still to archive the checkpoint at ``path``."""
         with self._lock:
             return any(item.path == path for item in self._items)
+
+    def waiting_since(self) -> list[float]:
+        """Since when each checkpoint waits that this process is still to archive, by the monotonic clock."""
+        with self._lock:
+            return [item.since for item in self._items]
 
     def wait(self, seconds: float | None = None) -> bool:
         """Return True when all that was committed is archived, or has failed to be; False after ``seconds``."""
@@ -251,6 +257,16 @@ def archive_of(slow: Location, group: CommitGroup) -> Archive:
             number = sum(name == group.name for name, _ in _archives)
             _archives[key] = Archive(slow, group, number)
         return _archives[key]
+
+
+def archive_lag() -> tuple[int, float]:
+    """How many committed checkpoints this process is still to archive, and for how many seconds the first has waited
+    (0 if there is none).
+    """
+    with _lock:
+        archives = list(_archives.values())
+    since = [each for archive in archives for each in archive.waiting_since()]
+    return len(since), time.monotonic() - min(since) if since else 0.0
 
 
 def archive_save(

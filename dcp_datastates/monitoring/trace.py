@@ -1,0 +1,167 @@
+"""The timeline of a checkpoint's save over its ranks: as records, as a trace for Perfetto, and as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from dcp_datastates.errors import ConfigurationError, DataStatesError, UnreadableMetadataError
+from dcp_datastates.format import save_trace
+from dcp_datastates.io.committed import open_committed
+from dcp_datastates.stats import PHASES, SaveRecord
+from dcp_datastates.storage.object_path import ObjectPath, locate
+
+__all__ = ["chrome_trace", "draw_trace", "trace_of"]
+
+
+def trace_of(
+    path: str | os.PathLike[str] | ObjectPath,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[SaveRecord]:
+    """What each rank's part of the save of the checkpoint at ``path`` cost, in the order of the ranks.
+
+    The records end at the publication of the metadata. Times of day are those of each rank's machine.
+
+    Raises:
+        CheckpointNotFoundError, StorageError: there is no checkpoint, or it cannot be read.
+        DataStatesError: it has no trace.
+    """
+    place = locate(path, options=storage_options)
+    found = open_committed(place)
+    note = found.note
+    if note.trace is None or note.published_at is None:
+        raise DataStatesError(
+            f"{place} has no trace: an older version has written it, or it was converted from another format"
+        )
+    try:
+        return save_trace.records(note.trace, str(place), note.attempt.name, note.published_at)
+    except ValueError as error:
+        raise UnreadableMetadataError(f"{place}: its trace cannot be read: {error}") from error
+
+
+_TRAINING: Final = 0
+_SAVE: Final = 1
+_LANES: Final = {_TRAINING: "training waits", _SAVE: "save"}
+_CALL: Final = "held in the call"
+_GATE: Final = "held at the gate"
+
+
+def _spans(record: SaveRecord) -> list[tuple[int, str, float, float]]:
+    """Lane, name, begin and end, in seconds from the call. The spans of a lane do not overlap."""
+    spans = []
+    at = 0.0
+    for phase, seconds in record.phases.items():
+        spans.append((_SAVE, phase, at, at + seconds))
+        at += seconds
+    spans.append((_TRAINING, _CALL, 0.0, record.call_seconds))
+    if record.gated_after is not None:
+        began = max(record.gated_after, record.call_seconds)
+        spans.append((_TRAINING, _GATE, began, began + record.gate_seconds))
+    return spans
+
+
+def chrome_trace(records: Sequence[SaveRecord]) -> dict[str, Any]:
+    """The records in Chrome's trace format, for Perfetto: a process for each rank, a thread for the save, and one for
+    the waits of training. Times count from the first call.
+    """
+    first = min(record.began_at for record in records)
+    events: list[dict[str, Any]] = []
+    for record in records:
+        rank = {"pid": record.rank}
+        named = {"ph": "M", **rank, "name": "process_name"}
+        events.append({**named, "args": {"name": f"rank {record.rank}"}})
+        named = {"ph": "M", **rank, "name": "process_sort_index"}
+        events.append({**named, "args": {"sort_index": record.rank}})
+        for lane, name in _LANES.items():
+            named = {"ph": "M", **rank, "tid": lane, "name": "thread_name"}
+            events.append({**named, "args": {"name": name}})
+        for lane, name, begin, end in _spans(record):
+            # Whole microseconds: spans that meet must not overlap by a rounding.
+            since, until = (round(1e6 * (record.began_at - first + each)) for each in (begin, end))
+            if until > since:
+                span = {"ph": "X", **rank, "tid": lane, "cat": _LANES[lane], "name": name}
+                args = _arguments(record, name)
+                events.append({**span, "ts": since, "dur": until - since, "args": args})
+    about = {"path": records[0].path, "attempt": records[0].attempt, "began_at": first}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _arguments(record: SaveRecord, span: str) -> dict[str, float]:
+    match span:
+        case "call":
+            return {"bytes": record.eager_bytes, "room_seconds": record.room_seconds}
+        case "reading":
+            rate = {"bytes_per_second": record.read_rate, "cache_seconds": record.cache_seconds}
+            return {"bytes": record.deferred_bytes, **rate}
+        case "flushing":
+            return {"bytes": record.written_bytes, "bytes_per_second": record.write_rate}
+    return {}
+
+
+_COLORS: Final = {
+    "call": "#4c72b0",
+    "queue": "#c7c7c7",
+    "planning": "#8172b3",
+    "window": "#e3e3e3",
+    "reading": "#55a868",
+    "flushing": "#ccb974",
+    "voting": "#dd8452",
+    "publishing": "#937860",
+    "ending": "#8c8c8c",
+    _CALL: "#c44e52",
+    _GATE: "#7f1d1d",
+}
+_LABELLED: Final = 64
+"""Up to so many ranks, each has its number beside it."""
+_LEGEND: Final = {
+    **PHASES,
+    _CALL: "training waits in the call",
+    _GATE: "training waits at the gate",
+}
+
+
+def draw_trace(records: Sequence[SaveRecord], file: str | os.PathLike[str]) -> None:
+    """Draw the records' timeline, a row for each rank, to a PNG. Raises OSError.
+
+    Raises :class:`ConfigurationError` if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.collections import PolyCollection
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ConfigurationError(
+            f"a picture needs the package matplotlib ({error}): pip install 'dcp_datastates[trace]'; "
+            f"--json needs none"
+        ) from error
+    first = min(record.began_at for record in records)
+    boxes: dict[str, list[list[tuple[float, float]]]] = {}
+    for row, record in enumerate(records):
+        offset = record.began_at - first
+        for lane, name, begin, end in _spans(record):
+            low, high = (row - 0.4, row - 0.2) if lane == _TRAINING else (row - 0.2, row + 0.4)
+            left, right = offset + begin, offset + end
+            if right > left:
+                corners = [(left, low), (left, high), (right, high), (right, low)]
+                boxes.setdefault(name, []).append(corners)
+    figure = Figure(figsize=(12, min(24.0, 2.5 + 0.35 * len(records))), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, corners in boxes.items():
+        axes.add_collection(PolyCollection(corners, facecolors=_COLORS[name]))
+    axes.autoscale_view()
+    axes.set_ylim(len(records) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    if len(records) <= _LABELLED:
+        axes.set_yticks(range(len(records)), [str(record.rank) for record in records])
+    axes.set(xlabel="seconds since the first call", ylabel="rank")
+    axes.set_title(f"{records[0].path}, attempt {records[0].attempt}", fontsize=9)
+    patches = [
+        Patch(color=color, label=f"{name}: {_LEGEND[name]}")
+        for name, color in _COLORS.items()
+        if name in boxes
+    ]
+    figure.legend(handles=patches, loc="outside lower center", ncols=2, fontsize=8)
+    figure.savefig(file, format="png", dpi=120)
