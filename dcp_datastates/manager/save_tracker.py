@@ -117,7 +117,8 @@ class SaveTracker:
         try:
             save.handle = self._open[save] = handle = call()
         except BaseException as error:
-            self._note(save, record_of_call(error))
+            if self._on_save is not None:
+                self._note(save, record_of_call(error))
             raise
         handle.committed.add_done_callback(lambda _: self._ended(save))
         return handle
@@ -134,8 +135,9 @@ class SaveTracker:
     def take(self) -> None:
         """Learn what came of the saves that have ended. Raises what a hook raises."""
         ended = [each for each in list(self._open.items()) if each[1].committed.done()]
-        for save, handle in ended:
-            self._note(save, handle.record)
+        if self._on_save is not None:
+            for save, handle in ended:
+                self._note(save, handle.record)
         try:
             self._tell_records()
         finally:
@@ -148,12 +150,11 @@ class SaveTracker:
 
     def _tell_records(self) -> None:
         """Call the hook with each record once, also if it raises for one; then raises the first error."""
-        failure: Exception | None = None
-        while self._records:
-            told = self._records.pop(0)
+        hook, failure = self._on_save, None
+        while hook is not None and self._records:
+            path, record = self._records.pop(0)
             try:
-                if self._on_save is not None:
-                    self._on_save(*told)
+                hook(path, record)
             except Exception as error:
                 failure = failure or error
         if failure is not None:

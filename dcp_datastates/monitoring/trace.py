@@ -42,7 +42,7 @@ def trace_of(
 
 _TRAINING: Final = 0
 _SAVE: Final = 1
-_LANES: Final = {_TRAINING: "training waits", _SAVE: "save"}
+_LANES: Final = {_TRAINING: "training is held", _SAVE: "save"}
 _CALL: Final = "held in the call"
 _GATE: Final = "held at the gate"
 
@@ -116,8 +116,8 @@ _LABELLED: Final = 64
 """Up to so many ranks, each has its number beside it."""
 _LEGEND: Final = {
     **PHASES,
-    _CALL: "training waits in the call",
-    _GATE: "training waits at the gate",
+    _CALL: "training waits until the call returns",
+    _GATE: "optimizer.step() waits for the reads",
 }
 
 

@@ -178,3 +178,17 @@ def test_after_a_restore_there_is_no_last_step(tmp_path):
         manager.save(6, STATE)
         manager.restore_latest(dict(STATE))
     assert manager.steps() == [5]
+
+
+def test_every_save_has_its_record_with_the_step_whatever_came_of_it(tmp_path):
+    told, outcomes = [], ["committed", "failed", "committed", "failed"]
+    with CheckpointManager(
+        tmp_path,
+        every=1,
+        on_save=lambda step, record: told.append((step, record.step, record.outcome)),
+    ) as manager:
+        for step in range(3):
+            _save(manager, step, fails=step == 1)
+        with armed("stage.after=error:EIO"):
+            assert manager.save(3, STATE) is None  # the call itself failed
+    assert told == [(step, step, what) for step, what in enumerate(outcomes)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,30 @@ def test_outcomes_are_taken_once_whatever_a_hook_raises(tmp_path: Path) -> None:
     tracker.take()
     assert told == ["a", "failed", "b"]
     assert tracker.failures == 1
+
+
+@pytest.mark.parametrize("raising", [(), ("a",), ("a", "failed", "skipped")])
+def test_every_record_is_told_once_whatever_hooks_raise(
+    raising: tuple[str, ...], tmp_path: Path
+) -> None:
+    records: list[Any] = []
+    committed: list[str] = []
+
+    def tell(path: Path, record: Any) -> None:
+        records.append((path.name, record))
+        if path.name in raising:
+            raise KeyError(path.name)
+
+    tracker = SaveTracker(None, lambda path, handle: committed.append(path.name), None, tell)
+    expected = []
+    for name in ("a", "failed", "skipped", "b"):
+        handle = begin(tracker, tmp_path / name)
+        handle.record = f"record of {name}"  # type: ignore[attr-defined]
+        error = {"failed": FAILURE, "skipped": CheckpointSkipped("behind")}.get(name)
+        handle.committed.set_exception(error) if error else handle.committed.set_result(None)
+        expected.append((name, f"record of {name}"))
+    with pytest.raises(KeyError, match=raising[0]) if raising else nullcontext():
+        tracker.finish()
+    tracker.finish()
+    assert records == expected
+    assert committed == ["a", "b"]

@@ -1,0 +1,275 @@
+"""The record of a save: one for each, whatever comes of it, and with every API."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.crashes.failing import armed
+from support.state.checkpoints import CACHE, async_save, save, writer
+from support.waiting import await_that
+
+import dcp_datastates
+from dcp_datastates import (
+    CheckpointExistsError,
+    CheckpointManager,
+    CheckpointSkipped,
+    ConfigurationError,
+    StorageError,
+)
+from dcp_datastates.commit.groups import commit_group
+from dcp_datastates.config import WriterConfig
+from dcp_datastates.errors import CommitOutcomeUnknown
+from dcp_datastates.io.engine import next_order
+from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.saving.call import SaveCall, SaveOrigin
+from dcp_datastates.saving.operation import SaveOperation
+from dcp_datastates.stats import PHASES, SaveStats
+
+STATE = {"w": torch.arange(100_000.0)}
+
+
+@contextmanager
+def recorded():
+    """The records of the saves meanwhile."""
+    records = []
+    stop = dcp_datastates.on_save(records.append)
+    try:
+        yield records
+    finally:
+        stop()
+
+
+def _owned():
+    parameter = torch.nn.Parameter(torch.ones(1_000_000))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {"w": parameter}, optimizer
+
+
+def _by_package(path):
+    dcp_datastates.async_save(STATE, path, host_cache_size=CACHE).result()
+
+
+def _by_manager(path):
+    with CheckpointManager(path.parent, every=1, host_cache_size=CACHE) as manager:
+        manager.save(7, STATE)
+
+
+APIS = {
+    "async_save": ("dcp_datastates.async_save", _by_package),
+    "dcp.save": ("dcp.save", lambda path: save(STATE, path)),
+    "dcp.async_save": ("dcp.async_save", lambda path: async_save(STATE, path).result(60)),
+    "manager": ("dcp_datastates.async_save", _by_manager),
+}
+
+
+@pytest.mark.parametrize("name", APIS)
+def test_each_api_leaves_one_record_whose_phases_add_up(name, tmp_path):
+    api, call = APIS[name]
+    with recorded() as records:
+        call(tmp_path / "step-7")
+        await_that(lambda: records)
+    (record,) = records
+    assert (record.path, record.step) == (str(tmp_path / "step-7"), 7)
+    assert (record.rank, record.world, record.api) == (0, 1, api)
+    assert (record.outcome, record.error) == ("committed", None)
+    assert (tmp_path / "step-7" / record.attempt).is_dir()
+    assert list(record.phases) == list(PHASES)
+    assert min(record.phases.values()) >= 0
+    assert sum(record.phases.values()) == pytest.approx(record.seconds, rel=1e-9)
+    assert record.written_bytes > 400_000
+    staged = 0 if name == "dcp.save" else 400_000  # there, DCP's planner reads in place
+    assert record.eager_bytes + record.deferred_bytes == staged
+    assert record.write_rate > 0
+    assert record.read_rate > 0
+    held = record.seconds if name == "dcp.save" else record.phases["call"]
+    assert record.call_seconds == pytest.approx(held, abs=0.01)
+    assert record.stall_seconds == record.call_seconds
+
+
+def test_the_wait_at_the_gate_is_in_the_record(tmp_path):
+    state, optimizer = _owned()
+    handle = dcp_datastates.async_save(
+        state, tmp_path / "c", read_deadline=3600, host_cache_size=CACHE
+    )
+    assert handle.record is None
+    optimizer.step()
+    handle.result()
+    record = handle.record
+    assert record.gate_seconds > 0
+    assert record.gated_after >= record.call_seconds
+    assert record.stall_seconds == record.call_seconds + record.gate_seconds
+    assert record.deferred_bytes == 4_000_000
+
+
+def test_a_cache_that_is_smaller_than_the_state_shows_in_the_record(tmp_path):
+    """The copies wait for the writes."""
+    state, _optimizer = _owned()
+    with armed("flush.write.before=sleep:0.1", natively=True):
+        handle = dcp_datastates.async_save(
+            {str(number): torch.ones(16 << 20) for number in range(2)} | state,
+            tmp_path / "c",
+            host_cache_size="32MiB",
+            defer="all",
+            read_window="immediate",
+        )
+        handle.result()
+    assert handle.record.cache_seconds > 0.01
+
+
+def test_a_failed_save_has_a_record_with_its_error(tmp_path):
+    with recorded() as records, armed("publish.rename.before=error:ENOSPC"):
+        handle = dcp_datastates.async_save(STATE, tmp_path / "step-3", host_cache_size=CACHE)
+        with pytest.raises(StorageError):
+            handle.result()
+        await_that(lambda: records)
+    (record,) = records
+    assert record is handle.record
+    assert record.outcome == "failed"
+    assert record.error.startswith("StorageError: ")
+    assert record.step == 3
+    assert sum(record.phases.values()) == pytest.approx(record.seconds, rel=1e-9)
+
+
+def test_a_skipped_save_has_a_record_and_the_one_before_it_too(tmp_path):
+    state, _optimizer = _owned()
+    by = writer(read_deadline=3600, when_behind="skip", max_in_flight=1)
+    with recorded() as records:
+        first = dcp_datastates.async_save(state, tmp_path / "a", writer=by)
+        second = dcp_datastates.async_save(state, tmp_path / "b", writer=by)
+        first.captured.result()
+        with pytest.raises(CheckpointSkipped):
+            second.result()
+        first.result()
+        await_that(lambda: len(records) == 2)
+    assert {record.path[-1]: record.outcome for record in records} == {
+        "a": "committed",
+        "b": "skipped",
+    }
+
+
+def test_a_call_that_waits_for_earlier_saves_says_for_how_long(tmp_path):
+    state, _optimizer = _owned()
+    by = writer(read_deadline=3600, max_in_flight=1)
+    dcp_datastates.async_save(state, tmp_path / "a", writer=by)
+    handle = dcp_datastates.async_save(state, tmp_path / "b", writer=by)
+    handle.result()
+    assert 0 < handle.record.room_seconds <= handle.record.call_seconds
+
+
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        (lambda save: save.give_up("enough"), "abandoned"),
+        (lambda save: save.end(), "abandoned"),
+        (lambda save: save.fail(CommitOutcomeUnknown("who knows")), "unknown"),
+        (lambda save: save.fail(KeyboardInterrupt()), "failed"),
+    ],
+)
+def test_a_save_that_ends_early_has_one_record(end, outcome, tmp_path):
+    with recorded() as records:
+        call = SaveCall(
+            *(commit_group(ALONE), WriterConfig(64 << 20), SaveOrigin.DCP, tmp_path / "a"),
+            *(next_order(), 1),
+        )
+        ended = SaveOperation(call, SaveStats())
+        ended.begin()
+        end(ended)
+        ended.end()
+        ended.give_up("once more")
+    assert [record.outcome for record in records] == [outcome]
+    assert ended.record is records[0]
+
+
+class _Failing:
+    def state_dict(self):
+        raise KeyError("not now")
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("state", "options", "error"),
+    [
+        (STATE, {"overwrite": False}, "CheckpointExistsError"),
+        ({"o": _Failing()}, {}, "KeyError"),
+        (STATE, {"no_such": 1}, "ConfigurationError"),
+    ],
+)
+def test_a_call_that_raises_leaves_one_record(state, options, error, tmp_path, caplog):
+    save(STATE, tmp_path / "c")
+    with (
+        recorded() as records,
+        caplog.at_level(logging.DEBUG, "dcp_datastates.saving.outcome"),
+        pytest.raises(Exception, match=r"overwrite|not now|no_such") as raised,
+    ):
+        dcp_datastates.async_save(state, tmp_path / "c", **options).result()
+    assert type(raised.value).__name__ == error
+    (record,) = records
+    assert record.outcome == "failed"
+    assert record.error.startswith(error)
+    (line,) = caplog.records
+    assert line.save_record is record
+
+
+def test_a_call_of_dcp_that_raises_leaves_one_record(tmp_path):
+    save(STATE, tmp_path / "c")
+    with recorded() as records, pytest.raises(CheckpointExistsError):
+        async_save(STATE, tmp_path / "c", overwrite=False).result(60)
+    assert [(record.api, record.outcome) for record in records] == [("dcp.async_save", "failed")]
+
+
+def test_a_listener_that_raises_hides_no_record_from_the_others(tmp_path, caplog):
+    def refuse(record):
+        raise KeyError(record.step)
+
+    stop = dcp_datastates.on_save(refuse)
+    try:
+        with recorded() as records:
+            for step in range(3):
+                dcp_datastates.save(STATE, tmp_path / f"step-{step}", host_cache_size=CACHE)
+            await_that(lambda: len(records) == 3)
+    finally:
+        stop()
+    assert [record.step for record in records] == [0, 1, 2]
+    assert sum("a listener" in line.getMessage() for line in caplog.records) == 3
+    with recorded() as records:
+        dcp_datastates.save(STATE, tmp_path / "step-3", host_cache_size=CACHE)
+        await_that(lambda: records)
+    assert sum("a listener" in line.getMessage() for line in caplog.records) == 3
+
+
+def test_the_line_of_the_log_has_the_record(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "dcp_datastates.saving.outcome"):
+        handle = dcp_datastates.async_save(STATE, tmp_path / "c", host_cache_size=CACHE)
+        handle.result()
+        await_that(lambda: caplog.records)
+    assert [line.save_record for line in caplog.records] == [handle.record]
+
+
+def test_the_record_is_there_when_the_result_is(tmp_path):
+    """Whichever thread comes first makes it, once."""
+    for number in range(5):
+        handle = dcp_datastates.async_save(STATE, tmp_path / str(number), host_cache_size=CACHE)
+        handle.result()
+        found = []
+        threads = [
+            threading.Thread(target=lambda found=found, handle=handle: found.append(handle.record))
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert {id(each) for each in found} == {id(handle.record)}
+
+
+def test_options_that_cannot_work_are_still_refused(tmp_path):
+    with pytest.raises(ConfigurationError):
+        dcp_datastates.async_save(STATE, tmp_path / "c", metrics=3)
