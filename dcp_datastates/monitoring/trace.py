@@ -149,8 +149,8 @@ def draw_trace(records: Sequence[SaveRecord], file: str | os.PathLike[str]) -> N
     figure = Figure(figsize=(12, min(24.0, 2.5 + 0.35 * len(records))), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, corners in boxes.items():
-        axes.add_collection(PolyCollection(corners, facecolors=_COLORS[name]))
+    for name, drawn in boxes.items():
+        axes.add_collection(PolyCollection(drawn, facecolors=_COLORS[name]))
     axes.autoscale_view()
     axes.set_ylim(len(records) - 0.5, -0.5)
     axes.set_xlim(left=0)
