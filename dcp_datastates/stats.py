@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
@@ -16,7 +16,7 @@ __all__ = ["PHASES", "Outcome", "SaveRecord", "SaveStats", "Timeline"]
 PHASES: Final = {
     "call": "the call, until it returns",
     "queue": "waiting for earlier saves to be planned",
-    "planning": "planning with the other ranks, until this rank's part is with the engine",
+    "planning": "waiting for the last rank's call, and planning with the others",
     "window": "waiting for the read window",
     "reading": "reading the tensors",
     "flushing": "until the files are on stable storage",
@@ -102,7 +102,6 @@ class SaveStats:
         total_seconds: Time from the opening of the read window to durable files.
         direct: Whether all files were written past the page cache (O_DIRECT).
         steady: Whether the save used a cached plan and layout (:class:`DataStatesSavePlanner`).
-        timeline: When the phases of the save began.
     """
 
     stage_seconds: float = 0.0
@@ -116,7 +115,10 @@ class SaveStats:
     total_seconds: float | None = None
     direct: bool | None = None
     steady: bool | None = None
-    timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self.timeline = Timeline()
+        """When the phases of the save began. No field: ``dataclasses.asdict`` has plain numbers."""
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,8 @@ class SaveOperation:
         with self._lock:
             if self._record is None:
                 self.stats.timeline.end()
-                self._record = self._recorded(self.committed.peek())
+                made = self._recorded(self.committed.peek())
+                self._record = self._record or made  # a signal handler may have come in between
             return self._record
 
     @property

@@ -18,7 +18,8 @@ PATH = Path("/ckpt/step-7")
 
 
 def _line(caplog, error=None, *, world=1, rank=0, origin=SaveOrigin.DCP_ASYNC, **stats):
-    stats = SaveStats(**stats, timeline=_timeline(0.0, 100.0))
+    stats = SaveStats(**stats)
+    stats.timeline = _timeline(0.0, 100.0)
     ranks = RankSet(rank, tuple(range(world)), None)
     record = record_of(origin, ranks, PATH, "a-1", stats, error)
     with caplog.at_level(logging.DEBUG, "dcp_datastates"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import pytest
 import torch
 from support.crashes.failing import armed
 from support.state.checkpoints import CACHE, async_save, save, writer
+from support.state.metadata import parts_of
 from support.waiting import await_that
 
 import dcp_datastates
@@ -27,7 +29,7 @@ from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE
 from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.stats import PHASES, SaveStats
+from dcp_datastates.stats import PHASES, SaveStats, Timeline
 
 STATE = {"w": torch.arange(100_000.0)}
 
@@ -273,3 +275,22 @@ def test_the_record_is_there_when_the_result_is(tmp_path):
 def test_options_that_cannot_work_are_still_refused(tmp_path):
     with pytest.raises(ConfigurationError):
         dcp_datastates.async_save(STATE, tmp_path / "c", metrics=3)
+
+
+def test_a_record_costs_the_same_whatever_the_number_of_tensors(tmp_path, monkeypatch):
+    """A phase is noted once, and the checkpoint's trace has one size."""
+    noted = []
+    begin = Timeline.begin
+    monkeypatch.setattr(
+        Timeline, "begin", lambda *given, **named: noted.append(given[1]) or begin(*given, **named)
+    )
+    counts, sizes = [], []
+    for number in (1, 500):
+        noted.clear()
+        state = {str(each): torch.ones(10) for each in range(number)}
+        dcp_datastates.save(state, tmp_path / str(number), host_cache_size=CACHE)
+        counts.append(len(noted))
+        sizes.append(len(json.dumps(parts_of(tmp_path / str(number)).document["trace"])))
+    assert counts[0] == counts[1] <= 2 * len(PHASES)
+    assert abs(sizes[0] - sizes[1]) < 10  # a number may have fewer digits
+    assert max(sizes) < 400
