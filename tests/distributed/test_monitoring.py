@@ -67,6 +67,7 @@ def _recorded(call, *arguments):
 def test_every_rank_is_in_the_trace_and_they_end_together(name, shared_dir):
     path = shared_dir / "step-7"
     (record,) = _recorded(APIS[name], path)
+    assert list(record.phases) == list(PHASES)
     found = trace_of(path)
     assert [(each.rank, each.world, each.step) for each in found] == [
         (rank, 3, 7) for rank in range(3)

@@ -160,7 +160,12 @@ def test_every_record_is_told_once_whatever_hooks_raise(
         if path.name in raising:
             raise KeyError(path.name)
 
-    tracker = SaveTracker(None, lambda path, handle: committed.append(path.name), None, tell)
+    def commit(path: Path, handle: Handle) -> None:
+        committed.append(path.name)
+        if raising and path.name == "a":
+            raise KeyError("a")
+
+    tracker = SaveTracker(None, commit, None, tell)  # type: ignore[arg-type]
     expected = []
     for name in ("a", "failed", "skipped", "b"):
         handle = begin(tracker, tmp_path / name)

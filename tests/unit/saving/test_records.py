@@ -27,6 +27,7 @@ from dcp_datastates.config import WriterConfig
 from dcp_datastates.errors import CommitOutcomeUnknown
 from dcp_datastates.io.engine import next_order
 from dcp_datastates.ranks.rank_set import ALONE
+from dcp_datastates.saving import start
 from dcp_datastates.saving.call import SaveCall, SaveOrigin
 from dcp_datastates.saving.operation import SaveOperation
 from dcp_datastates.stats import PHASES, SaveStats, Timeline
@@ -107,6 +108,17 @@ def test_the_wait_at_the_gate_is_in_the_record(tmp_path):
     assert record.gated_after >= record.call_seconds
     assert record.stall_seconds == record.call_seconds + record.gate_seconds
     assert record.deferred_bytes == 4_000_000
+
+
+def test_the_wait_for_the_window_is_not_taken_for_reading(tmp_path):
+    state, _optimizer = _owned()
+    handle = dcp_datastates.async_save(
+        state, tmp_path / "c", read_deadline=3600, host_cache_size=CACHE
+    )
+    await_that(lambda: "reading" in repr(handle))
+    handle.result()  # opens it
+    assert handle.record.phases["reading"] == pytest.approx(handle.stats.read_seconds, abs=1e-3)
+    assert handle.record.phases["window"] > 0
 
 
 def test_a_cache_that_is_smaller_than_the_state_shows_in_the_record(tmp_path):
@@ -218,6 +230,18 @@ def test_a_call_that_raises_leaves_one_record(state, options, error, tmp_path, c
     assert record.error.startswith(error)
     (line,) = caplog.records
     assert line.save_record is record
+
+
+def test_a_call_that_is_interrupted_when_its_save_has_begun_leaves_one_record(
+    tmp_path, monkeypatch
+):
+    def interrupt(save):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "enter", interrupt)
+    with recorded() as records, pytest.raises(KeyboardInterrupt):
+        dcp_datastates.async_save(STATE, tmp_path / "c", host_cache_size=CACHE)
+    assert [record.error for record in records] == ["KeyboardInterrupt: "]
 
 
 def test_a_call_of_dcp_that_raises_leaves_one_record(tmp_path):
