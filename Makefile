@@ -75,7 +75,8 @@ help:
 	@echo "                      (all but gpu-* take another torch, in a venv of its own: make test TORCH=...)"
 	@echo "make native-test      the C++ tests: plain, ThreadSanitizer, AddressSanitizer + UBSan"
 	@echo "make simulate         $(SEEDS) schedules of the commit protocol (SEEDS=...)"
-	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty; as many with restarts (SOAK_SAVES=...)"
+	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty; as many with restarts (SOAK_SAVES=...);"
+	@echo "                      thousands of interleavings, races and lives of tiers: an hour"
 	@echo "make bench            the stall benchmark (BENCH_ARGS=... are passed on)"
 	@echo "make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
 	@echo "                      (SMOKE=1: on a machine without one, at a tiny size)"
@@ -129,6 +130,9 @@ simulate: $(VENV)/installed
 soak: $(VENV)/installed
 	SOAK_SAVES=$(SOAK_SAVES) $(BIN)/python -m pytest -s tests/crash/test_soak.py \
 	    tests/crash/test_restarts.py::test_no_save_is_lost_over_many_restarts $(PYTEST_ARGS)
+	INTERLEAVINGS=2000 STORE_INTERLEAVINGS=2000 STORE_RACES=2000 ARCHIVE_LIVES=1000 $(BIN)/python -m pytest -s --timeout 0 \
+	    -n $(TEST_WORKERS) -k "whatever_comes_late or one_outcome or nothing_is_lost_whatever" tests/crash/test_interleavings.py \
+	    tests/crash/test_store_interleavings.py tests/crash/test_store_races.py tests/unit/tiers/test_random_archives.py $(PYTEST_ARGS)
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/stall.py $(BENCH_ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import shutil
@@ -15,6 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from support.crashes.matrix import matrix_lines
 from support.jobs.ranks import agree, close_pool, under_torchrun
+
+with contextlib.suppress(ImportError):  # not where only the tests for a GPU run
+    from hypothesis import settings
+
+    settings.register_profile("untimed", deadline=None)  # the machine may be busy
+    settings.load_profile("untimed")
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ WEAK = {
     "ranks/rank_set.py": "stores",
     "format/dcp_stub.py": "catalogs",
     "format/metadata_check.py": "catalogs",
+    "manager/named_states.py": "models and optimizers",
     "process/forks.py": "locks",
     "staging/ownership.py": "optimizers",
     "staging/step_gate.py": "optimizers",

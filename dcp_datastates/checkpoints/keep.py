@@ -79,18 +79,25 @@ class Keep:
                 f"{', '.join(sorted(known)) or 'none'}. Nothing was deleted"
             )
 
+    def asks_for_name(self, name: str) -> bool:
+        """Whether ``every`` asks for a checkpoint of this ``name``, and no rule has to look into it."""
+        return self.best is None and self.within is None and self._asks_for_step(name)
+
     def asks_for(self, found: Found, newest: float) -> bool:
         """Whether ``every`` or ``within`` asks for this checkpoint.
 
         ``newest``: the time of the newest commit, in seconds since the epoch, or an earlier one; minus infinity if all
         times are in doubt.
         """
-        step = step_of(found.path.name)
-        if self.every is not None and step is not None and step % self.every == 0:
+        if self._asks_for_step(found.path.name):
             return True
         if self.within is None or found.committed is None:
             return False
         return newest - found.committed.committed_at <= parse_duration(self.within)
+
+    def _asks_for_step(self, name: str) -> bool:
+        step = step_of(name)
+        return self.every is not None and step is not None and step % self.every == 0
 
     def the_best(
         self, candidates: Iterable[Found], is_good: Callable[[Found], bool]

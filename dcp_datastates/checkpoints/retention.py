@@ -93,7 +93,9 @@ class Retained:
     """The result of :func:`retain_here`, newest first."""
 
     kept: list[Location] = field(default_factory=list)
-    """The newest good checkpoints that count, and the older ones that a rule or a pin keeps."""
+    """The newest good checkpoints that count, and the older ones that a rule or a pin keeps; all of them, unopened, if
+    there are fewer than ``keep`` asks for.
+    """
     deleted: list[Location] = field(default_factory=list)
     newest: int = 0
     """How many of the ``kept``, the first ones, are the newest good checkpoints that count."""
@@ -117,20 +119,27 @@ def retain_here(
     keep = Keep.of(keep)
     check_verification(verify)
     root = locate(root)
-    paths = [path for path in candidates(root) if not path.is_symlink()]
-    everything = list(newest_first(path for path in paths if among is None or among(path)))
+    paths = [path for path in candidates(root) if among is None or among(path)]
+    if len(paths) < keep.last:
+        return Retained(paths[::-1])
+    paths = [path for path in paths if not path.is_symlink()]
+    everything: list[Found] = []
     last: list[Found] = []
-    older: list[Found] = []
-    for found in everything:
-        if len(last) == keep.last:
-            older.append(found)
-        elif problem := flaw(found, verify):
+    for found in newest_first(paths):
+        everything.append(found)
+        if problem := flaw(found, verify):
             logger.warning("not counting checkpoint %s: %s", found.path, problem)
         else:
             last.append(found)
+        if len(last) == keep.last:
+            break
     retained = Retained([found.path for found in last], newest=len(last))
     if len(last) < keep.last:
         return retained
+    seen = {found.path for found in everything}
+    unopened = {path for path in paths if path not in seen and keep.asks_for_name(path.name)}
+    older = list(newest_first(path for path in paths if path not in seen | unopened))
+    everything += older
     keep.check_known(everything)
     best = keep.the_best(everything, lambda found: found in last or flaw(found, verify) is None)
     newest = -math.inf if keep.within is None else _time_of_newest(everything)
@@ -139,7 +148,8 @@ def retain_here(
             retained.kept.append(found.path)
         elif _is_older(found.attempt, found.path, last) and _delete(found, dry_run):
             retained.deleted.append(found.path)
-    committed = {found.path for found in everything}.difference(retained.deleted)
+    retained.kept.extend(path for path in reversed(paths) if path in unopened)
+    committed = unopened.union(found.path for found in everything).difference(retained.deleted)
     for path in directories(root):
         mine = path not in retained.deleted and (among is None or among(path))
         if mine and path not in committed and _finish_deleting(path, last, dry_run):

@@ -42,11 +42,6 @@ T = TypeVar("T")
 _PATIENCE_SECONDS: Final = 15.0
 """Added to the time that failure detection takes, before a rank that cannot connect gives a round up."""
 
-_CONNECTING_SECONDS: Final = 2.0
-"""How long the coordinator tries to connect in a round that DCP has failed. If it left at once, ranks that have just
-found its address would try to connect to it for 20 s, in gloo's code, where nobody can tell them.
-"""
-
 _AGAIN_SECONDS: Final = 5.0
 """How long storage may take to settle a save after it has failed to publish it in time."""
 
@@ -82,7 +77,6 @@ class Voter:
         self._decisions = decisions
         self._is_behind = False  # the coordinator had ended the latest round before this rank
         self._tree = GlooTree(rank_set, "vote")
-        self._met_at = 0.0  # when this rank last came to meet the others
         self._apart: float | None = None  # since when this rank could not connect
         # State of the current round:
         self._store_failed = False
@@ -234,7 +228,6 @@ class Voter:
         try:
             if self._is_coordinator:
                 self._decisions.flush()  # else a rank that is behind would vote for another save
-            self._met_at = time.monotonic()
             joined = self._tree.join(lambda: self._interrupt(round_, joining=True))
             if self._is_coordinator or not (joined or self._is_behind):
                 return protocol.Done()
@@ -408,8 +401,7 @@ class Voter:
         detector = self._detector
         if detector is None:
             return None
-        connecting = joining and time.monotonic() - self._met_at < _CONNECTING_SECONDS
-        abandoned = self._is_coordinator and not telling and not connecting
+        abandoned = self._is_coordinator and not telling
         if abandoned and (error := round_.abandoned) is not None:
             return protocol.Lost(Reason.of(error))  # where DCP has failed, the rank may never vote
         losses = detector.losses() or detector.stalled(round_.number, round_.timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -30,7 +30,7 @@ __all__ = [
     "is_unusual",
     "is_wrapper",
     "local_tensor",
-    "tensor_over",
+    "tensors_over",
     "without_bytes",
 ]
 
@@ -109,13 +109,22 @@ def is_unusual(local: torch.Tensor) -> bool:
     )
 
 
-def tensor_over(
-    buffer: torch.Tensor, offset: int, shape: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
-    """A dense tensor over ``buffer`` (``uint8``) at ``offset`` bytes, a multiple of its element size."""
-    result = torch.empty(0, dtype=dtype, device="cpu")
-    start = (buffer.storage_offset() + offset) // dtype.itemsize
-    return result.set_(buffer.untyped_storage(), start, shape)  # type: ignore[call-overload, no-any-return]
+def tensors_over(
+    buffer: torch.Tensor, offsets: Sequence[int], forms: Sequence[tuple[torch.Size, torch.dtype]]
+) -> Iterator[torch.Tensor]:
+    """Dense tensors over ``buffer`` (``uint8``), each at an offset in bytes that is a multiple of its element size.
+
+    A view of one tensor per dtype costs 1.4 us, a tensor of its own 3.3.
+    """
+    storage, first = buffer.untyped_storage(), buffer.storage_offset()
+    whole: dict[torch.dtype, torch.Tensor] = {}
+    strides: dict[torch.Size, tuple[int, ...]] = {}
+    for offset, (shape, dtype) in zip(offsets, forms, strict=True):
+        if dtype not in whole:
+            whole[dtype] = torch.empty(0, dtype=dtype, device="cpu").set_(storage)
+        if shape not in strides:
+            strides[shape] = tuple(dense_strides(shape, 1))
+        yield whole[dtype].as_strided(shape, strides[shape], (first + offset) // dtype.itemsize)
 
 
 def dense_strides(sizes: Sequence[int], itemsize: int) -> list[int]:

@@ -19,12 +19,11 @@ from typing import Any, Final
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 
+from dcp_datastates.manager.named_states import model_state, optimizer_state
 from dcp_datastates.manager.trainable import Trainable
 
 __all__ = ["ModelPart", "OptimizerPart", "containers_copied", "names_below", "owners_of"]
@@ -52,7 +51,7 @@ class ModelPart:
         """The model's tensors by name: not copies, but of FSDP1."""
         if isinstance(self.given, Trainable):
             return self.given.to_fill(self.stored)
-        return get_model_state_dict(self.given)
+        return model_state(self.given)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give the model the values of a state."""
@@ -97,7 +96,7 @@ class OptimizerPart:
             }
         assert self.model is not None
         with _gradients_for(self.optimizer, first_state=self.stored is not None):
-            state: dict[str, Any] = dict(get_optimizer_state_dict(self.model, self.optimizer))
+            state = optimizer_state(self.model, self.optimizer)
         if self.stored is None:
             return state
         self._groups = [list(group["params"]) for group in state["param_groups"]]

@@ -100,6 +100,7 @@ class ColumnPlanning:
         self._plan_name = b""
         self._global_plan: GlobalPlan | None = None  # on the coordinator
         self._reported = b""  # digest
+        self.is_cached = False
         self.items: Sequence[WriteItem] = ()
 
     @collection_paused()
@@ -112,6 +113,7 @@ class ColumnPlanning:
             self._looks = (group, state.fingerprint, owned)
             with planner.lock:
                 self._found = planner.of_rank.find(self._looks)
+        self.is_cached = self._found is not None
         local = self._found.known.plan if self._found is not None else self._planned()
         with planner.lock:
             planner.of_rank.begin(group)
@@ -144,13 +146,13 @@ class ColumnPlanning:
         with planner.lock:
             self._share = self._known.take(decoded)
             if self._found is None and self._looks is not None:
-                self._learn(self._looks, self._known)
+                self._found = self._learn(self._looks, self._known)
             planner.of_rank.finish(self._group, self._known if options.cache else None)
         self.items = self._share.items
 
     @collection_paused()
     def prepared(self) -> Prepared | None:
-        if self._found is None or self._flat is not None or not self._staged.is_plain():
+        if self._found is None or not self._staged.is_plain():
             return None
         assert self._share is not None
         return self._found.prepare(self._share, self._rank)
@@ -210,14 +212,15 @@ class ColumnPlanning:
             items = declared(items, flat.values, self._staged)
         return LocalPlan.of(items, flat.mappings)
 
-    def _learn(self, looks: Looks, known: KnownPlan) -> None:
+    def _learn(self, looks: Looks, known: KnownPlan) -> Leaves | None:
         state, mappings = self._state, self._flatten().mappings
         assert state is not None
         if state.staged.fingerprint() != state.fingerprint:
-            return  # a tensor was replaced after the call: this is the plan of another state
+            return None  # a tensor was replaced after the call: this is the plan of another state
         leaves = Leaves.of(known, state.staged, self._root, mappings or {})
         if leaves is not None:
             self._planner.of_rank.learn(looks, leaves)
+        return leaves
 
     def _flatten(self) -> FlatState:
         """The state as DCP flattens it."""

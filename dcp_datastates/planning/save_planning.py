@@ -29,10 +29,12 @@ class SavePlanning(Protocol):
 
     Attributes:
         kind: how the save is planned; all ranks must plan it alike.
+        is_cached: whether the plan of the state was known before.
         items: this rank's part, after :meth:`take`.
     """
 
     kind: str
+    is_cached: bool = False
     items: Sequence[WriteItem]
 
     def propose(self, group: str, rank: int) -> bytes:

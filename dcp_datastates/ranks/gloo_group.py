@@ -6,6 +6,10 @@ pending operations fail. Groups are never repaired: ``gloo_tree.py`` makes a new
 
 Connecting does not use torch's rendezvous, in which each of N ranks asks the store twice for each other rank. Here a
 rank writes all of gloo's values under one key, and reads the other ranks' values by one request.
+
+In gloo's constructor a rank waits for connections from all others, and nobody can tell it that one has left. So the
+ranks enter it all or not at all: a rank that finds all keys writes "go", a rank that leaves before writes "stop", and
+the first word under the group's key counts for all.
 """
 
 from __future__ import annotations
@@ -104,9 +108,10 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]
         return True
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Return when ``keys`` are there. The first call returns when all ranks have written theirs."""
+        """Return when ``keys`` are there. The first call returns when all ranks have written theirs; it alone may
+        leave the others.
+        """
         try:
-            self._check()
             if self._mine is not None:
                 self._exchange()
         except BaseException as error:
@@ -118,13 +123,21 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]
     def _exchange(self) -> None:
         keys = [self.key(rank) for rank in range(self.world)]
         mine, self._mine = json.dumps(self._mine), None
+        self._check()
         with said_as_broken("the store fails"):
             self._store.set(self.key(self.rank), mine)
-        pause = min(_FIRST_PAUSE, self._pause)
-        while not self._are_there(keys):
-            self._check()
-            time.sleep(pause)
-            pause = min(self._pause, 2 * pause)
+        try:
+            pause = min(_FIRST_PAUSE, self._pause)
+            while not self._are_there(keys):
+                self._check()
+                time.sleep(pause)
+                pause = min(self._pause, 2 * pause)
+        except BaseException:
+            if self._decide("stop") == "stop":
+                raise
+            # Else the others connect, and wait for this rank: what it was told will end the next operation.
+        if self._decide("go") == "stop":
+            raise GroupBroken("another rank has given these connections up")
         with said_as_broken("the store fails"):
             for value in self._store.multi_get(keys):
                 self._found.update(json.loads(value))
@@ -133,9 +146,22 @@ class Meeting(dist.Store):  # type: ignore[name-defined,misc]
         with said_as_broken("the store fails"):
             return self._store.check(keys)
 
+    def _decide(self, word: str) -> str:
+        """Whether the ranks "go" or "stop": the first ``word`` counts. "stop" if the store fails."""
+        try:
+            return self._store.compare_set(self.decision_key, "", word).decode()
+        except RuntimeError as error:
+            logger.info("the store fails: %s", error)
+            return "stop"
+
     def key(self, rank: int) -> str:
         """The key under which this ``rank`` of the group publishes. It is not needed once all ranks are connected."""
         return f"{self._name}/{rank}"
+
+    @property
+    def decision_key(self) -> str:
+        """The key of the first word, which is needed until all ranks are connected, here or in another group."""
+        return f"{self._name}/word"
 
 
 class GlooGroup:

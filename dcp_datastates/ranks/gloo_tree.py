@@ -2,8 +2,8 @@
 
 One gloo group of N ranks costs 2 N² requests to the store and N sockets per rank. Here the ranks form groups of 8
 (mostly the ranks of one host), the first ranks of these form groups of 8 again, and so on. 16,384 ranks need five
-levels, at most 7 + 7 + 7 + 7 + 3 connections on one rank, and some six requests per rank to connect. Up to 8 ranks form
-one group.
+levels, at most 7 + 7 + 7 + 7 + 3 connections on one rank, and some seven requests per rank to connect. Up to 8 ranks
+form one group.
 
 When a connection breaks, all ranks leave the whole tree and connect anew: that is cheap, and the ranks need to agree
 only on the *generation*, a counter in the store. A rank that leaves increments the generation and closes its sockets:
@@ -106,6 +106,8 @@ class GlooTree:
         self._closed = False
         # Set by this rank; deleted once all ranks are connected, or this one has left.
         self._keys: list[str] = []
+        # Of the groups that this rank leads, also of former generations; deleted once all ranks are connected.
+        self._decision_keys: list[str] = []
         self._looked = 0.0
 
     @property
@@ -137,7 +139,8 @@ class GlooTree:
             self._build(self._store, check)
             self.max([0], check)
             with said_as_broken("the store fails"):
-                self._clean_up(self._store)
+                self._clean_up(self._store, self._keys)
+                self._clean_up(self._store, self._decision_keys)
         except BaseException:
             self.leave()
             raise
@@ -172,8 +175,7 @@ class GlooTree:
             self._generation += 1
             if self._store is not None:
                 with contextlib.suppress(Exception):  # then it is counted up in join()
-                    # A rank that finds the keys of one that has left tries to connect for 20 s, and cannot be told.
-                    self._clean_up(self._store)
+                    self._clean_up(self._store, self._keys)
                     self._count_up(self._store)
 
     def close(self) -> None:
@@ -244,6 +246,8 @@ class GlooTree:
             name = f"{self._generation}/{place.name}"
             meeting = Meeting(store, name, place.rank, place.size, pause, looking)
             self._keys.append(meeting.key(place.rank))
+            if place.rank == 0:
+                self._decision_keys.append(meeting.decision_key)
             plain_store = functools.partial(self._rank_set.raw_store, f"{self._name}/{name}/gloo")
             self._groups.append((place, GlooGroup(meeting, plain_store, address)))
 
@@ -279,13 +283,11 @@ class GlooTree:
             newest = int(store.compare_set("generation", str(newest), str(self._generation)))
         self._generation = newest
 
-    def _clean_up(self, store: Connection) -> None:
-        """Delete this rank's connection keys, also of former generations: all ranks are connected, or this one has
-        left.
-        """
-        while self._keys:
-            store.delete_key(self._keys[-1])
-            self._keys.pop()
+    def _clean_up(self, store: Connection, keys: list[str]) -> None:
+        """Delete ``keys``, also of former generations."""
+        while keys:
+            store.delete_key(keys[-1])
+            keys.pop()
 
 
 def _pack(parts: Sequence[bytes]) -> bytes:

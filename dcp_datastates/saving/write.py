@@ -106,7 +106,7 @@ def _begin(save: SaveOperation, planning: SavePlanning, attempt: Attempt) -> Wri
         raise
     if reads is not None and reads.fences:  # from devices
         _fit_cache(save.call.config, content)
-    stats.steady = content.report is not None
+    stats.steady = planning.is_cached and content.report is not None
     samples = b""
 
     def start(window: Window) -> SaveJob:

@@ -29,7 +29,7 @@ from dcp_datastates.format.stored_names import WRAPPER
 from dcp_datastates.io.device_copies import DeviceCopies
 from dcp_datastates.io.devices import HOST, THROUGH_TORCH, fences, mark, numbers, report
 from dcp_datastates.io.shards import any_hold_shards, take_shards_of
-from dcp_datastates.io.tensor_memory import PLAIN_DTYPES, copy_unusual, is_unusual, tensor_over
+from dcp_datastates.io.tensor_memory import PLAIN_DTYPES, copy_unusual, is_unusual, tensors_over
 from dcp_datastates.staging.eager_copies import EagerCopies
 from dcp_datastates.staging.expected import Expectation
 from dcp_datastates.staging.fingerprint import Fingerprint, fingerprint
@@ -185,10 +185,11 @@ class StagedState:
         once.
         """
         eager = self.eager
-        for container, key, tensor, offset, (shape, dtype) in zip(
-            eager.containers, eager.keys, eager.tensors, self.offsets, self.forms, strict=True
+        copies = tensors_over(self.buffer, self.offsets, self.forms)
+        for container, key, tensor, copied in zip(
+            eager.containers, eager.keys, eager.tensors, copies, strict=True
         ):
-            copied = take_shards_of(tensor, tensor_over(self.buffer, offset, shape, dtype))
+            take_shards_of(tensor, copied)
             if isinstance(tensor, DTensor):
                 copied = DTensor(copied, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
             container[key] = copied

@@ -347,7 +347,7 @@ def interleaved(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("schedules", tries(30, 500, "INTERLEAVINGS"))
+@pytest.mark.parametrize("schedules", tries(30, 200, "INTERLEAVINGS"))
 def test_whatever_comes_late_what_is_named_is_whole(schedules, interleaved, tmp_path):
     settled = committed = failed = deleted = 0
     for seed in [int(ONE)] if ONE else range(schedules):

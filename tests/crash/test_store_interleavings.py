@@ -24,7 +24,7 @@ from dcp_datastates.storage.decisions import State
 ONE = os.environ.get("STORE_INTERLEAVING")
 
 
-@pytest.mark.parametrize("schedules", tries(12, 400, "STORE_INTERLEAVINGS"))
+@pytest.mark.parametrize("schedules", tries(12, 150, "STORE_INTERLEAVINGS"))
 def test_whatever_comes_late_there_is_one_outcome_and_what_is_committed_is_whole(
     schedules, monkeypatch
 ):

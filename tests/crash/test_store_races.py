@@ -93,7 +93,7 @@ def _settle(path, attempt):
     return place_of(path).settle(attempt)
 
 
-@pytest.mark.parametrize("races", tries(30, 1_000))
+@pytest.mark.parametrize("races", tries(30, 300, "STORE_RACES"))
 def test_a_commit_that_races_with_ranks_that_settle_it_has_one_outcome(races, path):
     counts: Counter[bool] = Counter()
     part = FailedPart(StorageError(errno.EIO, ""))

@@ -342,3 +342,82 @@ def test_who_gives_up_while_it_connects_leaves_no_address_to_connect_to(monkeypa
         with pytest.raises(GroupBroken, match="another rank has given these connections up"):
             joining.result(60)
     _close([first, second])
+
+
+def _met(store, checks, monkeypatch, found):
+    """Two meetings of one group; ``found(meeting)`` runs when one finds the keys of both."""
+    monkeypatch.setattr(gloo_group, "_CONNECT_TIMEOUT", timedelta(seconds=2))
+    are_there = Meeting._are_there
+
+    def looks(meeting, keys):
+        there = are_there(meeting, keys)
+        if there:
+            found(meeting)
+        return there
+
+    monkeypatch.setattr(Meeting, "_are_there", looks)
+    return [
+        Meeting(each.connect("t"), "0", each.rank, 2, 0.01, check)
+        for each, check in zip(rank_set(2, store), checks, strict=True)
+    ]
+
+
+def test_a_rank_that_leaves_before_the_others_connect_stops_all_of_them(monkeypatch):
+    """They have found its address already."""
+    found, left = threading.Event(), threading.Event()
+
+    def leaves():
+        if found.is_set():
+            raise InterruptedError("leaves")
+
+    def waits(meeting):
+        if meeting.rank == 1:
+            found.set()
+            left.wait(30)
+        else:
+            found.wait(30)
+            meeting._check()
+
+    store = MemoryStore()
+    meetings = _met(store, [leaves, _nothing], monkeypatch, waits)
+
+    def use(meeting, rank):
+        try:
+            return GlooGroup(meeting, lambda: None)
+        finally:
+            if rank == 0:
+                left.set()
+
+    left_, stopped = together(meetings, use)
+    assert isinstance(left_, InterruptedError), left_
+    assert isinstance(stopped, GroupBroken), stopped
+    assert "given these connections up" in str(stopped)
+
+
+def test_a_rank_that_would_leave_when_the_others_connect_already_connects_first(monkeypatch):
+    going = threading.Event()
+
+    def leaves():
+        if going.is_set():
+            raise InterruptedError("leaves")
+
+    def late(meeting):
+        if meeting.rank == 0:
+            going.wait(30)
+            meeting._check()
+
+    decide = Meeting._decide
+
+    def tells(meeting, word):
+        first = decide(meeting, word)
+        if meeting.rank == 1:
+            going.set()
+        return first
+
+    monkeypatch.setattr(Meeting, "_decide", tells)
+    store = MemoryStore()
+    meetings = _met(store, [leaves, _nothing], monkeypatch, late)
+    groups = together(meetings, lambda meeting, _: GlooGroup(meeting, lambda: None))
+    assert all(isinstance(group, GlooGroup) for group in groups), groups
+    for group in groups:
+        group.leave()

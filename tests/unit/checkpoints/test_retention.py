@@ -22,7 +22,7 @@ from support.state.roots import (
 )
 from support.tiers import sampled
 
-from dcp_datastates import ConfigurationError, StorageError, latest, retain, verify
+from dcp_datastates import ConfigurationError, Keep, StorageError, latest, retain, verify
 from dcp_datastates.checkpoints import listing
 from dcp_datastates.storage import lock, operations
 
@@ -47,6 +47,21 @@ def test_again_there_is_nothing_to_do(root):
 def test_keeping_as_many_as_there_are_or_more_deletes_nothing(keep, root):
     assert retain(root, keep=keep) == []
     assert len(committed_names(root)) == 3
+
+
+@pytest.mark.parametrize(
+    ("keep", "opened"), [(4, 0), (1, 1), (Keep(last=1, every=1), 1), (Keep(last=2, every=1), 2)]
+)
+def test_only_checkpoints_that_may_have_to_go_are_opened(keep, opened, root, monkeypatch):
+    if keep == 1:
+        retain(root, keep=1)
+    paths = []
+    open_found = listing.open_found
+    monkeypatch.setattr(
+        listing, "open_found", lambda path: (paths.append(path), open_found(path))[1]
+    )
+    assert retain(root, keep=keep) == []
+    assert len(paths) == opened
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.0, "2", None, True])

@@ -21,7 +21,7 @@ def ranges(draw):
     return shape, begin, draw(st.integers(begin, math.prod(shape)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ranges())
 def test_boxes_are_the_elements_of_a_range_in_order(asked):
     shape, begin, end = asked
@@ -36,7 +36,7 @@ def test_boxes_are_the_elements_of_a_range_in_order(asked):
     assert sum(1 for _ in boxes(shape, begin, end)) <= max(1, 2 * len(shape))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ranges(), st.data())
 def test_parts_of_chunks_make_up_the_range(asked, data):
     shape, begin, end = asked

@@ -273,7 +273,7 @@ def _emptied(value):
 
 @pytest.mark.parametrize("examples", tries(40, 500))
 def test_random_states(examples, tmp_path_factory):
-    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(STATES, STATES, st.sets(NAMES), st.sampled_from(["error", "ignore"]))
     def play(stored, program, replaced, missing):
         path = tmp_path_factory.mktemp("c")

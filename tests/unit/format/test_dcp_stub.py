@@ -43,7 +43,7 @@ def _assert_shows(found: Any, case: Example) -> None:
     assert found.version == "1.0.0"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(examples())
 @example(Example({}, (), (), None))
 @example(sharded(3, 1001))

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from dcp_datastates.format.layout import lay_out, stored_form
 
-quick = settings(deadline=None, max_examples=150)
+quick = settings(max_examples=150)
 
 names = st.one_of(
     st.sampled_from(

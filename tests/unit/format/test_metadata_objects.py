@@ -30,7 +30,7 @@ from dcp_datastates.format.metadata_columns import table_of
 from dcp_datastates.format.metadata_objects import metadata_of, names_with_data, note_of
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(examples().filter(storable))
 @example(sharded(1001, 2))
 def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
@@ -51,7 +51,7 @@ def test_file_is_accepted_as_one_made_of_objects(case: Example) -> None:
         assert note_of(metadata_of(each)) == note
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples().filter(storable), st.randoms())
 def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_look(
     case: Example, chance: Any
@@ -84,7 +84,7 @@ def test_entries_that_are_made_when_they_are_looked_up_are_a_dict_to_all_who_loo
         assert MetadataIndex(index.fqn, wrong) not in metadata_of(table).storage_data
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(examples().filter(storable), st.booleans())
 def test_names_with_data_are_known_without_making_entries(case: Example, objects: bool) -> None:
     packed, note = packed_example(case)

@@ -25,7 +25,7 @@ from dcp_datastates.format.metadata import decode
 from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
 
-quick = settings(deadline=None, max_examples=250)
+quick = settings(max_examples=250)
 
 
 def catalog_of(tensors):

@@ -15,7 +15,7 @@ from support.state.files import data_files, read_file
 from support.state.states import DTYPES, filled
 from support.tiers import sampled
 
-examples = settings(deadline=None, suppress_health_check=list(HealthCheck), max_examples=30)
+examples = settings(suppress_health_check=list(HealthCheck), max_examples=30)
 
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 40]), max_size=4).map(tuple)
 

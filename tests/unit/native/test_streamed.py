@@ -58,7 +58,7 @@ near_limits = st.builds(
 def test_streams_are_the_files_that_a_save_writes_and_come_back(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
 
-    @settings(max_examples=8, deadline=None, derandomize=False, database=None)
+    @settings(max_examples=8, derandomize=False, database=None)
     @given(st.lists(near_limits, min_size=1, max_size=3))
     def holds(sizes):
         engine = _native.Engine(CACHE)

@@ -23,7 +23,7 @@ from dcp_datastates.format.metadata_objects import catalog_metadata
 from dcp_datastates.format.validate import validate
 from dcp_datastates.planning.balance import RankPlan, assign
 
-quick = settings(deadline=None, max_examples=150)
+quick = settings(max_examples=150)
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.complex128]
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from dcp_datastates.planning.balance import RankPlan
 from dcp_datastates.planning.local_plan import LocalPlan
 
-quick = settings(deadline=None, max_examples=150)
+quick = settings(max_examples=150)
 
 keys = st.one_of(
     st.sampled_from(["a", "b.c", "", "\0", "\x1f", "ü", "\ud800"]), st.text(max_size=3)

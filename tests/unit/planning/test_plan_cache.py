@@ -73,7 +73,7 @@ NUMBERS = st.tuples(*[st.integers(0, len(PLANS) - 1)] * WORLD)
 STEPS = st.lists(st.tuples(NUMBERS, st.sampled_from([WORLD, WORLD, 0, 1])), max_size=20)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(STEPS)
 def test_each_rank_gets_the_share_of_the_plan_that_it_has(steps):
     job = Job()

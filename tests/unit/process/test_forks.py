@@ -39,6 +39,7 @@ VALID_IN_A_CHILD = {
     "dcp_datastates.process.forks": "the registry itself",
     "dcp_datastates.io.devices": "what was logged; a child with the parent's CUDA context is lost anyway",
     "dcp_datastates.staging.ownership": "the optimizers exist in the child, too",
+    "dcp_datastates.manager.named_states": "names of models and optimizers, which exist in the child, too",
     "dcp_datastates.format.metadata_check": "caches of constants",
     "dcp_datastates.format.dcp_stub": "caches of constants",
     "dcp_datastates.storage.operations": "numbers of a trace",

@@ -160,9 +160,7 @@ def test_an_object_is_replaced_only_as_it_was_seen(store, request):
     sizes=st.lists(st.sampled_from([0, 1, 4095, PART - 1, PART, PART + 1]), max_size=5),
     cut=st.sampled_from([1, 2]),
 )
-@settings(
-    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pieces_of_any_size_become_one_object(store, sizes, cut):
     pieces = [bytes([65 + index]) * size for index, size in enumerate(sizes)]
     stream(store, "a", [memoryview(piece) for piece in pieces], PART * cut)

@@ -122,7 +122,7 @@ def _attempts(key: str, store: MemoryStore) -> int:
     )
 
 
-@pytest.mark.parametrize("lives", tries(12, 150, "ARCHIVE_LIVES"))
+@pytest.mark.parametrize("lives", tries(12, 60, "ARCHIVE_LIVES"))
 def test_nothing_is_lost_whatever_happens(lives, tmp_path, monkeypatch):
     monkeypatch.setattr(carrying, "_FIRST_PAUSE", 0.001)
     monkeypatch.setattr(carrying, "_LONGEST_PAUSE", 0.01)
