@@ -442,13 +442,16 @@ class Engine:
         flush_threads: int = 4,
         restore_threads: int = 4,
         copy_rate: int = 0,
+        write_rate: int = 0,
+        io_priority: str = "normal",
         failpoints: Failpoints | None = None,
         trace_path: str = "",
     ) -> None:
         """Raises ValueError for a size below ``MIN_HOST_CACHE_BYTES``, MemoryError if the arena cannot be mapped.
 
         Saves copy at most ``copy_rate`` bytes per second from each device (0: no limit); this excludes what is copied
-        at the call.
+        at the call. They write, or offer to be sent, at most ``write_rate`` bytes per second together (0: no limit).
+        Their threads write with ``io_priority``: normal, low or idle.
 
         Its file operations pass ``failpoints`` and leave a trace in the file at ``trace_path``, if they are given
         (``native/src/files/watched_file_ops.h`` has the names).

@@ -22,6 +22,7 @@ __all__ = [
     "Commit",
     "Defer",
     "EngineConfig",
+    "IoPriority",
     "RamConfig",
     "ReadWindow",
     "TierOptions",
@@ -39,6 +40,7 @@ __all__ = [
 
 Commit = Literal["wait", "background"]
 Defer = Literal["owned", "all", "none"]
+IoPriority = Literal["normal", "low", "idle"]
 ReadWindow = Literal["backward", "immediate"]
 WhenBehind = Literal["wait", "skip", "newest"]
 
@@ -65,6 +67,9 @@ MAX_PEERS = 16
 
 MIN_COPY_RATE = 64 << 20
 """Smallest ``copy_rate``, in bytes per second: below it, the end of the process would wait for single copies."""
+
+MIN_WRITE_RATE = 1 << 20
+"""Smallest ``write_rate``, in bytes per second: below it, a segment would take a good part of ``commit_timeout``."""
 
 _UNITS = {
     "": 1,
@@ -157,6 +162,16 @@ def parse_host_cache_size(size: int | str) -> int:
     return nbytes - nbytes % SEGMENT_BYTES
 
 
+def _rate(name: str, value: int | str | None, least: int) -> int:
+    rate = parse_rate(value, name=name)
+    if 0 < rate < least:
+        raise ConfigurationError(
+            f"{name}={value!r} is below the minimum of {least >> 20}MiB per second; give at least that, or None for no "
+            f"limit"
+        )
+    return rate
+
+
 def _one_of(name: str, value: Any, kind: Any) -> Any:
     choices = get_args(kind)
     if value not in choices:
@@ -201,20 +216,26 @@ class EngineConfig:
     restore_threads: int = 4
     copy_rate: int = 0
     """0: no limit."""
+    write_rate: int = 0
+    """0: no limit."""
+    io_priority: IoPriority = "normal"
 
     @staticmethod
-    def checked(*, copy_rate: int | str | None, **threads: Any) -> EngineConfig:
+    def checked(
+        *,
+        copy_rate: int | str | None,
+        write_rate: int | str | None,
+        io_priority: str,
+        **threads: Any,
+    ) -> EngineConfig:
         """Check every option; raises :class:`ConfigurationError` naming the first bad one."""
         counts = {name: _count(name, value, MAX_THREADS) for name, value in threads.items()}
-        if copy_rate is None:
-            return EngineConfig(**counts)
-        rate = parse_size(copy_rate, name="copy_rate")
-        if rate < MIN_COPY_RATE:
-            raise ConfigurationError(
-                f"copy_rate={copy_rate!r} is below the minimum of {MIN_COPY_RATE >> 20}MiB per second; give at least "
-                f"that, or None for no limit"
-            )
-        return EngineConfig(**counts, copy_rate=rate)
+        return EngineConfig(
+            **counts,
+            copy_rate=_rate("copy_rate", copy_rate, MIN_COPY_RATE),
+            write_rate=_rate("write_rate", write_rate, MIN_WRITE_RATE),
+            io_priority=_one_of("io_priority", io_priority, IoPriority),
+        )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dcp_datastates._native import (
     RestoreJob,
     SaveJob,
 )
-from dcp_datastates.config import EngineConfig
+from dcp_datastates.config import EngineConfig, IoPriority
 from dcp_datastates.errors import ConfigurationError
 from dcp_datastates.process.ending import Phase, at_end
 from dcp_datastates.process.forks import ProcessLock, after_fork
@@ -52,6 +52,8 @@ def configure_engine(
     flush_threads: int = 4,
     restore_threads: int = 4,
     copy_rate: int | str | None = None,
+    write_rate: int | str | None = None,
+    io_priority: IoPriority = "normal",
 ) -> None:
     """Set the options of this process's native engine. Call it before the first writer, reader, save or load.
 
@@ -62,6 +64,12 @@ def configure_engine(
         copy_rate: The most bytes per second that saves copy from each device, as a number or a string such as
             ``"8GB"``; at least 64 MiB. It leaves bandwidth to training's own copies, and makes the next step wait
             longer. None: no limit.
+        write_rate: The most bytes per second that this process's saves write, together, to files or to a store; at
+            least 1 MiB. It leaves storage to others. What does not fit in the host cache waits, and with it the next
+            step. None: no limit.
+        io_priority: Whom the system serves first, of those that use the disk: ``"low"``, this process's saves after
+            all others; ``"idle"``, only while the disk has nothing else to do. It works for local disks whose I/O
+            scheduler knows priorities (BFQ, mq-deadline).
 
     Raises:
         ConfigurationError: an option has a value that cannot work, or the engine exists already with other options.
@@ -72,6 +80,8 @@ def configure_engine(
         flush_threads=flush_threads,
         restore_threads=restore_threads,
         copy_rate=copy_rate,
+        write_rate=write_rate,
+        io_priority=io_priority,
     )
     with _lock:
         if _engine is not None and chosen != _config:

@@ -1,6 +1,8 @@
 #include "base/threads.h"
 
 #include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <utility>
@@ -25,6 +27,19 @@ std::jthread start_thread(const std::string& name, std::function<void()> body) {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
         throw;
     }
+}
+
+void set_io_priority(IoPriority priority) noexcept {
+    if (priority == IoPriority::kNormal) return;
+    // The C library has no names for them: ioprio_set(2).
+    constexpr int kThread = 1;
+    constexpr int kClassShift = 13;
+    constexpr int kBestEffort = 2;
+    constexpr int kIdleClass = 3;
+    constexpr int kLast = 7;
+    const bool idle = priority == IoPriority::kIdle;
+    syscall(SYS_ioprio_set, kThread, 0,
+            (idle ? kIdleClass : kBestEffort) << kClassShift | (idle ? 0 : kLast));
 }
 
 }  // namespace datastates

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <string>
 #include <thread>
@@ -12,5 +13,15 @@ namespace datastates {
 /// that others send: they are for the interpreter's threads, and must not interrupt system calls
 /// here.
 std::jthread start_thread(const std::string& name, std::function<void()> body);
+
+/// Whom the system serves first, of those that read and write at one device.
+enum class IoPriority : std::uint8_t {
+    kNormal,
+    kLow,   ///< after all others of the usual class
+    kIdle,  ///< when nobody else wants the device
+};
+
+/// Sets that of the calling thread, if the system and the device's scheduler know any.
+void set_io_priority(IoPriority priority) noexcept;
 
 }  // namespace datastates

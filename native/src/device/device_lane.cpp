@@ -30,7 +30,7 @@ DeviceLane::DeviceLane(std::shared_ptr<Device> device, Direction direction,
       name_((direction == Direction::kGather ? "ds-from-" : "ds-to-") +
             std::to_string(device_->number())),
       patience_(patience),
-      bytes_per_second_(bytes_per_second) {}
+      pace_(bytes_per_second) {}
 
 void DeviceLane::copy(std::span<const DeviceCopy> copies, JobFences& fences, const Queued& queued,
                       Done done) {
@@ -100,12 +100,7 @@ Enqueued DeviceLane::enqueue(std::span<const DeviceCopy> copies, const Fences& f
 
 /// Returns when so much more may be enqueued. With order_ held.
 Status DeviceLane::wait_for_room(std::size_t copies, std::uint64_t nbytes) {
-    if (bytes_per_second_ > 0) {
-        std::this_thread::sleep_until(next_);  // as long as one part takes, at most
-        const std::chrono::duration<double> takes(static_cast<double>(nbytes) /
-                                                  static_cast<double>(bytes_per_second_));
-        next_ = std::max(next_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(takes);
-    }
+    std::this_thread::sleep_until(pace_.take(nbytes));  // as long as one part takes, at most
     std::unique_lock lock(mutex_);
     room_.wait(lock, [&] {
         return outstanding_ == 0 || (outstanding_ + copies <= kMostOutstanding &&

@@ -15,6 +15,7 @@
 
 #include "base/immovable.h"
 #include "base/node_queue.h"
+#include "base/pace.h"
 #include "base/patience.h"
 #include "device/device.h"
 
@@ -75,9 +76,8 @@ class DeviceLane : public Immovable {
     const StreamHandle stream_;
     const std::string name_;
     const Patience& patience_;
-    const std::uint64_t bytes_per_second_;
+    Pace pace_;
     std::mutex order_;  // held while a call is enqueued and told of: `queued` comes in stream order
-    Clock::time_point next_;  // guarded by order_: when the rate allows the next copies
 
     std::mutex mutex_;                 // guards what follows; taken after order_
     std::condition_variable changed_;  // parts_, stopping_

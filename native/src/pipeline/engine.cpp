@@ -62,11 +62,12 @@ RestoreHandle::Requests RestoreHandle::requests() const {
 }
 
 Engine::Engine(std::uint64_t host_cache_bytes, ThreadCounts threads, std::shared_ptr<FileOps> ops,
-               std::shared_ptr<DeviceApi> api, Clock::duration patience, std::uint64_t copy_rate)
+               std::shared_ptr<DeviceApi> api, Clock::duration patience, Limits limits)
     : ops_(std::make_shared<AbandonableFileOps>(std::move(ops), patience)),
       cache_(make_cache(host_cache_bytes, threads)),
-      devices_(std::make_shared<Devices>(cache_, std::move(api), patience, copy_rate)),
-      saves_(std::make_shared<SavePipeline>(cache_, devices_, ops_, threads.copy, threads.flush)),
+      devices_(std::make_shared<Devices>(cache_, std::move(api), patience, limits.copy_rate)),
+      saves_(std::make_shared<SavePipeline>(cache_, devices_, ops_, threads.copy, threads.flush,
+                                            limits.write_rate, limits.io_priority)),
       restores_(std::make_shared<RestorePipeline>(cache_, devices_, ops_, threads.restore)) {}
 
 void Engine::grow(std::uint64_t nbytes) {

@@ -73,17 +73,23 @@ struct ThreadCounts {
     std::size_t restore = 4;
 };
 
+/// What saves leave to others. Rates are in bytes per second; 0: no limit.
+struct Limits {
+    std::uint64_t copy_rate = 0;   ///< from each device; not what is copied at the call
+    std::uint64_t write_rate = 0;  ///< to storage, of all saves together
+    IoPriority io_priority = IoPriority::kNormal;
+};
+
 class Engine : public Immovable {
   public:
     /// Throws std::invalid_argument, or std::bad_alloc. Threads start when they are first needed.
     /// Devices are CUDA's where no other `api` is given. A shutdown waits `patience` for devices
     /// that hang, and for file operations that do not return; it abandons the memory that they may
-    /// still use, and the threads that are in such operations. Saves copy at most `copy_rate` bytes
-    /// per second from each device (0: no limit); not what is copied at the call.
+    /// still use, and the threads that are in such operations.
     explicit Engine(std::uint64_t host_cache_bytes, ThreadCounts threads = {},
                     std::shared_ptr<FileOps> ops = posix_file_ops(),
                     std::shared_ptr<DeviceApi> api = nullptr,
-                    Clock::duration patience = Patience::kDefault, std::uint64_t copy_rate = 0);
+                    Clock::duration patience = Patience::kDefault, Limits limits = {});
     ~Engine() { shutdown(); }
 
     [[nodiscard]] HostCache& cache() const { return *cache_; }

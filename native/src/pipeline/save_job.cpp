@@ -343,6 +343,16 @@ std::optional<ReadUnit> SaveJob::sum(const ReadUnit& read) {
     return ReadUnit{.unit = {read.unit.file, file.segments - 1}, .memory = std::move(file.last)};
 }
 
+std::uint64_t SaveJob::nbytes_of(const Unit& unit) const {
+    const std::uint64_t begin = unit.segment * kSegmentBytes;
+    return std::min(kSegmentBytes, files_[unit.file]->spec.table_offset - begin);
+}
+
+bool SaveJob::fails_before(Clock::time_point time) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_until(lock, time, [&] { return fault_.has_value(); });
+}
+
 Status SaveJob::write(const ReadUnit& read) {
     File& file = *files_[read.unit.file];
     if (is_last(read.unit)) return write_table(file, read.memory.data());

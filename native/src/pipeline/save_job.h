@@ -179,6 +179,12 @@ class SaveJob {
     /// Sums a unit's blocks. Returns the file's last segment if that was all it waited for.
     std::optional<ReadUnit> sum(const ReadUnit& read);
 
+    /// The bytes of a unit, without the checksum table.
+    [[nodiscard]] std::uint64_t nbytes_of(const Unit& unit) const;
+
+    /// Waits until `time`; true at once if the job has failed before.
+    bool fails_before(Clock::time_point time);
+
     /// Writes a summed unit; with the file's last segment, the checksum table.
     Status write(const ReadUnit& read);
 
@@ -272,7 +278,7 @@ class SaveJob {
         std::make_shared<std::atomic<std::uint64_t>>(0);  // pieces may outlive the job
 
     mutable std::mutex mutex_;         // guards what follows, and of File what follows `checksums`
-    std::condition_variable changed_;  // any of it; waiters are the handle's methods only
+    std::condition_variable changed_;  // any of it
     Unit next_;                        // not yet taken
     std::unordered_map<Group, std::uint64_t> unread_;    // bytes per group
     std::unordered_map<Group, std::uint64_t> unqueued_;  // bytes per group, neither read nor queued

@@ -9,11 +9,14 @@
 namespace datastates {
 SavePipeline::SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                            std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
-                           std::size_t flush_threads)
+                           std::size_t flush_threads, std::uint64_t write_rate,
+                           IoPriority io_priority)
     : cache_(std::move(cache)),
       devices_(std::move(devices)),
       copy_threads_(copy_threads),
       flush_threads_(flush_threads),
+      pace_(write_rate),
+      io_priority_(io_priority),
       threads_(std::move(ops)) {}
 
 bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
@@ -285,6 +288,7 @@ std::optional<SavePipeline::Reading> SavePipeline::take_unit() {
 // --- flush threads -----------------------------------------------------------------------------
 
 void SavePipeline::flush_loop(Thread& self) {
+    set_io_priority(io_priority_);
     while (auto task = next_task()) {
         self.works_on(task->job.job());
         try {
@@ -330,6 +334,7 @@ void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
     if (auto last = job->sum(read)) {
         enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
     }
+    if (job->fails_before(pace_.take(job->nbytes_of(read.unit)))) return;
     if (job->streamed()) {
         job->offer(std::move(read));
         return;

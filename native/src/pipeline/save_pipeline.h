@@ -37,6 +37,8 @@
 #include <vector>
 
 #include "base/node_queue.h"
+#include "base/pace.h"
+#include "base/threads.h"
 #include "device/devices.h"
 #include "files/abandonable_file_ops.h"
 #include "memory/host_cache.h"
@@ -52,7 +54,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
   public:
     SavePipeline(std::shared_ptr<HostCache> cache, std::shared_ptr<Devices> devices,
                  std::shared_ptr<AbandonableFileOps> ops, std::size_t copy_threads,
-                 std::size_t flush_threads);
+                 std::size_t flush_threads, std::uint64_t write_rate, IoPriority io_priority);
 
     /// Starts the threads with the first job. False after `shutdown`.
     bool submit(const std::shared_ptr<SaveJob>& job);
@@ -116,6 +118,8 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     const std::shared_ptr<Devices> devices_;
     const std::size_t copy_threads_;
     const std::size_t flush_threads_;
+    Pace pace_;  // of writes
+    const IoPriority io_priority_;
 
     JobsInFlight<SaveJob> jobs_;
 

@@ -36,6 +36,13 @@ std::size_t thread_count(std::int64_t value, const char* name) {
     return static_cast<std::size_t>(value);
 }
 
+IoPriority to_io_priority(const std::string& name) {
+    if (name == "normal") return IoPriority::kNormal;
+    if (name == "low") return IoPriority::kLow;
+    if (name == "idle") return IoPriority::kIdle;
+    throw py::value_error("io_priority='" + name + "' is not normal, low or idle");
+}
+
 [[noreturn]] void raise_memory_error(std::int64_t host_cache_bytes) {
     PyErr_Format(PyExc_MemoryError, "a host cache of %lld bytes cannot be mapped",
                  static_cast<long long>(host_cache_bytes));
@@ -44,19 +51,22 @@ std::size_t thread_count(std::int64_t value, const char* name) {
 
 std::unique_ptr<PyEngine> make_engine(std::int64_t host_cache_bytes, std::int64_t copy_threads,
                                       std::int64_t flush_threads, std::int64_t restore_threads,
-                                      std::int64_t copy_rate,
+                                      std::int64_t copy_rate, std::int64_t write_rate,
+                                      const std::string& io_priority,
                                       std::shared_ptr<Failpoints> failpoints,
                                       std::string trace_path) {
     const ThreadCounts threads{.copy = thread_count(copy_threads, "copy_threads"),
                                .flush = thread_count(flush_threads, "flush_threads"),
                                .restore = thread_count(restore_threads, "restore_threads")};
     const std::uint64_t nbytes = to_size(host_cache_bytes, "host_cache_bytes");
+    const Limits limits{.copy_rate = to_size(copy_rate, "copy_rate"),
+                        .write_rate = to_size(write_rate, "write_rate"),
+                        .io_priority = to_io_priority(io_priority)};
     auto ops = watched_file_ops(posix_file_ops(), {.failpoints = std::move(failpoints),
                                                    .trace_path = std::move(trace_path)});
     try {
-        return std::make_unique<PyEngine>(
-            std::make_shared<Engine>(nbytes, threads, std::move(ops), nullptr, Patience::kDefault,
-                                     to_size(copy_rate, "copy_rate")));
+        return std::make_unique<PyEngine>(std::make_shared<Engine>(
+            nbytes, threads, std::move(ops), nullptr, Patience::kDefault, limits));
     } catch (const std::bad_alloc&) {
         raise_memory_error(host_cache_bytes);
     }
@@ -209,6 +219,7 @@ void bind_engine(const py::module_& module) {
         .def(py::init(&make_engine), py::arg("host_cache_bytes"),
              py::arg("copy_threads") = defaults.copy, py::arg("flush_threads") = defaults.flush,
              py::arg("restore_threads") = defaults.restore, py::arg("copy_rate") = 0,
+             py::arg("write_rate") = 0, py::arg("io_priority") = "normal",
              py::arg("failpoints") = nullptr, py::arg("trace_path") = "")
         .def("grow", &grow, py::arg("host_cache_bytes"))
         .def_property_readonly("host_cache_bytes",
