@@ -24,6 +24,7 @@ __all__ = [
     "EngineConfig",
     "RamConfig",
     "ReadWindow",
+    "Reuse",
     "TierOptions",
     "WhenBehind",
     "WriterConfig",
@@ -40,6 +41,7 @@ __all__ = [
 Commit = Literal["wait", "background"]
 Defer = Literal["owned", "all", "none"]
 ReadWindow = Literal["backward", "immediate"]
+Reuse = Literal["none", "unchanged"]
 WhenBehind = Literal["wait", "skip", "newest"]
 
 EAGER_BELOW_BYTES = 64 * 1024
@@ -264,6 +266,7 @@ class BackgroundOptions(TypedDict, total=False):
     max_in_flight: int
     when_behind: WhenBehind
     audit: bool
+    reuse: Reuse
 
 
 class TierOptions(BackgroundOptions, total=False):
@@ -299,6 +302,7 @@ class WriterConfig:
     max_in_flight: int = 4
     when_behind: WhenBehind = "wait"
     audit: bool = False
+    reuse: Reuse = "none"
     archive: Location | None = None
     archive_rate: int = 0
 
@@ -337,6 +341,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
+    "reuse": partial(_one_of, kind=Reuse),
     "archive": lambda name, value: value,
     "archive_rate": lambda name, value: parse_rate(value, name=name),
 }

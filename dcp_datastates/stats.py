@@ -17,6 +17,8 @@ class SaveStats:
         eager_bytes: Bytes copied at the call.
         deferred_bytes: Bytes read after the call.
         bytes_written: The size of this rank's files.
+        bytes_linked: With ``reuse="unchanged"``: bytes of tensors that a former checkpoint's files hold, and which were
+            not written.
         read_seconds: Time from the opening of the read window to the last read.
         total_seconds: Time from the opening of the read window to durable files.
         direct: Whether all files were written past the page cache (O_DIRECT).
@@ -28,6 +30,7 @@ class SaveStats:
     eager_bytes: int = 0
     deferred_bytes: int = 0
     bytes_written: int | None = None
+    bytes_linked: int = 0
     read_seconds: float | None = None
     total_seconds: float | None = None
     direct: bool | None = None

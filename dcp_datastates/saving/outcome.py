@@ -34,11 +34,12 @@ def log_outcome(
 def _committed(call: SaveCall, path: Location | None, stats: SaveStats, seconds: float) -> str:
     nbytes = stats.bytes_written or 0
     rate = nbytes / stats.total_seconds / 1e9 if stats.total_seconds else 0.0
+    linked = f", linked {stats.bytes_linked / 2**20:.1f} MiB" if stats.bytes_linked else ""
     world = call.group.rank_set.world
     of = f" of {world} ranks" if world > 1 else ""
     stall = 1e3 * (stats.stage_seconds + stats.gate_seconds)
     waited = f", training waited {stall:.1f} ms" if call.asynchronous else ""
     return (
         f"committed {str(path)!r}{of} in {seconds:.2f} s; this rank wrote {nbytes / 2**20:.1f} MiB "
-        f"({rate:.2f} GB/s){waited}"
+        f"({rate:.2f} GB/s){linked}{waited}"
     )
