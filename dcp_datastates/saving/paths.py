@@ -57,7 +57,7 @@ def writable(
         check_prefix(location)
         if config.reuse != "none":
             raise ConfigurationError(
-                f"reuse={config.reuse!r} links the files of one checkpoint in another, and object stores have no links: "
+                f"reuse={config.reuse!r} links the files of one checkpoint in another, and a store has no links: "
                 f"leave it out for {str(location)!r}, or save to a directory, with archive= for the store"
             )
     elif alone:
