@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <set>
 #include <stdexcept>
 #include <vector>
@@ -14,11 +15,14 @@ namespace {
 
 using Values = std::vector<StreamDigest::Value>;
 
-const auto key = DigestKey::random();
+const std::shared_ptr<const DigestKey>& key() {
+    static const auto drawn = DigestKey::random();
+    return drawn;
+}
 
 Values digests(const Bytes& stream, const std::vector<Range>& chunks,
                std::vector<Range> parts = {}) {
-    StreamDigest digest(key, chunks);
+    StreamDigest digest(key(), chunks);
     if (parts.empty()) parts.push_back({.begin = 0, .end = stream.size()});
     for (const Range& part : parts) digest.add(part, stream.data() + part.begin);
     return digest.values();
@@ -51,11 +55,11 @@ StreamDigest::Value by_definition(const Bytes& bytes) {
         for (const std::size_t shift : {std::size_t{0}, std::size_t{2}}) {
             Wide nh = 0;
             for (std::size_t i = 0; i < DigestKey::kWords; i += 2) {
-                nh += Wide{word(block + i) + key->words[i + shift]} *
-                      (word(block + i + 1) + key->words[i + shift + 1]);
+                nh += Wide{word(block + i) + key()->words[i + shift]} *
+                      (word(block + i + 1) + key()->words[i + shift + 1]);
             }
-            sum = (times(sum, key->point) + static_cast<std::uint64_t>(nh)) % prime;
-            sum = (times(sum, key->point) + static_cast<std::uint64_t>(nh >> 64U)) % prime;
+            sum = (times(sum, key()->point) + static_cast<std::uint64_t>(nh)) % prime;
+            sum = (times(sum, key()->point) + static_cast<std::uint64_t>(nh >> 64U)) % prime;
         }
     }
     StreamDigest::Value value{};
@@ -127,7 +131,7 @@ void other_keys_give_other_digests() {
 
 void chunks_that_cannot_be_are_refused() {
     const auto make = [](std::vector<Range> chunks) {
-        return [chunks] { const StreamDigest digest(key, chunks); };
+        return [chunks] { const StreamDigest digest(key(), chunks); };
     };
     check_throws<std::invalid_argument>("aligned", make({{.begin = 8, .end = 16}}));
     check_throws<std::invalid_argument>(

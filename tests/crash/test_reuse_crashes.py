@@ -152,3 +152,22 @@ def test_the_links_must_be_synced_before_the_commit(recording, recovery):
     assert syncs
     verdicts = recovery.check(start, without(records, syncs), 1, 2, first=True)
     assert verdicts.findings, verdicts
+
+
+def test_links_are_synced_before_the_commit_if_there_is_nothing_else(tmp_path):
+    root, trace = tmp_path / "root", tmp_path / "trace"
+    root.mkdir()
+    (rank,) = run_ranks(
+        "support.state.reuse_kills:save_unchanged_traced",
+        1,
+        tmp_path,
+        environments=[{"DCP_DATASTATES_TRACE": str(trace)}],
+        path=str(root),
+    )
+    rank.result()
+    records = read_trace(trace, root)
+    (link,) = [place for place, record in enumerate(records) if record.op == "link"]
+    folder = records[link].to.rpartition("/")[0]
+    commit = next(n for n, r in enumerate(records) if r.op == "rename" and r.to == "2/.metadata")
+    synced = [n for n, r in enumerate(records) if (r.op, r.path) == ("sync_begin", folder)]
+    assert any(link < place < commit for place in synced)

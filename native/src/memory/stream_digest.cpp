@@ -62,19 +62,25 @@ std::array<std::uint64_t, kBlockValues> block_values(const DigestKey& key, const
             static_cast<std::uint64_t>(second), static_cast<std::uint64_t>(second >> 64U)};
 }
 
+/// The polynomial of what `sum` is of, and one block more.
+Wide with_block(const DigestKey& key, Wide sum, const std::byte* block) {
+    for (const std::uint64_t value : block_values(key, block)) {
+        sum = reduced(product(sum, key.point) + value);
+    }
+    return sum;
+}
+
 /// The polynomial of `size` bytes; what is missing in the last block counts as zeros.
 Wide polynomial(const DigestKey& key, const std::byte* bytes, std::uint64_t size) {
     Wide sum = 0;
     for (std::uint64_t done = 0; done < size; done += kDigestBlockBytes) {
-        std::array<std::byte, kDigestBlockBytes> padded;
-        const std::byte* block = bytes + done;
-        if (size - done < kDigestBlockBytes) {
-            padded.fill(std::byte{0});
+        const std::byte* const block = bytes + done;
+        if (size - done >= kDigestBlockBytes) {
+            sum = with_block(key, sum, block);
+        } else {
+            std::array<std::byte, kDigestBlockBytes> padded{};
             std::memcpy(padded.data(), block, size - done);
-            block = padded.data();
-        }
-        for (const std::uint64_t value : block_values(key, block)) {
-            sum = reduced(product(sum, key.point) + value);
+            sum = with_block(key, sum, padded.data());
         }
     }
     return sum;
@@ -89,9 +95,8 @@ std::shared_ptr<const DigestKey> DigestKey::random() {
     };
     auto key = std::make_shared<DigestKey>();
     for (std::uint64_t& word : key->words) word = draw();
-    do {
-        key->point = (Wide{draw()} << 64U | draw()) & kPrime;
-    } while (key->point == kPrime);
+    // Of 2^127 draws, two are the point 0, and one each of the others.
+    key->point = reduced((Wide{draw()} << 64U | draw()) & kPrime);
     return key;
 }
 

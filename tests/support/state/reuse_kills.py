@@ -98,3 +98,13 @@ def save_linked_traced(path: str, start: str, scale: int) -> None:
     assert _save(Path(path), 2, scale).bytes_linked
     operations.tell(Path(path), "checkpoint 2")
     dist.barrier()
+
+
+def save_unchanged_traced(path: str) -> None:
+    """Save a state without objects twice: the second time, there is nothing to write."""
+    state = {"w": _bytes(1, 50_000)}
+    for number in "12":
+        options = {"host_cache_size": CACHE, "reuse": "unchanged"}
+        stats = ds.save(state, Path(path, number), **options)
+    assert stats.bytes_linked == 50_000
+    assert not stats.bytes_written

@@ -22,7 +22,6 @@ from dcp_datastates import (
     ConfigurationError,
     DataStatesSavePlanner,
     SnapshotTornError,
-    StorageError,
     track,
     verify,
 )
@@ -198,17 +197,17 @@ def test_deletion_of_the_former_checkpoint_leaves_the_later_whole(state, tmp_pat
     assert_whole(tmp_path / "4", state)
 
 
-@pytest.mark.parametrize(
-    "fault", ["sync.data.before", "sync.directory.before", "publish.rename.before"]
-)
-def test_a_failed_save_is_never_linked(fault, state, tmp_path):
+@pytest.mark.parametrize("fault", ["vote.before", "publish.rename.before"])
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_failed_save_is_never_linked(fault, stays, state, tmp_path):
+    """Also if its files cannot be removed: their bytes may never become durable."""
     save_reusing(state, tmp_path / "1")
     state["base"] = fresh(3 * MIB)
-    failing = armed(f"{fault}=error:EIO", natively=not fault.startswith("publish"))
-    with failing, raises(StorageError):
+    left = ";cleanup.unlink.before=error:EIO" if stays else ""
+    with armed(f"{fault}=error:EIO{left}"), raises(ds.DataStatesError):
         save_reusing(state, tmp_path / "2")
     assert not (tmp_path / "2" / ".metadata").exists()
-    assert not list((tmp_path / "2").rglob("*.linked"))
+    assert bool(list((tmp_path / "2").rglob("r0*"))) == stays
     assert save_reusing(state, tmp_path / "3").bytes_linked < MIB
     assert_whole(tmp_path / "3", state)
 
