@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from dcp_datastates.process.forks import ProcessLock, after_fork
+from dcp_datastates.process.forks import ProcessLock
 
 __all__ = [
     "ChunkKey",
@@ -78,12 +78,15 @@ class CommittedChunks:
     def __init__(self) -> None:
         self._lock = ProcessLock()  # guards what follows
         self._saves: deque[Mapping[ChunkKey, StoredChunk]] = deque(maxlen=_KEPT_SAVES)
-        after_fork(self._saves.clear)
 
     def add(self, chunks: Mapping[ChunkKey, StoredChunk]) -> None:
         """Add those of a save that is committed, the newest so far."""
         with self._lock:
             self._saves.appendleft(chunks)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._saves.clear()
 
     def find(self, keys: Mapping[int, ChunkKey]) -> dict[int, StoredChunk]:
         """Those of the chunks ``keys`` that are stored, each in the newest checkpoint that has it."""
