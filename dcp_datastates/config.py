@@ -25,6 +25,7 @@ __all__ = [
     "IoPriority",
     "RamConfig",
     "ReadWindow",
+    "Reuse",
     "TierOptions",
     "WhenBehind",
     "WriterConfig",
@@ -42,6 +43,7 @@ Commit = Literal["wait", "background"]
 Defer = Literal["owned", "all", "none"]
 IoPriority = Literal["normal", "low", "idle"]
 ReadWindow = Literal["backward", "immediate"]
+Reuse = Literal["none", "unchanged"]
 WhenBehind = Literal["wait", "skip", "newest"]
 
 EAGER_BELOW_BYTES = 64 * 1024
@@ -285,6 +287,7 @@ class BackgroundOptions(TypedDict, total=False):
     max_in_flight: int
     when_behind: WhenBehind
     audit: bool
+    reuse: Reuse
 
 
 class TierOptions(BackgroundOptions, total=False):
@@ -320,6 +323,7 @@ class WriterConfig:
     max_in_flight: int = 4
     when_behind: WhenBehind = "wait"
     audit: bool = False
+    reuse: Reuse = "none"
     archive: Location | None = None
     archive_rate: int = 0
 
@@ -358,6 +362,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "max_in_flight": partial(_count, most=MAX_IN_FLIGHT),
     "when_behind": partial(_one_of, kind=WhenBehind),
     "audit": parse_flag,
+    "reuse": partial(_one_of, kind=Reuse),
     "archive": lambda name, value: value,
     "archive_rate": lambda name, value: parse_rate(value, name=name),
 }

@@ -47,7 +47,7 @@ class GivenPlan(SavePlanning):
         self.planner = None  # it has the state
 
     def report(self, attempt: Attempt, job: WriteJob, samples: bytes) -> bytes:
-        self.results = write_results(self.items, job.layouts, job.sealed, attempt)
+        self.results = write_results(self.items, job.layouts, job.sealed, attempt, job.linked)
         return b""
 
 

@@ -100,6 +100,11 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             out raises :class:`CheckpointSkipped`. (:attr:`committed` of a save that DCP runs does so on the ranks that
             were behind; on others it raises :class:`SaveAbandonedError`.)
         audit: For one run: compare every byte that is read later with a copy made at the call, to name every write.
+        reuse: ``"none"``: write all tensors. ``"unchanged"``: write no tensors whose bytes are those of a checkpoint
+            that this process has committed (the newest, or one of the three before): the new checkpoint has hard links
+            to the files that hold them. All bytes are compared, by digests of 127 bits. Objects are always written. The
+            next ``optimizer.step()`` waits longer: until all tensors are read, and those that have changed are read
+            again. With any planner; not in an object store. See docs/incremental.md.
         archive: A slower tier: the directory, or the URL (``"s3://bucket/run"``), below which each committed checkpoint
             is copied under its own name, behind training. Each rank carries its own files. :attr:`archived` tells when
             it is there. A pin keeps the checkpoint until then, also across restarts: the first save of
@@ -135,6 +140,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
         max_in_flight: int = 4,
         when_behind: str = "wait",
         audit: bool = False,
+        reuse: str = "none",
         archive: str | os.PathLike[str] | ObjectPath | None = None,
         archive_rate: int | str | None = None,
         no_dist: bool = False,
@@ -153,6 +159,7 @@ class DataStatesWriter(StorageWriter, AsyncStager):
             max_in_flight=max_in_flight,
             when_behind=when_behind,
             audit=audit,
+            reuse=reuse,
             archive=archive_root(archive, storage_options),
             archive_rate=archive_rate,
         )

@@ -1,4 +1,4 @@
-"""What each rank's part of a save cost, in the metadata of the checkpoint: 88 bytes for each rank.
+"""What each rank's part of a save cost, in the metadata of the checkpoint: 96 bytes for each rank.
 
 A rank packs its :class:`~dcp_datastates.stats.SaveRecord` when it votes, so the entry ends with its files on stable
 storage. The coordinator adds when it had counted the votes. The metadata have the time of their publication. What comes
@@ -15,7 +15,7 @@ bytes
 16     4 float  seconds in the call, at the gate, waiting for room, waiting for the cache
 4      float    seconds from the call to the first wait at the gate; NaN if there was none
 8      2 float  bytes per second that were read and written
-24     3 int64  bytes copied at the call, read later, written
+32     4 int64  bytes copied at the call, read later, written, linked
 ====== ======== =========================================================================
 """
 
@@ -34,7 +34,7 @@ from dcp_datastates.text import step_of
 __all__ = ["ENTRY_BYTES", "join", "pack", "records"]
 
 _VERSION: Final = 1
-_ENTRY: Final = struct.Struct("<d14f3q")
+_ENTRY: Final = struct.Struct("<d14f4q")
 _PACKED: Final = tuple(PHASES)[:7]
 ENTRY_BYTES: Final = _ENTRY.size
 
@@ -48,7 +48,8 @@ def pack(record: SaveRecord) -> bytes:
         *(record.call_seconds, record.gate_seconds, record.room_seconds, record.cache_seconds),
         gated_after,
         *(record.read_rate, record.write_rate),
-        *(record.eager_bytes, record.deferred_bytes, record.written_bytes),
+        *(record.eager_bytes, record.deferred_bytes),
+        *(record.written_bytes, record.linked_bytes),
     )
 
 
@@ -73,7 +74,7 @@ def records(trace: Any, path: str, attempt: str, published_at: float) -> list[Sa
     except (binascii.Error, struct.error) as error:
         raise ValueError(str(error)) from None
     found = []
-    for rank, (began_at, *numbers, eager, deferred, written) in enumerate(entries):
+    for rank, (began_at, *numbers, eager, deferred, written, linked) in enumerate(entries):
         phases = dict(zip(_PACKED, numbers, strict=False))
         call, gate, room, cache, gated_after, read_rate, write_rate = numbers[len(_PACKED) :]
         # Clocks of several machines differ: no phase is negative for that.
@@ -102,6 +103,7 @@ def records(trace: Any, path: str, attempt: str, published_at: float) -> list[Sa
                 eager_bytes=eager,
                 deferred_bytes=deferred,
                 written_bytes=written,
+                linked_bytes=linked,
                 read_rate=read_rate,
                 write_rate=write_rate,
             )

@@ -7,8 +7,10 @@ The commit thread waits for the files to be durable, through a :class:`WrittenPa
 from __future__ import annotations
 
 import logging
+import math
+import time
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from dcp_datastates._native import Engine, ExpectedBytes, Fault, SaveJob, Window
 from dcp_datastates.errors import DataStatesError, DeviceError, SnapshotTornError, StorageError
@@ -19,9 +21,11 @@ from dcp_datastates.stats import SaveStats
 from dcp_datastates.storage import local
 from dcp_datastates.storage.object_path import Location, ObjectPath
 
-__all__ = ["Output", "WrittenPart", "output_to"]
+__all__ = ["Output", "WrittenPart", "cancel", "error_of", "output_to"]
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS: Final = 0.1
 
 
 class WrittenPart:
@@ -47,7 +51,7 @@ class WrittenPart:
     @property
     def error(self) -> BaseException | None:
         fault = self._job.fault
-        return None if fault is None else _error(fault, self._nbytes)
+        return None if fault is None else error_of(fault, self._nbytes)
 
     @property
     def progress(self) -> int:
@@ -121,7 +125,7 @@ class _Directory:
         window: Window,
         expected: ExpectedBytes | None,
     ) -> SaveJob:
-        synced = self._synced if content.files else []
+        synced = self._synced if content.files or content.linked else []
         return engine.save(
             content.files, synced, order, window, content.keep, content.fences, expected
         )
@@ -163,7 +167,15 @@ def output_to(folder: Location) -> Output:
     return _Prefix(folder) if isinstance(folder, ObjectPath) else _Directory(folder)
 
 
-def _error(fault: Fault, nbytes: int) -> DataStatesError:
+def cancel(job: SaveJob, seconds: float = math.inf) -> None:
+    """Returns when no read or write is in progress, or after ``seconds``."""
+    job.cancel()
+    until = time.monotonic() + seconds
+    while not job.wait(_POLL_SECONDS) and time.monotonic() < until:
+        pass
+
+
+def error_of(fault: Fault, nbytes: int) -> DataStatesError:
     """The error for the ``fault`` of a job that was to write ``nbytes`` bytes."""
     if fault.kind == "io":
         # StorageError adds the number and the path itself.

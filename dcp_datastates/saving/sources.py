@@ -29,6 +29,9 @@ from dcp_datastates.storage.object_path import Location
 
 __all__ = ["Sources", "files_to_write", "resolve_object"]
 
+_Source = tuple[torch.Tensor, int, int]
+"""A tensor in memory that the engine can read, its device, and the group whose gate covers it."""
+
 
 @dataclass(eq=False)
 class Sources:
@@ -42,6 +45,30 @@ class Sources:
     progress: Progress
     devices: set[int] = field(default_factory=set)
     """Devices of tensors that are not deferred: the kernels that compute these tensors may still be running."""
+    resolved: dict[int, _Source] = field(default_factory=dict)
+    """By item, what is read twice: a planner resolves each item once."""
+
+    def resolve_for_two_reads(
+        self, items: Sequence[WriteItem], entries: Sequence[TensorEntry]
+    ) -> None:
+        """Resolve the ``entries`` now, and keep the tensors for :func:`files_to_write`. Raises what that raises."""
+        with collection_paused():
+            for entry in entries:
+                self.resolved[entry.item] = self.resolve(items[entry.item], entry)
+
+    def resolve(self, item: WriteItem, entry: TensorEntry) -> _Source:
+        """The tensor of an item, which ``entry`` describes."""
+        if entry.item in self.resolved:
+            return self.resolved[entry.item]
+        self.progress.step()
+        tensor, device = _resolve_tensor(self, item, entry)
+        reads = self.reads
+        group = STABLE if reads is None else reads.group_of(tensor.data_ptr(), entry.nbytes)
+        if device != HOST and group == STABLE:
+            self.devices.add(device)
+            tensor = dense(tensor)
+        self.keep.append(tensor)
+        return tensor, device, group
 
 
 def files_to_write(
@@ -89,15 +116,8 @@ def _add_tensors(
     sources: Sources,
     entries: Sequence[TensorEntry],
 ) -> None:
-    reads = sources.reads
     for entry in entries:
-        sources.progress.step()
-        tensor, device = _resolve_tensor(sources, items[entry.item], entry)
-        group = STABLE if reads is None else reads.group_of(tensor.data_ptr(), entry.nbytes)
-        if device != HOST and group == STABLE:
-            sources.devices.add(device)
-            tensor = dense(tensor)
-        sources.keep.append(tensor)
+        tensor, device, group = sources.resolve(items[entry.item], entry)
         if entry.nbytes:
             add_region(content, entry.offset, tensor, entry.nbytes, group, device)
 

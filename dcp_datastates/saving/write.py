@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -21,7 +20,8 @@ from dcp_datastates.planning.write_job import WriteJob
 from dcp_datastates.process.memory_limit import largest_host_cache_bytes
 from dcp_datastates.process.waiting import Stall
 from dcp_datastates.saving.operation import SaveOperation
-from dcp_datastates.saving.output import Output, output_to
+from dcp_datastates.saving.output import Output, cancel, output_to
+from dcp_datastates.saving.reuse import changed_content, remember
 from dcp_datastates.saving.sources import Sources, files_to_write, resolve_object
 from dcp_datastates.staging.deferred_reads import await_reads
 from dcp_datastates.storage.attempt import Attempt
@@ -30,8 +30,6 @@ from dcp_datastates.storage.object_path import Location
 __all__ = ["Writing", "begin_write", "fail_write"]
 
 logger = logging.getLogger(__name__)
-
-_POLL_SECONDS: Final = 0.1
 
 _STALLED_SECONDS: Final = 3.0
 """How long a save that made no progress waits for its writes to end, before it reports the failure."""
@@ -69,16 +67,18 @@ class Writing:
             if (error := part.error) is not None:
                 raise error
         except SaveStalledError:
-            _cancel(job, _STALLED_SECONDS)
+            cancel(job, _STALLED_SECONDS)
             raise
         except BaseException:
-            _cancel(job)
+            cancel(job)
             raise
         save.stats.timeline.begin("reading", job.read_seconds)
         save.stats.timeline.begin("flushing")
         content.keep.clear()  # all is read: release the copies and the tensors
         report = planning.report(self._attempt, content, self._samples)
         save.committed.add_done_callback(lambda _: planning.ended(save.committed.peek() is None))
+        if content.chunks:
+            remember(save, content.chunks)
         save.submit(part, report, planning.compose(save.call.metrics))
 
 
@@ -129,14 +129,6 @@ def fail_write(save: SaveOperation, error: BaseException) -> None:
     save.submit_failure(error)
 
 
-def _cancel(job: SaveJob, seconds: float = math.inf) -> None:
-    """Returns when no read or write is in progress, or after ``seconds``."""
-    job.cancel()
-    until = time.monotonic() + seconds
-    while not job.wait(_POLL_SECONDS) and time.monotonic() < until:
-        pass
-
-
 def _fit_cache(config: WriterConfig, content: WriteJob) -> None:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     most = largest_host_cache_bytes(ranks) if config.cache_grows else config.host_cache_bytes
@@ -148,6 +140,10 @@ def _content(
 ) -> WriteJob:
     reads, items = save.reads, planning.items
     keep: list[Any] = []
+    sources = Sources(native, planning, reads, keep, save.progress)
+    if save.call.config.reuse == "unchanged":
+        assert isinstance(folder, Path), "check_reuse() has refused a store"
+        return changed_content(save, items, sources, folder)
     prepared = planning.prepared()
     if prepared is not None and reads is not None:
         paths = [folder / layout.name for layout in prepared.layouts]
@@ -160,7 +156,6 @@ def _content(
         return WriteJob(files, sealed, prepared.layouts, reads.fences, keep, report)
     layouts = lay_out(items, save.group.rank_set.rank)
     paths = [folder / layout.name for layout in layouts]
-    sources = Sources(native, planning, reads, keep, save.progress)
     files, sealed = files_to_write(items, sources, layouts, paths)
     readers = fences(native, sources.devices)
     after = [*(reads.fences if reads is not None else ()), *readers]

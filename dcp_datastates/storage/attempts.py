@@ -40,7 +40,8 @@ __all__ = [
     "withdraw",
 ]
 
-_DATA_FILE = re.compile(r"r(\d{5,})-\d+\.safetensors")
+_DATA_FILE = re.compile(r"r(\d{5,})-\d+\.(?:safetensors|[0-9a-f]{16}-[0-9]{8,20}\.linked)")
+"""``format/layout.py`` makes these names."""
 
 _SLOT: Final = "publishing"
 

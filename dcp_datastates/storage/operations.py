@@ -25,6 +25,7 @@ from dcp_datastates.storage.failpoints import hit
 __all__ = [
     "NO_EXCHANGE",
     "exchange",
+    "link",
     "make_directory",
     "remove_directory",
     "rename",
@@ -108,6 +109,12 @@ def rename(path: Path, target: Path, phase: str) -> None:
     """Replace ``target`` by ``path``, atomically (rename(2))."""
     with _operation(phase, "rename", path, to=str(target)):
         os.rename(path, target)
+
+
+def link(path: Path, target: Path, phase: str) -> None:
+    """Make ``target`` another name of the file ``path`` (link(2)); raises FileExistsError."""
+    with _operation(phase, "link", path, to=str(target)):
+        os.link(path, target)
 
 
 def exchange(path: Path, target: Path, phase: str) -> None:

@@ -40,7 +40,7 @@ bool SavePipeline::submit(const std::shared_ptr<SaveJob>& job) {
 }
 
 void SavePipeline::queue_opening(const std::shared_ptr<SaveJob>& job) {
-    for (std::size_t file = 0; !job->streamed() && file < job->file_count(); ++file) {
+    for (std::size_t file = 0; job->writes() && file < job->file_count(); ++file) {
         tasks_.push_back({.job = SaveJob::Pin(job), .open = file, .write = std::nullopt});
     }
     if (job->file_count() == 0) {
@@ -191,6 +191,12 @@ void SavePipeline::proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered) 
 
 void SavePipeline::write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read) {
     if (!read) return;
+    if (job->only_digests()) {
+        // Ahead of what is to be written: training may wait for the digests.
+        push_ahead(NodeQueue<Task>::Node(
+            {.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)}));
+        return;
+    }
     enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(read)});
 }
 
@@ -223,7 +229,7 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
         } catch (const std::exception&) {
             self->fail(of.job(), out_of_memory("copy"));
         }
-        self->let_go(std::move(reading->last));
+        self->push_ahead(std::move(reading->last));
     };
     try {
         devices_->copy(
@@ -238,12 +244,12 @@ void SavePipeline::read_on_devices(const SaveJob::Pin& job, DeviceRead read) {
     }
 }
 
-/// Not in a thread of a device's: the last to let go of a failed job closes its files, which may
-/// take for ever.
-void SavePipeline::let_go(NodeQueue<Task>::Node last) {
+/// A job is let go so, and not in a thread of a device's: the last to let go of a failed job closes
+/// its files, which may take for ever.
+void SavePipeline::push_ahead(NodeQueue<Task>::Node task) {
     {
         const std::scoped_lock lock(mutex_);
-        if (!ended_) tasks_.push_front(std::move(last));
+        if (!ended_) tasks_.push_front(std::move(task));
     }
     tasks_changed_.notify_one();
 }
@@ -331,6 +337,12 @@ void SavePipeline::run(Task& task) {
 
 void SavePipeline::write(const SaveJob::Pin& job, ReadUnit read) {
     const std::size_t file = read.unit.file;
+    if (job->only_digests()) {
+        job->digest(read);
+        read.memory.release();
+        if (job->unit_written(file) && !job->failed()) finish_job(job);
+        return;
+    }
     if (auto last = job->sum(read)) {
         enqueue({.job = SaveJob::Pin(job.job()), .open = std::nullopt, .write = std::move(last)});
     }

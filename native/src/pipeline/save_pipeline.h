@@ -105,7 +105,7 @@ class SavePipeline : public WindowListener, public std::enable_shared_from_this<
     void proceed(const SaveJob::Pin& job, SaveJob::Gathered gathered);
     void write_later(const SaveJob::Pin& job, std::optional<ReadUnit> read);
     void read_on_devices(const SaveJob::Pin& job, DeviceRead read);
-    void let_go(NodeQueue<Task>::Node last);
+    void push_ahead(NodeQueue<Task>::Node task);
 
     void flush_loop(Thread& self);
     std::optional<Task> next_task();

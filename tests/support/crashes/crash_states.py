@@ -215,6 +215,13 @@ class _Model:
 
     _rmdir = _unlink
 
+    def _link(self, index: int, record: Record) -> None:
+        inode = self._find(record.path)
+        directory, name = self._place(record.to)
+        if name in directory.current:
+            raise RecordError(f"{record}: it exists already")
+        directory.bind(index, (name, inode))
+
     def _rename(self, index: int, record: Record) -> None:
         inode = self._find(record.path)
         source, old = self._place(record.path)

@@ -21,6 +21,7 @@ OPERATIONS = frozenset(
         "sync_begin",
         "sync",
         "rename",
+        "link",
         "unlink",
         "rmdir",
         "told",
@@ -53,6 +54,7 @@ class Record:
         more = {
             "write": f" {len(self.data)} bytes at {self.offset}",
             "rename": f" to {self.to}",
+            "link": f" to {self.to}",
             "truncate": f" to {self.size}",
             "allocate": f" {self.size}",
         }
