@@ -291,7 +291,8 @@ void saves_copy_no_faster_than_they_may() {
     const HostileDriver driver;
     const LargeTensor tensor(4 * kSegmentBytes);
     constexpr std::uint64_t kRate = std::uint64_t{128} << 20U;
-    Engine engine(kCache, {}, posix_file_ops(), driver.api, Patience::kDefault, kRate);
+    Engine engine(kCache, {}, posix_file_ops(), driver.api, Patience::kDefault,
+                  {.copy_rate = kRate});
     open_devices(engine, 1);
     const auto began = Clock::now();
     check_durable(*engine.save({tensor.save_file(directory.file("f"))}, {}, 0, open_window()));
