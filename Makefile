@@ -77,7 +77,7 @@ help:
 	@echo "make simulate         $(SEEDS) schedules of the commit protocol (SEEDS=...)"
 	@echo "make soak             $(SOAK_SAVES) saves in one job, one fault in fifty; as many with restarts (SOAK_SAVES=...);"
 	@echo "                      thousands of interleavings, races and lives of tiers: an hour"
-	@echo "make bench            the stall benchmark (BENCH_ARGS=... are passed on)"
+	@echo "make bench            saves, loads and training beside every peer that is installed, in one report (BENCH_ARGS=--quick)"
 	@echo "make gpu-first        the first half hour on a GPU: all questions in ten minutes, in GPU_PYTHON"
 	@echo "                      (SMOKE=1: on a machine without one, at a tiny size)"
 	@echo "make gpu-test         the tests for a GPU, in GPU_PYTHON (SANITIZER='compute-sanitizer --error-exitcode 1')"
@@ -135,7 +135,7 @@ soak: $(VENV)/installed
 	    tests/crash/test_store_interleavings.py tests/crash/test_store_races.py tests/unit/tiers/test_random_archives.py $(PYTEST_ARGS)
 
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/stall.py $(BENCH_ARGS)
+	cd benchmarks && env -u OMP_NUM_THREADS $(abspath $(BIN))/python -m bench $(BENCH_ARGS)
 
 # --- on a machine with a GPU: with the Python and the torch that it has, and without a network -----
 

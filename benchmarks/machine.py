@@ -23,6 +23,7 @@ def describe(directory: Path) -> dict[str, Any]:
             ),
             "kernel": platform.release(),
             "file_system": _file_system(directory),
+            "disk": _disk(directory),
         },
         "versions": {
             "python": platform.python_version(),
@@ -49,3 +50,18 @@ def _file_system(directory: Path) -> str:
         if directory.is_relative_to(point) and len(point.parts) >= len(best.parts):
             best, kind = point, found
     return kind
+
+
+def _disk(directory: Path) -> str:
+    """Kind of the block device below ``directory``, as far as the kernel tells."""
+    number = directory.stat().st_dev
+    if (
+        device := Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    ).name.startswith("vd"):
+        return "a virtual disk"
+    for folder in (device, device.parent):
+        rotates, model = folder / "queue" / "rotational", folder / "device" / "model"
+        if rotates.exists():
+            kind = "a rotating disk" if rotates.read_text().strip() == "1" else "a solid-state disk"
+            return f"{kind} ({model.read_text().strip()})" if model.exists() else kind
+    return "no block device"

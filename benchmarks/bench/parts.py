@@ -1,0 +1,96 @@
+"""The parts of the report, each in a process of its own: ``python -m bench.parts NAME --into FILE``."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import loads, saves, training
+from bench.samples import Table, summary
+from bench.savers import start_process_group
+
+__all__ = ["FULL", "PARTS", "QUICK", "Sizes"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    scales: dict[str, float]
+    """Of the states (1: about 1 GB, or 10,000 tensors)."""
+    rounds: int
+    train_scale: float
+    train_rounds: int
+    sleep: float
+    """Seconds of an iteration of training."""
+    most: float
+    """Seconds of the longest iteration that is tried."""
+
+
+FULL = Sizes({"large": 1, "llm": 0.7, "many64k": 1, "many4k": 1}, 5, 0.07, 3, 0.1, 2.0)
+QUICK = Sizes({"large": 0.125, "llm": 0.06, "many64k": 0.1, "many4k": 0.1}, 3, 0.03, 2, 0.02, 0.4)
+TINY = Sizes(
+    {"large": 0.03, "llm": 0.01, "many64k": 0.001, "many4k": 0.001}, 1, 0.002, 1, 0.001, 0.02
+)
+SIZES = {"full": FULL, "quick": QUICK, "tiny": TINY}
+
+
+def _saves(sizes: Sizes, directory: Path) -> Iterator[Table]:
+    for case, scale in sizes.scales.items():
+        yield saves.measure(case, scale, sizes.rounds, directory)
+
+
+def _loads(sizes: Sizes, directory: Path) -> Iterator[Table]:
+    for case in ("large", "many64k"):
+        yield loads.measure(case, sizes.scales[case], sizes.rounds, directory)
+    yield loads.measure("many64k", sizes.scales["many64k"], sizes.rounds, directory, one=True)
+
+
+def _training(sizes: Sizes, directory: Path) -> Iterator[Table]:
+    table = training.measure_intervals(
+        sizes.train_scale, sizes.train_rounds, directory, sizes.sleep
+    )
+    table.facts["start"] = training.start_seconds(sizes.train_rounds)
+    yield table
+    yield training.measure_shortest(sizes.train_scale, sizes.train_rounds, directory, sizes.most)
+
+
+PARTS: dict[str, Callable[[Sizes, Path], Iterator[Table]]] = {
+    "saves": _saves,
+    "loads": _loads,
+    "training": _training,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--into", type=Path, required=True)
+    parser.add_argument("--dir", type=Path, required=True)
+    parser.add_argument("--sizes", choices=SIZES, required=True)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    faulthandler.enable()
+    start_process_group()
+    found = []
+    with tempfile.TemporaryDirectory(dir=arguments.dir) as directory:
+        for table in PARTS[arguments.part](SIZES[arguments.sizes], Path(directory)):
+            found.append(summary(table))
+            arguments.into.write_text(
+                json.dumps(found)
+            )  # what is measured stays if the rest crashes
+            print(f"  {table.title}", flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # threads and processes of peers do not hold it up
+
+
+if __name__ == "__main__":
+    main()
