@@ -11,6 +11,10 @@ one instruction in a loop seems to stand still, so this may wait too long.
 Frames further out are not looked at: ``f_back`` of another thread's frame crashes Python 3.11 now and then. They matter
 only to an operation that torch carries out in Python (``__torch_dispatch__``: some tensor subclasses). It consists of
 operations on inner tensors, each with a counter of its own, and those count as well.
+
+A thread that sleeps may wait for anything, so it is not waited for long. It may also have done its part of an operation
+and wait for torch's worker threads, which Python does not know, on a machine that gives these no processor. So a thread
+that sleeps is waited for as long as such threads can run, within bounds: some libraries have threads that never rest.
 """
 
 from __future__ import annotations
@@ -54,6 +58,14 @@ _ASLEEP_SECONDS: Final = 0.1
 _UNKNOWN_SECONDS: Final = 1.0
 """The same for threads of which the system's state is unknown: those that were not started by ``threading``."""
 
+_WORKERS_SECONDS: Final = 5.0
+"""The same while worker threads can run."""
+
+_TASKS: Final = Path("/proc/self/task")
+
+_ENGINE: Final = b"ds-"
+"""How the names of the engine's threads begin."""
+
 
 class RunningCalls:
     """The calls that other threads may be running when this is constructed."""
@@ -66,21 +78,27 @@ class RunningCalls:
             for thread, place in places().items()
             if place != idle.get(thread) or _is_asleep(thread) is False
         }
-        self._awake_at = time.monotonic()
+        self._awake_at = self._workers_at = time.monotonic()
 
     def ended(self) -> bool:
         """Whether all of them have ended."""
         if not self._running:
             return True
-        now = places()
+        places_now = places()
         self._running = {
-            thread: place for thread, place in self._running.items() if now.get(thread) == place
+            thread: place
+            for thread, place in self._running.items()
+            if places_now.get(thread) == place
         }
         asleep = set(map(_is_asleep, self._running))
-        patience = _UNKNOWN_SECONDS if None in asleep else _ASLEEP_SECONDS
+        now = time.monotonic()
         if False in asleep:
-            self._awake_at = time.monotonic()
-        elif time.monotonic() > self._awake_at + patience:
+            self._awake_at = now
+        elif self._running and _workers_can_run():
+            self._workers_at = now
+        patience = _UNKNOWN_SECONDS if None in asleep else _ASLEEP_SECONDS
+        still = now - max(self._awake_at, self._workers_at)
+        if still > patience or now - self._awake_at > _WORKERS_SECONDS:
             self._running = {}
         return not self._running
 
@@ -112,10 +130,24 @@ def _is_asleep(thread: int) -> bool | None:
     # Not threading.enumerate(): that takes a lock, which a frame that a signal handler interrupts may hold.
     known = getattr(threading, "_active", {}).get(thread)
     number = None if known is None else known.native_id
-    if number is None:
-        return None
+    state = None if number is None else _name_and_state(number)
+    return None if state is None else state[1] == b"S"
+
+
+def _workers_can_run() -> bool:
+    """Whether a thread that neither Python nor the engine has started runs or could run."""
+    known = {thread.native_id for thread in list(getattr(threading, "_active", {}).values())}
+    for task in os.listdir(_TASKS):
+        state = None if int(task) in known else _name_and_state(int(task))
+        if state and state[1] == b"R" and not state[0].startswith(_ENGINE):
+            return True
+    return False
+
+
+def _name_and_state(number: int) -> tuple[bytes, bytes] | None:
+    """A thread's name and state ("R" if it runs or could run, "S" if it sleeps). None if the thread is gone."""
     try:
-        status = Path(f"/proc/self/task/{number}/stat").read_bytes()
+        before, _, after = (_TASKS / str(number) / "stat").read_bytes().rpartition(b")")
     except OSError:
         return None
-    return status.rpartition(b")")[2].split(None, 1)[0] == b"S"
+    return before.partition(b"(")[2], after.split(None, 1)[0]

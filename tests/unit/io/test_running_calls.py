@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import _thread
 import functools
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.pool import ThreadPool
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,3 +123,65 @@ def test_threads_that_the_threading_module_does_not_know_are_not_waited_for_long
     await_that(calls.ended)
     assert thread in places()
     held.release()
+
+
+@contextmanager
+def busy(processor: int) -> Iterator[None]:
+    """A process that keeps this processor busy."""
+    program = (
+        f"import os; os.sched_setaffinity(0, {{{processor}}}); print(flush=True)\nwhile True: pass"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout
+            process.stdout.readline()
+            yield
+        finally:
+            process.kill()
+
+
+def _tasks() -> set[int]:
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def test_an_operation_whose_worker_gets_little_of_a_processor_is_waited_for() -> None:
+    """The thread has done its half, and sleeps until its worker has done the other half."""
+    processor = max(os.sched_getaffinity(0))
+    tensor = torch.full((1 << 24,), 0.5)
+    versions: list[int] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    def write() -> None:
+        before = _tasks()
+        tensor.erfinv_()  # this starts the worker
+        for worker in _tasks() - before:
+            os.sched_setaffinity(worker, {processor})
+            os.setpriority(os.PRIO_PROCESS, worker, 10)
+        versions.append(tensor._version)
+        tensor.erfinv_()
+        versions.append(tensor._version)
+
+    try:
+        with busy(processor), running(write):
+            await_that(lambda: bool(versions))
+            calls = RunningCalls()
+            await_that(calls.ended)
+            assert tensor._version > versions[0]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_thread_that_sleeps_is_not_waited_for_long_beside_threads_that_never_rest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(running_calls, "_WORKERS_SECONDS", 0.3)
+    monkeypatch.setattr(running_calls, "_workers_can_run", lambda: True)
+    held = threading.Lock()
+    held.acquire()
+    with running(lambda: held.acquire(timeout=60)) as thread:
+        await_that(lambda: thread.ident in places())
+        calls = RunningCalls()
+        await_that(calls.ended)
+        assert thread.is_alive()
+        held.release()
