@@ -1,4 +1,4 @@
-"""What the link from the GPU gives to a plain copy, and when the engine is ready to use it."""
+"""When the engine is ready to use the link from the GPU."""
 
 from __future__ import annotations
 
@@ -8,33 +8,9 @@ import torch
 
 from dcp_datastates._native import Engine
 
-__all__ = ["BareCopy", "prepare"]
+__all__ = ["prepare"]
 
 _PATIENCE_SECONDS = 120.0
-
-
-class BareCopy:
-    """One ``copy_`` of ``nbytes`` from the device into pinned memory."""
-
-    def __init__(self, nbytes: int, device: str) -> None:
-        self.on_gpu = device == "cuda"
-        self.source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-        self.target = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.on_gpu)
-        self.seconds()  # warms up
-
-    def seconds(self) -> float:
-        """That the copy takes; on a GPU, by its own clock."""
-        if not self.on_gpu:
-            began = time.perf_counter()
-            self.target.copy_(self.source)
-            return time.perf_counter() - began
-        torch.cuda.synchronize()
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        self.target.copy_(self.source, non_blocking=True)
-        after.record()
-        after.synchronize()
-        return before.elapsed_time(after) / 1e3
 
 
 def prepare(native: Engine, device: str) -> None:
